@@ -1,0 +1,101 @@
+"""Walks a module tree left to right, depth first, never into an incompatible API.
+
+Every walk follows ``.modules()`` order with an explicit stack, visits a module once, and
+does not enter a module annotated with an API that excludes ``fully_shard`` (``replicate``):
+what is below it is not sharded, whatever its own annotations say.
+
+Use it as ``import _traversal_utils``, never with ``from``: the runtime states are found
+through it, and it is found through their package.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Any, Protocol, TypeAlias
+
+from torch import nn
+
+from composable.contract import get_registry, managing_state
+
+__all__: list[str] = []
+
+_API = "fully_shard"
+
+# The states of ``fully_shard``, which lives above this file. The walks use what ``_State`` lists.
+FsdpState: TypeAlias = Any
+
+
+class _State(Protocol):
+    """What the walks need of a state."""
+
+    @property
+    def _handles(self) -> Collection[object]: ...
+
+    @property
+    def _is_root(self) -> bool | None: ...
+
+    def lazy_init(self, module: nn.Module) -> object: ...
+
+
+def _get_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield ``module`` and what is below it, without the subtrees of incompatible APIs."""
+    seen: set[nn.Module] = set()
+    stack = [module]
+    while stack:
+        module = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        if _is_compatible(module):
+            yield module
+            stack.extend(child for child in reversed(module._modules.values()) if child is not None)
+
+
+def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[FsdpState], list[nn.Module]]:
+    """Return the states at or below ``module``, each once, and the module where each was met first."""
+    found: dict[int, tuple[_State, nn.Module]] = {}
+    for visited in _get_modules(module):
+        annotation = get_registry(visited).get(_API)
+        if annotation is not None:
+            found.setdefault(id(annotation.state), (annotation.state, visited))  # type: ignore[arg-type]  # object
+    return [state for state, _ in found.values()], [visited for _, visited in found.values()]
+
+
+def _get_fsdp_states(module: nn.Module) -> list[FsdpState]:
+    """Return the states at or below ``module``, each once."""
+    return _get_fsdp_states_with_modules(module)[0]
+
+
+def _get_fsdp_handles(module: nn.Module) -> list[Any]:
+    """Return the handles of all states at or below ``module``, state by state."""
+    return [handle for state in _get_fsdp_states(module) for handle in state._handles]
+
+
+def _get_root_fsdp_states_with_modules(module: nn.Module) -> tuple[list[FsdpState], list[nn.Module]]:
+    """Return the root states at or below ``module`` and their modules.
+
+    Which states are roots is known after lazy init, so this runs it first, outermost state
+    first. Collective where a state has not been initialised.
+    """
+    states: list[FsdpState] = []
+    modules: list[nn.Module] = []
+    for state, visited in zip(*_get_fsdp_states_with_modules(module), strict=True):
+        if state._is_root is None:
+            state.lazy_init(visited)
+        if state._is_root:
+            states.append(state)
+            modules.append(visited)
+    return states, modules
+
+
+def _get_fsdp_root_states(module: nn.Module) -> list[FsdpState]:
+    """Return the root states at or below ``module``, after lazy init."""
+    return _get_root_fsdp_states_with_modules(module)[0]
+
+
+def _get_fully_sharded_module_to_states(module: nn.Module) -> dict[nn.Module, FsdpState]:
+    """Return the modules at or below ``module`` that are annotated, or picked by a policy, and who manages each."""
+    states = {visited: managing_state(visited, _API) for visited in _get_modules(module)}
+    return {visited: state for visited, state in states.items() if state is not None}
+
+
+def _is_compatible(module: nn.Module) -> bool:
+    return not any(_API in annotation.incompatible for annotation in get_registry(module).values())

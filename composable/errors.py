@@ -1,0 +1,78 @@
+"""The exceptions this library raises, and the one form their messages take.
+
+Every message says what happened, where (rank, module, parameter) and what to do:
+
+    UsageError: parameter is still on the meta device
+      at:  rank 3, module 'layers.7', parameter 'layers.7.up.weight' [4096, 1024] bfloat16
+      fix: materialize the model before the first forward
+
+Inner code raises the bare cause; one outer place adds the location with ``located``.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+__all__ = ["ComposableError", "ConfigError", "DesyncError", "UsageError", "located", "place_of_rank"]
+
+
+class ComposableError(Exception):
+    """Base of every error of this library.
+
+    Args:
+        what: What happened, without a full stop.
+        at: Where: rank, module FQN, parameter FQN.
+        fix: What the user should do.
+    """
+
+    def __init__(self, what: str, *, at: str | None = None, fix: str | None = None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.at = at
+        self.fix = fix
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.at:
+            lines.append(f"  at:  {self.at}")
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.at, self.fix))
+
+
+class ConfigError(ComposableError, ValueError):
+    """An argument is wrong."""
+
+
+class UsageError(ComposableError, RuntimeError):
+    """The call is right, the moment is wrong."""
+
+
+class DesyncError(ComposableError, RuntimeError):
+    """The ranks disagree."""
+
+
+def _rebuild(cls: type[ComposableError], what: str, at: str | None, fix: str | None) -> ComposableError:
+    return cls(what, at=at, fix=fix)
+
+
+def place_of_rank() -> str:
+    """Return how messages name this process."""
+    return f"rank {dist.get_rank()}" if dist.is_available() and dist.is_initialized() else "rank unknown"
+
+
+@contextmanager
+def located(at: str) -> Iterator[None]:
+    """Put ``at`` before the location of an error of this library, unless it names a rank already."""
+    try:
+        yield
+    except ComposableError as error:
+        if error.at is None:
+            error.at = at
+        elif not error.at.startswith("rank "):
+            error.at = f"{at}, {error.at}"
+        raise

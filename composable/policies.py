@@ -1,0 +1,246 @@
+"""Predicates that choose which submodules get a handle.
+
+A policy looks at the tree below the annotated module and picks submodules, each with the
+reason that the plan prints. It never picks the annotated module itself, nor anything below
+an excluded module: one that is ignored, or was annotated by hand before.
+"""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import nn
+
+from composable.errors import ConfigError
+
+__all__ = ["CustomPolicy", "ModuleWrapPolicy", "Policy", "PolicyLike", "SizePolicy", "has_forward", "resolve_policy"]
+
+_ACCEPTED = (
+    "pass a set of module classes, a function of one module that returns a bool, ModuleWrapPolicy, CustomPolicy "
+    "or SizePolicy"
+)
+_CLASSES_IN_HINT = 5
+
+
+class Policy(ABC):
+    """Chooses submodules; ``str(policy)`` is how errors and plans name it."""
+
+    def pick(self, root: nn.Module, excluded: Collection[nn.Module] = ()) -> dict[nn.Module, str]:
+        """Return the picked submodules of ``root`` in ``named_modules()`` order, each with the reason.
+
+        Args:
+            root: The annotated module; never picked.
+            excluded: Not picked, nor is any module below them, by whatever path it is reached.
+
+        Raises:
+            ConfigError: The policy picks nothing, or a module that is never called as one unit.
+        """
+        tree = _Tree(root, excluded)
+        picked = self._choose(tree)
+        for module in picked:
+            if not has_forward(module):
+                raise ConfigError(
+                    f"{self} picks a module without forward, which is never called as one unit",
+                    at=f"module '{tree.fqns[module]}' ({type(module).__name__})",
+                    fix="pick the modules inside it, or the one that calls them",
+                )
+        if not picked:
+            raise self._nothing_picked(root, tree, excluded)
+        return picked
+
+    @abstractmethod
+    def _choose(self, tree: "_Tree") -> dict[nn.Module, str]: ...
+
+    def _nothing_picked(self, root: nn.Module, tree: "_Tree", excluded: Collection[nn.Module]) -> ConfigError:
+        if excluded:
+            hidden = len(self._choose(_Tree(root, ())))
+            if hidden:
+                return ConfigError(
+                    f"{self} picks nothing: all {hidden} modules it would pick are ignored or annotated already",
+                    at=f"module {type(root).__name__}",
+                    fix="leave policy out",
+                )
+        common = Counter(type(module).__name__ for module in tree.fqns).most_common(_CLASSES_IN_HINT)
+        seen = ", ".join(f"{count} {name}" for name, count in common) or "none"
+        return ConfigError(
+            f"{self} picks nothing",
+            at=f"module {type(root).__name__}; most frequent submodules: {seen}",
+            fix="change the policy so that it picks at least one submodule, or leave it out",
+        )
+
+
+@dataclass(frozen=True)
+class ModuleWrapPolicy(Policy):
+    """Picks every submodule that is an instance of one of ``module_classes``."""
+
+    module_classes: frozenset[type[nn.Module]]
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        if not isinstance(module_classes, Iterable):
+            raise ConfigError(
+                f"module_classes is {_name_of(module_classes)}, not a set of classes", fix="pass a set, such as {Block}"
+            )
+        classes = frozenset(module_classes)
+        if not classes:
+            raise ConfigError("the set of module classes is empty", fix="name at least one class")
+        for cls in classes:
+            if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+                raise ConfigError(
+                    f"{_name_of(cls)} is not a subclass of nn.Module", fix="pass classes, such as {Block}, not names"
+                )
+        object.__setattr__(self, "module_classes", classes)
+
+    def __str__(self) -> str:
+        return f"ModuleWrapPolicy({{{', '.join(sorted(cls.__name__ for cls in self.module_classes))}}})"
+
+    def _choose(self, tree: "_Tree") -> dict[nn.Module, str]:
+        classes = tuple(self.module_classes)
+        # The class is named as the user gave it: an annotation may have swapped the module's own.
+        by_name = sorted(classes, key=lambda cls: cls.__name__)
+        return {
+            module: f"policy: {next(cls.__name__ for cls in by_name if isinstance(module, cls))}"
+            for module in tree.fqns
+            if isinstance(module, classes)
+        }
+
+
+@dataclass(frozen=True)
+class CustomPolicy(Policy):
+    """Picks every submodule for which ``predicate`` returns ``True``."""
+
+    predicate: Callable[[nn.Module], bool]
+
+    def __post_init__(self) -> None:
+        if not callable(self.predicate) or isinstance(self.predicate, type | nn.Module):
+            raise ConfigError(f"predicate is {_name_of(self.predicate)}", fix="pass a function of one module")
+        try:
+            inspect.signature(self.predicate).bind(None)
+        except TypeError as error:
+            raise ConfigError(
+                f"predicate {_name_of(self.predicate)} cannot be called with one module: {error}", fix=_ACCEPTED
+            ) from None
+        except ValueError:
+            pass  # a builtin without a signature
+
+    def __str__(self) -> str:
+        return f"CustomPolicy({_name_of(self.predicate)})"
+
+    def _choose(self, tree: "_Tree") -> dict[nn.Module, str]:
+        reason = f"policy: {_name_of(self.predicate)}"
+        picked: dict[nn.Module, str] = {}
+        for module, fqn in tree.fqns.items():
+            answer: object = self.predicate(module)
+            if not isinstance(answer, bool):
+                raise ConfigError(
+                    f"predicate {_name_of(self.predicate)} returned {type(answer).__name__}, not bool",
+                    at=f"module '{fqn}' ({type(module).__name__})",
+                    fix="return True to give the module a handle, else False",
+                )
+            if answer:
+                picked[module] = reason
+        return picked
+
+
+@dataclass(frozen=True)
+class SizePolicy(Policy):
+    """Picks from the leaves up: a module whose elements not in a deeper pick reach ``min_numel``.
+
+    What is left over, fewer than ``min_numel`` elements in each branch, stays with the pick
+    above or with the annotated module. Modules without ``forward`` (``ModuleList``) are
+    passed over.
+    """
+
+    min_numel: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.min_numel, int) or isinstance(self.min_numel, bool):
+            raise ConfigError(f"min_numel is {self.min_numel!r}", fix="pass a number of elements as an int")
+        if self.min_numel <= 0:
+            raise ConfigError(f"min_numel is {self.min_numel}", fix="pass at least 1")
+
+    def __str__(self) -> str:
+        return f"SizePolicy({self.min_numel})"
+
+    def _choose(self, tree: "_Tree") -> dict[nn.Module, str]:
+        numels: dict[nn.Module, int] = {}
+        counted: set[int] = set()
+        for module in tree.fqns:
+            # A tied parameter counts once, where it is first met.
+            own = [param for param in module._parameters.values() if param is not None and id(param) not in counted]
+            counted.update(id(param) for param in own)
+            numels[module] = sum(param.numel() for param in own)
+        picked: dict[nn.Module, str] = {}
+        for module in reversed(tree.fqns):
+            if numels[module] >= self.min_numel and has_forward(module):
+                picked[module] = f"policy: {numels[module]} elements >= {self.min_numel}"
+            elif (parent := tree.parents[module]) in numels:
+                numels[parent] += numels[module]
+        return dict(reversed(picked.items()))
+
+
+PolicyLike: TypeAlias = Policy | AbstractSet[type[nn.Module]] | Callable[[nn.Module], bool]
+
+
+def resolve_policy(policy: PolicyLike) -> Policy:
+    """Return the policy object for what a user may pass as ``policy=``.
+
+    Raises:
+        ConfigError: ``policy`` is none of the accepted kinds.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, AbstractSet):
+        return ModuleWrapPolicy(policy)
+    if callable(policy) and not isinstance(policy, type | nn.Module):
+        return CustomPolicy(policy)
+    raise ConfigError(f"{_name_of(policy)} is not a policy", fix=_ACCEPTED)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Say whether ``module`` can be called; containers such as ``ModuleList`` cannot."""
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+
+
+class _Tree:
+    """The submodules of a root that may be picked, depth first, left to right.
+
+    Attributes:
+        fqns: Submodule -> FQN below the root.
+        parents: Submodule -> the module it was reached from.
+    """
+
+    def __init__(self, root: nn.Module, excluded: Collection[nn.Module]) -> None:
+        self.fqns: dict[nn.Module, str] = {}
+        self.parents: dict[nn.Module, nn.Module] = {}
+        seen = {root}
+        hidden = list(excluded)
+        while hidden:
+            module = hidden.pop()
+            if module is not root and module not in seen:
+                seen.add(module)
+                hidden.extend(module.children())
+        stack = [(root, name, child) for name, child in reversed(root._modules.items()) if child is not None]
+        while stack:
+            parent, fqn, module = stack.pop()
+            if module in seen:
+                continue
+            seen.add(module)
+            self.fqns[module] = fqn
+            self.parents[module] = parent
+            stack.extend(
+                (module, f"{fqn}.{name}", child)
+                for name, child in reversed(module._modules.items())
+                if child is not None
+            )
+
+
+def _name_of(value: object) -> str:
+    """Name a class or function by its name, another value by its repr or type."""
+    name = getattr(value, "__name__", None)
+    if isinstance(name, str):
+        return f"the class {name}" if isinstance(value, type) else name
+    return repr(value) if isinstance(value, str | int | float | type(None)) else type(value).__name__

@@ -1,0 +1,451 @@
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composable.contract import (
+    contract,
+    describe_module,
+    get_registry,
+    managing_state,
+    remove_annotation,
+    remove_member,
+    set_member,
+)
+from composable.errors import ConfigError
+from tests.models import MLP, MLPBlock, TinyGPT
+
+
+class State:
+    def __init__(self) -> None:
+        self.value = 0
+
+
+@contract(State, incompatible=("replicate",))
+def fully_shard(module: Any, *, value: int = 0) -> Any:
+    """Annotate, and remember ``value``."""
+    first = module if isinstance(module, nn.Module) else module[0]
+    state = fully_shard.state(first)
+    assert state is not None
+    state.value = value
+    return module
+
+
+@contract(incompatible=("fully_shard",))
+def replicate(module: Any) -> None:
+    pass
+
+
+@contract()
+def checkpoint(module: Any) -> None:
+    pass
+
+
+def annotation_that(change: Callable[[Any], object]) -> Any:
+    @contract()
+    def faulty(module: Any) -> None:
+        change(module)
+
+    return faulty
+
+
+def error_of(call: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_an_annotation_returns_the_module_it_was_given() -> None:
+    module = nn.Linear(2, 2)
+    assert fully_shard(module) is module
+    assert checkpoint(module) is module
+
+
+def test_a_function_reads_its_state_while_it_runs() -> None:
+    module = fully_shard(nn.Linear(2, 2), value=7)
+    state = fully_shard.state(module)
+    assert isinstance(state, State)
+    assert state.value == 7
+
+
+def test_an_annotation_keeps_the_name_and_docstring_of_its_function() -> None:
+    assert fully_shard.__name__ == "fully_shard"
+    assert fully_shard.__doc__ == "Annotate, and remember ``value``."
+
+
+def test_state_of_an_unannotated_module_is_none_and_leaves_no_trace() -> None:
+    module = nn.Linear(2, 2)
+    before = set(module.__dict__)
+    assert fully_shard.state(module) is None
+    assert fully_shard.member_state(module) is None
+    assert dict(get_registry(module)) == {}
+    remove_annotation(module, "fully_shard")
+    remove_member(module, "fully_shard")
+    assert set(module.__dict__) == before
+
+
+def test_several_apis_are_kept_in_the_order_they_were_applied() -> None:
+    module = nn.Linear(2, 2)
+    checkpoint(module)
+    fully_shard(module)
+    assert list(get_registry(module)) == ["checkpoint", "fully_shard"]
+    assert get_registry(module)["fully_shard"].state is fully_shard.state(module)
+
+
+def test_the_registry_is_read_only() -> None:
+    module = fully_shard(nn.Linear(2, 2))
+    with pytest.raises(TypeError):
+        get_registry(module)["other"] = None  # type: ignore[index]
+
+
+def test_modules_of_one_list_share_one_state_and_of_two_calls_do_not() -> None:
+    first, second, third = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    modules = [first, second]
+    assert fully_shard(modules, value=3) is modules
+    fully_shard(third)
+    assert fully_shard.state(first) is fully_shard.state(second)
+    assert fully_shard.state(third) is not fully_shard.state(first)
+
+
+def test_a_generator_of_modules_is_a_list_of_modules() -> None:
+    model = MLP()
+    blocks = list(model.blocks)
+    assert fully_shard(block for block in model.blocks) == blocks  # type: ignore[type-var]
+    assert fully_shard.state(blocks[0]) is fully_shard.state(blocks[2])
+
+
+def test_double_application_names_the_module() -> None:
+    model = MLP()
+    fully_shard(model.blocks[1].up)
+    assert error_of(lambda: fully_shard(model.blocks[1].up)) == (
+        "fully_shard is already on this module\n"
+        "  at:  rank unknown, module 'blocks.1.up' (Linear)\n"
+        "  fix: call fully_shard once per module"
+    )
+
+
+@pytest.mark.parametrize(("first", "second"), [(fully_shard, replicate), (replicate, fully_shard)])
+def test_an_incompatible_pair_raises_in_both_orders(first: Any, second: Any) -> None:
+    model = MLP()
+    first(model.out)
+    assert error_of(lambda: second(model.out)) == (
+        f"{second.__name__} and {first.__name__} cannot both be on one module\n"
+        "  at:  rank unknown, module 'out' (Linear)\n"
+        f"  fix: choose one of them for this module; {first.__name__} is on it already"
+    )
+    assert list(get_registry(model.out)) == [first.__name__]
+
+
+def test_incompatibility_holds_when_only_one_side_declares_it() -> None:
+    @contract(incompatible=("modest",))
+    def proud(module: Any) -> None: ...
+
+    @contract()
+    def modest(module: Any) -> None: ...
+
+    for first, second in [(proud, modest), (modest, proud)]:
+        module = nn.Linear(2, 2)
+        first(module)
+        assert "cannot both be on one module" in error_of(lambda module=module, second=second: second(module))  # type: ignore[misc]
+
+
+def test_incompatible_apis_may_nest() -> None:
+    model = MLP()
+    replicate(model.out)
+    fully_shard(model)
+    assert fully_shard.state(model) is not None
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("layer", "fully_shard got str"),
+        (None, "fully_shard got NoneType"),
+        (torch.ones(2), "fully_shard got Tensor"),
+        ([], "fully_shard got an empty sequence"),
+        ([nn.Identity(), "layer"], "fully_shard got str at index 1 of the sequence"),
+    ],
+)
+def test_what_is_no_module_raises(argument: Any, message: str) -> None:
+    assert error_of(lambda: fully_shard(argument)).splitlines()[0] == message
+
+
+def test_a_module_twice_in_one_list_raises_and_annotates_nothing() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert "the same module twice" in error_of(lambda: fully_shard([first, second, first]))
+    assert fully_shard.state(first) is None
+    assert fully_shard.state(second) is None
+
+
+def test_one_annotated_module_in_a_list_leaves_the_others_untouched() -> None:
+    first, second = nn.Linear(2, 2), fully_shard(nn.Linear(2, 2))
+    assert "already on this module" in error_of(lambda: fully_shard([first, second]))
+    assert fully_shard.state(first) is None
+
+
+@pytest.mark.parametrize("error_type", [ValueError, KeyboardInterrupt])
+def test_nothing_stays_annotated_after_an_exception(error_type: type[BaseException]) -> None:
+    @contract()
+    def failing(module: nn.Module) -> None:
+        state = failing.state(module)
+        set_member(module.get_submodule("blocks.0"), "failing", state)
+        raise error_type("boom")
+
+    model = MLP()
+    before = {name: set(module.__dict__) for name, module in model.named_modules()}
+    with pytest.raises(error_type, match="boom"):
+        failing(model)
+    assert failing.state(model) is None
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
+    fully_shard(model)
+
+
+def test_an_error_of_the_function_itself_is_told_with_the_rank() -> None:
+    def refuse(model: nn.Module) -> None:
+        raise ConfigError("bad option", at=describe_module(model))
+
+    assert error_of(lambda: annotation_that(refuse)(MLP())) == "bad option\n  at:  rank unknown, module MLP"
+
+
+def rename_parameter(model: MLP) -> None:
+    model.out._parameters["kernel"] = model.out._parameters.pop("weight")
+
+
+def reorder_parameters(model: MLP) -> None:
+    model.out._parameters["weight"] = model.out._parameters.pop("weight")
+
+
+def drop_parameter(model: MLP) -> None:
+    del model.blocks[0].up.bias
+
+
+def add_buffer(model: MLP) -> None:
+    model.inp.register_buffer("scale", torch.ones(1))
+
+
+def wrap_module(model: MLP) -> None:
+    model.out = nn.Sequential(model.out)  # type: ignore[assignment]
+
+
+def move_module(model: MLP) -> None:
+    model._modules["inp"] = model._modules.pop("inp")
+
+
+def rename_alias(model: MLP) -> None:
+    model.second_name = model._modules.pop("alias")
+
+
+def untie(model: MLP) -> None:
+    model.out.weight = nn.Parameter(model.out.weight.detach().clone())
+
+
+@pytest.mark.parametrize(
+    ("change", "differences"),
+    [
+        (rename_parameter, ["parameters missing: 'out.weight'", "parameters new: 'out.kernel'"]),
+        (reorder_parameters, ["parameters moved: 'out.bias'"]),
+        (drop_parameter, ["parameters missing: 'blocks.0.up.bias'"]),
+        (add_buffer, ["buffers new: 'inp.scale'"]),
+        (
+            wrap_module,
+            [
+                "parameters missing: 'out.weight', 'out.bias'",
+                "parameters new: 'out.0.weight', 'out.0.bias'",
+                "modules new: 'out.0'",
+            ],
+        ),
+        (move_module, ["parameters moved: 'inp.weight', 'inp.bias'", "modules moved: 'inp'"]),
+        (rename_alias, ["modules missing: 'alias'", "modules new: 'second_name'"]),
+        (untie, ["shared tensors missing: 'out.weight = inp.weight'"]),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_change_of_fqns_is_reported_as_it_is(change: Callable[[MLP], None], differences: list[str]) -> None:
+    model = MLP(layers=1)
+    model.out.weight = model.inp.weight
+    model.alias = model.blocks[0]
+    assert error_of(lambda: annotation_that(change)(model)) == (
+        "\n    ".join(["faulty changed the FQNs of the module it annotates", *differences])
+        + "\n  at:  rank unknown, module MLP"
+        + "\n  fix: an annotation keeps every parameter, buffer and module under its name and in its place"
+    )
+    assert dict(get_registry(model)) == {}
+
+
+def test_a_long_difference_is_cut_short() -> None:
+    def drop_all(model: nn.Sequential) -> None:
+        for name in list(model._modules):
+            del model._modules[name]
+
+    message = error_of(lambda: annotation_that(drop_all)(nn.Sequential(*[nn.Identity() for _ in range(25)])))
+    assert "modules missing: '0', '1', '2', '3', '4', '5', '6', '7', '8', '9' and 15 more" in message
+
+
+def test_parameters_may_be_replaced_and_the_class_swapped() -> None:
+    class Mixin:
+        pass
+
+    def shard(model: MLP) -> None:
+        weight = nn.Parameter(model.out.weight.detach().clone())
+        model.out.weight = weight
+        model.inp.weight = weight
+        model.__class__ = type("ShardedMLP", (Mixin, MLP), {})  # type: ignore[assignment]
+
+    model = MLP()
+    model.out.weight = model.inp.weight
+    faulty = annotation_that(shard)
+    faulty(model)
+    assert type(model).__name__ == "ShardedMLP"
+    assert faulty.state(model) is not None
+
+
+@pytest.mark.parametrize("result", [nn.Identity(), [], [nn.Identity()]])
+def test_returning_another_module_raises(result: Any) -> None:
+    @contract()
+    def replacing(module: nn.Module) -> Any:
+        return result
+
+    module = nn.Linear(2, 2)
+    assert "returned other modules than it was given" in error_of(lambda: replacing(module))
+    assert replacing.state(module) is None
+
+
+def test_the_registry_is_no_parameter_module_or_state_dict_entry() -> None:
+    plain, annotated = MLP(), fully_shard(MLP())
+    set_member(annotated.blocks[0], "fully_shard", fully_shard.state(annotated))
+    assert list(annotated.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in annotated.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in annotated.named_modules()] == [name for name, _ in plain.named_modules()]
+
+
+def test_a_deep_copy_has_a_deep_copy_of_the_state() -> None:
+    model = fully_shard(MLP(), value=5)
+    state = fully_shard.state(model)
+    set_member(model.blocks[0], "fully_shard", state)
+    clone = copy.deepcopy(model)
+    cloned_state = fully_shard.state(clone)
+    assert cloned_state is not None
+    assert cloned_state is not state
+    assert cloned_state.value == 5
+    assert fully_shard.member_state(clone.blocks[0]) is cloned_state
+    remove_annotation(clone, "fully_shard")
+    assert fully_shard.state(model) is state
+
+
+def test_the_registry_survives_pickling() -> None:
+    model = pickle.loads(pickle.dumps(fully_shard(MLP(), value=5)))
+    state = fully_shard.state(model)
+    assert state is not None
+    assert state.value == 5
+
+
+def test_a_member_is_managed_but_not_annotated() -> None:
+    model = fully_shard(MLP())
+    state = fully_shard.state(model)
+    block = model.blocks[0]
+    set_member(block, "fully_shard", state)
+    assert fully_shard.state(block) is None
+    assert fully_shard.member_state(block) is state
+    assert fully_shard.member_state(model) is state
+    assert managing_state(block, "fully_shard") is state
+    assert managing_state(block, "replicate") is None
+    remove_member(block, "fully_shard")
+    assert fully_shard.member_state(block) is None
+
+
+@pytest.mark.parametrize("annotate", [fully_shard, replicate])
+def test_a_member_cannot_be_annotated_with_the_same_or_an_incompatible_api(annotate: Any) -> None:
+    model = fully_shard(MLP())
+    set_member(model.blocks[0], "fully_shard", fully_shard.state(model))
+    message = error_of(lambda: annotate(model.blocks[0]))
+    assert "ancestor picked it" in message
+    assert "at:  rank unknown, module 'blocks.0' (MLPBlock)" in message
+    checkpoint(model.blocks[0])
+
+
+@pytest.mark.parametrize("annotate", [fully_shard, replicate])
+def test_an_annotated_module_cannot_become_a_member(annotate: Any) -> None:
+    model = MLP()
+    annotate(model.blocks[0])
+    assert f"{annotate.__name__} is on it" in error_of(lambda: set_member(model.blocks[0], "fully_shard", State()))
+
+
+def test_a_member_has_one_state() -> None:
+    block, state = MLPBlock(), State()
+    set_member(block, "fully_shard", state)
+    set_member(block, "fully_shard", state)
+    assert "for another ancestor" in error_of(lambda: set_member(block, "fully_shard", State()))
+
+
+def test_a_removed_annotation_may_be_applied_again() -> None:
+    module = fully_shard(nn.Linear(2, 2))
+    first = fully_shard.state(module)
+    remove_annotation(module, "fully_shard")
+    fully_shard(module)
+    assert fully_shard.state(module) is not first
+
+
+def test_the_incompatible_names_must_not_be_one_string() -> None:
+    assert "incompatible is a str" in error_of(lambda: contract(incompatible="replicate"))
+
+
+def test_a_module_is_described_by_the_longest_fqn_that_is_known() -> None:
+    holder = nn.ModuleDict({"model": MLP()})
+    assert describe_module(holder["model"].blocks[2].down) == "module 'model.blocks.2.down' (Linear)"
+    assert describe_module(holder) == "module ModuleDict"
+
+
+def test_a_very_deep_model_can_be_annotated() -> None:
+    model: nn.Module = nn.Identity()
+    for _ in range(5000):
+        outer = nn.Module()
+        outer.add_module("inner", model)
+        model = outer
+    fully_shard(model)
+    assert fully_shard.state(model) is not None
+    # Freed from the outside in: the interpreter's stack is not deep enough to do it at once.
+    while model._modules:
+        model = model._modules.popitem()[1]  # type: ignore[assignment]
+
+
+class CountingDict(dict[str, Any]):
+    """Counts how often its values are walked."""
+
+    reads = 0
+
+    def values(self) -> Any:
+        CountingDict.reads += 1
+        return super().values()
+
+    def items(self) -> Any:
+        CountingDict.reads += 1
+        return super().items()
+
+
+def test_annotating_every_layer_and_then_the_root_is_linear() -> None:
+    reads: list[int] = []
+    for layers in (100, 200):
+        model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(layers)])
+        for module in model.modules():
+            module.__dict__["_modules"] = CountingDict(module._modules)
+        CountingDict.reads = 0
+        for module in model.children():
+            fully_shard(module)
+        fully_shard(model)
+        reads.append(CountingDict.reads)
+    assert reads[0] > 0
+    assert reads[1] <= 2.1 * reads[0]
+
+
+def test_an_annotated_model_is_freed_with_its_last_reference() -> None:
+    model = fully_shard(TinyGPT())
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None

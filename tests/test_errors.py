@@ -1,0 +1,59 @@
+import pickle
+
+import pytest
+
+from composable import ComposableError, ConfigError, DesyncError, UsageError
+from composable.errors import located, place_of_rank
+
+KINDS = [(ConfigError, ValueError), (UsageError, RuntimeError), (DesyncError, RuntimeError)]
+
+
+def test_a_message_says_what_where_and_what_to_do() -> None:
+    error = UsageError("parameter is on meta", at="rank 3, module 'layers.7'", fix="materialize the model")
+    assert str(error) == ("parameter is on meta\n  at:  rank 3, module 'layers.7'\n  fix: materialize the model")
+
+
+def test_a_message_leaves_out_what_is_not_known() -> None:
+    assert str(ConfigError("world_size is 0")) == "world_size is 0"
+    assert str(ConfigError("world_size is 0", fix="pass 1")) == "world_size is 0\n  fix: pass 1"
+
+
+@pytest.mark.parametrize(("kind", "builtin"), KINDS)
+def test_a_kind_can_be_caught_as_its_builtin_and_as_ours(kind: type[ComposableError], builtin: type[Exception]) -> None:
+    assert issubclass(kind, builtin)
+    assert issubclass(kind, ComposableError)
+
+
+@pytest.mark.parametrize(("kind", "builtin"), KINDS)
+def test_an_error_travels_between_processes(kind: type[ComposableError], builtin: type[Exception]) -> None:
+    copy = pickle.loads(pickle.dumps(kind("what", at="where", fix="how")))
+    assert type(copy) is kind
+    assert str(copy) == "what\n  at:  where\n  fix: how"
+
+
+def test_located_adds_the_place_to_a_bare_error() -> None:
+    with pytest.raises(ConfigError, match="at:  rank 1") as caught, located("rank 1"):
+        raise ConfigError("bad", fix="good")
+    assert caught.value.fix == "good"
+
+
+def test_located_goes_before_a_place_without_a_rank() -> None:
+    with pytest.raises(ConfigError) as caught, located("rank 1"):
+        raise ConfigError("bad", at="module 'out'")
+    assert caught.value.at == "rank 1, module 'out'"
+
+
+def test_located_keeps_a_place_that_names_a_rank() -> None:
+    with pytest.raises(ConfigError) as caught, located("rank 1"):
+        raise ConfigError("bad", at="rank 0, module 'out'")
+    assert caught.value.at == "rank 0, module 'out'"
+
+
+def test_a_process_outside_a_process_group_has_no_rank() -> None:
+    assert place_of_rank() == "rank unknown"
+
+
+def test_located_leaves_other_errors_alone() -> None:
+    with pytest.raises(KeyError) as caught, located("rank 1"):
+        raise KeyError("x")
+    assert str(caught.value) == "'x'"
