@@ -1,0 +1,332 @@
+"""Where each parameter sits in a handle's flat buffer, and which slice each rank owns.
+
+Shapes in, numbers out: no tensors, no process group, so a layout for 512 ranks
+can be checked on a laptop. Sizes and offsets are in elements.
+
+Parameters lie whole and in the given order; the buffer is cut into equal shards.
+What is chosen is where padding goes (between parameters or at the end, never inside
+one) so that the cuts fall on row boundaries of the parameters they cross.
+
+Source: flat parameters, arXiv 2304.11277; ragged shards, arXiv 2602.22437.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+
+from composable.errors import ConfigError
+
+__all__ = ["Align", "FlatLayout", "Span", "boxes", "local_shape", "plan_layout"]
+
+Align: TypeAlias = Literal["row", "element", "tensor"] | int
+
+# Most of the buffer that may be padding for the sake of row cuts and aligned starts, as 1 / this.
+_PADDING_SHARE = 100
+# 16 bytes of a two-byte dtype: what vectorised loads and tensor-core matmuls ask of an address.
+_START_ALIGN = 8
+# Row sizes tried as the grain of a shard, most frequent first: bounds the search, not the result's validity.
+_MAX_GRAINS = 8
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements ``[start, stop)`` of the flat buffer, holding one parameter."""
+
+    fqn: str
+    shape: torch.Size
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """A buffer of ``world_size * shard_numel`` elements; what no span covers is padding."""
+
+    spans: tuple[Span, ...]
+    world_size: int
+    shard_numel: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.world_size * self.shard_numel
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of the whole buffer that belong to no parameter."""
+        return self.numel - sum(span.numel for span in self.spans)
+
+    def shard_of(self, rank: int) -> slice:
+        """Return the elements that ``rank`` keeps between iterations."""
+        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def bounds(self, span: Span) -> tuple[int, ...]:
+        """Return the ``world_size + 1`` flat bounds of a parameter, in its own elements.
+
+        Rank ``r`` owns ``[bounds[r], bounds[r + 1])`` of the flattened parameter.
+        """
+        if span.numel == 0:
+            return (0,) * (self.world_size + 1)
+        # Only the cuts strictly inside the span need arithmetic; this is called per parameter at W = 1024.
+        first = span.start // self.shard_numel + 1
+        inside = tuple(range(first * self.shard_numel - span.start, span.numel, self.shard_numel))
+        return (0,) * first + inside + (span.numel,) * (self.world_size + 1 - first - len(inside))
+
+    def local_range(self, span: Span, rank: int) -> tuple[int, int]:
+        """Return where the parameter's piece lies inside the shard of ``rank``; equal bounds if it has none."""
+        first = rank * self.shard_numel
+        lo = min(max(span.start - first, 0), self.shard_numel)
+        hi = min(max(span.stop - first, 0), self.shard_numel)
+        return lo, hi
+
+    def is_row_aligned(self, span: Span) -> bool:
+        """Return whether all bounds are multiples of the parameter's row, ``prod(shape[1:])``.
+
+        A scalar has no rows and a row without elements cannot be counted: both are not row aligned.
+        """
+        row = _row_numel(span.shape)
+        if not span.shape or row == 0:
+            return False
+        return self._is_cut_on(span, row)
+
+    def _is_cut_on(self, span: Span, block: int) -> bool:
+        if span.numel == 0:
+            return True
+        head = self.shard_numel - span.start % self.shard_numel
+        if span.numel <= head:
+            return True
+        return head % block == 0 and (span.numel - head <= self.shard_numel or self.shard_numel % block == 0)
+
+
+def local_shape(shape: Sequence[int], bounds: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Return the shape of the piece that ``rank`` owns.
+
+    ``(rows, *shape[1:])`` when *all* bounds fall on rows, else one dimension, so that every rank
+    sees the same number of dimensions. Scalars are one-dimensional.
+    """
+    numel = bounds[rank + 1] - bounds[rank]
+    row = _row_numel(shape)
+    if not shape or row == 0 or any(bound % row for bound in bounds):
+        return (numel,)
+    return (numel // row, *shape[1:])
+
+
+def boxes(shape: Sequence[int], lo: int, hi: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Split the flat range ``[lo, hi)`` of a row-major tensor into axis-aligned boxes.
+
+    Returns:
+        At most ``2 * ndim - 1`` pairs of (offsets, sizes), in flat order.
+    """
+    if lo >= hi:
+        return []
+    if len(shape) <= 1:
+        return [((lo,), (hi - lo,))] if shape else [((), ())]
+    row = _row_numel(shape)
+    (first, head), (last, tail) = divmod(lo, row), divmod(hi, row)
+
+    def inside_row(index: int, lo: int, hi: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return [((index, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], lo, hi)]
+
+    if first == last:
+        return inside_row(first, head, tail)
+    found = []
+    if head:
+        found += inside_row(first, head, row)
+        first += 1
+    if first < last:
+        found.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    return found + inside_row(last, 0, tail)
+
+
+def plan_layout(
+    params: Sequence[tuple[str, torch.Size]],
+    world_size: int,
+    *,
+    align: Mapping[str, Align] | None = None,
+) -> FlatLayout:
+    """Pack parameters in order, then cut the buffer into equal shards.
+
+    Args:
+        params: (FQN, shape) pairs in ``named_parameters()`` order.
+        world_size: Ranks that share the buffer.
+        align: What a cut may do to a parameter, by FQN. ``"row"`` (the default) cuts between rows
+            where that costs at most 1 % of padding in all, and anywhere else; ``"element"`` cuts
+            anywhere. ``"tensor"`` (never cut: whole on one rank) and an int n (cut between blocks
+            of n rows only) are promises, kept at any cost in padding.
+
+    Raises:
+        ConfigError: ``world_size`` is below 1, or ``align`` has an unknown FQN or value.
+    """
+    if world_size < 1:
+        raise ConfigError(f"world_size is {world_size}", fix="pass the size of the shard dim")
+    align = align or {}
+    unknown = set(align) - {fqn for fqn, _ in params}
+    if unknown:
+        raise ConfigError(f"align names parameters that are not there: {sorted(unknown)}")
+    pieces = [_piece(fqn, shape, align.get(fqn, "row")) for fqn, shape in params]
+    total = sum(piece.numel for piece in pieces)
+    least = _least_shard_numel(pieces, total, world_size)
+    best = _best_placement(pieces, total, world_size, least)
+    spans = tuple(
+        Span(fqn, torch.Size(shape), start, start + piece.numel)
+        for (fqn, shape), piece, start in zip(params, pieces, best.starts, strict=True)
+    )
+    return FlatLayout(spans, world_size, best.shard_numel)
+
+
+class _Piece(NamedTuple):
+    """One parameter: it may be cut at multiples of ``block`` from its start."""
+
+    numel: int
+    block: int
+    is_promised: bool
+
+
+class _Placement(NamedTuple):
+    shard_numel: int
+    starts: list[int]
+    aligned_count: int
+    end: int
+
+
+def _row_numel(shape: Sequence[int]) -> int:
+    return math.prod(shape[1:])
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _piece(fqn: str, shape: torch.Size, align: Align) -> _Piece:
+    numel, row = shape.numel(), _row_numel(shape)
+    if align == "element" or numel == 0:
+        return _Piece(numel, 1, False)
+    if align == "row":
+        return _Piece(numel, row, False)
+    if align == "tensor":
+        return _Piece(numel, numel, True)
+    if isinstance(align, int) and not isinstance(align, bool) and align >= 1:
+        return _Piece(numel, min(align * row, numel), True)
+    raise ConfigError(
+        f"align of {fqn!r} is {align!r}", fix="pass 'row', 'element', 'tensor' or a number of rows of at least 1"
+    )
+
+
+def _place(
+    pieces: Iterable[_Piece], shard_numel: int, slack: float, *, start_align: int = 1, is_greedy: bool = True
+) -> _Placement | None:
+    """Lay the pieces into shards of ``shard_numel``, spending at most ``slack`` on gaps.
+
+    A gap before a piece moves the first cut inside it onto a block. ``is_greedy`` spends slack on
+    pieces without a promise too, and on starts that are multiples of ``start_align``.
+
+    Returns:
+        ``None`` if a promise cannot be kept.
+    """
+    starts: list[int] = []
+    end = aligned_count = 0
+    for numel, block, is_promised in pieces:
+        if is_greedy and numel and 0 < (gap := -end % start_align) <= slack:
+            end, slack = end + gap, slack - gap
+        head = shard_numel - end % shard_numel if shard_numel else 0
+        if numel <= head or block == 1:
+            aligned_count += 1
+        else:
+            gap = head % block
+            tail = numel - (head - gap)
+            is_possible = gap <= slack and (tail <= shard_numel or shard_numel % block == 0)
+            if is_possible and (is_promised or is_greedy or gap == 0):
+                end, slack = end + gap, slack - gap
+                aligned_count += 1
+            elif is_promised:
+                return None
+        starts.append(end)
+        end += numel
+    return _Placement(shard_numel, starts, aligned_count, end)
+
+
+def _grains(pieces: Iterable[_Piece], limit: int) -> list[int]:
+    """Return sizes that a shard should be a multiple of, for pieces that several cuts may cross."""
+    counts = Counter(block for numel, block, _ in pieces if 1 < block < numel)
+    common = [block for block, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:_MAX_GRAINS]]
+    joint, grains = 1, {1, *common}
+    for block in common:
+        if (wider := math.lcm(joint, block)) <= limit:
+            joint = wider
+            grains.add(joint)
+    return sorted(grains)
+
+
+def _least_shard_numel(pieces: Sequence[_Piece], total: int, world_size: int) -> int:
+    """Return the smallest shard found that keeps every promise."""
+    floor = -(-total // world_size)
+    promised = [piece for piece in pieces if piece.is_promised]
+    if not promised:
+        return floor
+
+    def is_kept(shard_numel: int) -> bool:
+        return _place(pieces, shard_numel, world_size * shard_numel - total, is_greedy=False) is not None
+
+    best = total  # everything on one rank: no cut at all
+    for grain in _grains(promised, total):
+        # Gallop, then bisect. With mixed grains the condition is not quite monotone, so the
+        # result may miss the optimum; it is always a size that was checked.
+        low, step = -(-floor // grain) - 1, 1
+        while (low + step) * grain < best and not is_kept((low + step) * grain):
+            low, step = low + step, 2 * step
+        high = low + step
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if is_kept(middle * grain) else (middle, high)
+        if high * grain < best and is_kept(high * grain):
+            best = high * grain
+    return best
+
+
+def _best_placement(pieces: Sequence[_Piece], total: int, world_size: int, least: int) -> _Placement:
+    """Return the placement with most aligned pieces among shards of at most 1 % padding (or the least there is)."""
+    limit = max(least, (total + total // _PADDING_SHARE) // world_size)
+    best = _place(pieces, least, world_size * least - total, is_greedy=False)
+    assert best is not None, "the least shard size was checked to keep every promise"
+    best_score = (best.aligned_count, False, -least)
+    for shard_numel, start_align in _candidates(pieces, world_size, least, limit):
+        if best.aligned_count == len(pieces) and (
+            start_align == 1 or (best_score[1] and shard_numel >= best.shard_numel)
+        ):
+            continue  # cannot be better
+        placed = _place(pieces, shard_numel, world_size * shard_numel - total, start_align=start_align)
+        if placed is None:
+            continue
+        is_start_aligned = not any(start % _START_ALIGN for start in (shard_numel, *placed.starts))
+        score = (placed.aligned_count, is_start_aligned, -shard_numel)
+        if score > best_score:
+            best, best_score = placed, score
+    return best
+
+
+def _candidates(pieces: Sequence[_Piece], world_size: int, least: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Yield pairs (shard size, alignment of starts) worth placing: tight ones first, the roomiest last."""
+    options = []
+    for grain in _grains(pieces, limit):
+        for start_align in (_START_ALIGN, 1):
+            multiple = math.lcm(grain, start_align)
+            if (smallest := _round_up(least, multiple)) <= limit:
+                options.append((multiple, smallest, start_align))
+                yield smallest, start_align
+    for multiple, smallest, start_align in options:
+        # The size at which every gap that is wanted would be paid for.
+        wish = _place(pieces, smallest, math.inf, start_align=start_align)
+        roomy = _round_up(-(-wish.end // world_size), multiple) if wish else smallest
+        if smallest < roomy <= limit:
+            yield roomy, start_align
+    for multiple, smallest, start_align in options:
+        if smallest < (largest := limit // multiple * multiple):
+            yield largest, start_align
