@@ -1,0 +1,30 @@
+"""Data parallelism as an annotation: how a plain module trains on many ranks, without wrapping it."""
+
+from composable.contract import contract
+from composable.errors import ComposableError, ConfigError, DesyncError, UsageError
+from composable.fsdp_module import FSDPModule, UnshardHandle
+from composable.fully_shard import fully_shard
+from composable.plan import ShardingStrategy, ShardPlan, plan
+from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
+from composable.ragged import RaggedDTensor, RaggedShard, fallback_counts, strict_mode
+
+__all__ = [
+    "ComposableError",
+    "ConfigError",
+    "CustomPolicy",
+    "DesyncError",
+    "FSDPModule",
+    "ModuleWrapPolicy",
+    "RaggedDTensor",
+    "RaggedShard",
+    "ShardPlan",
+    "ShardingStrategy",
+    "SizePolicy",
+    "UnshardHandle",
+    "UsageError",
+    "contract",
+    "fallback_counts",
+    "fully_shard",
+    "plan",
+    "strict_mode",
+]

@@ -1,0 +1,83 @@
+"""The calls every transport offers: what moves, not when.
+
+A transport belongs to one shard group. ``begin_*`` starts a collective and returns a
+``Pending``; ``finish`` makes its result readable by the current stream (CUDA) or by the
+calling thread (CPU). All ranks of the group call ``begin_*`` in the same order with equal
+shapes and the same ``key``.
+
+Buffers are one-dimensional and contiguous. ``W`` is the group size, ``S`` the shard numel.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+
+__all__ = ["Pending", "Transport"]
+
+
+class Pending(Protocol):
+    """A collective that was started."""
+
+    def is_done(self) -> bool:
+        """Say whether ``finish`` would return without waiting."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until the result may be read and every buffer may be reused. Idempotent."""
+        ...
+
+
+class Transport(ABC):
+    """Moves bytes between the ranks of one group.
+
+    Attributes:
+        name: The name the plan prints and ``transport=`` accepts.
+        rank: This rank within the group.
+        world_size: Ranks in the group.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    _keys_taken: int = 0
+
+    def allocate_key(self) -> int:
+        """Return a key that no other buffer of this transport has; all ranks in the same order."""
+        key = self._keys_taken
+        self._keys_taken = key + 1
+        return key
+
+    @abstractmethod
+    def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
+        """Fill ``buffer`` [W * S] with every rank's ``shard`` [S], in rank order.
+
+        ``shard`` does not overlap ``buffer``; both stay untouched by the caller until ``finish``.
+        """
+
+    @abstractmethod
+    def begin_reduce_scatter(
+        self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
+    ) -> Pending:
+        """Write ``scale`` times the sum over ranks of slice ``rank`` of ``source`` [W * S] to ``shard`` [S].
+
+        ``source`` may be overwritten. Both stay untouched by the caller until ``finish``.
+        """
+
+    @abstractmethod
+    def begin_all_reduce(self, tensor: torch.Tensor, key: int, *, scale: float = 1.0) -> Pending:
+        """Replace ``tensor`` by ``scale`` times its sum over ranks."""
+
+    @abstractmethod
+    def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
+        """Replace ``tensor`` on every rank by that of ``source_rank`` (a rank within the group)."""
+
+    def adopt_shard(self, shard: torch.Tensor) -> None:
+        """Learn of a shard [S] that lives as long as its handle.
+
+        Called once a shard, on every rank in the same order. A transport that keeps shards
+        resident in memory of its own may move the storage here, in place.
+        """
+
+    def close(self) -> None:
+        """Release what the transport holds. Collective where it owns a process group."""

@@ -1,0 +1,147 @@
+"""Collectives of a process group: NCCL, gloo beyond a few ranks, the fake backend.
+
+The calls go to the process group itself: the functions of ``torch.distributed`` cost half as
+much host time again, in checks that planning has made already.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
+
+from composable.collectives.base import Pending, Transport
+from composable.torch_private import AllgatherOptions, all_gather_into, reduce_scatter_into
+
+__all__ = ["DONE", "ProcessGroupTransport"]
+
+# What every backend can gather and broadcast. Others travel as bytes.
+_CARRIED = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+)
+
+
+class _Done:
+    """A collective that has happened."""
+
+    __slots__ = ()
+
+    def is_done(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        pass
+
+
+DONE = _Done()
+
+
+class _Running:
+    """A collective of the process group, then the scaling of its result."""
+
+    __slots__ = ("_result", "_scale", "_work")
+
+    def __init__(self, work: dist.Work, result: torch.Tensor, scale: float) -> None:
+        self._work: dist.Work | None = work
+        self._result = result
+        self._scale = scale
+
+    def is_done(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+    def finish(self) -> None:
+        work = self._work
+        if work is None:
+            return
+        self._work = None
+        work.wait()
+        if self._scale != 1.0:
+            self._result.mul_(self._scale)
+
+
+class ProcessGroupTransport(Transport):
+    """Moves bytes with the collectives of one process group.
+
+    Args:
+        group: The shard group.
+    """
+
+    name = "process_group"
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self._group = group
+        self._all_gather = all_gather_into(group)
+        self._reduce_scatter = reduce_scatter_into(group)
+        # NCCL averages in the collective itself, which saves a kernel.
+        self._mean_scale = 1.0 / self.world_size
+        self._has_mean = "cuda:nccl" in dist.get_backend_config(group)
+
+        # Gathers and reduce-scatters on CUDA run on the caller's stream, which is one for
+        # communication: no second stream and no events between the two. Reductions in place
+        # may be started from the stream that computes, so they run beside it, on NCCL's own.
+        self._gather = AllgatherOptions()
+        self._gather_here = AllgatherOptions()
+        self._gather_here.asyncOp = False
+        self._scatter = ReduceScatterOptions()
+        self._scatter_here = ReduceScatterOptions()
+        self._scatter_here.asyncOp = False
+        self._scatter_mean = ReduceScatterOptions()
+        self._scatter_mean.asyncOp = False
+        self._scatter_mean.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+        self._sum = AllreduceOptions()
+        self._mean = AllreduceOptions()
+        self._mean.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+
+    def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
+        # The collective marks its output as modified. Through `data` the mark misses the
+        # parameters that view the buffer: autograd saved them, and gathering restores their values.
+        buffer = buffer.data
+        if self.world_size == 1 or not shard.numel():
+            buffer.copy_(shard)
+            return DONE
+        options = self._gather_here if buffer.is_cuda else self._gather
+        if shard.dtype not in _CARRIED:
+            work = self._all_gather(buffer.view(torch.uint8), shard.view(torch.uint8), options)
+        else:
+            work = self._all_gather(buffer, shard, options)
+        return _Running(work, buffer, 1.0)
+
+    def begin_reduce_scatter(
+        self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
+    ) -> Pending:
+        if self.world_size == 1 or not shard.numel():
+            torch.mul(source, scale, out=shard)
+            return DONE
+        result = shard
+        if shard.is_complex():
+            source, shard = torch.view_as_real(source).view(-1), torch.view_as_real(shard).view(-1)
+        if not shard.is_cuda:
+            work = self._reduce_scatter(shard, source, self._scatter)
+        elif self._has_mean and scale == self._mean_scale:
+            work, scale = self._reduce_scatter(shard, source, self._scatter_mean), 1.0
+        else:
+            work = self._reduce_scatter(shard, source, self._scatter_here)
+        return _Running(work, result, scale)
+
+    def begin_all_reduce(self, tensor: torch.Tensor, key: int, *, scale: float = 1.0) -> Pending:
+        if self.world_size == 1 or not tensor.numel():
+            if scale != 1.0:
+                tensor.mul_(scale)
+            return DONE
+        parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if tensor.is_cuda and self._has_mean and scale == self._mean_scale:
+            return _Running(self._group.allreduce([parts], self._mean), tensor, 1.0)
+        return _Running(self._group.allreduce([parts], self._sum), tensor, scale)
+
+    def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
+        if self.world_size == 1 or not tensor.numel():
+            return DONE
+        options = BroadcastOptions()
+        options.rootRank = source_rank
+        parts = tensor if tensor.dtype in _CARRIED else tensor.view(torch.uint8)
+        return _Running(self._group.broadcast([parts], options), tensor, 1.0)

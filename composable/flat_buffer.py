@@ -1,0 +1,239 @@
+"""One (dtype, requires_grad) class of a handle's parameters, laid out in one flat buffer.
+
+Owns three tensors: the rank's *shard* [S], alive for good; the unsharded *buffer* [W * S],
+whose storage is allocated and freed in place so that views saved by autograd stay right;
+and, during backward, the *gradient buffer* [W * S] that is reduced into a fresh shard [S].
+
+Sizes are in elements. Nothing here decides when, or on which stream, anything runs.
+
+Source: flat parameters, arXiv 2304.11277.
+"""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable.collectives.base import Pending, Transport
+from composable.errors import UsageError
+from composable.layout import local_shape
+from composable.plan import BufferPlan, HandleMembers
+from composable.ragged import RaggedDTensor, ragged_spec
+from composable.sharded_param import ShardedParam
+
+__all__ = ["FlatBuffer", "GradientBuffer", "GradientPool"]
+
+
+class GradientBuffer:
+    """Where the gradients of one flat buffer are gathered before they are reduced.
+
+    Attributes:
+        source: [W * S], padding zero.
+        views: One per parameter, in its full shape.
+    """
+
+    __slots__ = ("source", "views")
+
+    def __init__(self, flat: "FlatBuffer") -> None:
+        layout = flat.plan.layout
+        self.source = torch.empty(layout.numel, dtype=flat.dtype, device=flat.shard.device)
+        self.views = [self.source[span.start : span.stop].view(span.shape) for span in layout.spans]
+        filled = 0
+        for span in layout.spans:
+            if span.start > filled:
+                self.source[filled : span.start].zero_()
+            filled = span.stop
+        if filled < layout.numel:
+            self.source[filled:].zero_()
+
+
+class GradientPool:
+    """Gradient buffers of one backward, reused between handles of equal layout."""
+
+    def __init__(self) -> None:
+        self._free: dict[object, list[GradientBuffer]] = {}
+
+    def take(self, flat: "FlatBuffer") -> GradientBuffer:
+        """Return a buffer of the layout of ``flat``; its contents are undefined."""
+        free = self._free.get(flat.pool_key)
+        return free.pop() if free else GradientBuffer(flat)
+
+    def give(self, flat: "FlatBuffer", gradient: GradientBuffer) -> None:
+        """Take back a buffer whose reduction has finished."""
+        self._free.setdefault(flat.pool_key, []).append(gradient)
+
+    def release(self) -> None:
+        """Drop every buffer: between backwards a gradient pool is dead weight."""
+        self._free.clear()
+
+
+class FlatBuffer:
+    """Storage and collectives of one class of a handle's parameters.
+
+    Args:
+        plan: Layout, dtype and trainability of the class.
+        module_fqn: The handle's module, as the plan names it.
+        members: The parameters and every place that holds them, by the plan's FQNs.
+        mesh: 1-D mesh of the shard group.
+        device: Where shards and buffers live.
+    """
+
+    def __init__(
+        self,
+        plan: BufferPlan,
+        module_fqn: str,
+        members: HandleMembers,
+        mesh: DeviceMesh,
+        device: torch.device,
+    ) -> None:
+        layout = plan.layout
+        rank = mesh.get_local_rank()
+        self.plan = plan
+        self.dtype = plan.dtype
+        self.is_trainable = plan.requires_grad
+        self.is_empty = layout.numel == 0
+        self.pool_key: object = (
+            tuple((span.start, span.shape) for span in layout.spans),
+            layout.numel,
+            plan.dtype,
+            device,
+        )
+        if any(members.originals[span.fqn].is_meta for span in layout.spans):
+            device = torch.device("meta")
+        self.shard = torch.zeros(layout.shard_numel, dtype=plan.dtype, device=device)
+        self.params: list[ShardedParam] = []
+        self._piece_sizes: list[int] = []
+        self._pieces: list[tuple[ShardedParam, int]] = []
+        filled = 0
+        for span in layout.spans:
+            original = members.originals[span.fqn]
+            bounds = layout.bounds(span)
+            start, stop = layout.local_range(span, rank)
+            with torch.no_grad():
+                self.shard[start:stop].copy_(original.detach().reshape(-1)[bounds[rank] : bounds[rank + 1]])
+            spec = ragged_spec(mesh, original.shape, plan.dtype, bounds)
+            param = ShardedParam(
+                span.fqn.removeprefix(f"{module_fqn}."),
+                members.owners[span.fqn],
+                original,
+                spec,
+                self.shard,
+                start,
+                stop,
+                local_shape(span.shape, bounds, rank),
+            )
+            self.params.append(param)
+            if start < stop:
+                if start > filled:
+                    self._piece_sizes.append(start - filled)
+                self._pieces.append((param, len(self._piece_sizes)))
+                self._piece_sizes.append(stop - start)
+                filled = stop
+            else:
+                self._pieces.append((param, -1))
+        if filled < layout.shard_numel:
+            self._piece_sizes.append(layout.shard_numel - filled)
+        self._empty = self.shard.new_empty(0)
+        self.transport: Transport | None = None
+        self.key = -1
+        self._buffer: torch.Tensor | None = None
+        self._storage: torch.UntypedStorage | None = None
+        self._buffer_bytes = layout.numel * self.shard.element_size()
+
+    def connect(self, transport: Transport, module_fqn: str) -> None:
+        """Choose who moves the bytes. All ranks of the shard group, same order.
+
+        Raises:
+            UsageError: The shard is still on the meta device.
+        """
+        if self.shard.is_meta:
+            param = self.params[0]
+            fqn = f"{module_fqn}.{param.fqn}" if module_fqn else param.fqn
+            raise UsageError(
+                "parameter is still on the meta device",
+                at=f"module {module_fqn!r}, parameter {fqn!r} {list(param.shape)} {str(self.dtype)[6:]}",
+                fix="give the parameters values before the first forward",
+            )
+        if self.transport is not transport:
+            self.transport = transport
+            self.key = transport.allocate_key()
+            transport.adopt_shard(self.shard)
+
+    def begin_unshard(self) -> Pending:
+        """Allocate the buffer and start the all-gather into it, on the current stream."""
+        if self._storage is None:
+            self._make_buffer()
+        assert self._buffer is not None and self._storage is not None and self.transport is not None
+        self._storage.resize_(self._buffer_bytes)
+        return self.transport.begin_all_gather(self._buffer, self.shard, self.key)
+
+    def make_leaves(self) -> None:
+        """Create the unsharded parameters of a class without elements: nothing is ever gathered."""
+        if self._buffer is None:
+            self._make_buffer()
+
+    def free_buffer(self) -> None:
+        """Release the buffer's memory; its views stay valid for the next unshard."""
+        if self._storage is not None:
+            self._storage.resize_(0)
+
+    def take_gradients(self, gradient: GradientBuffer) -> None:
+        """Move the leaves' gradients into ``gradient``; a missing one counts as zero."""
+        views: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
+        for param, view in zip(self.params, gradient.views, strict=True):
+            leaf = param.unsharded
+            grad = None if leaf is None else leaf.grad
+            if leaf is None or grad is None:
+                view.zero_()
+            else:
+                views.append(view)
+                grads.append(grad)
+                leaf.grad = None
+        if grads:
+            torch._foreach_copy_(views, grads)
+
+    def has_gradients(self) -> bool:
+        """Say whether any leaf holds a gradient."""
+        return any(param.unsharded is not None and param.unsharded.grad is not None for param in self.params)
+
+    def drop_gradients(self) -> None:
+        """Forget what the leaves hold."""
+        for param in self.params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+
+    def begin_reduce(self, gradient: GradientBuffer, *, scale: float) -> tuple[Pending, torch.Tensor]:
+        """Start the reduce-scatter of ``gradient`` into a new shard [S], on the current stream."""
+        assert self.transport is not None
+        reduced = torch.empty_like(self.shard)
+        return self.transport.begin_reduce_scatter(gradient.source, reduced, self.key, scale=scale), reduced
+
+    def accumulate(self, reduced: torch.Tensor) -> None:
+        """Make ``reduced`` [S] the gradient of the sharded parameters, or add it to what they have."""
+        pieces = reduced.split_with_sizes(self._piece_sizes)
+        for param, index in self._pieces:
+            sharded = param.sharded
+            if not sharded.requires_grad:
+                continue
+            grad = param.wrap_grad(pieces[index] if index >= 0 else self._empty)
+            held = sharded.grad
+            if held is None:
+                sharded.grad = grad
+            elif isinstance(held, RaggedDTensor) and held._spec is param.spec:
+                if index >= 0:
+                    held._local_tensor.add_(grad._local_tensor)
+            else:
+                sharded.grad = held + grad
+
+    def accumulate_nothing(self) -> None:
+        """Give the parameters of a class without elements their gradients, which need no reduction."""
+        self.drop_gradients()
+        if self.is_trainable:
+            self.accumulate(self._empty)
+
+    def _make_buffer(self) -> None:
+        layout = self.plan.layout
+        buffer = torch.empty(layout.numel, dtype=self.dtype, device=self.shard.device)
+        for span, param in zip(layout.spans, self.params, strict=True):
+            param.make_unsharded(buffer.data[span.start : span.stop].view(span.shape))
+        self._buffer = buffer.data
+        self._storage = buffer.untyped_storage()

@@ -1,0 +1,169 @@
+"""The methods that a fully sharded module gains.
+
+Names and meaning follow torch's ``fully_shard``, so that code written for it runs with the
+import changed.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from composable.contract import describe_module, managing_state
+from composable.errors import ConfigError, UsageError
+from composable.handle import Handle
+from composable.state import FullyShardState
+
+__all__ = ["FSDPModule", "UnshardHandle", "add_mixin", "remove_mixin"]
+
+
+class UnshardHandle:
+    """The result of an asynchronous ``unshard``."""
+
+    def __init__(self, state: FullyShardState, handles: Sequence[Handle]) -> None:
+        self._state = state
+        self._handles: list[Handle] = list(handles)
+
+    def wait(self) -> None:
+        """Wait until the parameters are unsharded: the thread on CPU, the current stream on CUDA."""
+        scheduler = self._state.lazy_init().scheduler
+        for handle in self._handles:
+            scheduler.unshard(handle)
+        self._handles = []
+
+
+class FSDPModule:
+    """Mixin of every fully sharded module, annotated by hand or picked by a policy."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # `sequential[:2]` builds `type(sequential)(...)`: the slice is a plain container again.
+        original = cls.__mro__[2]
+        return original(*args, **kwargs)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """All-gather this module's own parameters.
+
+        Collective: all ranks of the shard group, same order. Not recursive.
+
+        Args:
+            async_op: Return at once; the parameters are usable after ``wait()`` on the result
+                or in the module's forward.
+        """
+        _, state = _managed(self)
+        scheduler = state.lazy_init().scheduler
+        handles = _handles(self, recurse=False)
+        for handle in handles:
+            scheduler.begin_unshard(handle)
+        pending = UnshardHandle(state, handles)
+        if async_op:
+            return pending
+        pending.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's own unsharded parameters. Not collective, not recursive."""
+        scheduler = _managed(self)[1].lazy_init().scheduler
+        for handle in _handles(self, recurse=False):
+            scheduler.reshard(handle)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Choose whether the next backwards reduce gradients, or keep them unsharded for a later one.
+
+        Every rank must choose alike. Without it gradients stay in full size on every rank.
+
+        Args:
+            requires_gradient_sync: Reduce at the end of each handle's backward.
+            recurse: Also in fully sharded modules below.
+        """
+        for handle in _handles(self, recurse=recurse):
+            handle.requires_gradient_sync = requires_gradient_sync
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Choose whether parameters are freed between forward and backward.
+
+        Every rank must choose alike.
+
+        Args:
+            reshard_after_forward: Free them, and all-gather again in backward.
+            recurse: Also in fully sharded modules below.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ConfigError(
+                f"reshard_after_forward is {reshard_after_forward!r}, not a bool",
+                at=describe_module(_managed(self)[0]),
+                fix="pass True or False",
+            )
+        for handle in _handles(self, recurse=recurse):
+            handle.reshard_option = handle.reshard_after_forward = reshard_after_forward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence["FSDPModule"]) -> None:
+        """Choose what to all-gather while this module's forward runs, in order.
+
+        Replaces the recorded order for this module; an empty list switches prefetch off.
+        Every rank must choose alike.
+        """
+        ahead = _prefetched(self, modules, "set_modules_to_forward_prefetch")
+        for handle in _handles(self, recurse=False):
+            handle.forward_prefetch = ahead
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence["FSDPModule"]) -> None:
+        """Choose what to all-gather while this module's backward runs, in order.
+
+        Replaces the recorded order for this module; an empty list switches prefetch off.
+        Every rank must choose alike.
+        """
+        ahead = _prefetched(self, modules, "set_modules_to_backward_prefetch")
+        for handle in _handles(self, recurse=False):
+            handle.backward_prefetch = ahead
+
+
+def add_mixin(module: nn.Module) -> None:
+    """Give ``module`` the methods of ``FSDPModule``; its class is swapped for a subclass."""
+    module.__class__ = _class_with_mixin(type(module))
+
+
+def remove_mixin(module: nn.Module) -> None:
+    """Undo ``add_mixin``."""
+    if isinstance(module, FSDPModule):
+        module.__class__ = type(module).__mro__[2]
+
+
+@functools.cache
+def _class_with_mixin(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+
+
+def _managed(module: object) -> tuple[nn.Module, FullyShardState]:
+    assert isinstance(module, nn.Module)
+    state = managing_state(module, "fully_shard")
+    if not isinstance(state, FullyShardState):
+        raise UsageError(
+            "the module is no longer annotated", at=describe_module(module), fix="call fully_shard on it again"
+        )
+    return module, state
+
+
+def _handles(module: object, *, recurse: bool) -> list[Handle]:
+    """Return the handles of ``module``, with ``recurse`` also those below it, in DFS order."""
+    own, _ = _managed(module)
+    found: dict[Handle, None] = {}
+    for submodule in own.modules() if recurse else (own,):
+        state = managing_state(submodule, "fully_shard")
+        if isinstance(state, FullyShardState) and submodule in state._module_to_handle:
+            found[state._module_to_handle[submodule]] = None
+    return list(found)
+
+
+def _prefetched(module: object, modules: Sequence[object], setter: str) -> tuple[Handle, ...]:
+    ahead: list[Handle] = []
+    own, _ = _managed(module)
+    for other in modules:
+        if not isinstance(other, FSDPModule):
+            raise ConfigError(
+                f"{setter} got {type(other).__name__}, which is not fully sharded",
+                at=describe_module(own),
+                fix="pass modules that fully_shard annotated or its policy picked",
+            )
+        ahead += _handles(other, recurse=False)
+    return tuple(ahead)

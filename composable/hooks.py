@@ -1,0 +1,211 @@
+"""The only file that registers module, autograd and optimizer hooks.
+
+Forward hooks of a fully sharded module run outside all others (``prepend``), so that
+activation checkpointing and user hooks see unsharded parameters; the post-forward hook
+also runs when forward raises (``always_call``), so that nothing stays unsharded.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from composable.errors import UsageError, place_of_rank
+from composable.handle import Handle
+from composable.scheduler import Scheduler, in_backward
+from composable.state import FullyShardState
+from composable.torch_private import tree_map
+
+__all__ = [
+    "differentiable_tensors",
+    "register_arrival_hooks",
+    "register_fully_shard_hooks",
+    "register_replicate_hooks",
+]
+
+
+def register_fully_shard_hooks(
+    module: nn.Module, state: FullyShardState, handle: Handle | None
+) -> list[RemovableHandle]:
+    """Let ``module`` unshard before and reshard after its forward and its backward.
+
+    Args:
+        module: A fully sharded module, or an annotated module without parameters of its own.
+        state: State of the annotation that manages it.
+        handle: Its handle, ``None`` if it has none.
+    """
+    is_group = handle is not None and len(handle.modules) > 1
+
+    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        root = state.root
+        if root is None:
+            root = state.lazy_init(module)
+        scheduler = root.scheduler
+        is_outermost = scheduler.depth == 0
+        scheduler.enter_forward()
+        if handle is not None:
+            if is_group and not handle.modules_left:
+                handle.modules_left.update(handle.modules)
+            scheduler.pre_forward(handle)
+        if is_outermost and state.mesh.device_type != "cpu":
+            return _move_inputs(args, kwargs, state.mesh.device_type)
+        return None
+
+    def post_forward(module: nn.Module, args: Any, output: Any) -> None:
+        root = state.root
+        if root is None:
+            # pre_forward itself raised.
+            return
+        scheduler = root.scheduler
+        if handle is not None:
+            is_last = True
+            if is_group:
+                handle.modules_left.discard(module)
+                is_last = not handle.modules_left
+            _hook_outputs(output, scheduler, handle, is_last=is_last)
+        scheduler.exit_forward()
+
+    def reshard(*_: Any) -> None:
+        root = state.root
+        if handle is not None and root is not None and root.scheduler.depth == 0 and not in_backward():
+            root.scheduler.reshard(handle)
+
+    return [
+        module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True),
+        module.register_forward_hook(post_forward, prepend=False, always_call=True),
+        module.register_state_dict_pre_hook(reshard),
+        module.register_load_state_dict_pre_hook(reshard),
+    ]
+
+
+class _OutputHook:
+    """Runs when the gradient of an output of one forward call arrives.
+
+    A call may have several outputs, and an output may also be one of another module's;
+    only the first gradient in a backward counts.
+    """
+
+    __slots__ = ("_backward_id", "_clock", "_handle", "_scheduler")
+
+    def __init__(self, scheduler: Scheduler, handle: Handle, clock: int) -> None:
+        self._scheduler = scheduler
+        self._handle = handle
+        self._clock = clock
+        self._backward_id = -1
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        scheduler = self._scheduler
+        if scheduler.is_backward and self._backward_id == scheduler.backward_id:
+            return
+        scheduler.pre_backward(self._handle, self._clock)
+        self._backward_id = scheduler.backward_id
+
+
+def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, *, is_last: bool) -> None:
+    if not torch.is_grad_enabled():
+        scheduler.post_forward(handle, is_differentiable=False, is_last=is_last)
+        return
+    if isinstance(output, torch.Tensor):
+        tensors = [output] if output.requires_grad else []
+    else:
+        tensors = list(differentiable_tensors(output))
+    clock = scheduler.post_forward(handle, is_differentiable=bool(tensors), is_last=is_last)
+    if not tensors or in_backward():
+        return
+    hook = _OutputHook(scheduler, handle, clock)
+    for tensor in tensors:
+        tensor.register_hook(hook)
+        base = tensor._base
+        if base is not None and base.grad_fn is not None:
+            # An in-place change gives a view another grad_fn, and the hook on it would never run.
+            base.register_hook(hook)
+
+
+def differentiable_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that require grad in nested tuples, lists, dicts, dataclasses and plain objects."""
+    stack = [value]
+    seen: set[int] = set()
+    while stack:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            if item.requires_grad:
+                yield item
+        elif item is None or isinstance(item, (bool, int, float, complex, str, bytes, torch.Size, type, nn.Module)) or id(item) in seen:
+            continue
+        else:
+            seen.add(id(item))
+            if isinstance(item, dict):
+                stack.extend(reversed(list(item.values())))
+            elif isinstance(item, (tuple, list, set, frozenset)):
+                stack.extend(reversed(list(item)))
+            elif dataclasses.is_dataclass(item):
+                stack.extend(getattr(item, field.name, None) for field in reversed(dataclasses.fields(item)))
+            elif hasattr(item, "__dict__"):
+                stack.extend(reversed(list(vars(item).values())))
+
+
+def _move_inputs(args: Any, kwargs: Any, device_type: str) -> tuple[Any, Any]:
+    device = torch.device(device_type, torch.cuda.current_device())
+
+    def move(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+    moved: tuple[Any, Any] = tree_map(move, (args, kwargs))
+    return moved
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse to update parameters that an annotation has replaced.
+
+    Raises:
+        UsageError: The optimizer was built before the annotation, or inside forward or backward.
+    """
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            replaced = param.__dict__.get("_composable_replaced_by")
+            if replaced is not None:
+                raise UsageError(
+                    "the optimizer holds a parameter that no module has any more, so its step would be lost",
+                    at=f"{place_of_rank()}, parameter {replaced!r} {list(param.shape)}",
+                    fix="build the optimizer from model.parameters() after annotating the model",
+                )
+
+
+register_optimizer_step_pre_hook(_check_optimizer)
+
+
+# -- replicate
+
+
+def register_arrival_hooks(
+    params: Iterable[nn.Parameter], arrivals: Iterable[Callable[[torch.Tensor], None]]
+) -> list[RemovableHandle]:
+    """Call each parameter's function whenever a backward has accumulated its gradient."""
+    return [param.register_post_accumulate_grad_hook(arrive) for param, arrive in zip(params, arrivals, strict=True)]
+
+
+def register_replicate_hooks(
+    module: nn.Module, before_forward: Callable[[], None], before_backward: Callable[[], None]
+) -> list[RemovableHandle]:
+    """Call ``before_forward`` before ``module`` runs, ``before_backward`` when the gradient of an output arrives.
+
+    Activation checkpointing runs a module again inside backward: that is no forward here.
+    """
+
+    def pre_forward(*_: Any) -> None:
+        if not in_backward():
+            before_forward()
+
+    def pre_backward(_: torch.Tensor) -> None:
+        before_backward()
+
+    def post_forward(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for tensor in differentiable_tensors(output):
+                tensor.register_hook(pre_backward)
+
+    return [module.register_forward_pre_hook(pre_forward), module.register_forward_hook(post_forward)]

@@ -1,0 +1,114 @@
+"""One parameter's two faces: the shard that the user and the optimizer see, and the unsharded leaf.
+
+Outside forward and backward a module holds the *sharded* parameter, a ``RaggedDTensor``
+whose local tensor is a view of the handle's shard. While its handle is unsharded the
+module holds the *unsharded* parameter: a plain leaf that views the handle's buffer, so
+that the user's ``forward`` and autograd meet an ordinary tensor. Both live as long as the
+annotation; only the entry in ``module._parameters`` changes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from composable.ragged import RaggedDTensor
+from composable.torch_private import DTensorSpec
+
+__all__ = ["Owner", "ShardedParam"]
+
+Owner = tuple[nn.Module, str]
+
+
+class ShardedParam:
+    """One unique parameter and every place that holds it.
+
+    Attributes:
+        fqn: Name below the handle's first module.
+        owners: (module, attribute name) of every place, tied ones included.
+        sharded: What ``module.parameters()`` gives: ``RaggedDTensor``, full shape.
+        unsharded: Plain leaf that views the buffer; ``None`` until the first unshard.
+        start: First element of this rank's piece in the handle's shard.
+        stop: Past the last one; equal to ``start`` where this rank owns nothing.
+    """
+
+    __slots__ = (
+        "_empty_grad",
+        "fqn",
+        "local_shape",
+        "owners",
+        "shape",
+        "sharded",
+        "spec",
+        "start",
+        "stop",
+        "unsharded",
+    )
+
+    def __init__(
+        self,
+        fqn: str,
+        owners: Sequence[Owner],
+        original: nn.Parameter,
+        spec: DTensorSpec,
+        shard: torch.Tensor,
+        start: int,
+        stop: int,
+        local_shape: Sequence[int],
+    ) -> None:
+        self.fqn = fqn
+        self.owners = tuple(owners)
+        self.shape = original.shape
+        self.spec = spec
+        self.start = start
+        self.stop = stop
+        self.local_shape = tuple(local_shape)
+        self.sharded = nn.Parameter(
+            RaggedDTensor.wrap(shard[start:stop].view(self.local_shape), spec), requires_grad=original.requires_grad
+        )
+        self.unsharded: nn.Parameter | None = None
+        self._empty_grad: RaggedDTensor | None = None
+        # Marks that users put on parameters (say, `no_weight_decay`) must survive.
+        _copy_marks(original, self.sharded)
+
+    def make_unsharded(self, view: torch.Tensor) -> nn.Parameter:
+        """Create the leaf over ``view``, a view of the buffer's ``.data`` in the full shape.
+
+        ``.data`` gives the leaf a version counter of its own: filling the buffer again
+        between forward and backward must not look like an in-place change.
+        """
+        leaf = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
+        _copy_marks(self.sharded, leaf)
+        # An optimizer built inside forward or backward would update this leaf, and lose the update.
+        leaf._composable_replaced_by = self.fqn  # type: ignore[attr-defined]  # read by the optimizer check
+        self.unsharded = leaf
+        return leaf
+
+    def wrap_grad(self, local: torch.Tensor) -> RaggedDTensor:
+        """Wrap this rank's piece [stop - start] of a reduced gradient."""
+        if self.start == self.stop:
+            if self._empty_grad is None:
+                self._empty_grad = RaggedDTensor.wrap(local.view(self.local_shape), self.spec)
+            return self._empty_grad
+        if len(self.local_shape) != 1:
+            local = local.view(self.local_shape)
+        return RaggedDTensor.wrap(local, self.spec)
+
+    def place(self, param: nn.Parameter) -> None:
+        """Make every owner hold ``param``."""
+        for module, name in self.owners:
+            if has_own_setattr(module):
+                setattr(module, name, param)
+            else:
+                module._parameters[name] = param
+
+
+def has_own_setattr(module: nn.Module) -> bool:
+    """Say whether the module watches assignments, as ``nn.LSTM`` does to keep its flat weights."""
+    return type(module).__setattr__ is not nn.Module.__setattr__
+
+
+def _copy_marks(source: nn.Parameter, target: nn.Parameter) -> None:
+    for name, value in source.__dict__.items():
+        if name not in target.__dict__ and not name.startswith("_"):
+            setattr(target, name, value)

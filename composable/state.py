@@ -1,0 +1,155 @@
+"""What an annotated module remembers, and what only a root remembers besides."""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+
+import _traversal_utils
+from composable.collectives import transport_of
+from composable.errors import DesyncError, located, place_of_rank
+from composable.handle import Handle
+from composable.mesh import device_of
+from composable.plan import ShardPlan
+from composable.scheduler import Scheduler
+from composable.torch_private import queue_callback
+
+__all__ = ["FullyShardState", "RootState"]
+
+
+class FullyShardState:
+    """State of one ``fully_shard`` annotation.
+
+    Attributes:
+        modules: The annotated module, or the list of modules of one call.
+        plan: What the annotation decided.
+        mesh: 1-D mesh of the shard group.
+        transport_name: How the handles' bytes travel.
+        _handles: Handles of this annotation, left to right, depth first.
+        _is_root: Whether forward starts here; ``None`` until lazy init.
+        hook_handles: Remove them, and the modules run as plain ones again.
+        root: State of the root, ``None`` until lazy init.
+    """
+
+    def __init__(self) -> None:
+        self.modules: tuple[nn.Module, ...] = ()
+        self.plan: ShardPlan
+        self.mesh: DeviceMesh
+        self.transport_name = ""
+        self._handles: list[Handle] = []
+        self._module_to_handle: dict[nn.Module, Handle] = {}
+        self.hook_handles: list[RemovableHandle] = []
+        self._is_root: bool | None = None
+        self.root: RootState | None = None
+
+    def lazy_init(self, module: nn.Module | None = None) -> "RootState":
+        """Decide the root, on the first forward or the first call that needs it.
+
+        Collective over the shard group when no root is known yet: ranks compare their plans.
+
+        Args:
+            module: Where forward starts; default: the annotated module. Every state below
+                it, also one that was a root of its own so far, shares this root.
+
+        Raises:
+            DesyncError: The ranks annotated different plans.
+            UsageError: A parameter is still on the meta device.
+        """
+        if self.root is not None:
+            return self.root
+        return RootState.adopt(self, self.modules if module is None or module in self.modules else (module,))
+
+
+class RootState(FullyShardState):
+    """A state where forward starts; a ``FullyShardState`` becomes one at lazy init.
+
+    Attributes:
+        _all_handles: Every handle of the tree, left to right, depth first.
+        _all_states: Every state of the tree, in the same order.
+        scheduler: Runs the handles.
+    """
+
+    _all_handles: list[Handle]
+    _all_states: list[FullyShardState]
+    scheduler: Scheduler
+
+    @staticmethod
+    def adopt(state: FullyShardState, modules: Sequence[nn.Module]) -> "RootState":
+        """Make ``state`` the root of everything below ``modules``."""
+        states: list[FullyShardState] = []
+        names: dict[nn.Module, str] = {}
+        for position, module in enumerate(modules):
+            prefix = f"{position}." if len(modules) > 1 else ""
+            for name, submodule in module.named_modules():
+                names.setdefault(submodule, prefix + name if name else prefix.rstrip("."))
+            states += [found for found in _traversal_utils._get_fsdp_states(module) if found not in states]
+        order = {submodule: position for position, submodule in enumerate(names)}
+        handles = [handle for found in states for handle in found._handles]
+        handles.sort(key=lambda handle: order.get(handle.modules[0], -1))
+        for handle in handles:
+            handle.fqn = names.get(handle.modules[0], handle.fqn)
+        _compare_plans(states)
+        for found in states:
+            if found.root is not None:
+                found.root.scheduler.retire(found._handles)
+        for found in states:
+            transport = transport_of(found.mesh.get_group(), found.transport_name)
+            for handle in found._handles:
+                with located(place_of_rank()):
+                    for flat in handle.buffers:
+                        flat.connect(transport, handle.fqn)
+        root = state
+        root.__class__ = RootState
+        assert isinstance(root, RootState)
+        root.scheduler = Scheduler(handles, device_of(state.mesh), queue_callback)
+        root._all_handles = handles
+        root._all_states = states
+        for found in states:
+            found.root = root
+            found._is_root = found is root
+        # Backward starts with the root's parameters, so freeing them after forward only costs a gather.
+        own = state._module_to_handle.get(modules[0])
+        for handle in handles:
+            option = handle.reshard_option
+            handle.reshard_after_forward = handle is not own if option is None else option
+        return root
+
+
+def _compare_plans(states: Sequence[FullyShardState]) -> None:
+    """Raise on every rank unless all ranks annotated the same plans.
+
+    Raises:
+        DesyncError: With the first line in which a rank differs.
+    """
+    groups: dict[dist.ProcessGroup, list[FullyShardState]] = {}
+    for state in states:
+        groups.setdefault(state.mesh.get_group(), []).append(state)
+    for group, members in groups.items():
+        if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+            continue
+        digest = hashlib.sha256("".join(state.plan.digest() for state in members).encode()).digest()
+        mine = torch.tensor(list(digest), dtype=torch.uint8, device=device_of(members[0].mesh))
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(every, mine, group=group)
+        if all(torch.equal(every[0], other) for other in every[1:]):
+            continue
+        texts: list[str] = [""] * len(every)
+        dist.all_gather_object(texts, "\n".join(str(state.plan) for state in members), group=group)
+        raise DesyncError(
+            "the ranks annotated different plans\n" + _first_difference(texts),
+            at=place_of_rank(),
+            fix="build the same model and call fully_shard with the same arguments on every rank",
+        )
+
+
+def _first_difference(texts: Sequence[str]) -> str:
+    lines = [text.splitlines() for text in texts]
+    for index in range(max(len(own) for own in lines)):
+        at_index = [own[index] if index < len(own) else "(nothing)" for own in lines]
+        if len(set(at_index)) > 1:
+            return "\n".join(f"    rank {rank}: {line.strip()}" for rank, line in enumerate(at_index))
+    return "    (the printed plans are equal; the options differ)"

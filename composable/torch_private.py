@@ -1,0 +1,91 @@
+"""Every private name of torch that this package uses, each with what it is for.
+
+Other files import these names from here, so that a new torch release is checked in one
+place. ``tests/test_torch_private.py`` holds the list against the installed torch.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch.distributed import ProcessGroup, ReduceScatterOptions, Work
+
+# isort: split
+# -- transport: composable/collectives/
+from torch._C._distributed_c10d import AllgatherOptions  # the only options that torch.distributed does not export
+
+# isort: split
+# -- ragged parameters: composable/ragged*.py
+from torch import _foreach_norm as foreach_norm  # local norms of a list of pieces
+
+# isort: split
+# -- runtime: composable/scheduler.py, hooks.py, state.py
+from torch._C import _current_autograd_node as current_autograd_node  # the node whose backward is running
+from torch._C import _current_graph_task_id as current_graph_task_id  # -1 outside a running backward
+from torch._C import _disabled_torch_function_impl as disabled_torch_function  # what every DTensor has
+from torch._C import _dispatch_get_all_op_names as all_op_names  # to register rules one by one where torch needs it
+from torch._C import _will_engine_execute_node as will_engine_execute_node  # whether the backward reaches a node
+from torch._C._distributed import Placement  # base of every placement; its subclasses must call super().__init__()
+from torch._ops import OpOverload  # what `__torch_dispatch__` is called with
+from torch.autograd.variable import Variable  # its `_execution_engine.queue_callback` runs at the end of a backward
+from torch.distributed import _state_dict_utils as state_dict_utils  # its `_distribute_tensors` shards full values
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # mesh, placements, shape of a DTensor
+from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types  # parameter types that get foreach
+from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types  # the same, for clip_grad_norm_
+from torch.utils._pytree import (  # reach the tensors in an operation's arguments
+    tree_leaves,
+    tree_map,  # moves nested inputs to the device
+    tree_map_only,
+)
+
+__all__ = [
+    "AllgatherOptions",
+    "DTensorSpec",
+    "DeviceMesh",
+    "OpOverload",
+    "Placement",
+    "TensorMeta",
+    "all_gather_into",
+    "all_op_names",
+    "current_autograd_node",
+    "current_graph_task_id",
+    "disabled_torch_function",
+    "dtensor_new",
+    "foreach_norm",
+    "optim_foreach_types",
+    "queue_callback",
+    "reduce_scatter_into",
+    "state_dict_utils",
+    "timeout_of",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "utils_foreach_types",
+    "will_engine_execute_node",
+]
+
+dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # type: ignore[attr-defined]  # wraps a local
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Ask autograd to run ``callback`` at the end of the backward that is running."""
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]  # an ImperativeEngine
+
+
+# -- transport: composable/collectives/
+
+
+def all_gather_into(group: ProcessGroup) -> Callable[[torch.Tensor, torch.Tensor, AllgatherOptions], Work]:
+    """Return the all-gather of ``group`` that fills one tensor: ``(buffer, shard, options)``."""
+    return group._allgather_base
+
+
+def reduce_scatter_into(group: ProcessGroup) -> Callable[[torch.Tensor, torch.Tensor, ReduceScatterOptions], Work]:
+    """Return the reduce-scatter of ``group`` that reads one tensor: ``(shard, source, options)``."""
+    return group._reduce_scatter_base
+
+
+def timeout_of(group: ProcessGroup) -> timedelta:
+    """Return how long the CPU collectives of ``group`` wait for a peer."""
+    return group._get_backend(torch.device("cpu")).options._timeout

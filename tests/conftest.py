@@ -1,0 +1,22 @@
+"""Skips what needs a CUDA device where there is none, and stops the processes of ``tests.world``."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.world import shut_down
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks() -> Iterator[None]:
+    yield
+    shut_down()

@@ -1,0 +1,748 @@
+"""What ``fully_shard`` does around training: handles, order, collectives, modes, recovery, errors."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import _traversal_utils
+from composable import ConfigError, DesyncError, FSDPModule, ModuleWrapPolicy, UsageError, fully_shard, plan
+from composable.ragged import RaggedDTensor
+from composable.scheduler import Scheduler
+from composable.state import RootState
+from tests.counting import CountingTransport
+from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model
+from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
+from tests.world import RankErrors, run_ranks
+
+
+def annotate(model: nn.Module, way: str) -> nn.Module:
+    if way == "policy":
+        return fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES))
+    if way == "mixed":
+        fully_shard(model.blocks[1])
+        return fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES))
+    for module in list(model.modules()):
+        if type(module) in BLOCK_CLASSES:
+            fully_shard(module)
+    return fully_shard(model)
+
+
+def root_of(model: nn.Module) -> RootState:
+    state = fully_shard.state(model)
+    assert state is not None
+    return state.lazy_init(model)
+
+
+def step(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    args, kwargs = inputs_of(model, seed, dist.get_rank())
+    loss = loss_of(model(*args, **kwargs))
+    loss.backward()
+    return loss
+
+
+class Recorder(Scheduler):
+    """Writes down unshard and reshard as they happen."""
+
+    @staticmethod
+    def attach(root: RootState) -> list[str]:
+        events: list[str] = []
+        for handle in root._all_handles:
+            use, reshard = handle.use_unsharded, handle.reshard
+
+            def used(fqn: str = handle.fqn, use: Callable[[], None] = use) -> None:
+                events.append(f"unshard {fqn}")
+                use()
+
+            def resharded(fqn: str = handle.fqn, reshard: Callable[[], None] = reshard) -> None:
+                events.append(f"reshard {fqn}")
+                reshard()
+
+            handle.use_unsharded = used  # type: ignore[method-assign]
+            handle.reshard = resharded  # type: ignore[method-assign]
+        return events
+
+
+# Handles, their order, and the state
+
+
+def handle_names(way: str) -> tuple[list[str], list[str], list[list[str]], list[str]]:
+    model = make_model("mlp")
+    annotate(model, way)
+    root = root_of(model)
+    events = Recorder.attach(root)
+    step(model)
+    own = [handle.fqn for handle in fully_shard.state(model)._handles]
+    return own, [handle.fqn for handle in root._all_handles], [handle._fqns for handle in root._all_handles], events
+
+
+def test_every_way_of_annotating_gives_the_same_handles_in_the_same_order() -> None:
+    by_way = {way: run_ranks(handle_names, 2, way)[0] for way in ("hand", "policy", "mixed")}
+    names = ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert by_way["policy"][0] == names
+    assert by_way["mixed"][0] == ["", "blocks.0", "blocks.2"]
+    assert by_way["hand"][0] == [""]
+    for way in by_way:
+        assert by_way[way][1] == names
+        assert by_way[way][2:] == by_way["policy"][2:], way
+    assert by_way["policy"][2][:2] == [
+        ["inp.weight", "inp.bias", "out.weight", "out.bias"],
+        ["up.weight", "up.bias", "down.weight", "down.bias"],
+    ]
+
+
+def test_unshard_and_reshard_follow_the_model() -> None:
+    *_, events = run_ranks(handle_names, 2, "policy")[1]
+    forward = [f"{what} blocks.{i}" for i in range(3) for what in ("unshard", "reshard")]
+    backward = ["unshard blocks.2", "reshard blocks.2", "unshard blocks.1", "reshard blocks.1", "unshard blocks.0"]
+    backward = ["unshard blocks.2", "unshard blocks.1", "unshard blocks.0"]
+    assert events[: 1 + len(forward)] == ["unshard ", *forward]
+    tail = events[1 + len(forward) :]
+    assert [event for event in tail if event.startswith("unshard")] == backward
+    assert [event for event in tail if event.startswith("reshard")] == [
+        "reshard blocks.2",
+        "reshard blocks.1",
+        "reshard blocks.0",
+        "reshard ",
+    ]
+
+
+def states_of() -> list[bool]:
+    model = make_model("mlp")
+    annotate(model, "hand")
+    root = root_of(model)
+    states = _traversal_utils._get_fsdp_states(model)
+    return [
+        root._all_states == states,
+        [state._is_root for state in states] == [True, False, False, False],
+        _traversal_utils._get_fsdp_handles(model) == root._all_handles,
+        all(state.root is root for state in states),
+        fully_shard.state(model.inp) is None,
+        isinstance(model, FSDPModule) and isinstance(model.blocks[0], FSDPModule),
+        not isinstance(model.inp, FSDPModule),
+        type(model).__name__ == "FSDPMLP",
+    ]
+
+
+def test_the_root_caches_all_states_and_handles() -> None:
+    assert run_ranks(states_of, 2) == [[True] * 8] * 2
+
+
+def parameters_of(way: str) -> tuple[list[str], list[tuple[int, ...]], list[str], int]:
+    model = make_model("mlp")
+    names = [name for name, _ in model.named_parameters()]
+    annotate(model, way)
+    before = list(model.parameters())
+    step(model)
+    after = list(model.parameters())
+    assert all(old is new for old, new in zip(before, after, strict=True))
+    assert [name for name, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == names
+    return (
+        sorted({type(param).__name__ for param in after}),
+        [tuple(param.shape) for param in after],
+        sorted({type(value).__name__ for value in model.state_dict().values()}),
+        sum(param.to_local().numel() for param in after),
+    )
+
+
+@pytest.mark.parametrize("way", ["hand", "policy", "mixed"])
+def test_parameters_keep_names_shapes_and_identity(way: str) -> None:
+    model = make_model("mlp")
+    results = run_ranks(parameters_of, 2, way)
+    shapes = [tuple(param.shape) for param in model.parameters()]
+    for kinds, found, saved, _ in results:
+        assert kinds == ["RaggedDTensor"] and saved == ["RaggedDTensor"] and found == shapes
+    assert sum(numel for *_, numel in results) == sum(param.numel() for param in model.parameters())
+
+
+# Collectives
+
+
+def collectives_of(way: str, reshard: bool | None, steps: int) -> tuple[dict[str, int], dict[str, int], list[Any]]:
+    model = make_model("gpt")
+    fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES), reshard_after_forward=reshard, transport=way)
+    root = root_of(model)
+    counting = CountingTransport.install(root)
+    for seed in range(steps):
+        step(model, seed)
+    state = fully_shard.state(model)
+    assert state is not None
+    return counting.counts(), counting.bytes(), list(state.plan.expected_collectives())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("way", ["process_group", "point_to_point"])
+def test_collectives_and_bytes_of_a_step_equal_theory(way: str, reshard: bool | None, world_size: int) -> None:
+    steps = 3
+    for counts, bytes_by_op, expected in run_ranks(collectives_of, world_size, way, reshard, steps):
+        assert counts == {
+            "all_gather": steps * sum(one.all_gathers for one in expected),
+            "reduce_scatter": steps * sum(one.reduce_scatters for one in expected),
+        }
+        assert bytes_by_op == {
+            "all_gather": steps * sum(one.all_gather_bytes for one in expected),
+            "reduce_scatter": steps * sum(one.reduce_scatter_bytes for one in expected),
+        }
+        # Three handles (root and two blocks), of which the root is kept by default.
+        gathers = {None: 5, True: 6, False: 3}[reshard]
+        assert counts == {"all_gather": steps * gathers, "reduce_scatter": steps * 3}
+
+
+def frozen_collectives() -> dict[str, int]:
+    model = make_model("frozen_mixed")
+    fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES))
+    root = root_of(model)
+    counting = CountingTransport.install(root)
+    step(model)
+    return counting.counts()
+
+
+def test_frozen_parameters_are_gathered_and_never_reduced() -> None:
+    # Five blocks, two of them with a frozen and a trainable buffer; the first block, all frozen, gets no gradient.
+    counts = run_ranks(frozen_collectives, 2)[0]
+    assert counts == {"all_gather": 7 + 6, "reduce_scatter": 3}
+
+
+def unsynced_collectives() -> list[dict[str, int]]:
+    model = make_model("mlp")
+    annotate(model, "hand")
+    counting = CountingTransport.install(root_of(model))
+    found = []
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        counting.reset()
+        step(model)
+        found.append(counting.counts())
+    return found
+
+
+def test_no_reduction_without_gradient_sync() -> None:
+    assert run_ranks(unsynced_collectives, 2)[0] == [
+        {"all_gather": 7},
+        {"all_gather": 7, "reduce_scatter": 4},
+    ]
+
+
+def eval_collectives(kind: str) -> list[dict[str, int] | bool]:
+    model = make_model("mlp")
+    annotate(model, "hand")
+    root = root_of(model)
+    counting = CountingTransport.install(root)
+    args, _ = inputs_of(model, 0, dist.get_rank())
+    if kind == "no_grad":
+        model.eval()
+        with torch.no_grad():
+            model(*args)
+    else:
+        model.requires_grad_(requires_grad=False)
+        model(*args)
+    found = [counting.counts(), any(handle.is_unsharded for handle in root._all_handles)]
+    model.requires_grad_()
+    step(model)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["no_grad", "frozen"])
+def test_inference_gathers_once_and_leaves_nothing_unsharded(kind: str) -> None:
+    assert run_ranks(eval_collectives, 2, kind)[0] == [{"all_gather": 4}, False]
+
+
+# Explicit control
+
+
+def control() -> list[object]:
+    model = make_model("mlp")
+    annotate(model, "policy")
+    block = model.blocks[0]
+    facts: list[object] = []
+    assert block.unshard() is None
+    facts.append([type(param).__name__ for param in block.parameters()])
+    facts.append(torch.equal(block.up.weight, make_model("mlp").blocks[0].up.weight))
+    block.reshard()
+    facts.append(type(block.up.weight).__name__)
+    pending = block.unshard(async_op=True)
+    pending.wait()
+    facts.append(type(block.up.weight).__name__)
+    step(model)
+    facts.append(type(block.up.weight).__name__)
+    model.set_reshard_after_forward(False)
+    args, _ = inputs_of(model, 1, dist.get_rank())
+    loss = loss_of(model(*args))
+    facts.append(type(block.up.weight).__name__)
+    loss.backward()
+    facts.append(type(block.up.weight).__name__)
+    plain = type(model.blocks[:2])
+    facts.append(plain.__name__)
+    return facts
+
+
+def test_unshard_and_reshard_by_hand() -> None:
+    for facts in run_ranks(control, 2):
+        assert facts == [
+            ["Parameter"] * 4,
+            True,
+            "RaggedDTensor",
+            "Parameter",
+            "RaggedDTensor",
+            "Parameter",
+            "RaggedDTensor",
+            "ModuleList",
+        ]
+
+
+def prefetch(forward: list[int], backward: list[int]) -> tuple[list[int], dict[str, torch.Tensor]]:
+    model = make_model("mlp")
+    annotate(model, "policy")
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[i] for i in forward])
+    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[i] for i in backward])
+    root = root_of(model)
+    counting = CountingTransport.install(root)
+    step(model)
+    keys = {handle.buffers[0].key: position for position, handle in enumerate(root._all_handles)}
+    order = [keys[key] for op, key, _ in counting.records if op == "all_gather"]
+    return order, {fqn: full(param.grad) for fqn, param in model.named_parameters()}
+
+
+def test_prefetch_follows_the_users_lists() -> None:
+    order, _ = run_ranks(prefetch, 2, [2, 1], [0, 1])[0]
+    # Handles: 0 is the root, 1 to 3 are the blocks; without lists the first step knows no order in forward.
+    assert order == [0, 1, 3, 2, 3, 1, 2]
+
+
+@pytest.mark.parametrize("lists", [([2, 1], [0, 1]), ([], []), ([0], [2])])
+def test_a_wrong_prefetch_costs_no_correctness(lists: tuple[list[int], list[int]]) -> None:
+    model = make_model("mlp")
+    loss_of(model(*global_inputs(model, 0, 2)[0])).backward()
+    expected = {fqn: param.grad for fqn, param in model.named_parameters()}
+    for _, grads in run_ranks(prefetch, 2, *lists):
+        assert_equal_params(grads, expected, tolerance=1e-6)
+
+
+class Fickle(nn.Module):
+    """Runs its blocks in the order it is told, so that the recorded order is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MLPBlock() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+        for index in order:
+            x = self.blocks[index](x)
+        return x
+
+
+ORDERS = [[0, 1, 2, 3], [3, 1], [2, 0, 1], [1, 1, 3], [0, 1, 2, 3]]
+
+
+def run_fickle() -> tuple[list[dict[str, torch.Tensor]], bool]:
+    torch.manual_seed(3)
+    model = Fickle()
+    fully_shard(model, policy={MLPBlock})
+    found = []
+    for seed, order in enumerate(ORDERS):
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * seed + dist.get_rank()))
+        loss_of(model(x, order)).backward()
+        found.append({fqn: full(param.grad) for fqn, param in model.named_parameters() if param.grad is not None})
+        model.zero_grad()
+    return found, any(handle.is_unsharded or handle.is_gathering for handle in root_of(model)._all_handles)
+
+
+def test_an_execution_order_that_changes_costs_no_correctness() -> None:
+    torch.manual_seed(3)
+    model = Fickle()
+    expected = []
+    for seed, order in enumerate(ORDERS):
+        x = torch.cat(
+            [torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * seed + rank)) for rank in range(2)]
+        )
+        loss_of(model(x, order)).backward()
+        expected.append({fqn: param.grad for fqn, param in model.named_parameters() if param.grad is not None})
+        model.zero_grad()
+    for found, is_leaking in run_ranks(run_fickle, 2):
+        assert not is_leaking
+        for grads, plain in zip(found, expected, strict=True):
+            assert_equal_params(grads, plain, tolerance=1e-6)
+
+
+# Hooks, views, groups, ignored
+
+
+def user_hooks() -> list[str]:
+    model = make_model("mlp")
+    events: list[str] = []
+    block = model.blocks[0]
+    block.register_forward_pre_hook(lambda module, args: events.append(f"pre {type(module.up.weight).__name__}"))
+    annotate(model, "policy")
+    block.register_forward_hook(lambda module, args, out: events.append("post"))
+    block.register_full_backward_hook(lambda module, gi, go: events.append(f"full {gi[0].shape == go[0].shape}"))
+    block.up.register_forward_hook(lambda module, args, out: out * 1)
+    step(model)
+    return events
+
+
+def test_user_hooks_run_and_see_unsharded_parameters() -> None:
+    assert run_ranks(user_hooks, 2)[0] == ["pre Parameter", "post", "full True"]
+
+
+class InPlaceOnView(nn.Module):
+    """Changes a view that a sharded module returned; autograd then drops the hooks of that view."""
+
+    class Chunked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).view(-1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.Chunked()
+        self.second = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        y.add_(1)
+        return self.second(y.view(-1, 16))
+
+
+def in_place_on_view() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = InPlaceOnView()
+    fully_shard(model, policy={InPlaceOnView.Chunked})
+    loss_of(model(torch.ones(2, 8) * (1 + dist.get_rank()))).backward()
+    return {fqn: full(param.grad) for fqn, param in model.named_parameters()}
+
+
+def test_an_in_place_change_of_a_returned_view_is_harmless() -> None:
+    torch.manual_seed(0)
+    model = InPlaceOnView()
+    loss_of(model(torch.cat([torch.ones(2, 8), 2 * torch.ones(2, 8)]))).backward()
+    expected = {fqn: param.grad for fqn, param in model.named_parameters()}
+    for grads in run_ranks(in_place_on_view, 2):
+        assert_equal_params(grads, expected, tolerance=1e-6)
+
+
+def grouped() -> tuple[dict[str, torch.Tensor], int, dict[str, int]]:
+    model = make_model("mlp")
+    fully_shard([model.inp, model.out])
+    fully_shard([model.blocks[0], model.blocks[1]])
+    fully_shard(model)
+    assert fully_shard.state(model.inp) is fully_shard.state(model.out)
+    root = root_of(model)
+    counting = CountingTransport.install(root)
+    step(model)
+    counts = counting.counts()
+    grads = {fqn: full(param.grad) for fqn, param in model.named_parameters()}
+    with torch.no_grad():
+        model(*inputs_of(model, 0, 0)[0])
+    model.blocks[0](*inputs_of(model, 0, 0)[0])
+    leaking = [handle.fqn for handle in root._all_handles if handle.is_unsharded]
+    return grads, len(leaking), counts
+
+
+def test_a_list_of_modules_shares_one_handle() -> None:
+    model = make_model("mlp")
+    loss_of(model(*global_inputs(model, 0, 2)[0])).backward()
+    expected = {fqn: param.grad for fqn, param in model.named_parameters()}
+    for grads, _, counts in run_ranks(grouped, 2):
+        assert_equal_params(grads, expected, tolerance=1e-6)
+        assert counts == {"all_gather": 6, "reduce_scatter": 3}
+
+
+def ignored() -> tuple[list[str], list[str], bool]:
+    model = make_model("mlp")
+    kept = model.out.weight
+    fully_shard(model, policy={MLPBlock}, ignored_params={model.out.weight}, ignored_modules=[model.blocks[1]])
+    step(model)
+    plain = [name for name, param in model.named_parameters() if not isinstance(param, RaggedDTensor)]
+    with_grad = [name for name, param in model.named_parameters() if param.grad is not None]
+    return plain, with_grad, model.out.weight is kept
+
+
+def test_ignored_parameters_and_modules_stay_as_they_are() -> None:
+    plain, with_grad, is_same = run_ranks(ignored, 2)[0]
+    assert plain == [f"blocks.1.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")] + [
+        "out.weight"
+    ]
+    assert len(with_grad) == 16 and is_same
+
+
+def with_sub_mesh() -> torch.Tensor:
+    """Two pairs of ranks, each with a mesh of its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model = make_model("mlp")
+    fully_shard(model, policy={MLPBlock}, mesh=mesh["shard"])
+    step(model)
+    return full(model.out.weight.grad)
+
+
+def test_a_mesh_may_be_part_of_the_world() -> None:
+    first, second, third, fourth = run_ranks(with_sub_mesh, 4)
+    torch.testing.assert_close(first, second)
+    torch.testing.assert_close(third, fourth)
+    assert not torch.equal(first, third)
+
+
+def rnn() -> tuple[torch.Tensor, list[str]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LSTM(4, 6, batch_first=True))
+    fully_shard(model, policy={nn.LSTM})
+    for _ in range(2):
+        y, _ = model(torch.ones(2, 3, 4) * (1 + dist.get_rank()))
+        y.square().mean().backward()
+    kinds = sorted({type(weight).__name__ for weight in model[0]._flat_weights})
+    return full(model[0].weight_ih_l0.grad), kinds
+
+
+def test_modules_that_keep_lists_of_their_weights_see_the_right_ones() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LSTM(4, 6, batch_first=True))
+    for _ in range(2):
+        y, _ = model(torch.cat([torch.ones(2, 3, 4), 2 * torch.ones(2, 3, 4)]))
+        y.square().mean().backward()
+    for grad, kinds in run_ranks(rnn, 2):
+        torch.testing.assert_close(grad, model[0].weight_ih_l0.grad)
+        assert kinds == ["RaggedDTensor"]
+
+
+def toggled() -> list[list[str]]:
+    model = make_model("mlp")
+    annotate(model, "policy")
+    found = []
+    for trainable in (True, False, True):
+        model.blocks[1].requires_grad_(trainable)
+        step(model)
+        found.append([name for name, param in model.named_parameters() if param.grad is not None])
+        model.zero_grad()
+    return found
+
+
+def test_freezing_and_unfreezing_between_steps() -> None:
+    names = [name for name, _ in make_model("mlp").named_parameters()]
+    unfrozen = [name for name in names if not name.startswith("blocks.1")]
+    assert run_ranks(toggled, 2)[0] == [names, unfrozen, names]
+
+
+# Recovery
+
+
+class Flaky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MLPBlock() for _ in range(3))
+        self.fails_in = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 1 and self.fails_in == "forward":
+                raise ValueError("in forward")
+            if index == 1 and self.fails_in == "backward":
+                x.register_hook(self._fail)
+        return x
+
+    @staticmethod
+    def _fail(grad: torch.Tensor) -> None:
+        raise ValueError("in backward")
+
+
+def recover(fails_in: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Flaky()
+    fully_shard(model, policy={MLPBlock})
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model.fails_in = fails_in
+    with pytest.raises(ValueError, match=f"in {fails_in}"):
+        loss_of(model(x)).backward()
+    model.fails_in = ""
+    model.zero_grad()
+    loss_of(model(x)).backward()
+    return {fqn: full(param.grad) for fqn, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_the_step_after_an_exception_is_right(fails_in: str) -> None:
+    torch.manual_seed(0)
+    model = Flaky()
+    x = torch.cat([torch.randn(2, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(2)])
+    loss_of(model(x)).backward()
+    expected = {fqn: param.grad for fqn, param in model.named_parameters()}
+    for grads in run_ranks(recover, 2, fails_in):
+        assert_equal_params(grads, expected, tolerance=1e-6)
+
+
+# Bad input
+
+
+def error_of(make: str) -> tuple[str, list[str], list[str], list[str]]:
+    """Return the error, and what it left on the model: parameter types, classes and hooks."""
+    model = make_model("mlp")
+    with pytest.raises((ConfigError, UsageError)) as caught:
+        BAD[make](model)
+    return (
+        f"{type(caught.value).__name__}: {caught.value}",
+        sorted({type(param).__name__ for param in model.parameters()}),
+        sorted({type(module).__name__ for module in model.modules() if isinstance(module, FSDPModule)}),
+        sorted({name for name, module in model.named_modules() if module._forward_pre_hooks}),
+    )
+
+
+def _twice(model: nn.Module) -> None:
+    try:
+        fully_shard(model.blocks[0])
+        fully_shard(model.blocks[0])
+    finally:
+        # What the first call did is not what this is about.
+        model.blocks = nn.ModuleList()
+
+
+BAD: dict[str, Callable[[Any], Any]] = {
+    "module_list": lambda model: fully_shard(model.blocks),
+    "no_module": lambda model: fully_shard(3),
+    "twice": _twice,
+    "mesh_rank": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))),
+    "mesh_kind": lambda model: fully_shard(model, mesh=dist.group.WORLD),
+    "foreign_param": lambda model: fully_shard(model, ignored_params={nn.Parameter(torch.ones(2))}),
+    "foreign_module": lambda model: fully_shard(model, ignored_modules=[nn.Linear(2, 2)]),
+    "no_pick": lambda model: fully_shard(model, policy={nn.Conv2d}),
+    "policy_kind": lambda model: fully_shard(model, policy=3),
+    "strategy": lambda model: fully_shard(model, strategy="ZERO"),
+    "strategy_and_reshard": lambda model: fully_shard(model, strategy="FULL_SHARD", reshard_after_forward=True),
+    "transport": lambda model: fully_shard(model, transport="pigeon"),
+}
+
+EXPECTED = {
+    "module_list": r"ConfigError: .*ModuleList(.|\n)*fix: .*",
+    "no_module": r"ConfigError: .*int(.|\n)*fix: .*",
+    "twice": r"ConfigError: fully_shard is already on this module(.|\n)*at: .*MLPBlock(.|\n)*fix: .*",
+    "mesh_rank": r"ConfigError: mesh has 2 dims(.|\n)*at: .*rank [01](.|\n)*fix: .*",
+    "mesh_kind": r"ConfigError: mesh is a ProcessGroup(.|\n)*fix: .*",
+    "foreign_param": r"ConfigError: .*ignored(.|\n)*fix: .*",
+    "foreign_module": r"ConfigError: .*ignored(.|\n)*fix: .*",
+    "no_pick": r"ConfigError: .*picks nothing(.|\n)*fix: .*",
+    "policy_kind": r"ConfigError: .*policy(.|\n)*fix: .*",
+    "strategy": r"ConfigError: .*ZERO(.|\n)*FULL_SHARD(.|\n)*",
+    "strategy_and_reshard": r"ConfigError: .*strategy(.|\n)*fix: .*",
+    "transport": r"ConfigError: .*pigeon(.|\n)*process_group(.|\n)*",
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_with_a_fix_and_changes_nothing(case: str) -> None:
+    for text, kinds, classes, hooked in run_ranks(error_of, 2, case):
+        assert re.fullmatch(EXPECTED[case], text), text
+        assert "rank" in text, text
+        assert (kinds, classes, hooked) == (["Parameter"], [], [])
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(UsageError, match="none is initialised"):
+        fully_shard(make_model("mlp"))
+
+
+def meta_forward() -> str:
+    with torch.device("meta"):
+        model = nn.Sequential(MLPBlock(), MLPBlock())
+    fully_shard(model, policy={MLPBlock})
+    with pytest.raises(UsageError) as caught:
+        model(torch.ones(1, 8))
+    return str(caught.value)
+
+
+def test_a_parameter_on_meta_at_first_forward() -> None:
+    for rank, text in enumerate(run_ranks(meta_forward, 2)):
+        assert "still on the meta device" in text
+        assert f"rank {rank}" in text and "'0'" in text and "'0.up.weight' [16, 8] float32" in text and "fix:" in text
+
+
+def different_plans(kind: str) -> str:
+    rank = dist.get_rank()
+    if kind == "shape":
+        model = nn.Sequential(MLPBlock(8, 16), MLPBlock(8, 16 + rank))
+        fully_shard(model, policy={MLPBlock})
+    else:
+        model = nn.Sequential(MLPBlock(), MLPBlock())
+        if rank == 0:
+            fully_shard(model[1])
+        fully_shard(model)
+    with pytest.raises(DesyncError) as caught:
+        model(torch.ones(1, 8))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["shape", "handles"])
+def test_ranks_that_annotate_differently_all_get_the_difference(kind: str) -> None:
+    texts = run_ranks(different_plans, 2, kind)
+    for rank, text in enumerate(texts):
+        assert text.startswith("the ranks annotated different plans")
+        assert "rank 0: " in text and "rank 1: " in text and f"at:  rank {rank}" in text and "fix:" in text
+
+
+def stale_optimizer(kind: str) -> str:
+    model = make_model("mlp")
+    if kind == "before":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        annotate(model, "policy")
+    else:
+        annotate(model, "policy")
+        loss = loss_of(model(*inputs_of(model, 0, dist.get_rank())[0]))
+        # The root is unsharded between forward and backward.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss.backward()
+    step(model)
+    with pytest.raises(UsageError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["before", "between"])
+def test_an_optimizer_that_holds_replaced_parameters(kind: str) -> None:
+    for rank, text in enumerate(run_ranks(stale_optimizer, 2, kind)):
+        assert "optimizer holds a parameter" in text and f"rank {rank}" in text and "'inp.weight'" in text
+
+
+def backward_twice() -> str:
+    model = make_model("mlp")
+    annotate(model, "policy")
+    loss = step(model)
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    model.zero_grad()
+    step(model)
+    return str(caught.value)
+
+
+def test_backward_without_forward_is_an_error_and_the_next_step_works() -> None:
+    assert "second time" in run_ranks(backward_twice, 2)[0]
+
+
+def fail_on_one_rank() -> None:
+    if dist.get_rank() == 1:
+        raise ConfigError("only here")
+
+
+def test_rank_errors_reach_the_caller() -> None:
+    with pytest.raises(RankErrors):
+        run_ranks(fail_on_one_rank, 2)
+
+
+def planned_equals_executed() -> bool:
+    model = make_model("gpt")
+    expected = plan(model, policy=ModuleWrapPolicy(BLOCK_CLASSES), world_size=2, transport="point_to_point")
+    fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES))
+    state = fully_shard.state(model)
+    shards = sum(flat.shard.numel() * flat.shard.element_size() for h in state._handles for flat in h.buffers)
+    full_params(model)
+    return state.plan == expected and shards == expected.shard_bytes
+
+
+def test_the_plan_is_what_is_executed() -> None:
+    assert run_ranks(planned_equals_executed, 2) == [True, True]

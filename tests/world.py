@@ -1,0 +1,318 @@
+"""Runs a test function on real gloo processes, one per rank.
+
+    def add_ranks() -> int: ...            # at the top level of a test file, so it can be pickled
+
+    assert run_ranks(add_ranks, 2) == [1, 1]
+
+The processes are started once and used by every test of the session. Each task gets a default
+process group of its own, with a rendezvous of its own; random seed, grad mode and warnings
+(which are errors) start afresh. A group is taken down only when all ranks have reported: a
+rank that leaves early would reset connections that others still read from.
+
+A failing or hanging rank never makes the test hang: the pool is killed and a new one starts
+with the next task. Processes are forked from a server that has imported torch, so a restart
+costs a tenth of a second.
+"""
+
+import atexit
+import datetime
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankErrors", "run_ranks", "shut_down"]
+
+T = TypeVar("T")
+
+# After a failure the other ranks get this long to fail on their own account, then, with the
+# connections to the failed ranks closed, this long to notice.
+OWN_ERROR_S = 1.0
+NOTICE_S = 5.0
+# How long a process that was told to dump its stacks and abort may take.
+ABORT_S = 5.0
+
+# What torch itself does on the paths under test, and no caller can avoid: (message, category).
+UNAVOIDABLE_WARNINGS: tuple[tuple[str, type[Warning]], ...] = ()
+
+
+class RankErrors(Exception):  # noqa: N818  # several errors in one
+    """Some ranks raised, died or did not finish.
+
+    Attributes:
+        errors: What each failed rank raised. A rank that hangs has a ``TimeoutError``, one
+            whose process died a ``ChildProcessError``.
+    """
+
+    def __init__(self, errors: dict[int, BaseException], text: str) -> None:
+        super().__init__(text)
+        self.errors = errors
+
+
+def run_ranks(
+    fn: Callable[..., T], world_size: int, *args: object, timeout_s: float = 60.0, **kwargs: object
+) -> list[T]:
+    """Call ``fn(*args, **kwargs)`` on ``world_size`` ranks and return what each returned.
+
+    Args:
+        fn: A function that can be pickled, as can its arguments and its result.
+        world_size: Size of the default process group that ``fn`` runs in.
+        *args: Handed to ``fn`` on every rank.
+        timeout_s: When ranks that have not finished are killed.
+        **kwargs: Handed to ``fn`` on every rank.
+
+    Raises:
+        RankErrors: With the traceback of every rank that raised, and the stacks of those that hang.
+    """
+    return _POOL.run(pickle.dumps((fn, args, kwargs)), world_size, timeout_s)
+
+
+def shut_down() -> None:
+    """Stop the processes; the next ``run_ranks`` starts new ones."""
+    _POOL.stop()
+
+
+class _Worker:
+    """The parent's side of one process."""
+
+    def __init__(self, process: BaseProcess, pipe: Connection, stack_file: Path) -> None:
+        self.process = process
+        self.pipe = pipe
+        self.stack_file = stack_file
+
+    def abort(self) -> None:
+        """Make the process write its stacks and die."""
+        if self.process.is_alive() and self.process.pid is not None:
+            os.kill(self.process.pid, signal.SIGABRT)
+
+    def stacks(self) -> str:
+        """Return the stacks of a process that died."""
+        self.process.join(ABORT_S)
+        return self.stack_file.read_text() if self.stack_file.exists() else ""
+
+
+class _Pool:
+    """Processes that wait for tasks; process i is always rank i."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+        self._store: dist.TCPStore | None = None
+        self._folder: Path | None = None
+        self._tasks_run = 0
+
+    def run(self, call: bytes, world_size: int, timeout_s: float) -> list[Any]:
+        self._start(world_size)
+        workers = self._workers[:world_size]
+        self._tasks_run += 1
+        for rank, worker in enumerate(workers):
+            worker.pipe.send((call, f"task{self._tasks_run}", rank, world_size, timeout_s))
+        try:
+            task = _Task(workers, timeout_s)
+            task.collect()
+        except BaseException:
+            # Ctrl-C, or pytest's own time limit.
+            self.stop(is_clean=False)
+            raise
+        if task.reports:
+            self.stop(is_clean=False)
+            raise task.as_error()
+        for worker in workers:
+            worker.pipe.send(None)
+        return [pickle.loads(task.results[rank]) for rank in range(world_size)]
+
+    def stop(self, *, is_clean: bool = True) -> None:
+        for worker in self._workers:
+            # A closed pipe ends a process that waits for a task.
+            worker.pipe.close()
+            if not is_clean:
+                worker.process.kill()
+        for worker in self._workers:
+            worker.process.join(ABORT_S)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+        self._workers.clear()
+        self._store = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _start(self, count: int) -> None:
+        if self._store is None or self._folder is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        # macOS libraries do not survive a fork.
+        context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
+        if sys.platform != "darwin":
+            context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.testing", "pytest"])
+        while len(self._workers) < count:
+            rank = len(self._workers)
+            pipe, far_end = context.Pipe()
+            stack_file = self._folder / f"stacks{rank}"
+            process = context.Process(
+                target=_work, args=(far_end, self._store.port, stack_file), name=f"rank {rank}", daemon=True
+            )
+            process.start()
+            far_end.close()
+            self._workers.append(_Worker(process, pipe, stack_file))
+
+
+class _Task:
+    """What the ranks of one task have reported so far."""
+
+    def __init__(self, workers: Sequence[_Worker], timeout_s: float) -> None:
+        self.results: dict[int, bytes] = {}
+        self.errors: dict[int, BaseException] = {}
+        self.reports: dict[int, str] = {}
+        self._waiting = dict(enumerate(workers))
+        self._workers = workers
+        self._timeout_s = timeout_s
+
+    def collect(self) -> None:
+        """Wait for every rank, or for the end of patience; fill ``results``, ``errors`` and ``reports``."""
+        self._wait(self._timeout_s, for_failure=True)
+        if self._waiting and self.reports:
+            self._wait(OWN_ERROR_S)
+            for rank in self.reports:
+                self._workers[rank].process.kill()
+            self._wait(NOTICE_S)
+        if not self._waiting:
+            return
+        is_hang = not self.reports
+        for worker in self._waiting.values():
+            worker.abort()
+        for rank, worker in self._waiting.items():
+            if is_hang:
+                self.errors[rank] = TimeoutError(f"rank {rank} has not finished after {self._timeout_s:g} s")
+                reason = str(self.errors[rank])
+            else:
+                reason = "still waiting after the failure of another rank"
+            self.reports[rank] = f"{reason}\n{worker.stacks()}"
+
+    def as_error(self) -> RankErrors:
+        """Return the reports as one error; ranks that say the same share a paragraph."""
+        paragraphs: dict[str, list[int]] = {}
+        for rank, report in self.reports.items():
+            paragraphs.setdefault(report.strip(), []).append(rank)
+        text = "\n\n".join(
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}: {report}"
+            for report, ranks in paragraphs.items()
+        )
+        return RankErrors(self.errors, f"\n{text}")
+
+    def _wait(self, seconds: float, *, for_failure: bool = False) -> None:
+        deadline = time.monotonic() + seconds
+        while self._waiting and not (for_failure and self.reports):
+            left_s = deadline - time.monotonic()
+            ready = wait([worker.pipe for worker in self._waiting.values()], timeout=max(left_s, 0))
+            if not ready and left_s <= 0:
+                return
+            for rank, worker in list(self._waiting.items()):
+                if worker.pipe in ready:
+                    self._receive(rank, worker)
+
+    def _receive(self, rank: int, worker: _Worker) -> None:
+        del self._waiting[rank]
+        try:
+            is_result, *report = worker.pipe.recv()
+        except (EOFError, OSError):
+            # The stacks are complete once the process is gone.
+            stacks = worker.stacks()
+            self.errors[rank] = ChildProcessError(f"process died with exit code {worker.process.exitcode}")
+            self.reports[rank] = f"{self.errors[rank]}\n{stacks}"
+            return
+        if is_result:
+            (self.results[rank],) = report
+        else:
+            error, self.reports[rank] = report
+            self.errors[rank] = pickle.loads(error)
+
+
+def _work(pipe: Connection, port: int, stack_file: Path) -> None:
+    """Run tasks until the pipe closes. What the processes of the pool execute."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    # What was imported so far need not be searched for garbage after every task.
+    gc.freeze()
+    with stack_file.open("w") as stacks:
+        # Also on SIGABRT, which the parent sends to a rank that hangs.
+        faulthandler.enable(stacks)
+        while True:
+            try:
+                request = pipe.recv()
+            except (EOFError, OSError):
+                return
+            if request is None:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                gc.collect()
+            else:
+                pipe.send(_perform(client, *request))
+
+
+def _perform(
+    client: dist.TCPStore, call: bytes, name: str, rank: int, world_size: int, timeout_s: float
+) -> tuple[object, ...]:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("error")
+            for message, category in UNAVOIDABLE_WARNINGS:
+                warnings.filterwarnings("ignore", message=message, category=category)
+            fn, args, kwargs = pickle.loads(call)
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(name, client),
+                rank=rank,
+                world_size=world_size,
+                # The parent's patience ends first, and its report has the stacks of all ranks.
+                timeout=datetime.timedelta(seconds=2 * timeout_s),
+            )
+            result = pickle.dumps(fn(*args, **kwargs))
+    except BaseException as error:  # pytest.fail and a failed pytest.raises are no Exceptions
+        return False, _pickle_error(error), traceback.format_exc()
+    return True, result
+
+
+def _pickle_error(error: BaseException) -> bytes:
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return pickled
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(1)
+
+
+_POOL = _Pool()
+atexit.register(shut_down)
