@@ -120,7 +120,7 @@ class FSDPModule:
 
 def add_mixin(module: nn.Module) -> None:
     """Give ``module`` the methods of ``FSDPModule``; its class is swapped for a subclass."""
-    module.__class__ = _class_with_mixin(type(module))
+    module.__class__ = _class_with_mixin(type(module))  # type: ignore[arg-type]  # every class is hashable
 
 
 def remove_mixin(module: nn.Module) -> None:

@@ -134,7 +134,11 @@ def differentiable_tensors(value: Any) -> Iterator[torch.Tensor]:
         if isinstance(item, torch.Tensor):
             if item.requires_grad:
                 yield item
-        elif item is None or isinstance(item, (bool, int, float, complex, str, bytes, torch.Size, type, nn.Module)) or id(item) in seen:
+        elif (
+            item is None
+            or isinstance(item, (bool, int, float, complex, str, bytes, torch.Size, type, nn.Module))
+            or id(item) in seen
+        ):
             continue
         else:
             seen.add(id(item))

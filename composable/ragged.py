@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from composable.errors import ConfigError, UsageError
 from composable.ragged_checkpoint import chunks_of, piece_at, support_full_state_dicts, write_items_of
 from composable.ragged_dispatch import RULES, rule_for
-from composable.ragged_gather import is_replicated
+from composable.ragged_gather import LIVE_SOURCES, is_replicated, mark_stale, written_ragged
 from composable.ragged_spec import (
     RaggedLayout,
     RaggedShard,
@@ -44,8 +44,9 @@ from composable.torch_private import (
 
 __all__ = ["RaggedDTensor", "RaggedShard", "RaggedSpec", "fallback_counts", "ragged_spec", "strict_mode"]
 
-_get_grad = torch.Tensor.grad.__get__
-_get_data = torch.Tensor.data.__get__
+# torch's own descriptors, whose stubs say Tensor.
+_GRAD: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
 
 
 class RaggedDTensor(DTensor):
@@ -55,18 +56,18 @@ class RaggedDTensor(DTensor):
     rule of its own gathers, runs on the full tensor and gives a replicated DTensor: right, slow,
     and counted by ``fallback_counts``.
 
-    Two things differ from a plain tensor: views that change the shape are read-only, and
-    random fills assume that all ranks have the same seed.
+    Two things differ from a plain tensor: a view that changes the shape looks into a gathered copy
+    and is of use until the tensor is changed; and random fills assume equal seeds on all ranks.
     """
 
     _local_tensor: torch.Tensor
     _spec: RaggedSpec
 
     # In this class's own dict: torch looks it up for every tensor of every call, base by base.
-    __torch_function__ = disabled_torch_function
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]  # stubs want a method
 
     @staticmethod
-    def wrap(local: torch.Tensor, spec: RaggedSpec, requires_grad: bool = False) -> "RaggedDTensor":
+    def wrap(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> "RaggedDTensor":
         """Show ``local``, this rank's piece in the layout's local shape, as the whole. No copy, no check, 1 us."""
         return dtensor_new(RaggedDTensor, local, spec, requires_grad=requires_grad)  # type: ignore[return-value]
 
@@ -89,7 +90,11 @@ class RaggedDTensor(DTensor):
         rule = RULES.get(op)
         if rule is None:
             rule = rule_for(op)
-        return rule(RaggedDTensor, op, args, kwargs or {})
+        kwargs = kwargs or {}
+        result = rule(RaggedDTensor, op, args, kwargs)
+        if LIVE_SOURCES:
+            mark_stale(written_ragged(RaggedDTensor, op, args, kwargs))
+        return result
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole as a plain tensor on every rank. Differentiable.
@@ -137,15 +142,16 @@ class RaggedDTensor(DTensor):
             raise ConfigError("a ragged tensor can change its placements, not its mesh", fix="pass placements only")
         if backward_dtype is not None:
             raise ConfigError("backward_dtype is not supported for ragged tensors", fix="cast with .to() instead")
-        source = self if forward_dtype is None else self.to(forward_dtype)
+        source: Any = self if forward_dtype is None else self.to(forward_dtype)
         if tuple(placements) == self._spec.placements:
-            return source
+            same: RaggedDTensor = source
+            return same
         replicas = [Replicate()] * layout.mesh.ndim
         full = source.full_tensor()
         whole = DTensor.from_local(full, layout.mesh, replicas, run_check=False)
         return whole if list(placements) == replicas else whole.redistribute(placements=placements)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # stubs garble the name
         layout = self._spec.layout
         return (
             f"RaggedDTensor(shape={list(layout.shape)}, local={self._local_tensor}, "
@@ -171,14 +177,14 @@ class RaggedDTensor(DTensor):
     def _set_grad(self, value: torch.Tensor | None) -> None:
         if value is not None and getattr(value, "_spec", None) is not self._spec:
             _check_grad(self, value)
-        torch.Tensor.grad.__set__(self, value)
+        _GRAD.__set__(self, value)
 
     def _delete_grad(self) -> None:
-        torch.Tensor.grad.__set__(self, None)
+        _GRAD.__set__(self, None)
 
     # The getters are torch's own C functions: reading a gradient must stay cheap.
-    data = property(_get_data, _set_data)
-    grad = property(_get_grad, _set_grad, _delete_grad)  # type: ignore[assignment]
+    data = property(_DATA.__get__, _set_data)
+    grad = property(_GRAD.__get__, _set_grad, _delete_grad)
 
     # -- copies, pickles, torch.compile
 
@@ -204,7 +210,8 @@ class RaggedDTensor(DTensor):
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
         # What torch puts in the context differs between releases: let it rebuild, then re-class the result.
-        base = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
+        rebuild: Any = DTensor.__tensor_unflatten__
+        base = rebuild(inner_tensors, flatten_spec, outer_size, outer_stride)
         spec = base._spec
         ragged = [dim for dim, placement in enumerate(spec.placements) if isinstance(placement, RaggedShard)]
         if not ragged:
@@ -266,7 +273,7 @@ class _Gather(torch.autograd.Function):
         return gather_full(tensor._local_tensor, tensor._spec.layout)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         layout: RaggedLayout = ctx.spec.layout
         for dim, placement in enumerate(ctx.grad_placements or ()):
             if placement.is_partial():
@@ -289,7 +296,7 @@ class _ToLocal(torch.autograd.Function):
         return tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return RaggedDTensor.wrap(grad.contiguous(), ctx.spec.cast(grad.dtype))
 
 
@@ -328,7 +335,7 @@ def _set_up() -> None:
     # torch compares parameter types with these lists; one that is missing gets the slow loop.
     for types in (optim_foreach_types, utils_foreach_types):
         if RaggedDTensor not in types:
-            types.append(RaggedDTensor)  # type: ignore[arg-type]
+            types.append(RaggedDTensor)
     torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, RaggedSpec, rebuild_ragged, rebuild_spec])
     support_full_state_dicts(RaggedDTensor)
 

@@ -3,8 +3,8 @@
 A flat range of an n-dimensional tensor is a few boxes. Each is saved, and read back at any
 world size, straight from and into the local piece: no tensor is communicated.
 
-Loading *full* state dicts (``set_model_state_dict`` and its kin) goes through two functions of
-torch that refuse placements they do not know; ``support_full_state_dicts`` teaches them ours.
+Loading *full* state dicts (``set_model_state_dict`` and its kin) goes through functions of torch
+that refuse placements they do not know; ``support_full_state_dicts`` teaches them ours.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate
 from composable.errors import ConfigError, UsageError
 from composable.layout import boxes
 from composable.ragged_spec import RaggedLayout, RaggedShard, ragged_spec, slice_full
-from composable.torch_private import DeviceMesh, Placement, dtensor_new, state_dict_utils
+from composable.torch_private import DeviceMesh, Placement, dcp_state_dict, dtensor_new, state_dict_utils
 
 __all__ = ["chunks_of", "distribute", "piece_at", "support_full_state_dicts", "write_items_of"]
 
@@ -111,8 +111,10 @@ def support_full_state_dicts(cls: Any) -> None:
     if not hasattr(dtensor.distribute_tensor, "knows_ragged"):
         distribute_tensor = _with_ragged_distribute(cls, dtensor.distribute_tensor)
         dtensor.distribute_tensor = distribute_tensor
-        state_dict_utils.distribute_tensor = distribute_tensor
+        vars(state_dict_utils)["distribute_tensor"] = distribute_tensor
         state_dict_utils._distribute_tensors = _with_ragged_values(cls, state_dict_utils._distribute_tensors)
+        for name in ("_distribute_state_dict", "_broadcast_state_dict"):
+            setattr(dcp_state_dict, name, _with_ragged_scalars(cls, getattr(dcp_state_dict, name)))
 
 
 def _with_ragged_distribute(cls: Any, original: Any) -> Any:
@@ -152,6 +154,21 @@ def _with_ragged_values(cls: Any, original: Any) -> Any:
         original(local_state_dict, others, device, pg)
 
     return distribute_tensors
+
+
+def _with_ragged_scalars(cls: Any, original: Any) -> Any:
+    """Wrap what leaves every scalar a plain one: right for step counters, not for a scalar parameter's state."""
+
+    @wraps(original)
+    def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        scalars = {key: value for key, value in local.items() if type(value) is cls and value.dim() == 0}
+        original(full, local, *args, **kwargs)
+        for key, target in scalars.items():
+            value = local.get(key)
+            if type(value) is torch.Tensor:
+                local[key] = _cut_into(cls, target, value)
+
+    return distribute_state_dict
 
 
 def _cut_into(cls: Any, target: Any, full: torch.Tensor) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from composable.ragged_gather import gather_and_run, is_replicated, wrap, written
+from composable.ragged_gather import GatheredView, gather_and_run, is_replicated, wrap, written
 from composable.ragged_spec import RaggedLayout, RaggedSpec, count_fallback, gather_full, slice_full
 from composable.torch_private import OpOverload, dtensor_new, tree_leaves
 
@@ -40,6 +40,8 @@ def _piece(value: torch.Tensor, layout: RaggedLayout) -> torch.Tensor | None:
     if isinstance(value, DTensor):
         if not is_replicated(value, layout):
             return None
+        if isinstance(value, GatheredView):
+            value.check_fresh()
         full = value._local_tensor
     if full.dim() == 0:
         return full
@@ -76,13 +78,12 @@ def _local_operands(cls: Any, values: Sequence[Any], spec: RaggedSpec) -> list[A
 
 def pointwise(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation that returns new tensors."""
+    spec: Any = None
     for value in args:
         if type(value) is cls:
+            spec = value._spec
             break
-    else:
-        return gather_and_run(cls, op, args, kwargs)
-    spec = value._spec
-    local_args = _local_operands(cls, args, spec)
+    local_args = None if spec is None else _local_operands(cls, args, spec)
     if local_args is None:
         return gather_and_run(cls, op, args, kwargs)
     result = op(*local_args, **kwargs)
@@ -114,9 +115,9 @@ def idle_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping
 
 def pointwise_out(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation that writes to ``out=``."""
-    out = kwargs.get("out")
+    out: Any = kwargs["out"]
     local_args = _local_operands(cls, args, out._spec) if type(out) is cls else None
-    if out is None or local_args is None:
+    if local_args is None:
         return gather_and_run(cls, op, args, kwargs)
     op(*local_args, **{**kwargs, "out": out._local_tensor})
     return out
@@ -124,7 +125,8 @@ def pointwise_out(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping
 
 def copy_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Copy into a ragged tensor; from one of another layout only the source has to be whole."""
-    this, source = args[0], args[1]
+    this: Any = args[0]
+    source: Any = args[1]
     if type(this) is cls and type(source) is cls and not this._spec.layout.matches(source._spec.layout):
         count_fallback(str(op), source._spec.layout)
         args = (this, gather_full(source._local_tensor, source._spec.layout), *args[2:])
@@ -268,7 +270,7 @@ def foreach_by_scalar(
         try:
             selection = _SELECTIONS.of([tensor._spec for tensor in tensors])
         except AttributeError:
-            return _one_by_one(cls, op, args, kwargs)
+            return foreach_in_place(cls, op, args, kwargs)
         if selection.dtype in (torch.float32, torch.float64) and tensors[0].device.type == "cpu":
             if selection.count:
                 scalar = torch.tensor(number, dtype=selection.dtype)

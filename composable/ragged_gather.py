@@ -5,7 +5,9 @@ it changed is sliced back into the local pieces, and its results are replicated 
 Nothing depends on which operations torch's DTensor has a sharding rule for.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +17,18 @@ from composable.errors import UsageError
 from composable.ragged_spec import RaggedLayout, count_fallback, gather_full, replicated_spec, slice_full
 from composable.torch_private import DTensorSpec, OpOverload, dtensor_new, tree_leaves, tree_map_only
 
-__all__ = ["GatheredView", "Rule", "gather_and_run", "is_replicated", "replicate", "wrap", "written"]
+__all__ = [
+    "LIVE_SOURCES",
+    "GatheredView",
+    "Rule",
+    "gather_and_run",
+    "is_replicated",
+    "mark_stale",
+    "replicate",
+    "wrap",
+    "written",
+    "written_ragged",
+]
 
 # (tensor subclass, operation, args, kwargs) -> result
 Rule: TypeAlias = Callable[[Any, OpOverload, Sequence[Any], Mapping[str, Any]], Any]
@@ -60,7 +73,8 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
             or the operation draws random numbers, which ranks would draw differently.
     """
     tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
-    layout: RaggedLayout = next(tensor._spec.layout for tensor in tensors if type(tensor) is cls)  # type: ignore[attr-defined]
+    ragged: list[Any] = [tensor for tensor in tensors if type(tensor) is cls]
+    layout: RaggedLayout = ragged[0]._spec.layout
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise _refusal(op, layout, "draws random numbers from a ragged tensor", "call full_tensor() first")
     bound = {arg.name: value for arg, value in zip(op._schema.arguments, args)} | dict(kwargs)
@@ -79,15 +93,19 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
     results = op(*full_args, **full_kwargs)
 
     for tensor in changed:
-        if type(tensor) is cls:
+        if isinstance(tensor, GatheredView):
+            tensor._source.write_back()
+        elif type(tensor) is cls:
             tensor._local_tensor.copy_(slice_full(fulls[id(tensor)], tensor._spec.layout))
-    originals = {id(full): tensor for tensor in tensors for full in (fulls[id(tensor)],)}
-    is_view = _makes_views(op)
+    # An operation in place returns what it was given.
+    originals = {id(fulls[id(tensor)]): tensor for tensor in tensors}
+    source = _Source(ragged[0], fulls[id(ragged[0])]) if _makes_views(op) else None
 
-    def out(result: torch.Tensor) -> torch.Tensor:
+    def out(result: torch.Tensor) -> Any:
         if id(result) in originals:
             return originals[id(result)]
-        return wrap(GatheredView if is_view else DTensor, result, replicated_spec(layout.mesh, result))
+        spec = replicated_spec(layout.mesh, result)
+        return wrap(DTensor, result, spec) if source is None else make_view(result, spec, source)
 
     return tree_map_only(torch.Tensor, out, results)
 
@@ -96,6 +114,8 @@ def _full(cls: Any, tensor: Any, layout: RaggedLayout) -> torch.Tensor:
     if type(tensor) is cls:
         return gather_full(tensor._local_tensor, tensor._spec.layout)
     if isinstance(tensor, DTensor):
+        if isinstance(tensor, GatheredView):
+            tensor.check_fresh()
         if not is_replicated(tensor, layout):
             tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
         local: torch.Tensor = tensor._local_tensor
@@ -128,31 +148,114 @@ def _refusal(op: OpOverload, layout: RaggedLayout, what: str, fix: str) -> Usage
     return UsageError(f"{op} {what}", at=f"ragged tensor of shape {list(layout.shape)}", fix=fix)
 
 
-class GatheredView(DTensor):
-    """A view of a ragged tensor, such as ``weight[0]``: it views a gathered copy, so it is read-only.
+class _Source:
+    """A ragged tensor and the gathered copy that views of it look into.
 
-    Writing to it would be lost without a word; that raises ``UsageError``.
+    Attributes:
+        base: The ragged tensor.
+        full: Its values when the first of the views was taken.
+        is_stale: ``base`` was written to since, other than through these views.
     """
+
+    __slots__ = ("__weakref__", "base", "full", "is_stale")
+
+    def __init__(self, base: Any, full: torch.Tensor) -> None:
+        self.base = base
+        self.full = full
+        self.is_stale = False
+        LIVE_SOURCES[id(self)] = weakref.ref(self, partial(_forget, id(self)))
+
+    def write_back(self) -> None:
+        """Take over what the views changed in the gathered copy."""
+        mark_stale([self.base], but=self)
+        self.base._local_tensor.copy_(slice_full(self.full, self.base._spec.layout))
+
+
+# Sources that some view still looks into. Empty but for moments, so asking costs the hot path nothing.
+LIVE_SOURCES: dict[int, "weakref.ref[_Source]"] = {}
+
+
+def _forget(key: int, _: object) -> None:
+    del LIVE_SOURCES[key]
+
+
+def mark_stale(written_tensors: Sequence[Any], *, but: "_Source | None" = None) -> None:
+    """Note that ragged tensors were written to: views of them no longer show their values."""
+    for reference in list(LIVE_SOURCES.values()):
+        source = reference()
+        # Aliases (`detach()`, `.data`) share the local tensor object.
+        if source is not None and source is not but:
+            local = source.base._local_tensor
+            source.is_stale = source.is_stale or any(tensor._local_tensor is local for tensor in written_tensors)
+
+
+def written_ragged(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the tensors of class ``cls`` that a call of ``op`` changes."""
+    names = written(op)
+    if not names:
+        return []
+    bound = {arg.name: value for arg, value in zip(op._schema.arguments, args)} | dict(kwargs)
+    return [leaf for leaf in tree_leaves([bound.get(name) for name in names]) if type(leaf) is cls]
+
+
+class GatheredView(DTensor):
+    """A view of a ragged tensor, such as ``weight[0]``: it looks into a gathered copy.
+
+    Writing to it writes to the ragged tensor, as with any view. Writing to the ragged tensor does
+    not show here: a view is of use only until then, and raises ``UsageError`` afterwards.
+    """
+
+    _source: _Source
+
+    def check_fresh(self) -> None:
+        """Raise unless the view still shows the values of what it views.
+
+        Raises:
+            UsageError: It does not.
+        """
+        if self._source.is_stale:
+            raise UsageError(
+                f"a view of shape {list(self.shape)} shows values that a ragged tensor no longer has",
+                at=f"view of a ragged tensor of shape {list(self._source.base.shape)}",
+                fix="take the view again after the tensor was changed",
+            )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch leaves the arguments untyped
         cls, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        names = written(op)
-        if names:
-            bound = {arg.name: value for arg, value in zip(op._schema.arguments, args)} | dict(kwargs)
-            for leaf in tree_leaves([bound.get(name) for name in names]):
-                if type(leaf) is cls:
-                    raise UsageError(
-                        f"{op} would change a gathered copy, and the change would be lost",
-                        at=f"view of shape {list(leaf.shape)} of a ragged tensor",
-                        fix="change the whole parameter at once, or change a view of the unsharded parameter",
-                    )
-        plain_args, plain_kwargs = tree_map_only(
-            cls, lambda view: wrap(DTensor, view._local_tensor, view._spec), (list(args), dict(kwargs))
-        )
+        views = [leaf for leaf in tree_leaves((list(args), dict(kwargs))) if type(leaf) is cls]
+        for view in views:
+            view.check_fresh()
+        changed = written_ragged(cls, op, args, kwargs)
+        if torch.is_grad_enabled() and any(view._source.base.requires_grad for view in changed):
+            raise UsageError(f"{op} on a view of a ragged tensor has no gradient", fix="use torch.no_grad()")
+        replicas = {id(view): wrap(DTensor, view._local_tensor, view._spec) for view in views}
+
+        def stand_in(tensor: torch.Tensor) -> Any:
+            # What is written to the whole may be plain: it is the same on every rank, as the whole is.
+            if changed and type(tensor) is torch.Tensor and tensor.dim():
+                return replicate(tensor, views[0]._source.base._spec.layout)
+            return replicas.get(id(tensor), tensor)
+
+        plain_args, plain_kwargs = tree_map_only(torch.Tensor, stand_in, (list(args), dict(kwargs)))
         results = op(*plain_args, **plain_kwargs)
-        if not _makes_views(op):
-            return results
-        return tree_map_only(DTensor, lambda view: wrap(cls, view._local_tensor, view._spec), results)
+        for source in {id(view._source): view._source for view in changed}.values():
+            source.write_back()
+        originals = {id(replica): view for view in views for replica in (replicas[id(view)],)}
+        is_view = _makes_views(op)
+
+        def out(result: Any) -> Any:
+            if id(result) in originals:
+                return originals[id(result)]
+            return make_view(result._local_tensor, result._spec, views[0]._source) if is_view else result
+
+        return tree_map_only(DTensor, out, results)
+
+
+def make_view(local: torch.Tensor, spec: DTensorSpec, source: _Source) -> GatheredView:
+    """Show ``local``, a view of the source's gathered copy, as replicated."""
+    view: GatheredView = wrap(GatheredView, local, spec)
+    view._source = source
+    return view

@@ -11,6 +11,7 @@ row and 1-D otherwise; a *full* tensor has the parameter's shape.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ class RaggedShard(Placement):
         # The base is a C++ object: without this call its first use is a segmentation fault.
         super().__init__()
         self.bounds = tuple(bounds)
-        if len(self.bounds) < 2 or self.bounds[0] != 0 or any(b < a for a, b in zip(self.bounds, self.bounds[1:])):
+        if len(self.bounds) < 2 or self.bounds[0] != 0 or any(b < a for a, b in pairwise(self.bounds)):
             raise ConfigError(f"bounds are {self.bounds}", fix="give one bound a rank and the end: 0, rising, numel")
         self._hash = hash(self.bounds)
 
@@ -228,7 +229,7 @@ def gather_full(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     # Bytes, because not every backend knows every dtype.
     full_bytes, item = full.view(-1).view(torch.uint8), local.element_size()
     source_bytes = source.contiguous().view(torch.uint8)
-    sizes = [hi - lo for lo, hi in zip(bounds, bounds[1:])]
+    sizes = [hi - lo for lo, hi in pairwise(bounds)]
     if not full_bytes.numel():
         pass
     elif world_size == 1:

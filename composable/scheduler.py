@@ -417,7 +417,8 @@ class _Streams:
 
     def record(self) -> torch.cuda.Event:
         """Record an event on the reduce stream."""
-        return self._reduce.record_event()
+        event: torch.cuda.Event = self._reduce.record_event()
+        return event
 
 
 def in_backward() -> bool:

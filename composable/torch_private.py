@@ -17,27 +17,25 @@ from torch._C._distributed_c10d import AllgatherOptions  # the only options that
 # isort: split
 # -- ragged parameters: composable/ragged*.py
 from torch import _foreach_norm as foreach_norm  # local norms of a list of pieces
+from torch._C import _disabled_torch_function_impl as disabled_torch_function  # what every DTensor has
+from torch._C import _dispatch_get_all_op_names as all_op_names  # to register rules one by one where torch needs it
+from torch._C._distributed import Placement  # base of every placement; its subclasses must call super().__init__()
+from torch._ops import OpOverload  # what `__torch_dispatch__` is called with
+from torch.distributed import _state_dict_utils as state_dict_utils  # its `_distribute_tensors` shards full values
+from torch.distributed.checkpoint import state_dict as dcp_state_dict  # loads full state dicts, scalars as plain ones
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # mesh, placements, shape of a DTensor
+from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types  # parameter types that get foreach
+from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types  # the same, for clip_grad_norm_
+from torch.utils._pytree import tree_leaves, tree_map_only  # reach the tensors in an operation's arguments
 
 # isort: split
 # -- runtime: composable/scheduler.py, hooks.py, state.py
 from torch._C import _current_autograd_node as current_autograd_node  # the node whose backward is running
 from torch._C import _current_graph_task_id as current_graph_task_id  # -1 outside a running backward
-from torch._C import _disabled_torch_function_impl as disabled_torch_function  # what every DTensor has
-from torch._C import _dispatch_get_all_op_names as all_op_names  # to register rules one by one where torch needs it
 from torch._C import _will_engine_execute_node as will_engine_execute_node  # whether the backward reaches a node
-from torch._C._distributed import Placement  # base of every placement; its subclasses must call super().__init__()
-from torch._ops import OpOverload  # what `__torch_dispatch__` is called with
 from torch.autograd.variable import Variable  # its `_execution_engine.queue_callback` runs at the end of a backward
-from torch.distributed import _state_dict_utils as state_dict_utils  # its `_distribute_tensors` shards full values
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # mesh, placements, shape of a DTensor
-from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types  # parameter types that get foreach
-from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types  # the same, for clip_grad_norm_
-from torch.utils._pytree import (  # reach the tensors in an operation's arguments
-    tree_leaves,
-    tree_map,  # moves nested inputs to the device
-    tree_map_only,
-)
+from torch.utils._pytree import tree_map  # moves nested inputs to the device
 
 __all__ = [
     "AllgatherOptions",
@@ -50,6 +48,7 @@ __all__ = [
     "all_op_names",
     "current_autograd_node",
     "current_graph_task_id",
+    "dcp_state_dict",
     "disabled_torch_function",
     "dtensor_new",
     "foreach_norm",
@@ -65,12 +64,12 @@ __all__ = [
     "will_engine_execute_node",
 ]
 
-dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # type: ignore[attr-defined]  # wraps a local
+dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # wraps a local
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
     """Ask autograd to run ``callback`` at the end of the backward that is running."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]  # an ImperativeEngine
+    Variable._execution_engine.queue_callback(callback)
 
 
 # -- transport: composable/collectives/

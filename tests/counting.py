@@ -1,65 +1,90 @@
-"""A transport that writes down what passes through it."""
+"""Writes down every collective that goes through a transport."""
 
 from collections import Counter
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-from composable.collectives import Pending, Transport
+from composable.collectives.base import Pending, Transport
 from composable.state import RootState
+
+__all__ = ["Collective", "CountingTransport"]
+
+
+class Collective(NamedTuple):
+    """One call; ``bytes`` is the size of the whole buffer, on all ranks together."""
+
+    op: str
+    key: int
+    bytes: int
 
 
 class CountingTransport(Transport):
-    """Forwards to another transport and records (operation, key, bytes of the whole buffer)."""
+    """Hands every call on to another transport and remembers it.
 
-    def __init__(self, inner: Transport) -> None:
+    Attributes:
+        records: In order of the calls; several transports may share one list.
+    """
+
+    def __init__(self, inner: Transport, records: list[Collective] | None = None) -> None:
         self.name = inner.name
         self.rank = inner.rank
         self.world_size = inner.world_size
-        self.records: list[tuple[str, int, int]] = []
+        self.records: list[Collective] = [] if records is None else records
         self._inner = inner
 
     @classmethod
     def install(cls, root: RootState) -> "CountingTransport":
-        """Put one counter before the transport of every handle; they share one transport."""
-        buffers = [flat for handle in root._all_handles for flat in handle.buffers]
-        transports = {flat.transport for flat in buffers}
-        assert len(transports) == 1
-        counting = cls(transports.pop())
-        for flat in buffers:
-            flat.transport = counting
-        return counting
+        """Put itself between the handles of ``root`` and their transports; returns one that has all records."""
+        records: list[Collective] = []
+        wrapped: dict[Transport, CountingTransport] = {}
+        for handle in root._all_handles:
+            for flat in handle.buffers:
+                assert flat.transport is not None
+                flat.transport = wrapped.setdefault(flat.transport, cls(flat.transport, records))
+        return next(iter(wrapped.values()))
 
     def counts(self) -> dict[str, int]:
-        """Return the number of collectives by operation."""
-        return dict(Counter(op for op, _, _ in self.records))
+        """Return the number of calls by operation."""
+        return dict(Counter(record.op for record in self.records))
 
     def bytes(self) -> dict[str, int]:
-        """Return the bytes of whole buffers by operation."""
-        totals: Counter[str] = Counter()
-        for op, _, count in self.records:
-            totals[op] += count
-        return dict(totals)
+        """Return the bytes by operation."""
+        total: Counter[str] = Counter()
+        for record in self.records:
+            total[record.op] += record.bytes
+        return dict(total)
 
     def reset(self) -> None:
         """Forget what was recorded."""
         self.records.clear()
 
+    def allocate_key(self) -> int:
+        return self._inner.allocate_key()
+
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
         self._record("all_gather", key, buffer)
         return self._inner.begin_all_gather(buffer, shard, key)
 
-    def begin_reduce_scatter(self, source: torch.Tensor, shard: torch.Tensor, key: int, **options: Any) -> Pending:
+    def begin_reduce_scatter(
+        self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
+    ) -> Pending:
         self._record("reduce_scatter", key, source)
-        return self._inner.begin_reduce_scatter(source, shard, key, **options)
+        return self._inner.begin_reduce_scatter(source, shard, key, scale=scale)
 
-    def begin_all_reduce(self, tensor: torch.Tensor, key: int, **options: Any) -> Pending:
+    def begin_all_reduce(self, tensor: torch.Tensor, key: int, *, scale: float = 1.0) -> Pending:
         self._record("all_reduce", key, tensor)
-        return self._inner.begin_all_reduce(tensor, key, **options)
+        return self._inner.begin_all_reduce(tensor, key, scale=scale)
 
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
         self._record("broadcast", key, tensor)
         return self._inner.begin_broadcast(tensor, source_rank, key)
 
-    def _record(self, op: str, key: int, buffer: torch.Tensor) -> None:
-        self.records.append((op, key, buffer.numel() * buffer.element_size()))
+    def adopt_shard(self, shard: torch.Tensor) -> None:
+        self._inner.adopt_shard(shard)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _record(self, op: str, key: int, tensor: torch.Tensor) -> None:
+        self.records.append(Collective(op, key, tensor.numel() * tensor.element_size()))

@@ -528,27 +528,62 @@ def test_what_has_no_rule_gathers_and_is_counted(world_size: int) -> None:
 
 def write_to_views() -> None:
     ragged, plain = pairs("row")
-    r = ragged[0].detach()
-    with pytest.raises(UsageError, match="would change a gathered copy"):
-        r[0].fill_(0)
-    with pytest.raises(UsageError, match="would change a gathered copy"):
-        r[0] = 1.0
-    with pytest.raises(UsageError, match="would change a gathered copy"):
-        r.t()[2].mul_(2)
-    with pytest.raises(UsageError, match="would change a gathered copy"):
-        r.view(-1)[3:4].add_(r.view(-1)[:1])
-    assert torch.equal((r[0] * 2).full_tensor(), plain[0][0] * 2)
-    for forbidden in (r.resize_, lambda size: r.t_(), lambda size: r.set_(torch.zeros(3))):
-        with pytest.raises(UsageError, match="shape or storage"):
-            forbidden((3,))
+    r, p = ragged[0].detach(), plain[0].detach().clone()
+    writes: list[Callable[[Any], object]] = [
+        lambda t: t[3].fill_(0),
+        lambda t: t.__setitem__(5, 1.0),
+        lambda t: t.__setitem__((slice(None), 2), torch.arange(37.0)),
+        lambda t: t.t()[2].mul_(2),
+        lambda t: t.view(-1)[3:40].add_(t.view(-1)[:1]),
+        lambda t: t[1:3].copy_(t[7:9]),
+        lambda t: t.t().div_(t.norm().clamp(min=1e-7)),
+    ]
+    for write in writes:
+        write(r)
+        write(p)
+        torch.testing.assert_close(r.full_tensor(), p)
     # A view of the same shape is the tensor itself.
     with strict_mode():
         r.view(37, -1).view_as(r).expand(-1, 8).mul_(2)
-    assert_equal([r], [plain[0] * 2])
+    assert_equal([r], [p * 2], rtol=1e-6)
+    for forbidden in (r.resize_, lambda size: r.t_(), lambda size: r.set_(torch.zeros(3))):
+        with pytest.raises(UsageError, match="shape or storage"):
+            forbidden((3,))
 
 
-def test_writing_to_a_view_raises_instead_of_being_lost() -> None:
-    run_ranks(write_to_views, 2)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_writing_to_a_view_writes_to_the_whole(world_size: int) -> None:
+    run_ranks(write_to_views, world_size)
+
+
+def read_stale_views() -> None:
+    ragged, plain = pairs("row")
+    r = ragged[0].detach()
+    changes: list[Callable[[Any], object]] = [
+        lambda t: t.mul_(2),
+        lambda t: torch._foreach_mul_([t], 2.0),
+        lambda t: t.data.normal_(),
+        lambda t: t.detach().copy_(torch.zeros(37, 8)),
+        lambda t: t[1].zero_(),
+    ]
+    for change in changes:
+        view, sibling = r[0], r.view(-1)
+        torch.add(view, 1)
+        change(r)
+        for use in (lambda: view + 1, lambda: view.fill_(0), lambda: r + view, lambda: sibling[0]):
+            with pytest.raises(UsageError, match="no longer has"):
+                use()
+    first = r.view(-1)
+    first[:8].fill_(7)
+    # Views of one copy see what the others write.
+    assert first[0].item() == 7 and r[0, 0].item() == 7
+    param = ragged[1]
+    with pytest.raises(UsageError, match="has no gradient"):
+        param[0].mul_(2)
+
+
+def test_a_view_of_changed_values_raises_instead_of_showing_old_ones() -> None:
+    run_ranks(read_stale_views, 2)
 
 
 def leave_strict_mode() -> None:
@@ -673,7 +708,7 @@ def test_pickle_and_weights_only_load_restore_the_piece() -> None:
 def make_module() -> tuple[nn.Module, nn.Module]:
     """Return a model with ragged parameters and its plain twin."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Embedding(4, 3))
+    plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Embedding(4, 3, padding_idx=2))
     ragged = copy.deepcopy(plain)
     named = [(name, param.shape) for name, param in plain.named_parameters()]
     layout = plan_layout(named, dist.get_world_size())
@@ -690,7 +725,7 @@ def use_module() -> None:
     states = {name: value + 1 for name, value in plain.state_dict().items()}
     ragged.load_state_dict(states)
     plain.load_state_dict(states)
-    assert list(ragged.parameters())[0] is params[0]
+    assert next(iter(ragged.parameters())) is params[0]
     assert_equal(list(ragged.parameters()), list(plain.parameters()))  # type: ignore[arg-type]
     assert all(type(value) is RaggedDTensor for value in ragged.state_dict().values())
     ragged.load_state_dict({name: value * 2 for name, value in ragged.state_dict().items()})
@@ -701,6 +736,7 @@ def use_module() -> None:
     for model in (ragged, plain):
         torch.manual_seed(5)
         model[0].reset_parameters()  # type: ignore[operator, index]
+        model[2].reset_parameters()  # type: ignore[operator, index]
     ragged.double()
     plain.double()
     assert_equal(list(ragged.parameters()), list(plain.parameters()))  # type: ignore[arg-type]

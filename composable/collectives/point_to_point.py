@@ -17,6 +17,8 @@ from composable.torch_private import timeout_of
 
 __all__ = ["PointToPointTransport"]
 
+_LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
+
 
 class _Gather:
     """Slices under way from and to every peer."""
@@ -102,11 +104,11 @@ class PointToPointTransport(ProcessGroupTransport):
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
-        numel, group, tag, addresses = shard.numel(), self._group, 2 * key, self._addresses
-        if self.world_size == 1 or not numel:
+        if self.world_size == 1 or not shard.numel():
             return super().begin_all_gather(buffer, shard, key)
+        group, tag, addresses = self._group, 2 * key, self._addresses
         # Through `data`, so that parameters which view the buffer do not count as modified.
-        slices = torch.split(buffer.data, numel)
+        slices = buffer.data.chunk(self.world_size)
         works = [group.recv([slices[peer]], addresses[peer], tag) for peer in self._peers]
         sent = [shard]
         works += [group.send(sent, addresses[peer], tag) for peer in self._peers]
@@ -116,10 +118,10 @@ class PointToPointTransport(ProcessGroupTransport):
     def begin_reduce_scatter(
         self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
     ) -> Pending:
-        numel, group, tag, addresses = shard.numel(), self._group, 2 * key + 1, self._addresses
-        if self.world_size == 1 or not numel:
+        if self.world_size == 1 or not shard.numel():
             return super().begin_reduce_scatter(source, shard, key, scale=scale)
-        slices = torch.split(source, numel)
+        group, tag, addresses = self._group, 2 * key + 1, self._addresses
+        slices = source.chunk(self.world_size)
         # The lowest peer's slice lands in the result, the others' beside it.
         lowest = 0 if self.rank else 1
         landing = [
@@ -133,6 +135,3 @@ class PointToPointTransport(ProcessGroupTransport):
 
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
         return super().begin_broadcast(tensor, self._addresses[source_rank], key)
-
-
-_LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})

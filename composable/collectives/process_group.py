@@ -6,12 +6,7 @@ much host time again, in checks that planning has made already.
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    BroadcastOptions,
-    ReduceScatterOptions,
-)
+from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceScatterOptions
 
 from composable.collectives.base import Pending, Transport
 from composable.torch_private import AllgatherOptions, all_gather_into, reduce_scatter_into

@@ -1,0 +1,587 @@
+"""Keep a whole copy of a module on every rank and average the gradients, without wrapping it.
+
+``replicate`` checks, compares the ranks, broadcasts, builds buckets and installs hooks, in
+that order: an error leaves the module as it was, on every rank.
+"""
+
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from composable.bucket import BucketOptions, CommHook, ReducedParam, Reducer
+from composable.collectives import make_transport
+from composable.collectives.base import Transport
+from composable.contract import contract, describe_module, get_registry
+from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
+from composable.hooks import register_arrival_hooks, register_replicate_hooks
+from composable.mesh import resolve_mesh
+from composable.torch_private import queue_callback
+
+__all__ = ["ReplicateState", "no_sync", "register_comm_hook", "replicate"]
+
+ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
+
+# Broadcasts in flight at annotation, and what is packed into one of them, in bytes.
+_BROADCAST_BYTES = 32 * 2**20
+_PACKED_BYTES = 2**20
+
+
+class ReplicateState:
+    """State of one ``replicate`` annotation.
+
+    Attributes:
+        modules: The annotated module, or the list of modules of one call.
+        reducer: Averages the gradients.
+        buffers: Makes the buffers equal before a forward; ``None`` if there are none or it was not asked for.
+        hook_handles: Remove them, and the modules run as plain ones again.
+    """
+
+    modules: tuple[nn.Module, ...]
+    reducer: Reducer
+    buffers: "BufferSync | None"
+    frozen: list[tuple[str, nn.Parameter]]
+
+    def __init__(self) -> None:
+        self.modules = ()
+        self.buffers = None
+        self.frozen = []
+        self.hook_handles: list[RemovableHandle] = []
+
+    def before_forward(self, module: nn.Module) -> None:
+        """Prepare a forward of ``module`` that a backward may follow.
+
+        Raises:
+            UsageError: A parameter that was frozen at annotation requires a gradient now.
+        """
+        if not torch.is_grad_enabled():
+            return
+        for fqn, param in self.frozen:
+            if param.requires_grad:
+                raise UsageError(
+                    "a parameter was frozen when replicate was called and requires a gradient now",
+                    at=f"{place_of_rank()}, parameter {fqn!r}",
+                    fix="call replicate after unfreezing",
+                )
+        self.reducer.prepare()
+        if self.buffers is not None and module.training and self.reducer.syncs:
+            self.buffers.broadcast()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            "a replicated module cannot be copied or pickled",
+            at=", ".join([place_of_rank(), *(describe_module(module) for module in self.modules)]),
+            fix="copy it before replicate, or save its state_dict()",
+        )
+
+
+class BufferSync:
+    """Gives every rank the buffers of the first one.
+
+    Args:
+        slots: Where each buffer hangs: the module's buffers and the name in them. A module may
+            put another tensor there between two forwards.
+        transport: Of the ranks.
+        device: Of the transport's tensors.
+    """
+
+    def __init__(
+        self, slots: Sequence[tuple[dict[str, torch.Tensor | None], str]], transport: Transport, device: torch.device
+    ) -> None:
+        self._slots = slots
+        self._transport = transport
+        self._device = device
+        self._key = transport.allocate_key()
+        self._packed: _Packed | None = None
+
+    def broadcast(self) -> None:
+        """Overwrite the buffers, all in one broadcast. Collective."""
+        if self._transport.world_size == 1:
+            return
+        # Through `data`, since a backward may still need what a buffer was saved for.
+        tensors = [buffers.data for owner, name in self._slots if (buffers := owner[name]) is not None]
+        if self._packed is None or not self._packed.fits(tensors):
+            self._packed = _Packed.like(tensors, self._device)
+        self._packed.broadcast(tensors, self._transport, self._key)
+
+
+@dataclass
+class _Packed:
+    """Tensors of any dtypes, as bytes back to back."""
+
+    flat: torch.Tensor
+    views: list[torch.Tensor]
+
+    @staticmethod
+    def like(tensors: Sequence[torch.Tensor], device: torch.device) -> "_Packed":
+        starts = []
+        stop = 0
+        for tensor in tensors:
+            starts.append(stop)
+            stop += -(-tensor.nbytes // 16) * 16
+        flat = torch.zeros(stop, dtype=torch.uint8, device=device)
+        views = [
+            flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=True)
+        ]
+        return _Packed(flat, views)
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return len(tensors) == len(self.views) and all(
+            tensor.shape == view.shape and tensor.dtype == view.dtype
+            for tensor, view in zip(tensors, self.views, strict=True)
+        )
+
+    def broadcast(self, tensors: list[torch.Tensor], transport: Transport, key: int) -> None:
+        if not self.flat.numel():
+            return
+        if transport.rank == 0:
+            torch._foreach_copy_(self.views, tensors)
+        transport.begin_broadcast(self.flat, 0, key).finish()
+        if transport.rank != 0:
+            torch._foreach_copy_(tensors, self.views)
+
+
+@contract(ReplicateState, incompatible=("fully_shard",))
+def replicate(
+    module: ModuleT,
+    *,
+    mesh: DeviceMesh | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    ignored_modules: Collection[nn.Module] | None = None,
+    bucket_cap_mb: float = 25,
+    find_unused_parameters: bool = False,
+    broadcast_buffers: bool = True,
+    gradient_as_bucket_view: bool = True,
+) -> ModuleT:
+    """Train ``module`` on every rank with its own data, as one process would on all of it.
+
+    Collective over the ranks, with equal arguments on an equal module. Parameters and
+    buffers become those of the first rank; from then on every backward leaves in each
+    ``param.grad`` the mean over the ranks, so that equal optimizers keep the ranks equal.
+    Every rank must run the module in every step: one that skips it makes the others wait.
+
+    Submodules that carry ``fully_shard`` or ``replicate`` already stay as they are.
+
+    Args:
+        module: What to annotate, or several modules that share buckets.
+        mesh: 1-D mesh of the ranks; default: all ranks.
+        process_group: The ranks, instead of ``mesh``. Its ranks only: gradients travel in a
+            group of their own, where no other collective can come between them.
+        ignored_modules: Modules to leave alone with all below them.
+        bucket_cap_mb: Most MiB of gradients that are reduced in one piece. The first piece
+            holds 1 MiB, so that communication starts early.
+        find_unused_parameters: Accept parameters without a gradient. One that no rank has a
+            gradient for keeps its ``grad``; else the ranks without one count as zero.
+        broadcast_buffers: Before each training forward, give every rank the buffers of the
+            first. If false, also at annotation each rank keeps its own.
+        gradient_as_bucket_view: After backward ``param.grad`` is a view of a bucket, which
+            the next backward overwrites. If false, it is a tensor of its own, at the price
+            of that much memory and of a copy.
+
+    Returns:
+        ``module``, the same object.
+
+    Raises:
+        UsageError: No process group is initialised.
+        ConfigError: An argument is wrong; the message names the module, the parameter and the fix.
+        DesyncError: The ranks have different modules or options, or another rank raised.
+    """
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    state = replicate.state(modules[0])
+    assert state is not None
+    state.modules = tuple(modules)
+    group, device_type = _resolve_group(modules, mesh, process_group)
+    options = BucketOptions()
+    managed: _Managed = _Managed()
+    failure: ComposableError | None = None
+    try:
+        options = _check_options(bucket_cap_mb, find_unused_parameters, broadcast_buffers, gradient_as_bucket_view)
+        managed = _find_tensors(modules, ignored_modules, device_type)
+    except ComposableError as error:
+        # The other ranks are about to communicate: they must hear of it first.
+        failure = error
+    device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
+    settings = (
+        f"options: bucket_cap_mb={bucket_cap_mb}, find_unused_parameters={find_unused_parameters}, "
+        f"broadcast_buffers={broadcast_buffers}"
+    )
+    _compare_ranks(group, device, [settings, *managed.lines], failure)
+    _execute(state, managed, _make_own_group(group), device, options, broadcast_buffers=broadcast_buffers)
+    return module
+
+
+def _execute(
+    state: ReplicateState,
+    managed: "_Managed",
+    group: dist.ProcessGroup,
+    device: torch.device,
+    options: BucketOptions,
+    *,
+    broadcast_buffers: bool,
+) -> None:
+    transport = make_transport("process_group", group)
+    _broadcast([param for _, param, _ in managed.params], transport, device)
+    if broadcast_buffers and managed.buffers:
+        buffers = [tensor for owner, name in managed.buffers if (tensor := owner[name]) is not None]
+        _broadcast(buffers, transport, device)
+        state.buffers = BufferSync(managed.buffers, transport, device)
+    trainable = [ReducedParam(fqn, param, index) for fqn, param, index in managed.params if param.requires_grad]
+    state.frozen = [(fqn, param) for fqn, param, _ in managed.params if not param.requires_grad]
+    state.reducer = Reducer(trainable, transport, dist.get_process_group_ranks(group), options, queue_callback)
+    state.hook_handles = register_arrival_hooks([item.param for item in trainable], state.reducer.arrivals())
+    for index, module in enumerate(state.modules):
+        state.hook_handles += _register_module_hooks(state, module, index)
+
+
+def _make_own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Make a group of the same ranks. Collective over them.
+
+    One per annotation: two that share a group would have to agree on whose buckets come first.
+    """
+    backend = dist.get_backend(group)
+    own = dist.new_group(
+        dist.get_process_group_ranks(group),
+        # A group that was made without naming a backend has one for each device type, as the default one has.
+        backend=None if backend == "undefined" else backend,
+        use_local_synchronization=True,
+    )
+    assert isinstance(own, dist.ProcessGroup), "every rank that calls this is in the group"
+    return own
+
+
+def _register_module_hooks(state: ReplicateState, module: nn.Module, index: int) -> list[RemovableHandle]:
+    return register_replicate_hooks(module, lambda: state.before_forward(module), lambda: state.reducer.arm(index))
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Let backwards in this context leave gradients on their rank, added up in ``param.grad``.
+
+    The next backward outside it averages all of them. What counts is where backward runs,
+    not where forward ran. It applies to every replicated module at or below ``module``.
+
+    Raises:
+        UsageError: There is none.
+    """
+    states = {
+        id(annotation.state): annotation.state
+        for visited in module.modules()
+        if (annotation := get_registry(visited).get("replicate")) is not None
+    }
+    reducers = [state.reducer for state in states.values() if isinstance(state, ReplicateState)]
+    if not reducers:
+        raise UsageError(
+            "no_sync found no replicated module",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix="call replicate on the module first",
+        )
+    before = [reducer.syncs for reducer in reducers]
+    try:
+        for reducer in reducers:
+            reducer.syncs = False
+        yield
+    finally:
+        for reducer, syncs in zip(reducers, before, strict=True):
+            reducer.syncs = syncs
+
+
+def register_comm_hook(module: nn.Module, state: object, hook: CommHook) -> None:
+    """Let ``hook`` average the gradients of the replicated ``module``, instead of an all-reduce.
+
+    Every rank registers the same hook, before the first backward.
+
+    Args:
+        module: Annotated by ``replicate``.
+        state: Handed to ``hook``.
+        hook: Called as ``hook(state, bucket)`` for each full bucket, in the same order on all
+            ranks. ``bucket`` has the methods of ``torch.distributed.GradBucket`` and holds
+            this rank's gradients; the future it returns gives their mean over the ranks, flat.
+            The hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` fit.
+
+    Raises:
+        UsageError: The module is not replicated, has a hook already, or a backward is running.
+    """
+    annotation = replicate.state(module)
+    if annotation is None:
+        raise UsageError(
+            "register_comm_hook found no replicate on this module",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix="call it on the module that replicate was called on",
+        )
+    annotation.reducer.set_hook(state, hook)
+
+
+def _resolve_group(
+    modules: Sequence[nn.Module], mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup, str]:
+    """Return the ranks and the device type of what they exchange.
+
+    Raises:
+        UsageError: No process group is initialised.
+        ConfigError: They do not fit. Without a group there is nobody to tell, so this rank raises alone.
+    """
+    if mesh is not None and process_group is not None:
+        raise ConfigError("both mesh and process_group are given", fix="pass one of them")
+    params = [param for module in modules for param in module.parameters()]
+    if mesh is not None or not dist.is_available() or not dist.is_initialized():
+        mesh = resolve_mesh(mesh, params, caller="replicate")
+        return mesh.get_group(), mesh.device_type
+    group = dist.group.WORLD if process_group is None else process_group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"process_group is {process_group!r}, not a ProcessGroup that this rank is in",
+            fix="pass what torch.distributed.new_group() returned, and call replicate only on the ranks of the group",
+        )
+    device_type = next((param.device.type for param in params if not param.is_meta), "cpu")
+    if device_type == "cpu" and dist.get_backend(group) == "nccl":
+        raise ConfigError(
+            "the module is on cpu and the process group on nccl, which moves CUDA tensors only",
+            fix="move the module to the GPU, or pass a process_group of backend 'gloo'",
+        )
+    return group, device_type
+
+
+def _check_options(
+    bucket_cap_mb: float, find_unused_parameters: bool, broadcast_buffers: bool, gradient_as_bucket_view: bool
+) -> BucketOptions:
+    switches = {
+        "find_unused_parameters": find_unused_parameters,
+        "broadcast_buffers": broadcast_buffers,
+        "gradient_as_bucket_view": gradient_as_bucket_view,
+    }
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}", fix="pass True or False")
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
+        raise ConfigError(f"bucket_cap_mb is {bucket_cap_mb!r}", fix="pass a number of MiB above zero")
+    return BucketOptions(
+        cap_bytes=int(min(bucket_cap_mb, 2**40) * 2**20),
+        find_unused=find_unused_parameters,
+        grads_as_views=gradient_as_bucket_view,
+    )
+
+
+@dataclass
+class _Managed:
+    """What an annotation is to manage.
+
+    Attributes:
+        params: (FQN, parameter, index of the annotated module), each parameter once.
+        buffers: The slots of the buffers, each tensor once.
+        lines: One text per parameter and buffer, to compare between ranks.
+    """
+
+    params: list[tuple[str, nn.Parameter, int]] = field(default_factory=list)
+    buffers: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+
+def _find_tensors(
+    modules: Sequence[nn.Module], ignored_modules: Collection[nn.Module] | None, device_type: str
+) -> _Managed:
+    """Return the parameters and buffers that no other annotation manages.
+
+    Raises:
+        ConfigError: One of them, a module or an ignored module cannot be used.
+    """
+    ignored = _check_ignored(modules, ignored_modules)
+    managed = _Managed()
+    for module in modules:
+        if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+            raise ConfigError(
+                f"{type(module).__name__} has no forward, so nothing would tell when it runs",
+                at=f"{place_of_rank()}, {describe_module(module)}",
+                fix="pass the modules in it as a list: replicate([*module])",
+            )
+    seen = _params_of_nested(modules, ignored)
+    for index, module in enumerate(modules):
+        prefix = f"{index}" if len(modules) > 1 else ""
+        for path, visited in _own_modules(module, ignored, modules):
+            path = f"{prefix}.{path}".strip(".")
+            _check_sparse(path, visited)
+            for name, param in visited._parameters.items():
+                if param is not None and id(param) not in seen:
+                    seen.add(id(param))
+                    fqn = f"{path}.{name}" if path else name
+                    _check_tensor("parameter", fqn, param, device_type)
+                    managed.params.append((fqn, param, index))
+                    managed.lines.append(
+                        f"parameter {fqn!r} {list(param.shape)} {param.dtype}, requires_grad={param.requires_grad}"
+                    )
+            for name, buffer in visited._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    fqn = f"{path}.{name}" if path else name
+                    _check_tensor("buffer", fqn, buffer, None)
+                    managed.buffers.append((visited._buffers, name))
+                    managed.lines.append(f"buffer {fqn!r} {list(buffer.shape)} {buffer.dtype}")
+    if not any(param.requires_grad for _, param, _ in managed.params):
+        raise ConfigError(
+            "no parameter requires a gradient, so there is nothing to average",
+            at=f"{place_of_rank()}, {describe_module(modules[0])}",
+            fix="do not replicate it, or unfreeze parameters first",
+        )
+    return managed
+
+
+def _own_modules(
+    root: nn.Module, ignored: Collection[nn.Module], roots: Collection[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (path, module) left to right, without ignored modules and those that carry an annotation of their own."""
+    seen: set[nn.Module] = set()
+    stack = [("", root)]
+    while stack:
+        path, module = stack.pop()
+        if module in seen or module in ignored:
+            continue
+        registry = get_registry(module)
+        if module is not root and ("fully_shard" in registry or ("replicate" in registry and module not in roots)):
+            continue
+        seen.add(module)
+        yield path, module
+        children = [(name, child) for name, child in module._modules.items() if child is not None]
+        stack.extend((f"{path}.{name}" if path else name, child) for name, child in reversed(children))
+
+
+def _params_of_nested(modules: Sequence[nn.Module], ignored: Collection[nn.Module]) -> set[int]:
+    """Return the ids of parameters that a nested ``replicate`` averages, or that hang in an ignored module."""
+    others: set[int] = set()
+    for module in modules:
+        for visited in module.modules():
+            annotation = get_registry(visited).get("replicate")
+            if annotation is not None and visited not in modules and isinstance(annotation.state, ReplicateState):
+                others.update(id(item.param) for item in annotation.state.reducer.params)
+    for module in ignored:
+        others.update(map(id, module.parameters()))
+        others.update(map(id, module.buffers()))
+    return others
+
+
+def _check_ignored(modules: Sequence[nn.Module], ignored_modules: Collection[nn.Module] | None) -> frozenset[nn.Module]:
+    if ignored_modules is None:
+        return frozenset()
+    if isinstance(ignored_modules, nn.Module) or not isinstance(ignored_modules, Collection):
+        raise ConfigError(
+            f"ignored_modules is a {type(ignored_modules).__name__}",
+            fix="pass a list or set of modules",
+        )
+    inside = {visited for module in modules for visited in module.modules()}
+    for ignored in ignored_modules:
+        if not isinstance(ignored, nn.Module):
+            raise ConfigError(f"ignored_modules holds a {type(ignored).__name__}", fix="pass modules only")
+        if ignored not in inside:
+            raise ConfigError(
+                "an ignored module is not in the module that ignores it",
+                at=f"{place_of_rank()}, {describe_module(ignored)}",
+                fix="take it out of ignored_modules",
+            )
+    return frozenset(ignored_modules)
+
+
+def _check_tensor(kind: str, fqn: str, tensor: torch.Tensor, device_type: str | None) -> None:
+    place = f"{place_of_rank()}, {kind} {fqn!r}"
+    if is_lazy(tensor):
+        raise ConfigError(f"{kind} has no shape yet", at=place, fix="run one forward before replicate")
+    place += f" {list(tensor.shape)} {tensor.dtype}".replace("torch.", "")
+    if tensor.device.type == "meta":
+        raise ConfigError(
+            f"{kind} is on the meta device", at=place, fix="materialize and initialise the module before replicate"
+        )
+    if isinstance(tensor, DTensor):
+        raise ConfigError(
+            f"{kind} is a {type(tensor).__name__}, which is sharded already",
+            at=place,
+            fix="ignore its module, or call replicate on it before fully_shard on an ancestor",
+        )
+    if device_type is not None and tensor.device.type != device_type:
+        raise ConfigError(
+            f"{kind} is on {tensor.device}, and gradients are averaged on {device_type}",
+            at=place,
+            fix=f"move the module to {device_type}, or pass a mesh of device type {tensor.device.type!r}",
+        )
+
+
+def _check_sparse(path: str, module: nn.Module) -> None:
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+        raise ConfigError(
+            f"{type(module).__name__} gives sparse gradients, which replicate cannot average",
+            at=f"{place_of_rank()}, module {path!r}",
+            fix="build it with sparse=False, or ignore it",
+        )
+
+
+def _compare_ranks(
+    group: dist.ProcessGroup, device: torch.device, lines: Sequence[str], failure: ComposableError | None
+) -> None:
+    """Raise on every rank unless all of them are about to annotate the same thing. Collective.
+
+    Raises:
+        ComposableError: ``failure``, where there is one.
+        DesyncError: The ranks differ, or another rank failed.
+    """
+    text = "\n".join(lines) if failure is None else f"raised {type(failure).__name__}: {failure.what}"
+    if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
+        own = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device=device)
+        every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(every, own, group=group)
+        if not all(torch.equal(every[0], other) for other in every[1:]):
+            texts: list[str] = [""] * len(every)
+            dist.all_gather_object(texts, text, group=group)
+            if failure is None:
+                raise DesyncError(
+                    "the ranks call replicate on different modules or with different options\n"
+                    + _first_difference(texts, dist.get_process_group_ranks(group)),
+                    at=place_of_rank(),
+                    fix="build the same model and call replicate with the same arguments on every rank",
+                )
+    if failure is not None:
+        raise failure
+
+
+def _first_difference(texts: Sequence[str], ranks: Sequence[int]) -> str:
+    columns = [text.splitlines() for text in texts]
+    for index in range(max(map(len, columns))):
+        at_index = [column[index] if index < len(column) else "(no more parameters)" for column in columns]
+        if len(set(at_index)) > 1:
+            return "\n".join(f"    rank {rank}: {line}" for rank, line in zip(ranks, at_index, strict=True))
+    raise AssertionError("unequal texts differ in a line")
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], transport: Transport, device: torch.device) -> None:
+    """Overwrite ``tensors`` with those of the first rank, holding few bytes at a time. Collective."""
+    if transport.world_size == 1:
+        return
+    key = transport.allocate_key()
+    small: list[torch.Tensor] = []
+    small_bytes = 0
+    in_flight = []
+    in_flight_bytes = 0
+    for tensor in tensors:
+        data = tensor.data
+        if data.nbytes < _PACKED_BYTES or not data.is_contiguous() or data.device != device:
+            small.append(data)
+            small_bytes += data.nbytes
+            if small_bytes >= _PACKED_BYTES:
+                _Packed.like(small, device).broadcast(small, transport, key)
+                small, small_bytes = [], 0
+            continue
+        in_flight.append(transport.begin_broadcast(data.view(-1).view(torch.uint8), 0, key))
+        in_flight_bytes += data.nbytes
+        if in_flight_bytes >= _BROADCAST_BYTES:
+            for pending in in_flight:
+                pending.finish()
+            in_flight, in_flight_bytes = [], 0
+    for pending in in_flight:
+        pending.finish()
+    if small:
+        _Packed.like(small, device).broadcast(small, transport, key)

@@ -1,0 +1,241 @@
+"""The training example: equal curves for every way to train, and checkpoints that survive.
+
+Most tests call its ``main`` on the pool's ranks; one goes through torchrun and a real kill.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.world import RankErrors, run_ranks
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "train_gpt.py"
+STEPS = 6
+# Five sequences: two or three ranks cannot split them evenly.
+TINY = f"--layers 2 --width 16 --heads 2 --context 16 --batch 5 --steps {STEPS} --warmup 2 --eval-every 3".split()
+# Equal up to the order of additions.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of real text, small enough to read in no time."""
+    path = tmp_path_factory.mktemp("text") / "text.py"
+    path.write_bytes((ROOT / "tests" / "models.py").read_bytes())
+    return path
+
+
+@pytest.fixture(scope="module")
+def unbroken(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on one process, without annotation, to compare with; checkpoints after 3 and 6 steps."""
+    run = tmp_path_factory.mktemp("run") / "unbroken"
+    run_ranks(run_example, 1, arguments(text, run, "--parallel", "none", "--checkpoint-every", "3"))
+    return run
+
+
+def run_example(arguments: list[str]) -> None:
+    sys.path.insert(0, str(EXAMPLE.parent))
+    try:
+        import train_gpt
+    finally:
+        sys.path.remove(str(EXAMPLE.parent))
+    train_gpt.main(arguments)
+
+
+def arguments(text: Path, run: Path, *more: str) -> list[str]:
+    return [*TINY, "--text", str(text), "--out", str(run), "--sample-bytes", "4", *more]
+
+
+def curve(run: Path, key: str = "loss") -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+def assert_equal_curves(run: Path, other: Path) -> None:
+    for key in ("loss", "grad_norm", "held_back_loss"):
+        assert curve(run, key) == pytest.approx(curve(other, key), abs=TOLERANCE)
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir() if path.is_dir())
+
+
+def command(*args: str, ranks: int) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, *launcher, str(EXAMPLE), *args]
+
+
+def environment() -> dict[str, str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def test_the_unbroken_run_has_a_line_for_each_step_and_a_falling_loss(unbroken: Path) -> None:
+    lines: list[dict[str, Any]] = [json.loads(line) for line in (unbroken / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    expected = {"step", "loss", "lr", "grad_norm", "seconds", "tokens_per_s", "memory_mb"}
+    assert all(expected <= set(line) <= expected | {"held_back_loss"} for line in lines)
+    assert [line["step"] for line in lines if "held_back_loss" in line] == [3, 6]
+    assert lines[0]["loss"] == pytest.approx(5.5, abs=0.3)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert checkpoints(unbroken) == ["step-000003", "step-000006"]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size"),
+    [("fully_shard", 1), ("fully_shard", 2), ("fully_shard", 3), ("replicate", 2), ("replicate", 3), ("none", 2)],
+)
+def test_every_way_to_train_gives_the_same_loss_curve(
+    parallel: str, world_size: int, unbroken: Path, text: Path, tmp_path: Path
+) -> None:
+    run_ranks(run_example, world_size, arguments(text, tmp_path, "--parallel", parallel, "--checkpoint-every", "0"))
+    assert_equal_curves(tmp_path, unbroken)
+    assert checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("policy", ["none", "size:2000"])
+def test_the_policy_does_not_change_the_loss_curve(policy: str, unbroken: Path, text: Path, tmp_path: Path) -> None:
+    run_ranks(run_example, 2, arguments(text, tmp_path, "--policy", policy, "--checkpoint-every", "0"))
+    assert_equal_curves(tmp_path, unbroken)
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "saved_at", "resumed_by", "resumed_at"),
+    [
+        ("fully_shard", 2, "fully_shard", 1),
+        ("fully_shard", 2, "fully_shard", 3),
+        ("fully_shard", 2, "none", 1),
+        ("replicate", 2, "fully_shard", 2),
+    ],
+)
+def test_a_resumed_run_continues_the_loss_curve(
+    saved_by: str, saved_at: int, resumed_by: str, resumed_at: int, unbroken: Path, text: Path, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    run_ranks(run_example, saved_at, arguments(text, first, "--parallel", saved_by, "--checkpoint-every", "3"))
+    # Settings come from the checkpoint, not from the command line.
+    more = ["--text", str(text), "--out", str(second), "--sample-bytes", "0", "--eval-every", "3"]
+    resume = [*more, "--parallel", resumed_by, "--resume", str(first / "step-000003")]
+    run_ranks(run_example, resumed_at, resume)
+    assert_equal_curves(second, unbroken)
+
+
+def test_a_checkpoint_that_was_being_written_is_ignored(unbroken: Path, text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(unbroken, run)
+    # As a kill leaves it: half a checkpoint, a pointer about to be replaced, half a line.
+    shutil.copytree(run / "step-000006", run / ".partial-000009")
+    (run / ".partial-000009" / "settings.json").unlink()
+    (run / ".latest").write_text("step-000009")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+    run_ranks(run_example, 2, [*arguments(text, run, "--steps", str(STEPS + 2)), "--resume", "--checkpoint-every", "1"])
+    assert list(curve(run)) == list(range(1, STEPS + 3))
+    assert checkpoints(run) == ["step-000007", "step-000008"]
+    assert (run / "latest").read_text() == "step-000008"
+
+
+def test_without_its_pointer_the_newest_checkpoint_is_found(unbroken: Path, text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(unbroken, run)
+    (run / "latest").write_text("step-000009")
+    run_ranks(run_example, 1, [*arguments(text, run, "--steps", str(STEPS + 1)), "--resume"])
+    assert list(curve(run)) == list(range(1, STEPS + 2))
+
+
+def test_a_second_run_does_not_overwrite_the_first(unbroken: Path, text: Path) -> None:
+    before = (unbroken / "metrics.jsonl").read_bytes()
+    with pytest.raises(RankErrors, match="holds a run already: pass --resume"):
+        run_ranks(run_example, 1, arguments(text, unbroken))
+    assert (unbroken / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_checkpoint_of_another_size_is_refused(unbroken: Path, text: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankErrors, match="leave the model's size out"):
+        run_ranks(run_example, 1, [*arguments(text, tmp_path), "--resume", str(unbroken), "--width", "32"])
+
+
+def test_a_batch_too_small_for_the_ranks_is_refused(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankErrors, match="leaves some of 2 ranks without") as caught:
+        run_ranks(run_example, 2, arguments(text, tmp_path, "--batch", "1"))
+    assert set(caught.value.errors) == {0, 1}
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks in /proc")
+def test_a_kill_during_a_save_leaves_the_checkpoint_before_it(text: Path, tmp_path: Path) -> None:
+    """The real thing: torchrun, two ranks, SIGKILL to all while a checkpoint is half written."""
+    run = tmp_path / "run"
+    # Only warm-up: a learning rate that does not depend on the length of the run.
+    settings = ["--warmup", "1000", "--lr", "1.0"]
+    args = arguments(text, run, "--steps", "1000", "--checkpoint-every", "1", *settings)
+    with (tmp_path / "output").open("wb") as output:
+        job = subprocess.Popen(command(*args, ranks=2), env=environment(), stdout=output, stderr=subprocess.STDOUT)
+    try:
+        ranks = kill_during_save(job, run, deadline=time.monotonic() + 60)
+    finally:
+        for pid in children_of(job.pid):
+            os.kill(pid, signal.SIGKILL)
+        job.kill()
+        job.wait()
+    assert len(ranks) == 2, (tmp_path / "output").read_text()
+    whole = checkpoints(run)
+    latest = (run / "latest").read_text()
+    assert latest in whole
+    step = int(latest.removeprefix("step-"))
+
+    more = ["--text", str(text), "--out", str(run), "--resume", "--steps", str(step + 1), "--sample-bytes", "4"]
+    result = subprocess.run(
+        command(*more, ranks=2), env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"resumed from {run / latest} after step {step}" in result.stdout
+    assert re.search(r"GPT: 3 handles over 2 ranks", result.stdout)
+    assert "sample:" in result.stdout
+    reference = tmp_path / "reference"
+    run_ranks(run_example, 1, arguments(text, reference, *settings, "--steps", str(step + 1), "--parallel", "none"))
+    assert curve(run) == pytest.approx(curve(reference), abs=TOLERANCE)
+    assert checkpoints(run)[-1] == f"step-{step + 1:06d}"
+    assert not list(run.glob(".partial-*"))
+
+
+def kill_during_save(job: subprocess.Popen[bytes], run: Path, deadline: float) -> list[int]:
+    """Kill the ranks at a moment when a checkpoint after the third is half written; return their ids."""
+    while time.monotonic() < deadline and job.poll() is None:
+        partial = next(run.glob(".partial-*"), None) if run.is_dir() else None
+        if partial is not None and int(partial.name.removeprefix(".partial-")) > 3:
+            ranks = children_of(job.pid)
+            for pid in ranks:
+                os.kill(pid, signal.SIGSTOP)
+            # Stopped, they cannot finish while we look: only a moment inside the save counts.
+            if partial.is_dir():
+                for pid in ranks:
+                    os.kill(pid, signal.SIGKILL)
+                return ranks
+            for pid in ranks:
+                os.kill(pid, signal.SIGCONT)
+        os.sched_yield()
+    return []
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that ``pid`` started and that are alive."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found

@@ -1,0 +1,880 @@
+"""``replicate`` on real ranks: the numbers, what it refuses, and that no rank ever waits in vain."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.utils.checkpoint import checkpoint
+
+from composable.errors import ComposableError, ConfigError, DesyncError, UsageError
+from composable.fully_shard import fully_shard
+from composable.replicate import no_sync, register_comm_hook, replicate
+from tests.models import BATCH, DIM, MODELS, MLPBlock, WithBuffers, loss_of, make_model, random_input, seeded
+from tests.parity import Run, assert_equal_runs, global_inputs, inputs_of, train_annotated, train_reference
+from tests.world import run_ranks
+
+WORLD_SIZES = [1, 2, 3, 4]
+# bfloat16 gradients of half a batch each do not add up to those of the whole one.
+TOLERANCE = {"mixed_dtypes": 2e-2}
+TINY_CAP_MB = 600 / 2**20
+
+
+def message(call: Callable[[], object]) -> str:
+    """Return what ``call`` raises, as text."""
+    with pytest.raises(ComposableError) as caught:
+        call()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def average_of_plain(name: str, losses: Callable[[nn.Module, int], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the mean over ranks of the gradients that a plain model has for ``losses(model, rank)``."""
+    model = make_model(name)
+    for rank in range(dist.get_world_size()):
+        (losses(model, rank) / dist.get_world_size()).backward()
+    return gradients_of(model)
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
+
+
+def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    args, kwargs = inputs_of(model, step, rank)
+    return loss_of(model(*args, **kwargs))
+
+
+# -- parity
+
+
+def train(name: str, **options: Any) -> Run:
+    return train_annotated(name, lambda model: replicate(model, **options))
+
+
+def train_every_model() -> dict[str, Run]:
+    return {name: train(name, find_unused_parameters=name in ("unused", "conditional")) for name in MODELS}
+
+
+@functools.cache
+def runs_of_every_model(world_size: int) -> list[dict[str, Run]]:
+    return run_ranks(train_every_model, world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_equals_one_process(name: str, world_size: int) -> None:
+    runs = [by_name[name] for by_name in runs_of_every_model(world_size)]
+    assert_equal_runs(runs, train_reference(name, world_size), tolerance=TOLERANCE.get(name, 1e-6))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bucket_cap_mb": TINY_CAP_MB},
+        {"gradient_as_bucket_view": False},
+        {"bucket_cap_mb": TINY_CAP_MB, "gradient_as_bucket_view": False, "find_unused_parameters": True},
+    ],
+    ids=["small buckets", "copies", "both"],
+)
+def test_training_equals_one_process_with_other_options(options: dict[str, Any], world_size: int) -> None:
+    runs = run_ranks(train, world_size, "gpt_tied", **options)
+    assert_equal_runs(runs, train_reference("gpt_tied", world_size))
+
+
+def train_a_list() -> Run:
+    return train_annotated("mlp", lambda model: replicate([model.inp, *model.blocks, model.out]))
+
+
+def train_nested() -> Run:
+    return train_annotated("mlp", lambda model: (replicate(model.blocks[1]), replicate(model)))
+
+
+def train_inside_fully_shard() -> Run:
+    return train_annotated("mlp", lambda model: (replicate(model.blocks[1]), fully_shard(model, policy={MLPBlock})))
+
+
+def train_around_fully_shard() -> Run:
+    return train_annotated("mlp", lambda model: (fully_shard(model.blocks[1]), replicate(model)))
+
+
+def train_between_fully_shard() -> Run:
+    def annotate(model: nn.Module) -> None:
+        fully_shard(model.blocks[1].up)
+        replicate(model.blocks[1])
+        fully_shard(model)
+
+    return train_annotated("mlp", annotate)
+
+
+@pytest.mark.parametrize(
+    "annotated",
+    [train_a_list, train_nested, train_inside_fully_shard, train_around_fully_shard, train_between_fully_shard],
+)
+def test_several_annotations_train_as_one(annotated: Callable[[], Run]) -> None:
+    assert_equal_runs(run_ranks(annotated, 3), train_reference("mlp", 3))
+
+
+def gradients_with_checkpoints(*, use_reentrant: bool) -> None:
+    model = replicate(make_model("mlp"), bucket_cap_mb=TINY_CAP_MB)
+
+    def forward(model: nn.Module, rank: int) -> torch.Tensor:
+        x = random_input(rank, BATCH, DIM).requires_grad_()
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=use_reentrant)
+        return x
+
+    # The root must run as one: its forward is replaced by the one that checkpoints.
+    for rounds in range(1, 4):
+        model.forward = lambda x: model.out(forward(model, dist.get_rank())) + model.inp(x)
+        model(torch.ones(BATCH, DIM)).square().mean().backward()
+        expected = average_of_plain(
+            "mlp",
+            lambda plain, rank: (plain.out(forward(plain, rank)) + plain.inp(torch.ones(BATCH, DIM))).square().mean(),
+        )
+        expected = {fqn: rounds * grad for fqn, grad in expected.items()}
+        torch.testing.assert_close(gradients_of(model), expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradients_are_right_with_activation_checkpointing(*, use_reentrant: bool) -> None:
+    run_ranks(gradients_with_checkpoints, 2, use_reentrant=use_reentrant)
+
+
+# -- ways to run forward and backward
+
+
+def accumulate_without_sync() -> None:
+    rank = dist.get_rank()
+    model = replicate(make_model("mlp"), bucket_cap_mb=TINY_CAP_MB)
+    for _ in range(2):
+        model.zero_grad()
+        with no_sync(model):
+            loss_at(model, 0, rank).backward()
+            assert gradients_of(model).keys() == dict(model.named_parameters()).keys()
+            local = gradients_of(model)
+            loss_at(model, 1, rank).backward()
+        loss_at(model, 2, rank).backward()
+        expected = average_of_plain("mlp", lambda plain, rank: sum(loss_at(plain, step, rank) for step in range(3)))
+        torch.testing.assert_close(gradients_of(model), expected)
+    plain = make_model("mlp")
+    loss_at(plain, 0, rank).backward()
+    torch.testing.assert_close(local, gradients_of(plain))
+
+
+def several_forwards_then_one_backward() -> None:
+    model = replicate(make_model("mlp"), bucket_cap_mb=TINY_CAP_MB)
+    for _ in range(2):
+        model.zero_grad()
+        sum(loss_at(model, step, dist.get_rank()) for step in range(3)).backward()
+        expected = average_of_plain("mlp", lambda plain, rank: sum(loss_at(plain, step, rank) for step in range(3)))
+        torch.testing.assert_close(gradients_of(model), expected)
+
+
+def several_backwards_through_one_graph() -> None:
+    model = replicate(make_model("mlp"), bucket_cap_mb=TINY_CAP_MB)
+    expected = average_of_plain("mlp", lambda plain, rank: 3 * loss_at(plain, 0, rank))
+    for set_to_none in (True, False):
+        model.zero_grad(set_to_none=set_to_none)
+        loss = loss_at(model, 0, dist.get_rank())
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        torch.testing.assert_close(gradients_of(model), expected)
+
+
+def backwards_in_the_order_of_forwards() -> None:
+    model = replicate(make_model("mlp"), bucket_cap_mb=TINY_CAP_MB)
+    for loss in [loss_at(model, step, dist.get_rank()) for step in range(3)]:
+        loss.backward()
+    expected = average_of_plain("mlp", lambda plain, rank: sum(loss_at(plain, step, rank) for step in range(3)))
+    torch.testing.assert_close(gradients_of(model), expected)
+
+
+def submodule_runs_alone() -> None:
+    model = replicate(make_model("mlp"), bucket_cap_mb=TINY_CAP_MB)
+    for _ in range(2):
+        model.zero_grad()
+        model.blocks[1](random_input(dist.get_rank(), BATCH, DIM)).square().mean().backward()
+        expected = average_of_plain(
+            "mlp", lambda plain, rank: plain.blocks[1](random_input(rank, BATCH, DIM)).square().mean()
+        )
+        # The others keep no gradient, as they would without replicate.
+        torch.testing.assert_close(gradients_of(model), expected)
+
+
+def evaluation_between_steps() -> None:
+    model = replicate(make_model("mlp"))
+    for step in range(3):
+        model.zero_grad()
+        loss_at(model, step, dist.get_rank()).backward()
+        expected = average_of_plain("mlp", lambda plain, rank, step=step: loss_at(plain, step, rank))
+        torch.testing.assert_close(gradients_of(model), expected)
+        with torch.no_grad():
+            loss_at(model, step, 0)
+        model.eval()
+        if dist.get_rank() == 0:
+            loss_at(model, step, 0)
+        model.train()
+
+
+def gradients_of_inputs_alone() -> None:
+    model = replicate(make_model("mlp"))
+    for step in range(2):
+        model.zero_grad()
+        x = random_input(dist.get_rank(), BATCH, DIM).requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=step == 1)
+        assert gradients_of(model) == {}
+        (loss_at(model, 0, dist.get_rank()) + step * slope.square().sum()).backward()
+
+        def losses(plain: nn.Module, rank: int, step: int = step) -> torch.Tensor:
+            x = random_input(rank, BATCH, DIM).requires_grad_()
+            (slope,) = torch.autograd.grad(plain(x).sum(), x, create_graph=True)
+            return loss_at(plain, 0, rank) + step * slope.square().sum()
+
+        torch.testing.assert_close(gradients_of(model), average_of_plain("mlp", losses))
+
+
+def user_hooks() -> None:
+    calls: list[str] = []
+    model = replicate(make_model("mlp"))
+    model.register_forward_pre_hook(lambda *_: calls.append("pre-forward"))
+    model.blocks[0].register_forward_hook(lambda *_: calls.append("forward"))
+    model.blocks[0].register_full_backward_hook(lambda *_: calls.append("backward"))
+    model.out.bias.register_hook(lambda grad: 2 * grad)
+    loss_at(model, 0, dist.get_rank()).backward()
+    assert calls == ["pre-forward", "forward", "backward"]
+    expected = average_of_plain("mlp", lambda plain, rank: loss_at(plain, 0, rank))
+    expected["out.bias"] *= 2
+    torch.testing.assert_close(gradients_of(model), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        accumulate_without_sync,
+        several_forwards_then_one_backward,
+        several_backwards_through_one_graph,
+        backwards_in_the_order_of_forwards,
+        submodule_runs_alone,
+        evaluation_between_steps,
+        gradients_of_inputs_alone,
+        user_hooks,
+    ],
+    ids=lambda scenario: scenario.__name__,
+)
+def test_gradients_equal_those_of_one_process(scenario: Callable[[], None], world_size: int) -> None:
+    run_ranks(scenario, world_size)
+
+
+# -- unused parameters
+
+
+class Gated(nn.Module):
+    """A layer always used, and two that each rank may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(DIM, DIM, bias=False)
+        self.left = nn.Linear(DIM, DIM, bias=False)
+        self.right = nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor, used: str) -> torch.Tensor:
+        y = self.always(x)
+        for name in used.split():
+            y = y + getattr(self, name)(x)
+        return y
+
+
+def train_gated(used: list[str]) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Run a good step, one with what each rank uses of ``used``, and a good one; return errors and last gradients."""
+    model = replicate(seeded(Gated, 0), bucket_cap_mb=TINY_CAP_MB)
+    errors = []
+    for names in ("left right", used[dist.get_rank()], "left right"):
+        model.zero_grad()
+        loss = model(random_input(dist.get_rank(), BATCH, DIM), names).square().mean()
+        try:
+            loss.backward()
+            errors.append("")
+        except UsageError as error:
+            errors.append(str(error))
+    return errors, gradients_of(model)
+
+
+def test_parameters_unused_everywhere_are_named_on_every_rank_and_the_next_step_works() -> None:
+    (errors, gradients), (others, same) = run_ranks(train_gated, 2, ["", ""])
+    assert_expected_inline(
+        errors[1],
+        """\
+backward ended without a gradient for 2 parameters: 'left.weight', 'right.weight'
+    the last gradient to arrive was that of 'always.weight'
+    so did rank 1, perhaps for other parameters
+  at:  rank 0
+  fix: let every parameter take part in the loss on every rank, freeze those that do not before replicate, or pass find_unused_parameters=True""",
+    )
+    assert "2 parameters: 'left.weight', 'right.weight'" in others[1]
+    assert errors[0] == errors[2] == others[0] == others[2] == ""
+    torch.testing.assert_close(gradients, same, rtol=0, atol=0)
+    assert len(gradients) == 3
+
+
+@pytest.mark.parametrize("missing", ["left", "right", "left right"])
+def test_parameters_unused_on_one_rank_are_an_error_on_every_rank_and_the_next_step_works(missing: str) -> None:
+    every = "left right"
+    rest = " ".join(set(every.split()) - set(missing.split()))
+    results = run_ranks(train_gated, 3, [every, rest, every])
+    names = ", ".join(f"'{name}.weight'" for name in missing.split())
+    for rank, (errors, gradients) in enumerate(results):
+        if rank == 1:
+            assert errors[1].startswith("backward ended without a gradient for ")
+        else:
+            assert errors[1].startswith("rank 1 ended backward without a gradient for ")
+        assert f"{names}\n" in errors[1] and f"at:  rank {rank}" in errors[1]
+        assert errors[0] == errors[2] == ""
+        torch.testing.assert_close(gradients, results[0][1], rtol=0, atol=0)
+
+
+def train_with_unused(used: list[str], *, accumulates: bool) -> list[str]:
+    model = replicate(seeded(Gated, 0), bucket_cap_mb=TINY_CAP_MB, find_unused_parameters=True)
+    plain = seeded(Gated, 0)
+    world_size = dist.get_world_size()
+    for _ in range(3):
+        if not accumulates:
+            model.zero_grad()
+            plain.zero_grad()
+        model(random_input(dist.get_rank(), BATCH, DIM), used[dist.get_rank()]).square().mean().backward()
+        for rank in range(world_size):
+            (plain(random_input(rank, BATCH, DIM), used[rank]).square().mean() / world_size).backward()
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    return list(gradients_of(model))
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_parameters_unused_on_some_ranks_count_as_zero_if_allowed(*, accumulates: bool) -> None:
+    names = run_ranks(train_with_unused, 3, ["left", "", "left"], accumulates=accumulates)
+    assert names == [["always.weight", "left.weight"]] * 3
+
+
+def keep_gradient_of_unused() -> None:
+    model = replicate(seeded(Gated, 0), find_unused_parameters=True)
+    model.left.weight.grad = torch.full_like(model.left.weight, 3)
+    model(random_input(dist.get_rank(), BATCH, DIM), "").sum().backward()
+    assert model.left.weight.grad.unique().tolist() == [3]
+    assert model.right.weight.grad is None
+
+
+def test_parameters_unused_everywhere_keep_their_gradient_if_allowed() -> None:
+    run_ranks(keep_gradient_of_unused, 2)
+
+
+class Skippable(nn.Module):
+    """Between layers that are not replicated, one that a rank may skip altogether."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(DIM, DIM)
+        self.block = MLPBlock()
+
+    def forward(self, x: torch.Tensor, *, skip: bool) -> torch.Tensor:
+        self.block.forward = (lambda y: y * 1) if skip else (lambda y: MLPBlock.forward(self.block, y))
+        return self.block(self.inp(x))
+
+
+def skip_on_one_rank(*, find_unused: bool) -> list[str]:
+    model = seeded(Skippable, 0)
+    replicate(model.block, find_unused_parameters=find_unused)
+    errors = []
+    for skip in (False, dist.get_rank() == 0, False):
+        model.zero_grad()
+        try:
+            model(random_input(dist.get_rank(), BATCH, DIM), skip=skip).square().mean().backward()
+            errors.append("")
+        except UsageError as error:
+            errors.append(str(error).splitlines()[0])
+    return errors
+
+
+def test_a_rank_whose_backward_reaches_no_parameter_keeps_nobody_waiting() -> None:
+    assert run_ranks(skip_on_one_rank, 2, find_unused=True) == [["", "", ""]] * 2
+    first, second = run_ranks(skip_on_one_rank, 2, find_unused=False)
+    assert first[1].startswith("backward ended without a gradient for 4 parameters: 'up.weight'")
+    assert second[1].startswith("rank 0 ended backward without a gradient for 'up.weight'")
+    assert first[::2] == second[::2] == ["", ""]
+
+
+def use_in_local_backwards_only() -> None:
+    model = replicate(seeded(Gated, 0))
+    x = random_input(dist.get_rank(), BATCH, DIM)
+    with no_sync(model):
+        model(x, "left right").square().mean().backward()
+    model(x, "").square().mean().backward()
+    plain = seeded(Gated, 0)
+    for rank in range(2):
+        for used in ("left right", ""):
+            (plain(random_input(rank, BATCH, DIM), used).square().mean() / 2).backward()
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+
+
+def test_a_parameter_used_in_a_local_backward_is_not_unused() -> None:
+    run_ranks(use_in_local_backwards_only, 2)
+
+
+# -- exceptions
+
+
+class StopHereError(Exception):
+    pass
+
+
+def fail_in_forward() -> None:
+    model = replicate(make_model("mlp"))
+    handle = model.out.register_forward_hook(raise_stop)
+    with pytest.raises(StopHereError):
+        loss_at(model, 0, dist.get_rank())
+    handle.remove()
+    loss_at(model, 0, dist.get_rank()).backward()
+    expected = average_of_plain("mlp", lambda plain, rank: loss_at(plain, 0, rank))
+    torch.testing.assert_close(gradients_of(model), expected)
+
+
+def raise_stop(*_: object) -> None:
+    raise StopHereError
+
+
+def test_the_step_after_an_exception_in_forward_works() -> None:
+    run_ranks(fail_in_forward, 2)
+
+
+def fail_in_backward(fqn: str, ranks: list[int], *, set_to_none: bool = True) -> str:
+    model = replicate(make_model("mlp"), bucket_cap_mb=TINY_CAP_MB)
+    rank = dist.get_rank()
+    loss_at(model, 0, rank).backward()
+    model.zero_grad()
+    handle = model.get_parameter(fqn).register_hook(raise_stop) if rank in ranks else None
+    error = ""
+    try:
+        loss_at(model, 1, rank).backward()
+    except (StopHereError, UsageError) as caught:
+        error = str(caught) or "stopped"
+    if handle is not None:
+        handle.remove()
+    model.zero_grad(set_to_none=set_to_none)
+    loss_at(model, 2, rank).backward()
+    expected = average_of_plain("mlp", lambda plain, rank: loss_at(plain, 2, rank))
+    torch.testing.assert_close(gradients_of(model), expected)
+    return error
+
+
+@pytest.mark.parametrize("fqn", ["out.bias", "blocks.1.up.weight", "inp.weight"])
+def test_the_step_after_an_exception_in_backward_works(fqn: str) -> None:
+    assert run_ranks(fail_in_backward, 2, fqn, [0, 1]) == ["stopped", "stopped"]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_an_exception_in_the_backward_of_one_rank_keeps_nobody_waiting(*, set_to_none: bool) -> None:
+    first, second = run_ranks(fail_in_backward, 2, "blocks.1.up.weight", [1], set_to_none=set_to_none)
+    assert second == "stopped"
+    assert_expected_inline(
+        first,
+        """\
+rank 1 did not finish backward: an exception stopped it there
+  at:  rank 0
+  fix: drop the gradients of this step, and see what was raised there""",
+    )
+
+
+# -- what is made equal at annotation and before forward
+
+
+def broadcast_a_model(name: str) -> bool:
+    model = make_model(name, seed=dist.get_rank())
+    identities = {fqn: id(param) for fqn, param in model.named_parameters()}
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.add_(dist.get_rank())
+    replicate(model)
+    first = make_model(name, seed=0)
+    assert {fqn: id(param) for fqn, param in model.named_parameters()} == identities
+    tensors = [*model.parameters(), *model.buffers()]
+    return all(torch.equal(a, b) for a, b in zip(tensors, [*first.parameters(), *first.buffers()], strict=True))
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt_tied", "frozen_mixed", "mixed_dtypes", "scalars", "empty_params", "with_buffers"]
+)
+def test_every_rank_starts_with_the_tensors_of_the_first(name: str) -> None:
+    assert run_ranks(broadcast_a_model, 3, name) == [True] * 3
+
+
+def broadcast_large_tensors() -> bool:
+    rank = dist.get_rank()
+    model = nn.Module()
+    model.forward = lambda: None
+    model.large = nn.Parameter(torch.full((600, 1000), float(rank)))
+    model.transposed = nn.Parameter(torch.full((600, 1000), float(rank)).t())
+    for index in range(20):
+        model.register_parameter(f"p{index}", nn.Parameter(torch.full((300, 300 + index), float(rank))))
+    model.register_buffer("flags", torch.full((7,), rank == 0))
+    model.register_buffer("complex", torch.full((2**18,), rank * 1j))
+    replicate(model)
+    return (
+        all(not tensor.any() for tensor in model.parameters()) and bool(model.flags.all()) and not model.complex.any()
+    )
+
+
+def test_tensors_of_any_size_layout_and_dtype_are_broadcast() -> None:
+    assert run_ranks(broadcast_large_tensors, 2) == [True, True]
+
+
+def run_with_buffers(*, broadcast_buffers: bool) -> list[list[float]]:
+    model = seeded(WithBuffers, 0)
+    model.steps.fill_(10 * dist.get_rank())
+    replicate(model, broadcast_buffers=broadcast_buffers)
+    x = random_input(dist.get_rank(), BATCH, DIM)
+    seen = [[model.steps.item(), model.running.sum().item()]]
+    model(x)
+    # A module may put another tensor in the place of a buffer.
+    model.steps = model.steps + 10 * dist.get_rank()
+    model.running = model.running.clone()
+    model.eval()(x)
+    seen.append([model.steps.item(), model.running.sum().item()])
+    handle = model.linear.register_forward_pre_hook(
+        lambda *_: seen.append([model.steps.item(), model.running.sum().item()])
+    )
+    model.train()(x)
+    handle.remove()
+    return seen
+
+
+def test_a_training_forward_starts_with_the_buffers_of_the_first_rank() -> None:
+    first, second = run_ranks(run_with_buffers, 2, broadcast_buffers=True)
+    assert first[0] == second[0] == [0, 0]
+    assert first[1][0] == 1 and second[1][0] == 11 and first[1][1] != second[1][1]
+    assert first[2] == second[2] == first[1]
+
+
+def test_buffers_stay_as_they_are_if_asked() -> None:
+    first, second = run_ranks(run_with_buffers, 2, broadcast_buffers=False)
+    assert [steps for steps, _ in first] == [0, 1, 1]
+    assert [steps for steps, _ in second] == [10, 21, 21]
+
+
+def train_batch_norm() -> list[torch.Tensor]:
+    model = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Linear(DIM, 1)), 0)
+    replicate(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        # Two forwards before a backward: the second broadcast must not spoil what the first saved.
+        x = random_input(10 * step + dist.get_rank(), BATCH, DIM)
+        (model(x) + model(2 * x)).square().mean().backward()
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+def test_ranks_with_batch_norm_stay_equal() -> None:
+    first, second = run_ranks(train_batch_norm, 2)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+# -- ranks that disagree
+
+
+def disagree(kind: str) -> tuple[str, bool]:
+    rank = dist.get_rank()
+    model = make_model("mlp", seed=rank)
+    options: dict[str, Any] = {}
+    if rank == 1:
+        if kind == "shape":
+            model.out = nn.Linear(DIM, 3)
+        elif kind == "name":
+            model.head, model.out = model.out, nn.Identity()
+        elif kind == "more":
+            model.more = nn.Linear(2, 2)
+        elif kind == "frozen":
+            model.out.bias.requires_grad_(requires_grad=False)
+        elif kind == "dtype":
+            model.out.bfloat16()
+        elif kind == "option":
+            options["bucket_cap_mb"] = 5
+        elif kind == "broken":
+            options["bucket_cap_mb"] = -5
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    text = message(lambda: replicate(model, **options))
+    is_unchanged = all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    is_unchanged &= replicate.state(model) is None and not any(param._backward_hooks for param in model.parameters())
+    return text, is_unchanged
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "other"),
+    [
+        (
+            "shape",
+            "parameter 'out.weight' [8, 8] torch.float32, requires_grad=True",
+            "parameter 'out.weight' [3, 8] torch.float32, requires_grad=True",
+        ),
+        (
+            "name",
+            "parameter 'out.weight' [8, 8] torch.float32, requires_grad=True",
+            "parameter 'head.weight' [8, 8] torch.float32, requires_grad=True",
+        ),
+        ("more", "(no more parameters)", "parameter 'more.weight' [2, 2] torch.float32, requires_grad=True"),
+        (
+            "frozen",
+            "parameter 'out.bias' [8] torch.float32, requires_grad=True",
+            "parameter 'out.bias' [8] torch.float32, requires_grad=False",
+        ),
+        (
+            "dtype",
+            "parameter 'out.weight' [8, 8] torch.float32, requires_grad=True",
+            "parameter 'out.weight' [8, 8] torch.bfloat16, requires_grad=True",
+        ),
+        (
+            "option",
+            "options: bucket_cap_mb=25, find_unused_parameters=False, broadcast_buffers=True",
+            "options: bucket_cap_mb=5, find_unused_parameters=False, broadcast_buffers=True",
+        ),
+    ],
+)
+def test_ranks_that_differ_get_the_first_difference_and_change_nothing(kind: str, own: str, other: str) -> None:
+    for rank, (text, is_unchanged) in enumerate(run_ranks(disagree, 2, kind)):
+        assert text.splitlines() == [
+            "DesyncError: the ranks call replicate on different modules or with different options",
+            f"    rank 0: {own}",
+            f"    rank 1: {other}",
+            f"  at:  rank {rank}",
+            "  fix: build the same model and call replicate with the same arguments on every rank",
+        ]
+        assert is_unchanged
+
+
+def test_an_error_that_one_rank_sees_reaches_the_others() -> None:
+    (first, is_unchanged), (second, _) = run_ranks(disagree, 2, "broken")
+    assert first.startswith("DesyncError: ")
+    assert "    rank 1: raised ConfigError: bucket_cap_mb is -5\n" in first
+    assert is_unchanged
+    assert second == "ConfigError: bucket_cap_mb is -5\n  at:  rank 1\n  fix: pass a number of MiB above zero"
+
+
+# -- bad input
+
+
+def refuse(case: str) -> str:
+    model: Any = make_model("mlp")
+    cases: dict[str, Callable[[], object]] = {
+        "not a module": lambda: replicate(3),
+        "no forward": lambda: replicate(model.blocks),
+        "twice": lambda: (replicate(model), replicate(model)),
+        "all frozen": lambda: replicate(model.requires_grad_(requires_grad=False)),
+        "meta": lambda: replicate(model.to("meta")),
+        "lazy": lambda: replicate(nn.Sequential(nn.LazyLinear(3))),
+        "sparse": lambda: replicate(nn.Sequential(nn.Embedding(3, 4, sparse=True))),
+        "capacity": lambda: replicate(model, bucket_cap_mb=0),
+        "capacity type": lambda: replicate(model, bucket_cap_mb="25"),
+        "switch": lambda: replicate(model, find_unused_parameters="yes"),
+        "ignored type": lambda: replicate(model, ignored_modules=model.out),
+        "ignored item": lambda: replicate(model, ignored_modules=["out"]),
+        "ignored elsewhere": lambda: replicate(model, ignored_modules=[nn.Linear(2, 2)]),
+        "two groups": lambda: replicate(model, mesh=dist.init_device_mesh("cpu", (1,)), process_group=dist.group.WORLD),
+        "no group": lambda: replicate(model, process_group="gloo"),
+        "mesh dims": lambda: replicate(model, mesh=dist.init_device_mesh("cpu", (1, 1))),
+        "sharded": lambda: replicate(fully_shard(model)),
+        "sharded ancestor": lambda: replicate(fully_shard(model).blocks[1]),
+        "no_sync": lambda: no_sync(model).__enter__(),
+        "hook": lambda: register_comm_hook(model, None, default_hooks.allreduce_hook),
+        "copy": lambda: copy.deepcopy(replicate(model)),
+    }
+    return message(cases[case])
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("not a module", "ConfigError: replicate got int"),
+        (
+            "no forward",
+            "ConfigError: ModuleList has no forward, so nothing would tell when it runs\n  at:  rank 0, module",
+        ),
+        ("twice", "ConfigError: replicate is already on this module"),
+        ("all frozen", "ConfigError: no parameter requires a gradient"),
+        ("meta", "ConfigError: parameter is on the meta device\n  at:  rank 0, parameter 'inp.weight' [8, 8] float32"),
+        ("lazy", "ConfigError: parameter has no shape yet\n  at:  rank 0, parameter '0.weight'"),
+        (
+            "sparse",
+            "ConfigError: Embedding gives sparse gradients, which replicate cannot average\n  at:  rank 0, module '0'",
+        ),
+        ("capacity", "ConfigError: bucket_cap_mb is 0\n  at:  rank 0"),
+        ("capacity type", "ConfigError: bucket_cap_mb is '25'\n"),
+        ("switch", "ConfigError: find_unused_parameters is 'yes'\n"),
+        ("ignored type", "ConfigError: ignored_modules is a Linear\n"),
+        ("ignored item", "ConfigError: ignored_modules holds a str\n"),
+        ("ignored elsewhere", "ConfigError: an ignored module is not in the module that ignores it\n"),
+        ("two groups", "ConfigError: both mesh and process_group are given\n"),
+        ("no group", "ConfigError: process_group is 'gloo', not a ProcessGroup that this rank is in\n"),
+        ("mesh dims", "ConfigError: mesh has 2 dims (1, 1)"),
+        ("sharded", "ConfigError: replicate and fully_shard cannot both be on one module\n"),
+        ("sharded ancestor", "ConfigError: parameter is a RaggedDTensor, which is sharded already\n  at:  rank 0, par"),
+        ("no_sync", "UsageError: no_sync found no replicated module\n  at:  rank 0, module"),
+        ("hook", "UsageError: register_comm_hook found no replicate on this module\n  at:  rank 0, module"),
+        ("copy", "UsageError: a replicated module cannot be copied or pickled\n  at:  rank 0"),
+    ],
+)
+def test_bad_input_is_refused(case: str, expected: str) -> None:
+    (text,) = run_ranks(refuse, 1, case)
+    assert text.startswith(expected)
+    assert "\n  at:  rank 0" in text and "\n  fix: " in text
+
+
+def test_a_process_group_is_asked_for() -> None:
+    assert message(lambda: replicate(make_model("mlp"))).startswith(
+        "UsageError: replicate needs a process group, and none is initialised\n"
+    )
+
+
+def unfreeze_late() -> str:
+    model = make_model("mlp")
+    model.out.requires_grad_(requires_grad=False)
+    replicate(model)
+    model.out.requires_grad_()
+    return message(lambda: loss_at(model, 0, 0))
+
+
+def test_a_parameter_unfrozen_later_is_an_error() -> None:
+    assert run_ranks(unfreeze_late, 1) == [
+        "UsageError: a parameter was frozen when replicate was called and requires a gradient now\n"
+        "  at:  rank 0, parameter 'out.weight'\n"
+        "  fix: call replicate after unfreezing"
+    ]
+
+
+# -- groups, ignored modules, other annotations
+
+
+def train_on_some_ranks() -> dict[str, torch.Tensor]:
+    rank = dist.get_rank()
+    group = dist.new_group([1, 2])
+    model = make_model("mlp", seed=rank)
+    if rank > 0:
+        replicate(model, process_group=group)
+    loss_at(model, 0, rank).backward()
+    return gradients_of(model)
+
+
+def test_a_process_group_of_some_ranks_leaves_the_others_alone() -> None:
+    _, first, second = run_ranks(train_on_some_ranks, 3)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    plain = make_model("mlp", seed=1)
+    ((loss_at(plain, 0, 1) + loss_at(plain, 0, 2)) / 2).backward()
+    torch.testing.assert_close(first, gradients_of(plain))
+
+
+def train_on_mesh_dims() -> dict[str, torch.Tensor]:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    model = make_model("mlp", seed=dist.get_rank())
+    replicate(model, mesh=mesh["outer"])
+    loss_at(model, 0, dist.get_rank()).backward()
+    return gradients_of(model)
+
+
+def test_a_mesh_dim_gives_the_ranks() -> None:
+    results = run_ranks(train_on_mesh_dims, 4)
+    torch.testing.assert_close(results[0], results[2], rtol=0, atol=0)
+    torch.testing.assert_close(results[1], results[3], rtol=0, atol=0)
+    assert not torch.equal(results[0]["inp.weight"], results[1]["inp.weight"])
+
+
+def train_with_ignored() -> None:
+    rank = dist.get_rank()
+    model = make_model("mlp", seed=rank)
+    own = {key: value.clone() for key, value in model.blocks[1].state_dict().items()}
+    replicate(model, ignored_modules=[model.blocks[1]])
+    torch.testing.assert_close(dict(model.blocks[1].state_dict()), own, rtol=0, atol=0)
+    loss_at(model, 0, rank).backward()
+    local = {fqn: grad for fqn, grad in gradients_of(model).items() if fqn.startswith("blocks.1.")}
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, (local, gradients_of(model)["inp.weight"]))
+    assert torch.equal(every[0][1], every[1][1])
+    assert not torch.equal(every[0][0]["blocks.1.up.weight"], every[1][0]["blocks.1.up.weight"])
+
+
+def test_an_ignored_module_keeps_its_own_parameters_and_gradients() -> None:
+    run_ranks(train_with_ignored, 2)
+
+
+def gradients_with_hook(name: str) -> dict[str, torch.Tensor]:
+    hooks = {
+        "all-reduce": (None, default_hooks.allreduce_hook),
+        "fp16": (None, default_hooks.fp16_compress_hook),
+        "fp16 around all-reduce": (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+        "PowerSGD": (powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook),
+    }
+    model = replicate(make_model("mlp"), bucket_cap_mb=TINY_CAP_MB)
+    register_comm_hook(model, *hooks[name])
+    for step in range(4):
+        model.zero_grad()
+        loss_at(model, step, dist.get_rank()).backward()
+    return gradients_of(model)
+
+
+@pytest.mark.parametrize(
+    ("hook", "tolerance"),
+    [("all-reduce", 1e-6), ("fp16", 2e-3), ("fp16 around all-reduce", 2e-3), ("PowerSGD", 0.1)],
+)
+def test_torchs_communication_hooks_run(hook: str, tolerance: float) -> None:
+    first, second = run_ranks(gradients_with_hook, 2, hook)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    plain = make_model("mlp")
+    args, kwargs = global_inputs(plain, 3, 2)
+    loss_of(plain(*args, **kwargs)).backward()
+    torch.testing.assert_close(first, gradients_of(plain), rtol=tolerance, atol=tolerance)
+
+
+def unused_with_hook() -> list[str]:
+    model = replicate(seeded(Gated, 0))
+    register_comm_hook(model, None, default_hooks.allreduce_hook)
+    return [
+        message(lambda: model(random_input(0, BATCH, DIM), "left right" if dist.get_rank() else "").sum().backward())
+    ]
+
+
+def test_unused_parameters_are_an_error_on_every_rank_with_a_hook_too() -> None:
+    (first,), (second,) = run_ranks(unused_with_hook, 2)
+    assert "2 parameters: 'left.weight', 'right.weight'" in first
+    assert second.startswith("UsageError: rank 0 ended backward without a gradient for 'left.weight', 'right.weight'")
+
+
+def no_module_after_an_error() -> bool:
+    model = make_model("mlp")
+    with pytest.raises((ConfigError, DesyncError)):
+        replicate(model, bucket_cap_mb=-1)
+    replicate(model)
+    loss_at(model, 0, dist.get_rank()).backward()
+    return replicate.state(model) is not None
+
+
+def test_a_refused_module_can_be_annotated_after_all() -> None:
+    assert run_ranks(no_module_after_an_error, 2) == [True, True]
+
+
+@pytest.mark.cuda
+def test_training_on_cuda_equals_training_without_ranks() -> None:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, plain = make_model("mlp").cuda(), make_model("mlp").cuda()
+        replicate(model, bucket_cap_mb=TINY_CAP_MB)
+        for step in range(3):
+            for one in (model, plain):
+                one.zero_grad()
+                one(random_input(step, BATCH, DIM).cuda()).square().mean().backward()
+            torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    finally:
+        dist.destroy_process_group()
