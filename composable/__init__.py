@@ -7,6 +7,7 @@ from composable.fully_shard import fully_shard
 from composable.plan import ShardingStrategy, ShardPlan, plan
 from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.ragged import RaggedDTensor, RaggedShard, fallback_counts, strict_mode
+from composable.replicate import replicate
 
 __all__ = [
     "ComposableError",
@@ -26,5 +27,6 @@ __all__ = [
     "fallback_counts",
     "fully_shard",
     "plan",
+    "replicate",
     "strict_mode",
 ]

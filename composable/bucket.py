@@ -29,7 +29,7 @@ from torch import nn
 
 from composable.collectives.base import Pending, Transport
 from composable.errors import UsageError, place_of_rank
-from composable.torch_private import current_autograd_node, will_engine_execute_node
+from composable.torch_private import current_autograd_node, foreach_copy_, foreach_mul_, will_engine_execute_node
 
 __all__ = ["Bucket", "BucketOptions", "CommHook", "ReducedParam", "Reducer", "plan_buckets"]
 
@@ -205,10 +205,10 @@ class Bucket:
                 for grad, view in zip(fresh, fresh_views, strict=True):
                     torch.mul(grad, scale, out=view)
                 if in_place:
-                    torch._foreach_mul_(in_place, scale)
+                    foreach_mul_(in_place, scale)
             else:
                 if fresh:
-                    torch._foreach_copy_(fresh_views, fresh)
+                    foreach_copy_(fresh_views, fresh)
                 if scale != 1:
                     self._data.mul_(scale)
         except (RuntimeError, NotImplementedError) as error:
@@ -232,7 +232,7 @@ class Bucket:
         pairs = [(param.grad, view) for param, view in zip(self._params, self.views, strict=True)]
         grads = [grad for grad, view in pairs if grad is not None and grad is not view]
         if grads:
-            torch._foreach_copy_(grads, [view for grad, view in pairs if grad is not None and grad is not view])
+            foreach_copy_(grads, [view for grad, view in pairs if grad is not None and grad is not view])
 
 
 def _view_for(flat: torch.Tensor, start: int, param: nn.Parameter) -> torch.Tensor:

@@ -231,27 +231,37 @@ class GatheredView(DTensor):
         changed = written_ragged(cls, op, args, kwargs)
         if torch.is_grad_enabled() and any(view._source.base.requires_grad for view in changed):
             raise UsageError(f"{op} on a view of a ragged tensor has no gradient", fix="use torch.no_grad()")
+        if changed:
+            return _write_through(op, args, kwargs, changed)
         replicas = {id(view): wrap(DTensor, view._local_tensor, view._spec) for view in views}
+        results = op(
+            *tree_map_only(cls, lambda view: replicas[id(view)], list(args)),
+            **tree_map_only(cls, lambda view: replicas[id(view)], dict(kwargs)),
+        )
+        if not _makes_views(op):
+            return results
+        source = views[0]._source
+        return tree_map_only(DTensor, lambda view: make_view(view._local_tensor, view._spec, source), results)
 
-        def stand_in(tensor: torch.Tensor) -> Any:
-            # What is written to the whole may be plain: it is the same on every rank, as the whole is.
-            if changed and type(tensor) is torch.Tensor and tensor.dim():
-                return replicate(tensor, views[0]._source.base._spec.layout)
-            return replicas.get(id(tensor), tensor)
 
-        plain_args, plain_kwargs = tree_map_only(torch.Tensor, stand_in, (list(args), dict(kwargs)))
-        results = op(*plain_args, **plain_kwargs)
-        for source in {id(view._source): view._source for view in changed}.values():
-            source.write_back()
-        originals = {id(replica): view for view in views for replica in (replicas[id(view)],)}
-        is_view = _makes_views(op)
-
-        def out(result: Any) -> Any:
-            if id(result) in originals:
-                return originals[id(result)]
-            return make_view(result._local_tensor, result._spec, views[0]._source) if is_view else result
-
-        return tree_map_only(DTensor, out, results)
+def _write_through(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], changed: Sequence[GatheredView]
+) -> Any:
+    """Run an operation that writes to views, and let the ragged tensors behind them follow."""
+    base = changed[0]._source.base
+    layout: RaggedLayout = base._spec.layout
+    tensors = [leaf for leaf in tree_leaves((list(args), dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+    if any(type(tensor) is type(base) for tensor in tensors):
+        count_fallback(str(op), layout)
+    fulls = {id(tensor): _full(type(base), tensor, layout) for tensor in tensors}
+    results = op(
+        *tree_map_only(torch.Tensor, lambda tensor: fulls[id(tensor)], list(args)),
+        **tree_map_only(torch.Tensor, lambda tensor: fulls[id(tensor)], dict(kwargs)),
+    )
+    for source in {id(view._source): view._source for view in changed}.values():
+        source.write_back()
+    originals = {id(fulls[id(view)]): view for view in changed}
+    return tree_map_only(torch.Tensor, lambda result: originals.get(id(result), result), results)
 
 
 def make_view(local: torch.Tensor, spec: DTensorSpec, source: _Source) -> GatheredView:

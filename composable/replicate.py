@@ -25,7 +25,7 @@ from composable.contract import contract, describe_module, get_registry
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
 from composable.hooks import register_arrival_hooks, register_replicate_hooks
 from composable.mesh import resolve_mesh
-from composable.torch_private import queue_callback
+from composable.torch_private import foreach_copy_, queue_callback, timeout_of
 
 __all__ = ["ReplicateState", "no_sync", "register_comm_hook", "replicate"]
 
@@ -145,10 +145,10 @@ class _Packed:
         if not self.flat.numel():
             return
         if transport.rank == 0:
-            torch._foreach_copy_(self.views, tensors)
+            foreach_copy_(self.views, tensors)
         transport.begin_broadcast(self.flat, 0, key).finish()
         if transport.rank != 0:
-            torch._foreach_copy_(tensors, self.views)
+            foreach_copy_(tensors, self.views)
 
 
 @contract(ReplicateState, incompatible=("fully_shard",))
@@ -216,7 +216,7 @@ def replicate(
         f"broadcast_buffers={broadcast_buffers}"
     )
     _compare_ranks(group, device, [settings, *managed.lines], failure)
-    _execute(state, managed, _make_own_group(group), device, options, broadcast_buffers=broadcast_buffers)
+    _execute(state, managed, _make_own_group(group, device_type), device, options, broadcast_buffers=broadcast_buffers)
     return module
 
 
@@ -243,7 +243,7 @@ def _execute(
         state.hook_handles += _register_module_hooks(state, module, index)
 
 
-def _make_own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _make_own_group(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
     """Make a group of the same ranks. Collective over them.
 
     One per annotation: two that share a group would have to agree on whose buckets come first.
@@ -251,6 +251,7 @@ def _make_own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     backend = dist.get_backend(group)
     own = dist.new_group(
         dist.get_process_group_ranks(group),
+        timeout=timeout_of(group) if device_type == "cpu" and backend != "fake" else None,
         # A group that was made without naming a backend has one for each device type, as the default one has.
         backend=None if backend == "undefined" else backend,
         use_local_synchronization=True,

@@ -16,6 +16,8 @@ from torch._C._distributed_c10d import AllgatherOptions  # the only options that
 
 # isort: split
 # -- ragged parameters: composable/ragged*.py
+from torch import _foreach_copy_ as foreach_copy_  # fills many views in one call; gradients into buffers
+from torch import _foreach_mul_ as foreach_mul_  # scales many views in one call
 from torch import _foreach_norm as foreach_norm  # local norms of a list of pieces
 from torch._C import _disabled_torch_function_impl as disabled_torch_function  # what every DTensor has
 from torch._C import _dispatch_get_all_op_names as all_op_names  # to register rules one by one where torch needs it
@@ -51,6 +53,8 @@ __all__ = [
     "dcp_state_dict",
     "disabled_torch_function",
     "dtensor_new",
+    "foreach_copy_",
+    "foreach_mul_",
     "foreach_norm",
     "optim_foreach_types",
     "queue_callback",
@@ -69,7 +73,7 @@ dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # wraps
 
 def queue_callback(callback: Callable[[], None]) -> None:
     """Ask autograd to run ``callback`` at the end of the backward that is running."""
-    Variable._execution_engine.queue_callback(callback)
+    Variable._execution_engine.queue_callback(callback)  # the engine takes it for the backward that runs
 
 
 # -- transport: composable/collectives/

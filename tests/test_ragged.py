@@ -536,6 +536,8 @@ def write_to_views() -> None:
         lambda t: t.t()[2].mul_(2),
         lambda t: t.view(-1)[3:40].add_(t.view(-1)[:1]),
         lambda t: t[1:3].copy_(t[7:9]),
+        lambda t: t[1:].add_(t[:-1].clone() if type(t) is torch.Tensor else t[:-1].clone().full_tensor()),
+        lambda t: t.view(37, 4, 2).permute(0, 2, 1)[0].sub_(1),
         lambda t: t.t().div_(t.norm().clamp(min=1e-7)),
     ]
     for write in writes:
@@ -557,7 +559,7 @@ def test_writing_to_a_view_writes_to_the_whole(world_size: int) -> None:
 
 
 def read_stale_views() -> None:
-    ragged, plain = pairs("row")
+    ragged = pairs("row")[0]
     r = ragged[0].detach()
     changes: list[Callable[[Any], object]] = [
         lambda t: t.mul_(2),
@@ -566,20 +568,25 @@ def read_stale_views() -> None:
         lambda t: t.detach().copy_(torch.zeros(37, 8)),
         lambda t: t[1].zero_(),
     ]
+    uses: list[Callable[[Any, Any, Any], object]] = [
+        lambda r, view, sibling: view + 1,
+        lambda r, view, sibling: view.fill_(0),
+        lambda r, view, sibling: r + view,
+        lambda r, view, sibling: sibling[0],
+    ]
     for change in changes:
         view, sibling = r[0], r.view(-1)
         torch.add(view, 1)
         change(r)
-        for use in (lambda: view + 1, lambda: view.fill_(0), lambda: r + view, lambda: sibling[0]):
+        for use in uses:
             with pytest.raises(UsageError, match="no longer has"):
-                use()
+                use(r, view, sibling)
     first = r.view(-1)
     first[:8].fill_(7)
     # Views of one copy see what the others write.
     assert first[0].item() == 7 and r[0, 0].item() == 7
-    param = ragged[1]
     with pytest.raises(UsageError, match="has no gradient"):
-        param[0].mul_(2)
+        (ragged[1] * 2)[0].mul_(2)
 
 
 def test_a_view_of_changed_values_raises_instead_of_showing_old_ones() -> None:

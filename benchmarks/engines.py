@@ -1,0 +1,136 @@
+"""The model that the benchmarks train, and each way of training it on several ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from composable import ModuleWrapPolicy, fully_shard, replicate
+
+__all__ = ["CONFIGS", "ENGINES", "Config", "GPTBlock", "annotate", "make_batch", "make_gpt", "train_step"]
+
+VOCAB = 256
+
+
+@dataclass(frozen=True)
+class Config:
+    """Width, blocks, sequences in a rank's batch, tokens in a sequence."""
+
+    width: int
+    layers: int
+    batch: int
+    context: int
+
+    def __str__(self) -> str:
+        return f"{self.width}/{self.layers}/{self.batch}/{self.context}"
+
+
+CONFIGS = (Config(512, 8, 4, 128), Config(128, 24, 2, 64), Config(64, 64, 2, 32))
+
+
+class GPTBlock(nn.Module):
+    """A pre-norm block of 12 parameters: one handle."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(1, width // 64)
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, context, width = x.shape
+        q, k, v = self.qkv(self.attention_norm(x)).view(batch, context, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, context, width))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class BenchmarkGPT(nn.Module):
+    """A small GPT. Kept apart from the example's, so that figures stay comparable when that one changes."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, config.width)
+        self.positions = nn.Parameter(torch.randn(config.context, config.width) * 0.02)
+        self.blocks = nn.ModuleList(GPTBlock(config.width) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def make_gpt(config: Config) -> nn.Module:
+    """Build the model with the same weights at every call."""
+    torch.manual_seed(0)
+    return BenchmarkGPT(config)
+
+
+def make_batch(config: Config, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB, (config.batch, config.context + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
+
+
+def _fsdp1(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=TorchModuleWrapPolicy({unit}),
+        use_orig_params=True,
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD,
+        device_id=torch.device("cpu"),
+    )
+
+
+def _fsdp2(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
+    option = {"reshard_after_forward": False} if keeps else {}
+    for module in [module for module in model.modules() if isinstance(module, unit)]:
+        torch_fully_shard(module, **option)
+    return torch_fully_shard(model, **option)
+
+
+def _fully_shard(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
+    return fully_shard(model, policy=ModuleWrapPolicy({unit}), reshard_after_forward=False if keeps else None)
+
+
+ENGINES: dict[str, Callable[[nn.Module, type[nn.Module], bool], nn.Module]] = {
+    "plain": lambda model, unit, keeps: model,
+    "ddp": lambda model, unit, keeps: DistributedDataParallel(model),
+    "fsdp1": _fsdp1,
+    "fsdp2": _fsdp2,
+    "fully_shard": _fully_shard,
+    "replicate": lambda model, unit, keeps: replicate(model),
+}
+
+
+def annotate(model: nn.Module, engine: str, unit: type[nn.Module], *, keep_unsharded: bool = False) -> nn.Module:
+    """Make ``model`` train by ``engine``, each ``unit`` in it sharded on its own.
+
+    Args:
+        model: A plain model; ``plain`` leaves it so: each rank trains alone on its own batch.
+        engine: One of ``ENGINES``; ``fully_shard`` and ``replicate`` are this library's.
+        unit: The class of submodules that get a handle each, where parameters are sharded.
+        keep_unsharded: Keep parameters from forward to backward, in every engine that shards.
+    """
+    return ENGINES[engine](model, unit, keep_unsharded)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Run one whole training step; gradients are gone after it."""
+    tokens, targets = batch
+    F.cross_entropy(model(tokens).flatten(0, 1), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
