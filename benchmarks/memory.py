@@ -1,17 +1,19 @@
-"""Live tensor bytes of a rank, at rest and at the step's peak: this library beside DDP, FSDP1 and FSDP2.
+"""Live memory of a rank, at rest and at the step's peak: this library beside DDP, FSDP1 and FSDP2.
 
     python benchmarks/memory.py
 
-Each engine runs in processes of its own. torch's profiler records every allocation and release
-of the CPU allocator, on all threads, from before the model is built; the running sum of those
-records is the number of live tensor bytes, exactly, whoever holds them: parameters, optimizer
-state, activations, buckets. It misses what does not come from torch's allocator, such as the
-buffers inside gloo; the growth of the resident set, also shown, contains them.
+Each engine runs in processes of its own. What is counted is what malloc has given out and not
+got back (glibc's ``mallinfo2``), on all threads, less what it was before the model was built,
+when a tiny model had already been trained the same way. That is the bytes of live tensors,
+whoever holds them, and little else: some Python objects, and what gloo holds at the moment.
+torch's own profiler cannot be used: it misses what a thread of gloo's releases.
 
-*At rest* is after a step, gradients freed. *Peak* is the most in any moment of the last step.
+*At rest* is after a step, gradients freed. *Peak* is the most after any operation of the last
+step, forward, backward and optimizer: a dispatch mode looks after each one.
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import resource
@@ -19,59 +21,81 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from engines import CONFIGS, ENGINES, Config, GPTBlock, annotate, make_batch, make_gpt, train_step
 from ranks import environment, run_ranks
 from step_time import parse_config
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable import fully_shard
 
 COLUMNS = (("at_rest", 10), ("peak", 10), ("resident_growth", 18))
-_MARK = "memory benchmark: "
+WARM_UP = Config(32, 2, 1, 16)
+
+
+class _MallocStatistics(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def malloc_bytes() -> int:
+    """Return the bytes that malloc has given out and not got back."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        raise OSError("this benchmark needs glibc 2.33 or newer: mallinfo2 is missing") from None
+    mallinfo2.restype = _MallocStatistics
+    statistics = mallinfo2()
+    return int(statistics.uordblks + statistics.hblkhd)
+
+
+class PeakMode(TorchDispatchMode):
+    """Looks at the memory after every operation, also those of backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.peak_bytes = max(self.peak_bytes, malloc_bytes())
+        return result
+
+
+def train(config: Config, engine: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+    """Train a new model and return it, its optimizer, and the peak of the last step."""
+    model = annotate(make_gpt(config), engine, GPTBlock)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    for index in range(steps - 1):
+        train_step(model, optimizer, make_batch(config, seed=index))
+    gc.collect()
+    with PeakMode() as mode:
+        train_step(model, optimizer, make_batch(config, seed=steps))
+    gc.collect()
+    return model, optimizer, mode.peak_bytes
 
 
 def measure(rank: int, config: Config, engine: str, steps: int) -> dict[str, float]:
-    """Return this rank's bytes: at rest, at the peak, resident growth, and what the plan predicts."""
-    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    batches = [make_batch(config, seed=index) for index in range(steps)]
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        model = annotate(make_gpt(config), engine, GPTBlock)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
-        for index, batch in enumerate(batches):
-            gc.collect()
-            _mark(f"step {index}")
-            train_step(model, optimizer, batch)
-        _mark("end")
-        gc.collect()
-        _mark("rest")
-    growth_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
-    figures = _live_bytes(profiled, f"step {steps - 1}")
-    figures["resident_growth"] = growth_kib * 1024.0
+    """Return this rank's bytes: at rest, at the peak, growth of the resident set, what the plan predicts."""
+    train(WARM_UP, engine, steps)
+    dist.barrier()
+    gc.collect()
+    before = malloc_bytes()
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model, optimizer, peak = train(config, engine, steps)
+    dist.barrier()
+    figures = {"at_rest": float(malloc_bytes() - before), "peak": float(peak - before)}
+    figures["resident_growth"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident) * 1024.0
     state = fully_shard.state(model) if engine == "fully_shard" else None
     if state is not None:
-        figures["plan_at_rest"] = state.plan.bytes_per_rank_at_rest()
+        figures["plan_at_rest"] = float(state.plan.bytes_per_rank_at_rest())
+    del optimizer  # alive until here: its state is part of what rests
     return figures
-
-
-def _mark(name: str) -> None:
-    with record_function(_MARK + name):
-        pass
-
-
-def _live_bytes(profiled: profile, last_step: str) -> dict[str, float]:
-    """Sum the allocator's records up to each mark."""
-    events = profiled.profiler.kineto_results.events()
-    marks = {event.name().removeprefix(_MARK): event.start_ns() for event in events if event.name().startswith(_MARK)}
-    records = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    assert records, "the profiler recorded no allocation"
-    live = peak = rest = 0
-    for moment, nbytes in records:
-        live += nbytes
-        if marks[last_step] <= moment <= marks["end"]:
-            peak = max(peak, live)
-        if moment <= marks["rest"]:
-            rest = live
-    return {"at_rest": float(rest), "peak": float(peak)}
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError
 from composable.fsdp_module import FSDPModule, UnshardHandle
 from composable.fully_shard import fully_shard
+from composable.gradient_sync import no_sync
 from composable.plan import ShardingStrategy, ShardPlan, plan
 from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.ragged import RaggedDTensor, RaggedShard, fallback_counts, strict_mode
@@ -26,6 +27,7 @@ __all__ = [
     "contract",
     "fallback_counts",
     "fully_shard",
+    "no_sync",
     "plan",
     "replicate",
     "strict_mode",

@@ -6,12 +6,12 @@ import changed.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
 from composable.contract import describe_module, managing_state
-from composable.errors import ConfigError, UsageError
+from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.handle import Handle
 from composable.state import FullyShardState
 
@@ -40,6 +40,13 @@ class FSDPModule:
         # `sequential[:2]` builds `type(sequential)(...)`: the slice is a plain container again.
         original = cls.__mro__[2]
         return original(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            "a sharded module cannot be copied or pickled as a whole",
+            at=f"{place_of_rank()}, {describe_module(_managed(self)[0])}",
+            fix="copy it before fully_shard, or save its state_dict() with torch.distributed.checkpoint",
+        )
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this module's own parameters.

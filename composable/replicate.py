@@ -6,7 +6,6 @@ that order: an error leaves the module as it was, on every rank.
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
@@ -27,7 +26,7 @@ from composable.hooks import register_arrival_hooks, register_replicate_hooks
 from composable.mesh import resolve_mesh
 from composable.torch_private import foreach_copy_, queue_callback, timeout_of
 
-__all__ = ["ReplicateState", "no_sync", "register_comm_hook", "replicate"]
+__all__ = ["ReplicateState", "register_comm_hook", "replicate"]
 
 ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
 
@@ -262,38 +261,6 @@ def _make_own_group(group: dist.ProcessGroup, device_type: str) -> dist.ProcessG
 
 def _register_module_hooks(state: ReplicateState, module: nn.Module, index: int) -> list[RemovableHandle]:
     return register_replicate_hooks(module, lambda: state.before_forward(module), lambda: state.reducer.arm(index))
-
-
-@contextmanager
-def no_sync(module: nn.Module) -> Iterator[None]:
-    """Let backwards in this context leave gradients on their rank, added up in ``param.grad``.
-
-    The next backward outside it averages all of them. What counts is where backward runs,
-    not where forward ran. It applies to every replicated module at or below ``module``.
-
-    Raises:
-        UsageError: There is none.
-    """
-    states = {
-        id(annotation.state): annotation.state
-        for visited in module.modules()
-        if (annotation := get_registry(visited).get("replicate")) is not None
-    }
-    reducers = [state.reducer for state in states.values() if isinstance(state, ReplicateState)]
-    if not reducers:
-        raise UsageError(
-            "no_sync found no replicated module",
-            at=f"{place_of_rank()}, {describe_module(module)}",
-            fix="call replicate on the module first",
-        )
-    before = [reducer.syncs for reducer in reducers]
-    try:
-        for reducer in reducers:
-            reducer.syncs = False
-        yield
-    finally:
-        for reducer, syncs in zip(reducers, before, strict=True):
-            reducer.syncs = syncs
 
 
 def register_comm_hook(module: nn.Module, state: object, hook: CommHook) -> None:

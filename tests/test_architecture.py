@@ -52,6 +52,7 @@ LAYERS: dict[str, list[str]] = {
         "composable.fsdp_module",
         "composable.fully_shard",
         "composable.replicate",
+        "composable.gradient_sync",
         "composable.rebind",
         "composable.full_params",
         "composable.state_dict",

@@ -1,5 +1,7 @@
 """What ``fully_shard`` does around training: handles, order, collectives, modes, recovery, errors."""
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -722,6 +724,22 @@ def backward_twice() -> str:
 
 def test_backward_without_forward_is_an_error_and_the_next_step_works() -> None:
     assert "second time" in run_ranks(backward_twice, 2)[0]
+
+
+def copied() -> list[str]:
+    model = make_model("mlp")
+    annotate(model, "policy")
+    texts = []
+    for copy_of in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError) as caught:
+            copy_of(model)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_copying_a_sharded_module_is_a_clear_error() -> None:
+    for text in run_ranks(copied, 2)[1]:
+        assert "cannot be copied or pickled" in text and "rank 1" in text and "fix:" in text
 
 
 def fail_on_one_rank() -> None:

@@ -3,7 +3,8 @@
 A transport belongs to one shard group. ``begin_*`` starts a collective and returns a
 ``Pending``; ``finish`` makes its result readable by the current stream (CUDA) or by the
 calling thread (CPU). All ranks of the group call ``begin_*`` in the same order with equal
-shapes and the same ``key``.
+shapes and the same ``key``. On CUDA, all-gathers and reduce-scatters run on the stream that
+is current in ``begin_*``; the others run beside it.
 
 Buffers are one-dimensional and contiguous. ``W`` is the group size, ``S`` the shard numel.
 """
@@ -20,7 +21,7 @@ class Pending(Protocol):
     """A collective that was started."""
 
     def is_done(self) -> bool:
-        """Say whether ``finish`` would return without waiting."""
+        """Say whether ``finish`` is known to return without waiting."""
         ...
 
     def finish(self) -> None:

@@ -33,9 +33,10 @@ class _Gather:
         return not self._works
 
     def finish(self) -> None:
+        works, self._works = self._works, []
         # Sends too: the shard may be written, and the buffer freed, as soon as this returns.
-        while self._works:
-            self._works.pop().wait()
+        for work in works:
+            work.wait()
 
 
 class _Reduce(_Gather):

@@ -1,0 +1,53 @@
+"""Accumulating gradients without synchronising them, for both annotations."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from composable.contract import describe_module, get_registry, managing_state
+from composable.errors import UsageError, place_of_rank
+from composable.replicate import ReplicateState
+from composable.state import FullyShardState
+
+__all__ = ["no_sync"]
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Let backwards in this context keep gradients on their rank.
+
+    They add up, in full size, until the next backward outside the context synchronises all of them.
+    What counts is where backward runs, not where forward ran. It applies to every module at or
+    below ``module`` that ``fully_shard`` or ``replicate`` manages. Every rank enters alike.
+
+    Raises:
+        UsageError: There is none.
+    """
+    handles = {}
+    reducers = {}
+    for visited in module.modules():
+        sharded = managing_state(visited, "fully_shard")
+        if isinstance(sharded, FullyShardState) and visited in sharded._module_to_handle:
+            handle = sharded._module_to_handle[visited]
+            handles[handle] = handle.requires_gradient_sync
+        annotation = get_registry(visited).get("replicate")
+        if annotation is not None and isinstance(annotation.state, ReplicateState):
+            reducers[annotation.state.reducer] = annotation.state.reducer.syncs
+    if not handles and not reducers:
+        raise UsageError(
+            "no_sync found no annotated module",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix="call fully_shard or replicate on the module first",
+        )
+    try:
+        for handle in handles:
+            handle.requires_gradient_sync = False
+        for reducer in reducers:
+            reducer.syncs = False
+        yield
+    finally:
+        for handle, syncs in handles.items():
+            handle.requires_gradient_sync = syncs
+        for reducer, syncs in reducers.items():
+            reducer.syncs = syncs
