@@ -4,7 +4,7 @@
 
 Each engine runs in processes of its own. What is counted is what malloc has given out and not
 got back (glibc's ``mallinfo2``), on all threads, less what it was before the model was built,
-when a tiny model had already been trained the same way. That is the bytes of live tensors,
+when a model of one such block had already been trained the same way. That is the bytes of live tensors,
 whoever holds them, and little else: some Python objects, and what gloo holds at the moment.
 torch's own profiler cannot be used: it misses what a thread of gloo's releases.
 
@@ -17,6 +17,7 @@ import ctypes
 import gc
 import json
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from composable import fully_shard
 
 COLUMNS = (("at_rest", 10), ("peak", 10), ("resident_growth", 18))
-WARM_UP = Config(32, 2, 1, 16)
 
 
 class _MallocStatistics(ctypes.Structure):
@@ -82,7 +82,7 @@ def train(config: Config, engine: str, steps: int) -> tuple[nn.Module, torch.opt
 
 def measure(rank: int, config: Config, engine: str, steps: int) -> dict[str, float]:
     """Return this rank's bytes: at rest, at the peak, growth of the resident set, what the plan predicts."""
-    train(WARM_UP, engine, steps)
+    train(replace(config, layers=1), engine, steps)
     dist.barrier()
     gc.collect()
     before = malloc_bytes()

@@ -170,7 +170,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     """
     for group in optimizer.param_groups:
         for param in group["params"]:
-            replaced = param.__dict__.get("_composable_replaced_by")
+            replaced = getattr(param, "_composable_replaced_by", None)
             if replaced is not None:
                 raise UsageError(
                     "the optimizer holds a parameter that no module has any more, so its step would be lost",

@@ -17,13 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from composable.bucket import BucketOptions, CommHook, ReducedParam, Reducer
+from composable.bucket import BucketOptions, ReducedParam
 from composable.collectives import make_transport
 from composable.collectives.base import Transport
 from composable.contract import contract, describe_module, get_registry
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
 from composable.hooks import register_arrival_hooks, register_replicate_hooks
 from composable.mesh import resolve_mesh
+from composable.reducer import CommHook, Reducer
 from composable.torch_private import foreach_copy_, queue_callback, timeout_of
 
 __all__ = ["ReplicateState", "register_comm_hook", "replicate"]

@@ -46,6 +46,7 @@ LAYERS: dict[str, list[str]] = {
         "composable.flat_buffer",
         "composable.handle",
         "composable.bucket",
+        "composable.reducer",
     ],
     "runtime": ["composable.scheduler", "composable.state", "composable.hooks"],
     "entries": [

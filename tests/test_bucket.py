@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from composable.bucket import Bucket, BucketOptions, ReducedParam, Reducer, plan_buckets
+from composable.bucket import Bucket, BucketOptions, ReducedParam, plan_buckets
+from composable.reducer import Reducer
 from composable.collectives.base import Pending, Transport
 from composable.errors import UsageError
 from composable.torch_private import queue_callback

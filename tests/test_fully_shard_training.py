@@ -32,7 +32,9 @@ def sharded(name: str = "gpt") -> nn.Module:
     return fully_shard(make_model(name), policy=ModuleWrapPolicy(BLOCK_CLASSES))
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, *, max_norm: float | None = None) -> float:
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, *, max_norm: float | None = None
+) -> float:
     """One step on this rank's inputs, or in one process on the global batch of two ranks."""
     is_sharded = fully_shard.state(model) is not None
     args, _ = inputs_of(model, seed, dist.get_rank()) if is_sharded else global_inputs(model, seed, 2)
@@ -46,7 +48,9 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, *,
     return norm
 
 
-def run_optimizer(name: str, kind: str, max_norm: float | None) -> tuple[dict[str, torch.Tensor], list[float], dict[str, int]]:
+def run_optimizer(
+    name: str, kind: str, max_norm: float | None
+) -> tuple[dict[str, torch.Tensor], list[float], dict[str, int]]:
     model = sharded()
     optimizer = OPTIMIZERS[name](model.parameters(), **KINDS[kind])
     fallback_counts(reset=True)
@@ -57,7 +61,9 @@ def run_optimizer(name: str, kind: str, max_norm: float | None) -> tuple[dict[st
 @pytest.mark.parametrize("max_norm", [None, 0.05])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_and_clipping_equal_one_process_without_a_gather(name: str, kind: str, max_norm: float | None) -> None:
+def test_optimizers_and_clipping_equal_one_process_without_a_gather(
+    name: str, kind: str, max_norm: float | None
+) -> None:
     model = make_model("gpt")
     optimizer = OPTIMIZERS[name](model.parameters(), **KINDS[kind])
     norms = [train_step(model, optimizer, seed, max_norm=max_norm) for seed in range(4)]

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 # After a failure the other ranks get this long to fail on their own account, then, with the
 # connections to the failed ranks closed, this long to notice.
-OWN_ERROR_S = 1.0
+OWN_ERROR_S = 3.0
 NOTICE_S = 5.0
 # How long a process that was told to dump its stacks and abort may take.
 ABORT_S = 5.0
