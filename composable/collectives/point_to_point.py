@@ -85,7 +85,7 @@ class _Reduce(_Gather):
 class PointToPointTransport(ProcessGroupTransport):
     """Moves slices between every pair of ranks; other collectives are those of the process group.
 
-    Collective: makes a process group of its own, so all ranks of ``group`` construct it.
+    Collective: makes process groups of its own, so all ranks of ``group`` construct it.
 
     Args:
         group: The shard group; its backend for CPU tensors is gloo.
@@ -95,24 +95,37 @@ class PointToPointTransport(ProcessGroupTransport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         ranks = dist.get_process_group_ranks(group)
-        own = dist.new_group(ranks, timeout=timeout_of(group), backend="gloo", use_local_synchronization=True)
-        super().__init__(own)
-        # The new group has its ranks sorted; slices are in the order of `group`.
+        # Slices to higher ranks and slices to lower ranks use sockets of their own: gloo's loop thread spins
+        # while data waits on a socket whose lock a sender holds (docs/notes/transport.md).
+        upward, downward = (
+            dist.new_group(ranks, timeout=timeout_of(group), backend="gloo", use_local_synchronization=True)
+            for _ in range(2)
+        )
+        super().__init__(upward)
+        # The new groups have their ranks sorted; slices are in the order of `group`.
         order = sorted(ranks)
         self.rank = group.rank()
         self._addresses = [order.index(rank) for rank in ranks]
+        own = self._addresses[self.rank]
         # Nearest first, so that not all ranks send to rank 0 at once.
-        self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        self._sends = [
+            (upward if self._addresses[peer] > own else downward, self._addresses[peer], peer) for peer in peers
+        ]
+        self._receives = [
+            (upward if self._addresses[peer] < own else downward, self._addresses[peer], peer)
+            for peer in reversed(peers)
+        ]
 
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
         if self.world_size == 1 or not shard.numel():
             return super().begin_all_gather(buffer, shard, key)
-        group, tag, addresses = self._group, 2 * key, self._addresses
+        tag = 2 * key
         # Through `data`, so that parameters which view the buffer do not count as modified.
         slices = buffer.data.chunk(self.world_size)
-        works = [group.recv([slices[peer]], addresses[peer], tag) for peer in self._peers]
+        works = [group.recv([slices[peer]], address, tag) for group, address, peer in self._receives]
         sent = [shard]
-        works += [group.send(sent, addresses[peer], tag) for peer in self._peers]
+        works += [group.send(sent, address, tag) for group, address, _ in self._sends]
         slices[self.rank].copy_(shard)
         return _Gather(works)
 
@@ -121,7 +134,7 @@ class PointToPointTransport(ProcessGroupTransport):
     ) -> Pending:
         if self.world_size == 1 or not shard.numel():
             return super().begin_reduce_scatter(source, shard, key, scale=scale)
-        group, tag, addresses = self._group, 2 * key + 1, self._addresses
+        tag = 2 * key + 1
         slices = source.chunk(self.world_size)
         # The lowest peer's slice lands in the result, the others' beside it.
         lowest = 0 if self.rank else 1
@@ -129,8 +142,8 @@ class PointToPointTransport(ProcessGroupTransport):
             shard if peer == lowest else torch.empty_like(shard) for peer in range(self.world_size) if peer != self.rank
         ]
         landing.insert(self.rank, slices[self.rank])
-        works = [group.recv([landing[peer]], addresses[peer], tag) for peer in reversed(self._peers)]
-        works += [group.send([slices[peer]], addresses[peer], tag) for peer in self._peers]
+        works = [group.recv([landing[peer]], address, tag) for group, address, peer in self._receives]
+        works += [group.send([slices[peer]], address, tag) for group, address, peer in self._sends]
         del landing[lowest]
         return _Reduce(works, shard, landing, scale)
 

@@ -1,0 +1,69 @@
+"""Everything that the README shows runs, and prints what it says."""
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import composable
+from tests.world import run_ranks
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+# Each example, and the text block that follows it at once: what it prints.
+EXAMPLES = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", README, flags=re.DOTALL)
+
+
+def run_text(source: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(source, "README.md", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def test_the_first_example_runs_under_torchrun_and_prints_its_plan(tmp_path: Path) -> None:
+    source, expected = EXAMPLES[0]
+    command = re.match(r"# train\.py: torchrun (.*) train\.py\n", source)
+    assert command and expected
+    (tmp_path / "train.py").write_text(source)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command[1].split(), "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == expected
+
+
+@pytest.mark.parametrize(("source", "expected"), EXAMPLES[1:])
+def test_every_other_example_runs_on_two_ranks_and_prints_what_follows_it(source: str, expected: str) -> None:
+    assert run_ranks(run_text, 2, source) == [expected, expected]
+
+
+def test_the_make_targets_exist() -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    named = re.findall(r"(?:^|`)make (\w+)", README, flags=re.MULTILINE)
+    assert named
+    assert set(named) <= set(targets)
+
+
+def test_the_linked_files_exist() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
+def test_the_table_of_names_lists_exactly_the_public_ones() -> None:
+    table = README.partition("\n## Names\n")[2].partition("\n## ")[0]
+    first_column = re.findall(r"^\| (`[^|]*) \|", table, flags=re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", "".join(first_column))) == sorted(composable.__all__)
