@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument(
         "--configs", nargs="+", type=parse_config, default=CONFIGS, metavar="WIDTH/LAYERS/BATCH/CONTEXT"
     )
-    parser.add_argument("--rounds", type=int, help="default: 12 where the width is 512 or more, else 40")
+    parser.add_argument("--rounds", type=int, help="default: 8 where the width is 512 or more, else 25")
     parser.add_argument("--warmup", type=int, default=3, help="rounds before (default: 3)")
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
     parser.add_argument("--world-size", type=int, default=2)
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures as lines of JSON")
     args = parser.parse_args()
     for config in args.configs:
-        rounds = args.rounds or (12 if config.width >= 512 else 40)
+        rounds = args.rounds or (8 if config.width >= 512 else 25)
         keep = args.reshard == "keep"
         per_rank = run_ranks(
             measure, args.world_size, config, args.engines, rounds, args.warmup, keep, timeout_s=args.timeout

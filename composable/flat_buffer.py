@@ -16,8 +16,9 @@ from composable.collectives.base import Pending, Transport
 from composable.errors import UsageError
 from composable.layout import local_shape
 from composable.plan import BufferPlan, HandleMembers
-from composable.ragged import RaggedDTensor, ragged_spec
+from composable.ragged import RaggedDTensor, hand_over_grad, ragged_spec
 from composable.sharded_param import ShardedParam
+from composable.torch_private import foreach_copy_
 
 __all__ = ["FlatBuffer", "GradientBuffer", "GradientPool"]
 
@@ -131,7 +132,6 @@ class FlatBuffer:
                 self._pieces.append((param, -1))
         if filled < layout.shard_numel:
             self._piece_sizes.append(layout.shard_numel - filled)
-        self._empty = self.shard.new_empty(0)
         self.transport: Transport | None = None
         self.key = -1
         self._buffer: torch.Tensor | None = None
@@ -189,7 +189,7 @@ class FlatBuffer:
                 grads.append(grad)
                 leaf.grad = None
         if grads:
-            torch._foreach_copy_(views, grads)
+            foreach_copy_(views, grads)
 
     def has_gradients(self) -> bool:
         """Say whether any leaf holds a gradient."""
@@ -214,10 +214,10 @@ class FlatBuffer:
             sharded = param.sharded
             if not sharded.requires_grad:
                 continue
-            grad = param.wrap_grad(pieces[index] if index >= 0 else self._empty)
+            grad = param.wrap_grad(pieces[index]) if index >= 0 else param.empty_grad()
             held = sharded.grad
             if held is None:
-                sharded.grad = grad
+                hand_over_grad(sharded, grad)
             elif isinstance(held, RaggedDTensor) and held._spec is param.spec:
                 if index >= 0:
                     held._local_tensor.add_(grad._local_tensor)
@@ -228,7 +228,7 @@ class FlatBuffer:
         """Give the parameters of a class without elements their gradients, which need no reduction."""
         self.drop_gradients()
         if self.is_trainable:
-            self.accumulate(self._empty)
+            self.accumulate(self.shard.new_empty(0))
 
     def _make_buffer(self) -> None:
         layout = self.plan.layout

@@ -63,6 +63,7 @@ class Handle:
         self.next_backward: Handle | None = None
         self._gathers: list[Pending] = []
         self._plain_owners: list[tuple[nn.Module, str, ShardedParam]] = []
+        self._swaps: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
         self._watched: list[ShardedParam] = []
         for param in self.params:
             param.place(param.sharded)
@@ -100,17 +101,16 @@ class Handle:
         self._gathers = []
         self.is_gathering = False
         self.is_unsharded = True
-        for module, name, param in self._plain_owners:
-            leaf = param.unsharded
-            assert leaf is not None
-            trainable = param.sharded.requires_grad
+        if self._swaps is None:
+            self._swaps = [(module, name, param.sharded, param.leaf()) for module, name, param in self._plain_owners]
+        for module, name, sharded, leaf in self._swaps:
+            trainable = sharded.requires_grad
             if leaf.requires_grad is not trainable:
                 leaf.requires_grad_(trainable)
             module._parameters[name] = leaf
         for param in self._watched:
-            assert param.unsharded is not None
-            param.unsharded.requires_grad_(param.sharded.requires_grad)
-            param.place(param.unsharded)
+            param.leaf().requires_grad_(param.sharded.requires_grad)
+            param.place(param.leaf())
 
     def reshard(self) -> None:
         """Make the modules hold the sharded parameters and free the buffers."""

@@ -42,7 +42,15 @@ from composable.torch_private import (
     utils_foreach_types,
 )
 
-__all__ = ["RaggedDTensor", "RaggedShard", "RaggedSpec", "fallback_counts", "ragged_spec", "strict_mode"]
+__all__ = [
+    "RaggedDTensor",
+    "RaggedShard",
+    "RaggedSpec",
+    "fallback_counts",
+    "hand_over_grad",
+    "ragged_spec",
+    "strict_mode",
+]
 
 # torch's own descriptors, whose stubs say Tensor.
 _GRAD: Any = torch.Tensor.grad
@@ -338,6 +346,11 @@ def _set_up() -> None:
             types.append(RaggedDTensor)
     torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, RaggedSpec, rebuild_ragged, rebuild_spec])
     support_full_state_dicts(RaggedDTensor)
+
+
+def hand_over_grad(param: torch.Tensor, grad: RaggedDTensor) -> None:
+    """Assign to ``param`` a gradient that is known to have its spec, without checking it again."""
+    _GRAD.__set__(param, grad)
 
 
 _set_up()

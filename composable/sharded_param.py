@@ -34,6 +34,7 @@ class ShardedParam:
 
     __slots__ = (
         "_empty_grad",
+        "_is_flat",
         "fqn",
         "local_shape",
         "owners",
@@ -63,6 +64,7 @@ class ShardedParam:
         self.start = start
         self.stop = stop
         self.local_shape = tuple(local_shape)
+        self._is_flat = len(self.local_shape) == 1
         self.sharded = nn.Parameter(
             RaggedDTensor.wrap(shard[start:stop].view(self.local_shape), spec), requires_grad=original.requires_grad
         )
@@ -84,15 +86,22 @@ class ShardedParam:
         self.unsharded = leaf
         return leaf
 
+    def leaf(self) -> nn.Parameter:
+        """Return the unsharded parameter; its handle has been unsharded before."""
+        assert self.unsharded is not None, f"{self.fqn} was never unsharded"
+        return self.unsharded
+
     def wrap_grad(self, local: torch.Tensor) -> RaggedDTensor:
         """Wrap this rank's piece [stop - start] of a reduced gradient."""
-        if self.start == self.stop:
-            if self._empty_grad is None:
-                self._empty_grad = RaggedDTensor.wrap(local.view(self.local_shape), self.spec)
-            return self._empty_grad
-        if len(self.local_shape) != 1:
-            local = local.view(self.local_shape)
-        return RaggedDTensor.wrap(local, self.spec)
+        return RaggedDTensor.wrap(local if self._is_flat else local.view(self.local_shape), self.spec)
+
+    def empty_grad(self) -> RaggedDTensor:
+        """Return the gradient of a parameter of which this rank owns nothing, always the same one."""
+        if self._empty_grad is None:
+            self._empty_grad = RaggedDTensor.wrap(
+                torch.empty(self.local_shape, dtype=self.sharded.dtype, device=self.sharded.device), self.spec
+            )
+        return self._empty_grad
 
     def place(self, param: nn.Parameter) -> None:
         """Make every owner hold ``param``."""

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from composable.bucket import Bucket, BucketOptions, ReducedParam, plan_buckets
-from composable.reducer import Reducer
 from composable.collectives.base import Pending, Transport
 from composable.errors import UsageError
+from composable.reducer import Reducer
 from composable.torch_private import queue_callback
 from tests.models import MLP, random_input, seeded
 

@@ -20,6 +20,9 @@ TRANSPORTS = ["process_group", "point_to_point"]
 WORLD_SIZES = [1, 2, 3, 4]
 DTYPES = [torch.float32, torch.bfloat16]
 
+# Shards that point_to_point leaves to gloo's collectives, and shards that it moves itself, at every world size.
+SMALL, LARGE = 1001, 262_147
+
 each_transport = pytest.mark.parametrize("name", TRANSPORTS)
 each_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
@@ -66,8 +69,11 @@ def gather(name: str, dtype: torch.dtype, numel: int) -> None:
 @each_transport
 @each_world_size
 @each_dtype
-def test_an_all_gather_fills_the_buffer_in_rank_order(name: str, world_size: int, dtype: torch.dtype) -> None:
-    run_ranks(gather, world_size, name, dtype, 1001)
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+def test_an_all_gather_fills_the_buffer_in_rank_order(
+    name: str, world_size: int, dtype: torch.dtype, numel: int
+) -> None:
+    run_ranks(gather, world_size, name, dtype, numel)
 
 
 def gather_many_dtypes(name: str) -> None:
@@ -101,8 +107,11 @@ def reduce_to_shards(name: str, dtype: torch.dtype, numel: int) -> None:
 @each_transport
 @each_world_size
 @each_dtype
-def test_a_reduce_scatter_gives_the_scaled_sum_of_slices(name: str, world_size: int, dtype: torch.dtype) -> None:
-    run_ranks(reduce_to_shards, world_size, name, dtype, 1001)
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+def test_a_reduce_scatter_gives_the_scaled_sum_of_slices(
+    name: str, world_size: int, dtype: torch.dtype, numel: int
+) -> None:
+    run_ranks(reduce_to_shards, world_size, name, dtype, numel)
 
 
 @each_transport
@@ -170,7 +179,7 @@ class Exchange:
 
 def exchange_in_disorder(name: str, dtype: torch.dtype, rounds: int) -> None:
     transport = make(name)
-    numels = [1, 1000, 17, 70_000, 256]
+    numels = [1, LARGE, SMALL, LARGE, 17]
     keys = [transport.allocate_key() for _ in numels]
     assert len(set(keys)) == len(keys)
     # Each rank computes and waits in an order of its own; collectives start in the same order on all.
@@ -198,7 +207,7 @@ def exchange_in_disorder(name: str, dtype: torch.dtype, rounds: int) -> None:
 @each_world_size
 @each_dtype
 def test_collectives_in_flight_together_do_not_mix(name: str, world_size: int, dtype: torch.dtype) -> None:
-    run_ranks(exchange_in_disorder, world_size, name, dtype, 10)
+    run_ranks(exchange_in_disorder, world_size, name, dtype, 5)
 
 
 def run_ahead(name: str, rounds: int) -> None:
@@ -207,7 +216,7 @@ def run_ahead(name: str, rounds: int) -> None:
     # Rank 0 starts every collective before it waits for the first; the others go one by one.
     started = []
     for round_ in range(rounds):
-        started.append(Exchange(transport, key, 33, torch.float32, seed=round_))
+        started.append(Exchange(transport, key, (SMALL, LARGE)[round_ % 2], torch.float32, seed=round_))
         if transport.rank != 0:
             for pending in started[-1].pendings:
                 pending.finish()
@@ -220,12 +229,12 @@ def run_ahead(name: str, rounds: int) -> None:
 @each_transport
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_may_run_ahead_with_one_key(name: str, world_size: int) -> None:
-    run_ranks(run_ahead, world_size, name, 30)
+    run_ranks(run_ahead, world_size, name, 12)
 
 
-def finish_twice(name: str) -> None:
+def finish_twice(name: str, numel: int) -> None:
     transport = make(name)
-    exchange = Exchange(transport, transport.allocate_key(), 8, torch.float32, seed=0)
+    exchange = Exchange(transport, transport.allocate_key(), numel, torch.float32, seed=0)
     for pending in exchange.pendings * 2:
         pending.finish()
         assert pending.is_done()
@@ -235,7 +244,8 @@ def finish_twice(name: str) -> None:
 @each_transport
 @each_world_size
 def test_finishing_twice_changes_nothing(name: str, world_size: int) -> None:
-    run_ranks(finish_twice, world_size, name)
+    run_ranks(finish_twice, world_size, name, SMALL)
+    run_ranks(finish_twice, world_size, name, LARGE)
 
 
 def exchange_beside_user_traffic(name: str) -> None:
@@ -245,7 +255,7 @@ def exchange_beside_user_traffic(name: str) -> None:
     # The same peers and the tags that the first key might use, on the user's own group.
     received = [torch.zeros(8) for _ in range(2)]
     works = [dist.irecv(tensor, src=peer, tag=tag) for tag, tensor in enumerate(received)]
-    exchange = Exchange(transport, key, 8, torch.float32, seed=3)
+    exchange = Exchange(transport, key, LARGE, torch.float32, seed=3)
     works += [dist.isend(torch.full((8,), 50.0 + tag), dst=peer, tag=tag) for tag in range(2)]
     for pending in exchange.pendings:
         pending.finish()
@@ -271,7 +281,7 @@ def exchange_in_part_of_the_world(name: str, groups: list[list[int]]) -> tuple[i
         return None
     transport = make_transport(name, made[mine[0]])
     for round_ in range(3):
-        exchange = Exchange(transport, transport.allocate_key(), 9, torch.float32, seed=round_)
+        exchange = Exchange(transport, transport.allocate_key(), (SMALL, LARGE, 1)[round_], torch.float32, seed=round_)
         for pending in exchange.pendings:
             pending.finish()
         exchange.check()
@@ -300,10 +310,11 @@ def exchange_in_an_unsorted_group(name: str) -> None:
     group = dist.new_group([2, 0, 1], sort_ranks=False)
     transport = make_transport(name, group)
     assert transport.rank == [2, 0, 1].index(dist.get_rank())
-    exchange = Exchange(transport, transport.allocate_key(), 9, torch.float32, seed=0)
-    for pending in exchange.pendings:
-        pending.finish()
-    exchange.check()
+    for numel in (SMALL, LARGE):
+        exchange = Exchange(transport, transport.allocate_key(), numel, torch.float32, seed=0)
+        for pending in exchange.pendings:
+            pending.finish()
+        exchange.check()
     tensor = torch.tensor([float(dist.get_rank())])
     transport.begin_broadcast(tensor, 0, transport.allocate_key()).finish()
     assert tensor.item() == 2
@@ -364,8 +375,10 @@ def test_collectives_run_on_the_fake_backend() -> None:
 def sum_thirds(name: str, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
     transport = make(name)
     torch.manual_seed(0)
-    sources = [torch.randn(transport.world_size * 500).to(dtype) for _ in range(transport.world_size)]
-    shard = torch.empty(500, dtype=dtype)
+    # Low precision is summed by the transport itself also when it is small.
+    numel = LARGE if dtype == torch.float32 else SMALL
+    sources = [torch.randn(transport.world_size * numel).to(dtype) for _ in range(transport.world_size)]
+    shard = torch.empty(numel, dtype=dtype)
     source = sources[transport.rank].clone()
     transport.begin_reduce_scatter(source, shard, transport.allocate_key(), scale=1 / 3).finish()
     return shard, [whole.chunk(transport.world_size)[transport.rank] for whole in sources]
@@ -406,11 +419,11 @@ def test_a_mean_within_range_does_not_overflow_on_the_way(world_size: int) -> No
 # Autograd
 
 
-def gather_into_leaves(name: str) -> None:
+def gather_into_leaves(name: str, numel: int) -> None:
     transport = make(name)
     key = transport.allocate_key()
-    shard = torch.full((4,), 2.0)
-    buffer = torch.empty(4 * transport.world_size)
+    shard = torch.full((numel,), 2.0)
+    buffer = torch.empty(numel * transport.world_size)
     # Shares the buffer's version counter, which autograd compares.
     leaf = buffer.detach()[:4].requires_grad_()
     transport.begin_all_gather(buffer, shard, key).finish()
@@ -430,15 +443,16 @@ def gather_into_leaves(name: str) -> None:
 
 @each_transport
 @each_world_size
-def test_gathering_again_does_not_count_as_a_change_of_saved_parameters(name: str, world_size: int) -> None:
-    run_ranks(gather_into_leaves, world_size, name)
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+def test_gathering_again_does_not_count_as_a_change_of_saved_parameters(name: str, world_size: int, numel: int) -> None:
+    run_ranks(gather_into_leaves, world_size, name, numel)
 
 
 # Trouble
 
 
 def exchange_once(transport: Transport, key: int) -> None:
-    for pending in Exchange(transport, key, 8, torch.float32, seed=0).pendings:
+    for pending in Exchange(transport, key, LARGE, torch.float32, seed=0).pendings:
         pending.finish()
 
 
@@ -465,7 +479,7 @@ def wait_for_a_late_peer(name: str) -> float:
     waited_s = 0.0
     if transport.rank == 0:
         start = time.perf_counter()
-        pending = transport.begin_all_gather(torch.zeros(8), torch.zeros(4), transport.allocate_key())
+        pending = transport.begin_all_gather(torch.zeros(2 * LARGE), torch.zeros(LARGE), transport.allocate_key())
         with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
             pending.finish()
         waited_s = time.perf_counter() - start

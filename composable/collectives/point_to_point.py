@@ -4,6 +4,10 @@ gloo's own collectives go through buffers of their own and occupy a thread each;
 sending its slice straight to where each peer needs it is two to ten times as fast. The host's
 cost grows with the number of peers, so this is for small groups.
 
+Small buffers go through gloo's collectives all the same. gloo's event loop polls while another
+thread holds the lock of its connection; when ranks that saturate their cores exchange little
+and often, that costs more than the copies saved.
+
 gloo matches messages first in, first out per (peer, tag). Tags come from the buffer's key and
 the process group is the transport's own, so neither user traffic nor another buffer can match.
 """
@@ -18,6 +22,12 @@ from composable.torch_private import timeout_of
 __all__ = ["PointToPointTransport"]
 
 _LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
+
+# A training step on two ranks and two busy cores, process CPU in ms, direct against gloo's
+# collectives: 360 and 217 with 64 buffers of 0.2 MB, 213 and 174 with 24 of 0.8 MB, 1125 and
+# 1427 with 8 of 12.6 MB. On idle cores the two are equal at 0.2 MB, and direct is a sixth
+# cheaper at 0.8 MB.
+_MIN_DIRECT_BYTES = 512 * 1024
 
 
 class _Gather:
@@ -107,6 +117,8 @@ class PointToPointTransport(ProcessGroupTransport):
         self.rank = group.rank()
         self._addresses = [order.index(rank) for rank in ranks]
         own = self._addresses[self.rank]
+        # gloo's collectives put slices in the order of the new group.
+        self._min_direct_shard_bytes = _MIN_DIRECT_BYTES / self.world_size if order == ranks else 0
         # Nearest first, so that not all ranks send to rank 0 at once.
         peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self._sends = [
@@ -118,7 +130,7 @@ class PointToPointTransport(ProcessGroupTransport):
         ]
 
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
-        if self.world_size == 1 or not shard.numel():
+        if self.world_size == 1 or shard.nbytes < self._min_direct_shard_bytes or not shard.numel():
             return super().begin_all_gather(buffer, shard, key)
         tag = 2 * key
         # Through `data`, so that parameters which view the buffer do not count as modified.
@@ -132,7 +144,8 @@ class PointToPointTransport(ProcessGroupTransport):
     def begin_reduce_scatter(
         self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
     ) -> Pending:
-        if self.world_size == 1 or not shard.numel():
+        is_small = shard.nbytes < self._min_direct_shard_bytes and shard.dtype not in _LOW_PRECISION
+        if self.world_size == 1 or is_small or not shard.numel():
             return super().begin_reduce_scatter(source, shard, key, scale=scale)
         tag = 2 * key + 1
         slices = source.chunk(self.world_size)
