@@ -5,8 +5,8 @@ sending its slice straight to where each peer needs it is two to ten times as fa
 cost grows with the number of peers, so this is for small groups.
 
 Small buffers go through gloo's collectives all the same. gloo's event loop polls while another
-thread holds the lock of its connection; when ranks that saturate their cores exchange little
-and often, that costs more than the copies saved.
+thread holds the lock of its connection; where ranks exchange little and often on busy cores,
+that costs more than the copies saved.
 
 gloo matches messages first in, first out per (peer, tag). Tags come from the buffer's key and
 the process group is the transport's own, so neither user traffic nor another buffer can match.
@@ -23,10 +23,10 @@ __all__ = ["PointToPointTransport"]
 
 _LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 
-# A training step on two ranks and two busy cores, process CPU in ms, direct against gloo's
-# collectives: 360 and 217 with 64 buffers of 0.2 MB, 213 and 174 with 24 of 0.8 MB, 1125 and
-# 1427 with 8 of 12.6 MB. On idle cores the two are equal at 0.2 MB, and direct is a sixth
-# cheaper at 0.8 MB.
+# Process CPU of a training step in ms, direct against gloo's collectives, two ranks on two cores.
+# Shared with other work: 316 and 214 with 64 buffers of 0.2 MB, 185 and 175 with 24 of 0.8 MB,
+# 1134 and 1363 with 8 of 12.6 MB. Undisturbed (the least seen): 192 and 194, 130 and 161,
+# 1097 and 1234. Below half a megabyte the collectives lose nothing and can win much.
 _MIN_DIRECT_BYTES = 512 * 1024
 
 
