@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from composable.collectives.base import Pending
-from composable.errors import UsageError
+from composable.errors import UsageError, place_of_rank
 from composable.flat_buffer import FlatBuffer, GradientBuffer, GradientPool
 from composable.handle import Handle
 from composable.torch_private import current_graph_task_id
@@ -213,6 +213,7 @@ class Scheduler:
     def _finish_backward(self) -> None:
         while self._reductions:
             self._finish_reduction()
+        stray = [handle for handle in self._last_armed if handle.requires_gradient_sync and handle.has_gradients()]
         for handle in list(self._unsharded):
             self._reshard(handle)
         for handle in self._last_armed:
@@ -220,6 +221,14 @@ class Scheduler:
         self._pool.release()
         self._last_backward = None
         self.is_backward = False
+        if stray:
+            for handle in stray:
+                handle.drop_gradients()
+            raise UsageError(
+                "a gradient arrived after those of its module were reduced: its parameters were used outside its forward",
+                at=f"{place_of_rank()}, module {', '.join(repr(handle.fqn) for handle in stray)}",
+                fix="use them in the forward of their own module, or let the module above own them",
+            )
 
     def _complete(self, handle: Handle) -> None:
         """Reduce the handle's gradients and free its parameters."""

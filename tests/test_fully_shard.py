@@ -581,6 +581,40 @@ def test_the_step_after_an_exception_is_right(fails_in: str) -> None:
         assert_equal_params(grads, expected, tolerance=1e-6)
 
 
+class UsedElsewhere(nn.Module):
+    """Reads a weight of ``second`` before ``first`` runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = MLPBlock()
+        self.second = MLPBlock()
+        self.is_stray = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        extra = 0.0
+        if self.is_stray:
+            self.second.unshard()
+            extra = self.second.up.bias.sum()
+        return self.second(self.first(x)) + extra
+
+
+def stray_gradient() -> tuple[str, bool]:
+    model = UsedElsewhere()
+    fully_shard(model, policy={MLPBlock}, reshard_after_forward=False)
+    with pytest.raises(UsageError) as caught:
+        model(torch.ones(2, 8)).sum().backward()
+    model.zero_grad()
+    model.is_stray = False
+    model(torch.ones(2, 8)).sum().backward()
+    return str(caught.value), all(param.grad is not None for param in model.parameters())
+
+
+def test_a_gradient_from_outside_the_forward_is_an_error_and_not_lost() -> None:
+    for rank, (text, works) in enumerate(run_ranks(stray_gradient, 2)):
+        assert "arrived after" in text and f"rank {rank}, module 'second'" in text and "fix:" in text
+        assert works
+
+
 # Bad input
 
 

@@ -1,0 +1,61 @@
+"""The wheel holds all that the README's example needs, and nothing of the checkout."""
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("build", reason="the wheel is built with the extra `dev`")
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(command: list[str], **options: object) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **options)  # type: ignore[call-overload]
+    assert result.returncode == 0, result.stdout + result.stderr
+    return str(result.stdout)
+
+
+def test_the_wheel_installs_and_runs_the_readme_example(tmp_path: Path) -> None:
+    # A copy, since a build leaves folders behind in its source.
+    source = tmp_path / "source"
+    files = ["pyproject.toml", "README.md", "LICENSE", "_traversal_utils.py"]
+    for file in [*files, *(str(path.relative_to(ROOT)) for path in (ROOT / "composable").rglob("*.py"))]:
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        (source / file).write_bytes((ROOT / file).read_bytes())
+    (source / "composable" / "py.typed").touch()
+    run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(source)])
+    (wheel,) = (tmp_path / "dist").glob("torch_composable-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"_traversal_utils.py", "composable/__init__.py", "composable/py.typed"} <= set(names)
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "examples/"))]
+
+    site = tmp_path / "site"
+    run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            "--target",
+            str(site),
+            str(wheel),
+        ]
+    )
+    found = re.search(r"```python\n(# train\.py.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert found
+    # The checkout may be installed in this environment too: say which one was imported.
+    (tmp_path / "train.py").write_text(found[1] + "\nimport composable\nassert 'site' in composable.__file__\n")
+    printed = run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
+    )
+    assert "7 handles over 2 ranks" in printed
