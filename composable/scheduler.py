@@ -225,7 +225,7 @@ class Scheduler:
             for handle in stray:
                 handle.drop_gradients()
             raise UsageError(
-                "a gradient arrived after those of its module were reduced: its parameters were used outside its forward",
+                "a gradient arrived after its module was reduced: a parameter was used outside its forward",
                 at=f"{place_of_rank()}, module {', '.join(repr(handle.fqn) for handle in stray)}",
                 fix="use them in the forward of their own module, or let the module above own them",
             )
