@@ -31,6 +31,7 @@ LAYERS: dict[str, list[str]] = {
     ],
     "transport": [
         "composable.collectives.base",
+        "composable.collectives.loop_threads",
         "composable.collectives.process_group",
         "composable.collectives.point_to_point",
         "composable.collectives",

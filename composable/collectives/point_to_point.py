@@ -4,9 +4,10 @@ gloo's own collectives go through buffers of their own and occupy a thread each;
 sending its slice straight to where each peer needs it is two to ten times as fast. The host's
 cost grows with the number of peers, so this is for small groups.
 
-Small buffers go through gloo's collectives all the same. gloo's event loop polls while another
-thread holds the lock of its connection; where ranks exchange little and often on busy cores,
-that costs more than the copies saved.
+gloo's event loop polls while another thread holds the lock of its connection. Two measures keep
+that short: a connection carries slices one way only, and the loop's thread may not push a
+rank's own thread, which may hold the lock, off its core. Without them, where ranks exchange
+little and often on busy cores, polling costs more than the copies saved (docs/notes/transport.md).
 
 gloo matches messages first in, first out per (peer, tag). Tags come from the buffer's key and
 the process group is the transport's own, so neither user traffic nor another buffer can match.
@@ -16,18 +17,13 @@ import torch
 import torch.distributed as dist
 
 from composable.collectives.base import Pending
+from composable.collectives.loop_threads import never_preempt, threads_of_process
 from composable.collectives.process_group import ProcessGroupTransport
 from composable.torch_private import timeout_of
 
 __all__ = ["PointToPointTransport"]
 
 _LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
-
-# Process CPU of a training step in ms, direct against gloo's collectives, two ranks on two cores.
-# Shared with other work: 316 and 214 with 64 buffers of 0.2 MB, 185 and 175 with 24 of 0.8 MB,
-# 1134 and 1363 with 8 of 12.6 MB. Undisturbed (the least seen): 192 and 194, 130 and 161,
-# 1097 and 1234. Below half a megabyte the collectives lose nothing and can win much.
-_MIN_DIRECT_BYTES = 512 * 1024
 
 
 class _Gather:
@@ -105,20 +101,19 @@ class PointToPointTransport(ProcessGroupTransport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         ranks = dist.get_process_group_ranks(group)
-        # Slices to higher ranks and slices to lower ranks use sockets of their own: gloo's loop thread spins
-        # while data waits on a socket whose lock a sender holds (docs/notes/transport.md).
+        others = threads_of_process()
+        # Slices to higher ranks travel in one group, slices to lower ranks in the other.
         upward, downward = (
             dist.new_group(ranks, timeout=timeout_of(group), backend="gloo", use_local_synchronization=True)
             for _ in range(2)
         )
+        never_preempt(threads_of_process() - others, name="gloo_tcp_loop")
         super().__init__(upward)
         # The new groups have their ranks sorted; slices are in the order of `group`.
         order = sorted(ranks)
         self.rank = group.rank()
         self._addresses = [order.index(rank) for rank in ranks]
         own = self._addresses[self.rank]
-        # gloo's collectives put slices in the order of the new group.
-        self._min_direct_shard_bytes = _MIN_DIRECT_BYTES / self.world_size if order == ranks else 0
         # Nearest first, so that not all ranks send to rank 0 at once.
         peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self._sends = [
@@ -130,7 +125,7 @@ class PointToPointTransport(ProcessGroupTransport):
         ]
 
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
-        if self.world_size == 1 or shard.nbytes < self._min_direct_shard_bytes or not shard.numel():
+        if self.world_size == 1 or not shard.numel():
             return super().begin_all_gather(buffer, shard, key)
         tag = 2 * key
         # Through `data`, so that parameters which view the buffer do not count as modified.
@@ -144,8 +139,7 @@ class PointToPointTransport(ProcessGroupTransport):
     def begin_reduce_scatter(
         self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
     ) -> Pending:
-        is_small = shard.nbytes < self._min_direct_shard_bytes and shard.dtype not in _LOW_PRECISION
-        if self.world_size == 1 or is_small or not shard.numel():
+        if self.world_size == 1 or not shard.numel():
             return super().begin_reduce_scatter(source, shard, key, scale=scale)
         tag = 2 * key + 1
         slices = source.chunk(self.world_size)
