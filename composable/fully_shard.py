@@ -6,7 +6,9 @@ leaves the module as it was.
 Source: ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277.
 """
 
-from collections.abc import Collection, Sequence
+import gc
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -80,18 +82,34 @@ def fully_shard(
     group = state.mesh.get_group()
     device = device_of(state.mesh)
     state.transport_name = choose_transport(device.type, dist.get_backend(group), group.size(), transport)
-    state.plan, members = plan_with_members(
-        module,
-        policy=policy,
-        world_size=group.size(),
-        strategy=strategy,
-        reshard_after_forward=reshard_after_forward,
-        ignored_params=ignored_params,
-        ignored_modules=ignored_modules,
-        transport=state.transport_name,
-    )
-    _execute(state, members)
+    with _collector_paused():
+        state.plan, members = plan_with_members(
+            module,
+            policy=policy,
+            world_size=group.size(),
+            strategy=strategy,
+            reshard_after_forward=reshard_after_forward,
+            ignored_params=ignored_params,
+            ignored_modules=ignored_modules,
+            transport=state.transport_name,
+        )
+        _execute(state, members)
     return module
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep Python's cycle collector from scanning what is being built, again and again, to find that all of it lives.
+
+    At 1000 handles that was half the time of an annotation.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _execute(state: FullyShardState, members: Sequence[HandleMembers]) -> None:
