@@ -89,7 +89,6 @@ class FlatBuffer:
         rank = mesh.get_local_rank()
         self.plan = plan
         self.dtype = plan.dtype
-        self.is_trainable = plan.requires_grad
         self.is_empty = layout.numel == 0
         self.pool_key: object = (
             tuple((span.start, span.shape) for span in layout.spans),
@@ -137,6 +136,11 @@ class FlatBuffer:
         self._buffer: torch.Tensor | None = None
         self._storage: torch.UntypedStorage | None = None
         self._buffer_bytes = layout.numel * self.shard.element_size()
+
+    @property
+    def is_trainable(self) -> bool:
+        """Some parameter requires a gradient now; users freeze and unfreeze between steps, alike on all ranks."""
+        return any(param.sharded.requires_grad for param in self.params)
 
     def connect(self, transport: Transport, module_fqn: str) -> None:
         """Choose who moves the bytes. All ranks of the shard group, same order.

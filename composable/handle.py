@@ -43,7 +43,6 @@ class Handle:
         self.fqn = plan.module_fqns[0]
         self.modules = tuple(modules)
         self.buffers = tuple(buffers)
-        self.is_trainable = any(flat.is_trainable for flat in buffers)
         self.is_gathering = False
         self.is_unsharded = False
         self.reshard_option = plan.reshard_after_forward
@@ -76,6 +75,11 @@ class Handle:
     def params(self) -> list[ShardedParam]:
         """Every parameter of the handle, buffer by buffer."""
         return [param for flat in self.buffers for param in flat.params]
+
+    @property
+    def is_trainable(self) -> bool:
+        """Some parameter requires a gradient now."""
+        return any(flat.is_trainable for flat in self.buffers)
 
     @property
     def _fqns(self) -> list[str]:

@@ -45,8 +45,8 @@ def register_fully_shard_hooks(
         if root is None:
             root = state.lazy_init(module)
         scheduler = root.scheduler
-        is_outermost = scheduler.depth == 0
-        scheduler.enter_forward()
+        is_outermost = scheduler.is_idle
+        scheduler.enter_forward(module)
         if handle is not None:
             if is_group and not handle.modules_left:
                 handle.modules_left.update(handle.modules)
@@ -57,21 +57,21 @@ def register_fully_shard_hooks(
 
     def post_forward(module: nn.Module, args: Any, output: Any) -> None:
         root = state.root
-        if root is None:
-            # pre_forward itself raised.
+        if root is None or not root.scheduler.is_running(module):
+            # pre_forward raised, or a user's hook before it.
             return
         scheduler = root.scheduler
         if handle is not None:
-            is_last = True
+            is_last = not scheduler.is_called_again(module)
             if is_group:
                 handle.modules_left.discard(module)
-                is_last = not handle.modules_left
+                is_last = is_last and not handle.modules_left
             _hook_outputs(output, scheduler, handle, is_last=is_last)
         scheduler.exit_forward()
 
     def reshard(*_: Any) -> None:
         root = state.root
-        if handle is not None and root is not None and root.scheduler.depth == 0 and not in_backward():
+        if handle is not None and root is not None and root.scheduler.is_idle:
             root.scheduler.reshard(handle)
 
     return [

@@ -16,16 +16,18 @@ freed by the host while kernels still read it is safe because its next writer fi
 for an event recorded after those kernels. ``record_stream`` is not used.
 """
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import nn
 
 from composable.collectives.base import Pending
 from composable.errors import UsageError, place_of_rank
 from composable.flat_buffer import FlatBuffer, GradientBuffer, GradientPool
 from composable.handle import Handle
-from composable.torch_private import current_graph_task_id
+from composable.torch_private import current_graph_task_id, module_call_code
 
 __all__ = ["Scheduler"]
 
@@ -67,8 +69,8 @@ class Scheduler:
     ) -> None:
         self.handles = tuple(handles)
         self.clock = 0
-        self.depth = 0
         self.is_backward = False
+        self._running: list[nn.Module] = []
         self._queue_callback = queue_callback
         self.backward_id = 0
         self._armed: list[Handle] = []
@@ -82,23 +84,38 @@ class Scheduler:
         self._streams = _Streams() if device.type == "cuda" else None
         self.stream_names: dict[int, str] = {} if self._streams is None else self._streams.names()
 
+    @property
+    def is_idle(self) -> bool:
+        """No forward or backward of this root is running."""
+        return not self._running and not in_backward()
+
     # Forward
 
-    def enter_forward(self) -> None:
+    def enter_forward(self, module: nn.Module) -> None:
         """A managed module starts its forward; the outermost one starts a forward pass."""
-        if self.depth == 0 and not in_backward():
-            if self.is_backward:
-                # The last backward raised before its final callback.
+        running = self._running
+        if not in_backward():
+            if self.is_backward or (running and running[0] is module and not _is_recursive(module)):
+                # The last backward raised before its final callback, or Ctrl-C ended the last forward.
                 self.reset()
-            self._last_forward = None
-            if self._streams is not None:
-                self._streams.shards_written()
-        self.depth += 1
+            if not running:
+                self._last_forward = None
+                if self._streams is not None:
+                    self._streams.shards_written()
+        running.append(module)
+
+    def is_running(self, module: nn.Module) -> bool:
+        """Say whether ``module`` is the innermost managed module whose forward has started."""
+        return bool(self._running) and self._running[-1] is module
+
+    def is_called_again(self, module: nn.Module) -> bool:
+        """Say whether the innermost call of ``module`` is inside another one of it."""
+        return self._running.count(module) > 1
 
     def exit_forward(self) -> None:
-        """A managed module ends its forward, also by an exception."""
-        self.depth -= 1
-        if self.depth == 0 and not in_backward():
+        """The innermost managed module ends its forward, also by an exception."""
+        self._running.pop()
+        if not self._running and not in_backward():
             for handle in [handle for handle in self._unsharded if handle.is_gathering or handle.modules_left]:
                 # A prefetch that nothing used, or a group of modules that did not all run.
                 handle.modules_left.clear()
@@ -178,10 +195,8 @@ class Scheduler:
                 self._prefetch(ahead)
             else:
                 following = handle.next_backward or handle.previous_forward
-                while following is not None and following.first_pre < 0:
-                    # Nothing in it takes part in this backward.
-                    following = following.previous_forward
-                if following is not None and following.completed_id != self.backward_id:
+                # A handle that is not armed takes no part in this backward.
+                if following is not None and following.first_pre >= 0 and following.completed_id != self.backward_id:
                     self._begin_unshard(following)
         elif not handle.is_unsharded:
             self.unshard(handle)
@@ -359,7 +374,7 @@ class Scheduler:
         self._pool.release()
         self._last_backward = None
         self.is_backward = False
-        self.depth = 0
+        self._running.clear()
 
     def retire(self, handles: Iterable[Handle]) -> None:
         """Let go of ``handles``, which another root takes over.
@@ -367,7 +382,7 @@ class Scheduler:
         Raises:
             UsageError: In the middle of a forward or backward.
         """
-        if self.depth or self.is_backward:
+        if self._running or self.is_backward:
             raise UsageError(
                 "a module that ran on its own so far is called by another root in the middle of its step",
                 fix="call the outermost annotated module before the modules inside it",
@@ -433,6 +448,17 @@ class _Streams:
 def in_backward() -> bool:
     """Say whether autograd is running a backward on this thread."""
     return current_graph_task_id() != -1
+
+
+def _is_recursive(module: nn.Module) -> bool:
+    """Say whether a call of ``module`` is under way around the one that is starting."""
+    calls = 0
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is module_call_code and frame.f_locals.get("self") is module:
+            calls += 1
+        frame = frame.f_back
+    return calls > 1
 
 
 def _first_pre(handle: Handle) -> int:

@@ -56,6 +56,7 @@ __all__ = [
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
+    "module_call_code",
     "optim_foreach_types",
     "queue_callback",
     "reduce_scatter_into",
@@ -69,6 +70,8 @@ __all__ = [
 ]
 
 dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # wraps a local
+
+module_call_code = torch.nn.Module._call_impl.__code__  # the frame of a module's call, to tell a recursive one
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

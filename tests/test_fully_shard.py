@@ -533,7 +533,83 @@ def test_freezing_and_unfreezing_between_steps() -> None:
     assert run_ranks(toggled, 2)[0] == [names, unfrozen, names]
 
 
+def unfrozen() -> dict[str, torch.Tensor]:
+    model = make_model("mlp")
+    model.blocks[1].requires_grad_(requires_grad=False)
+    annotate(model, "policy")
+    step(model)
+    model.zero_grad()
+    model.requires_grad_()
+    step(model)
+    return {fqn: full(param.grad) for fqn, param in model.named_parameters()}
+
+
+def test_parameters_frozen_at_annotation_train_once_they_are_unfrozen() -> None:
+    model = make_model("mlp")
+    loss_of(model(*global_inputs(model, 0, 2)[0])).backward()
+    expected = {fqn: param.grad for fqn, param in model.named_parameters()}
+    for grads in run_ranks(unfrozen, 2):
+        assert_equal_params(grads, expected, tolerance=1e-6)
+
+
+class FrozenLoop(nn.Module):
+    """Frozen blocks that alternate, so that each is recorded before the other, and a head that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = MLPBlock().requires_grad_(requires_grad=False)
+        self.b = MLPBlock().requires_grad_(requires_grad=False)
+        self.head = MLPBlock()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.b(self.a(self.b(x))))
+
+
+def frozen_loop() -> bool:
+    model = FrozenLoop()
+    fully_shard(model, policy={MLPBlock})
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+    return all(param.grad is not None for param in model.head.parameters())
+
+
+def test_frozen_blocks_that_alternate_before_a_trained_head() -> None:
+    assert run_ranks(frozen_loop, 2, timeout_s=30) == [True, True]
+
+
 # Recovery
+
+
+def refuse_once(model: nn.Module) -> None:
+    def refuse(*_: object) -> None:
+        handle.remove()
+        raise ValueError("in a hook")
+
+    handle = model.register_forward_pre_hook(refuse, prepend=True)
+
+
+def hook_raises(where: str) -> dict[str, torch.Tensor]:
+    """A user's hook that runs before ours raises: ours has not started that module's forward."""
+    model = make_model("mlp")
+    annotate(model, "policy")
+    if where != "first":
+        step(model)
+        model.zero_grad()
+    refuse_once(model.blocks[1] if where == "block" else model)
+    with pytest.raises(ValueError, match="in a hook"):
+        step(model)
+    model.zero_grad()
+    step(model)
+    return {fqn: full(param.grad) for fqn, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("where", ["first", "root", "block"])
+def test_the_step_after_an_exception_in_a_users_hook_is_right(where: str) -> None:
+    model = make_model("mlp")
+    loss_of(model(*global_inputs(model, 0, 2)[0])).backward()
+    expected = {fqn: param.grad for fqn, param in model.named_parameters()}
+    for grads in run_ranks(hook_raises, 2, where):
+        assert_equal_params(grads, expected, tolerance=1e-6)
 
 
 class Flaky(nn.Module):
@@ -613,6 +689,62 @@ def test_a_gradient_from_outside_the_forward_is_an_error_and_not_lost() -> None:
     for rank, (text, works) in enumerate(run_ranks(stray_gradient, 2)):
         assert "arrived after" in text and f"rank {rank}, module 'second'" in text and "fix:" in text
         assert works
+
+
+def interrupted() -> tuple[dict[str, torch.Tensor], int]:
+    model = make_model("mlp")
+    annotate(model, "policy")
+
+    def interrupt(*_: object) -> None:
+        handle.remove()
+        raise KeyboardInterrupt
+
+    handle = model.blocks[1].down.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        step(model)
+    counting = CountingTransport.install(root_of(model))
+    step(model)
+    return {fqn: full(param.grad) for fqn, param in model.named_parameters()}, counting.counts()["reduce_scatter"]
+
+
+def test_the_step_after_an_interrupt_is_right() -> None:
+    model = make_model("mlp")
+    loss_of(model(*global_inputs(model, 0, 2)[0])).backward()
+    expected = {fqn: param.grad for fqn, param in model.named_parameters()}
+    for grads, reductions in run_ranks(interrupted, 2):
+        assert_equal_params(grads, expected, tolerance=1e-6)
+        assert reductions == 4
+
+
+class Recursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = MLPBlock()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        x = self.block(x)
+        return self.out(x if depth == 0 else self(x, depth - 1))
+
+
+def recursive(reshard: bool | None) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Recursive()
+    fully_shard(model, policy={MLPBlock}, reshard_after_forward=reshard)
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model(torch.ones(2, 8) * (1 + dist.get_rank()))).backward()
+    return {fqn: full(param.grad) for fqn, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("reshard", [None, True])
+def test_a_module_that_calls_itself_equals_one_process(reshard: bool | None) -> None:
+    torch.manual_seed(0)
+    model = Recursive()
+    loss_of(model(torch.cat([torch.ones(2, 8), 2 * torch.ones(2, 8)]))).backward()
+    expected = {fqn: param.grad for fqn, param in model.named_parameters()}
+    for grads in run_ranks(recursive, 2, reshard):
+        assert_equal_params(grads, expected, tolerance=1e-6)
 
 
 # Bad input
