@@ -8,7 +8,7 @@ Use it as ``import _traversal_utils``, never with ``from``: the runtime states a
 through it, and it is found through their package.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from torch import nn
@@ -27,7 +27,7 @@ class _State(Protocol):
     """What the walks need of a state."""
 
     @property
-    def _handles(self) -> Collection[object]: ...
+    def _module_to_handle(self) -> Mapping[nn.Module, object]: ...
 
     @property
     def _is_root(self) -> bool | None: ...
@@ -65,8 +65,14 @@ def _get_fsdp_states(module: nn.Module) -> list[FsdpState]:
 
 
 def _get_fsdp_handles(module: nn.Module) -> list[Any]:
-    """Return the handles of all states at or below ``module``, state by state."""
-    return [handle for state in _get_fsdp_states(module) for handle in state._handles]
+    """Return the handles of all fully sharded modules at or below ``module``, in the order of their modules."""
+    handles: dict[Any, None] = {}
+    for visited in _get_modules(module):
+        state: Any = managing_state(visited, _API)
+        handle = state._module_to_handle.get(visited) if state is not None else None
+        if handle is not None:
+            handles[handle] = None
+    return list(handles)
 
 
 def _get_root_fsdp_states_with_modules(module: nn.Module) -> tuple[list[FsdpState], list[nn.Module]]:

@@ -87,9 +87,9 @@ class RootState(FullyShardState):
             for name, submodule in module.named_modules():
                 names.setdefault(submodule, prefix + name if name else prefix.rstrip("."))
             states += [found for found in _traversal_utils._get_fsdp_states(module) if found not in states]
-        order = {submodule: position for position, submodule in enumerate(names)}
-        handles = [handle for found in states for handle in found._handles]
-        handles.sort(key=lambda handle: order.get(handle.modules[0], -1))
+        handles: list[Handle] = list(
+            dict.fromkeys(handle for module in modules for handle in _traversal_utils._get_fsdp_handles(module))
+        )
         for handle in handles:
             handle.fqn = names.get(handle.modules[0], handle.fqn)
         _compare_plans(states)

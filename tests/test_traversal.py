@@ -14,7 +14,7 @@ class State:
     """A runtime state as the traversal sees one: the outermost state that is initialised is the root."""
 
     def __init__(self) -> None:
-        self._handles: list[str] = []
+        self._module_to_handle: dict[nn.Module, str] = {}
         self._is_root: bool | None = None
         self.inits: list[nn.Module] = []
 
@@ -25,11 +25,14 @@ class State:
 
 
 @contract(State, incompatible=("replicate",))
-def fully_shard(module: Any, handles: tuple[str, ...] = ()) -> None:
+def fully_shard(module: Any, handle: str = "", *, picks: dict[nn.Module, str] | None = None) -> None:
     first = module if isinstance(module, nn.Module) else module[0]
     state = fully_shard.state(first)
     assert state is not None
-    state._handles = list(handles)
+    state._module_to_handle = {first: handle} if handle else {}
+    for pick, name in (picks or {}).items():
+        set_member(pick, "fully_shard", state)
+        state._module_to_handle[pick] = name
 
 
 @contract(incompatible=("fully_shard",))
@@ -90,19 +93,19 @@ def test_a_module_with_two_names_comes_once() -> None:
 
 def test_handles_come_left_to_right_over_all_states() -> None:
     model = MLP()
-    fully_shard(model.out, ("out",))
-    fully_shard(model.blocks[0], ("blocks.0", "blocks.0.up"))
-    fully_shard(model, ("root",))
-    assert _traversal_utils._get_fsdp_handles(model) == ["root", "blocks.0", "blocks.0.up", "out"]
-    assert _traversal_utils._get_fsdp_handles(model.blocks) == ["blocks.0", "blocks.0.up"]
+    fully_shard(model.blocks[1], "blocks.1")
+    # A policy picks around what was annotated by hand: the states' handles interleave.
+    fully_shard(model, "root", picks={model.blocks[2]: "blocks.2", model.blocks[0]: "blocks.0", model.out: "out"})
+    assert _traversal_utils._get_fsdp_handles(model) == ["root", "blocks.0", "blocks.1", "blocks.2", "out"]
+    assert _traversal_utils._get_fsdp_handles(model.blocks) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_no_walk_enters_an_incompatible_subtree() -> None:
     model = MLP()
-    fully_shard(model.blocks[1].up, ("hidden",))
-    fully_shard(model.blocks[2], ("seen",))
+    fully_shard(model.blocks[1].up, "hidden")
+    fully_shard(model.blocks[2], "seen")
     replicate(model.blocks[1])
-    fully_shard(model, ("root",))
+    fully_shard(model, "root")
     assert model.blocks[1] not in set(_traversal_utils._get_modules(model))
     assert _traversal_utils._get_fsdp_handles(model) == ["root", "seen"]
     assert model.blocks[1].up not in _traversal_utils._get_fully_sharded_module_to_states(model)
