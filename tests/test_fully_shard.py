@@ -419,16 +419,21 @@ def in_place_on_view() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = InPlaceOnView()
     fully_shard(model, policy={InPlaceOnView.Chunked})
-    loss_of(model(torch.ones(2, 8) * (1 + dist.get_rank()))).backward()
-    return {fqn: full(param.grad) for fqn, param in model.named_parameters()}
+    # The gradient of the input needs the weight in backward.
+    x = (torch.ones(2, 8) * (1 + dist.get_rank())).requires_grad_()
+    loss_of(model(x)).backward()
+    return {"x": x.grad, **{fqn: full(param.grad) for fqn, param in model.named_parameters()}}
 
 
 def test_an_in_place_change_of_a_returned_view_is_harmless() -> None:
     torch.manual_seed(0)
     model = InPlaceOnView()
-    loss_of(model(torch.cat([torch.ones(2, 8), 2 * torch.ones(2, 8)]))).backward()
+    x = torch.cat([torch.ones(2, 8), 2 * torch.ones(2, 8)]).requires_grad_()
+    loss_of(model(x)).backward()
     expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for grads in run_ranks(in_place_on_view, 2):
+    for rank, grads in enumerate(run_ranks(in_place_on_view, 2)):
+        # Each rank's loss is the mean of its half of the batch.
+        torch.testing.assert_close(grads.pop("x"), 2 * x.grad[2 * rank : 2 * rank + 2])
         assert_equal_params(grads, expected, tolerance=1e-6)
 
 
@@ -616,9 +621,11 @@ class Flaky(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(MLPBlock() for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(8))
         self.fails_in = ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
         for index, block in enumerate(self.blocks):
             x = block(x)
             if index == 1 and self.fails_in == "forward":
@@ -640,6 +647,8 @@ def recover(fails_in: str) -> dict[str, torch.Tensor]:
     model.fails_in = fails_in
     with pytest.raises(ValueError, match=f"in {fails_in}"):
         loss_of(model(x)).backward()
+    if fails_in == "forward":
+        assert not any(handle.is_unsharded or handle.is_gathering for handle in root_of(model)._all_handles)
     model.fails_in = ""
     model.zero_grad()
     loss_of(model(x)).backward()
