@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import _traversal_utils
-from composable import ConfigError, DesyncError, FSDPModule, ModuleWrapPolicy, UsageError, fully_shard, plan
+from composable import ConfigError, DesyncError, FSDPModule, ModuleWrapPolicy, UsageError, fully_shard, no_sync, plan
 from composable.ragged import RaggedDTensor
 from composable.scheduler import Scheduler
 from composable.state import RootState
@@ -371,6 +371,28 @@ def test_an_execution_order_that_changes_costs_no_correctness() -> None:
         assert not is_leaking
         for grads, plain in zip(found, expected, strict=True):
             assert_equal_params(grads, plain, tolerance=1e-6)
+
+
+def run_unsynced_then_fewer() -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    model = Fickle()
+    fully_shard(model, policy={MLPBlock})
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with no_sync(model):
+        loss_of(model(x, [0, 1, 2, 3])).backward()
+    loss_of(model(x, [3])).backward()
+    return {fqn: full(param.grad) for fqn, param in model.named_parameters()}
+
+
+def test_the_next_synchronised_backward_also_reduces_modules_that_it_does_not_run() -> None:
+    torch.manual_seed(3)
+    model = Fickle()
+    x = torch.cat([torch.randn(2, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(2)])
+    loss_of(model(x, [0, 1, 2, 3])).backward()
+    loss_of(model(x, [3])).backward()
+    expected = {fqn: param.grad for fqn, param in model.named_parameters()}
+    for grads in run_ranks(run_unsynced_then_fewer, 2):
+        assert_equal_params(grads, expected, tolerance=1e-6)
 
 
 # Hooks, views, groups, ignored
