@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable.collectives.base import Pending, Transport
-from composable.errors import UsageError
+from composable.errors import UsageError, place_of_rank
 from composable.layout import local_shape
 from composable.plan import BufferPlan, HandleMembers
 from composable.ragged import RaggedDTensor, hand_over_grad, ragged_spec
@@ -192,8 +192,20 @@ class FlatBuffer:
                 views.append(view)
                 grads.append(grad)
                 leaf.grad = None
-        if grads:
+        if not grads:
+            return
+        try:
             foreach_copy_(views, grads)
+        except RuntimeError as error:
+            sparse = [view.shape for view, grad in zip(views, grads, strict=True) if grad.layout != torch.strided]
+            if not sparse:
+                raise
+            names = [param.fqn for param in self.params if param.shape in sparse]
+            raise UsageError(
+                "a gradient is sparse, and a flat buffer holds dense ones only",
+                at=f"{place_of_rank()}, parameter {', '.join(map(repr, names))}",
+                fix="build the embedding with sparse=False, or pass it in ignored_modules",
+            ) from error
 
     def has_gradients(self) -> bool:
         """Say whether any leaf holds a gradient."""

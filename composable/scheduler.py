@@ -120,7 +120,7 @@ class Scheduler:
                 # A prefetch that nothing used, or a group of modules that did not all run.
                 handle.modules_left.clear()
                 if handle.is_gathering or handle.reshard_after_forward or handle.first_pre < 0:
-                    self._reshard(handle)
+                    self.reshard(handle)
 
     def pre_forward(self, handle: Handle) -> None:
         """Make the handle's parameters usable and start gathering what comes next."""
@@ -144,7 +144,7 @@ class Scheduler:
         if ahead is not None:
             self._prefetch(ahead)
         elif handle.next_forward is not None and handle.next_forward is not handle:
-            self._begin_unshard(handle.next_forward)
+            self.begin_unshard(handle.next_forward)
 
     def post_forward(self, handle: Handle, *, is_differentiable: bool, is_last: bool = True) -> int:
         """End one call; returns its clock, which the output's hook must give to ``pre_backward``.
@@ -168,7 +168,7 @@ class Scheduler:
         if is_last:
             handle.entered_at = -1
             if handle.reshard_after_forward or not is_differentiable:
-                self._reshard(handle)
+                self.reshard(handle)
         return self.clock
 
     # Backward
@@ -197,7 +197,7 @@ class Scheduler:
                 following = handle.next_backward or handle.previous_forward
                 # A handle that is not armed takes no part in this backward.
                 if following is not None and following.first_pre >= 0 and following.completed_id != self.backward_id:
-                    self._begin_unshard(following)
+                    self.begin_unshard(following)
         elif not handle.is_unsharded:
             self.unshard(handle)
 
@@ -230,7 +230,7 @@ class Scheduler:
             self._finish_reduction()
         stray = [handle for handle in self._last_armed if handle.requires_gradient_sync and handle.has_gradients()]
         for handle in list(self._unsharded):
-            self._reshard(handle)
+            self.reshard(handle)
         for handle in self._last_armed:
             handle.first_pre = -1
         self._pool.release()
@@ -249,11 +249,11 @@ class Scheduler:
         """Reduce the handle's gradients and free its parameters."""
         handle.completed_id = self.backward_id
         if not handle.is_trainable:
-            self._reshard(handle)
+            self.reshard(handle)
             return
         if not handle.requires_gradient_sync:
             handle.has_unsynced_gradients = True
-            self._reshard(handle)
+            self.reshard(handle)
             return
         handle.has_unsynced_gradients = False
         for flat in handle.buffers:
@@ -265,9 +265,9 @@ class Scheduler:
                 gradient = self._pool.take(flat)
                 flat.take_gradients(gradient)
                 if flat is handle.buffers[-1]:
-                    self._reshard(handle)
+                    self.reshard(handle)
                 self._begin_reduction(flat, gradient)
-        self._reshard(handle)
+        self.reshard(handle)
 
     def _begin_reduction(self, flat: FlatBuffer, gradient: GradientBuffer) -> None:
         assert flat.transport is not None
@@ -297,26 +297,12 @@ class Scheduler:
         """Make the modules of ``handle`` hold unsharded parameters. Collective unless it is unsharded."""
         if handle.is_unsharded:
             return
-        if not handle.is_gathering:
-            self._begin_unshard(handle)
-        if self._streams is None:
-            handle.finish_gathers()
-        else:
-            self._streams.wait_for_unshard(handle)
+        self.begin_unshard(handle)
+        self._wait_for_gathers(handle)
         handle.use_unsharded()
 
     def begin_unshard(self, handle: Handle) -> None:
         """Start gathering ahead of use; ``unshard`` waits for it."""
-        self._begin_unshard(handle)
-
-    def reshard(self, handle: Handle) -> None:
-        """Free the unsharded parameters of ``handle``, finishing a gather that is in flight."""
-        if handle.is_gathering:
-            self._drop_gather(handle)
-        else:
-            self._reshard(handle)
-
-    def _begin_unshard(self, handle: Handle) -> None:
         if handle.is_unsharded or handle.is_gathering:
             return
         self._unsharded[handle] = None
@@ -328,31 +314,29 @@ class Scheduler:
                 handle.finish_gathers()
                 self._streams.unsharded(handle)
 
-    def _prefetch(self, handles: Iterable[Handle]) -> None:
-        for handle in handles:
-            self._begin_unshard(handle)
+    def reshard(self, handle: Handle) -> None:
+        """Free the unsharded parameters of ``handle``; no error if there are none.
 
-    def _reshard(self, handle: Handle) -> None:
+        A gather in flight is waited for, since peers take part in it.
+        """
         if handle not in self._unsharded:
             return
         if handle.is_gathering:
-            self._drop_gather(handle)
-            return
+            self._wait_for_gathers(handle)
         del self._unsharded[handle]
         handle.reshard()
         if self._streams is not None:
             self._streams.resharded()
 
-    def _drop_gather(self, handle: Handle) -> None:
-        """A prefetch was a wrong guess: wait for it, since peers take part in it, and free it."""
-        del self._unsharded[handle]
+    def _prefetch(self, handles: Iterable[Handle]) -> None:
+        for handle in handles:
+            self.begin_unshard(handle)
+
+    def _wait_for_gathers(self, handle: Handle) -> None:
         if self._streams is None:
             handle.finish_gathers()
         else:
             self._streams.wait_for_unshard(handle)
-        handle.reshard()
-        if self._streams is not None:
-            self._streams.resharded()
 
     # Recovery
 

@@ -83,8 +83,5 @@ class CountingTransport(Transport):
     def adopt_shard(self, shard: torch.Tensor) -> None:
         self._inner.adopt_shard(shard)
 
-    def close(self) -> None:
-        self._inner.close()
-
     def _record(self, op: str, key: int, tensor: torch.Tensor) -> None:
         self.records.append(Collective(op, key, tensor.numel() * tensor.element_size()))

@@ -923,6 +923,19 @@ def test_backward_without_forward_is_an_error_and_the_next_step_works() -> None:
     assert "second time" in run_ranks(backward_twice, 2)[0]
 
 
+def sparse_gradient() -> str:
+    model = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
+    fully_shard(model)
+    with pytest.raises(UsageError) as caught:
+        model(torch.tensor([1, 2])).sum().backward()
+    return str(caught.value)
+
+
+def test_a_sparse_gradient_is_a_clear_error() -> None:
+    for rank, text in enumerate(run_ranks(sparse_gradient, 2)):
+        assert "a gradient is sparse" in text and f"rank {rank}, parameter '0.weight'" in text and "fix:" in text
+
+
 def copied() -> list[str]:
     model = make_model("mlp")
     annotate(model, "policy")

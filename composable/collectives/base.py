@@ -79,6 +79,3 @@ class Transport(ABC):
         Called once a shard, on every rank in the same order. A transport that keeps shards
         resident in memory of its own may move the storage here, in place.
         """
-
-    def close(self) -> None:
-        """Release what the transport holds. Collective where it owns a process group."""
