@@ -21,6 +21,7 @@ LAYERS: dict[str, list[str]] = {
         "composable.precision",
         "composable.offload",
         "composable.mesh",
+        "composable.agreement",
     ],
     "planning": [
         "composable.layout",
@@ -43,6 +44,7 @@ LAYERS: dict[str, list[str]] = {
         "composable.ragged_dispatch",
         "composable.ragged_checkpoint",
         "composable.ragged",
+        "composable.ragged_transfer",
         "composable.sharded_param",
         "composable.flat_buffer",
         "composable.handle",
