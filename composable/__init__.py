@@ -3,6 +3,7 @@
 from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError
 from composable.fsdp_module import FSDPModule, UnshardHandle
+from composable.full_params import unshard_params
 from composable.fully_shard import fully_shard
 from composable.gradient_sync import no_sync
 from composable.plan import ShardingStrategy, ShardPlan, plan
@@ -31,4 +32,5 @@ __all__ = [
     "plan",
     "replicate",
     "strict_mode",
+    "unshard_params",
 ]

@@ -10,6 +10,7 @@ Source: flat parameters, arXiv 2304.11277.
 """
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable.collectives.base import Pending, Transport
@@ -178,6 +179,27 @@ class FlatBuffer:
         """Release the buffer's memory; its views stay valid for the next unshard."""
         if self._storage is not None:
             self._storage.resize_(0)
+
+    def write_back(self) -> None:
+        """Make this rank's part of the unsharded values the values of the shard; the buffer is full."""
+        if self._buffer is None or self.is_empty:
+            return
+        for leaf, view in self._moved_leaves():
+            view.copy_(leaf.data)
+        rank = self.params[0].layout.rank
+        self.shard.data.copy_(self._buffer[self.plan.layout.shard_of(rank)])
+
+    def mend_leaves(self) -> None:
+        """Put leaves that were given other data (``leaf.data = values``) back on the buffer."""
+        for leaf, view in self._moved_leaves():
+            leaf.data = view
+
+    def _moved_leaves(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        if self._buffer is None:
+            return []
+        views = [self._buffer[span.start : span.stop].view(span.shape) for span in self.plan.layout.spans]
+        pairs = zip([param.leaf() for param in self.params], views, strict=True)
+        return [(leaf, view) for leaf, view in pairs if leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape]
 
     def take_gradients(self, gradient: GradientBuffer) -> None:
         """Move the leaves' gradients into ``gradient``; a missing one counts as zero."""

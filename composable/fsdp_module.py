@@ -60,6 +60,7 @@ class FSDPModule:
         _, state = _managed(self)
         scheduler = state.lazy_init().scheduler
         handles = _handles(self, recurse=False)
+        scheduler.shards_written()
         for handle in handles:
             scheduler.begin_unshard(handle)
         pending = UnshardHandle(state, handles)

@@ -26,6 +26,8 @@ class Handle:
         modules: The fully sharded module, or several that share the handle.
         is_gathering: An unshard was started and is not in use yet.
         is_unsharded: The modules hold the unsharded parameters.
+        held_with: Options of the context that shows full parameters to the user; ``reshard`` has to wait.
+        is_lent: That context shows them in a way that forward and backward cannot use.
         reshard_option: What the user asked for; ``None``: free between forward and backward unless root.
         reshard_after_forward: What that means now that the root is known.
         requires_gradient_sync: Reduce gradients at the end of this handle's backward.
@@ -45,6 +47,8 @@ class Handle:
         self.buffers = tuple(buffers)
         self.is_gathering = False
         self.is_unsharded = False
+        self.held_with: object | None = None
+        self.is_lent = False
         self.reshard_option = plan.reshard_after_forward
         self.reshard_after_forward = True
         self.requires_gradient_sync = True

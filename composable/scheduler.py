@@ -123,7 +123,17 @@ class Scheduler:
                     self.reshard(handle)
 
     def pre_forward(self, handle: Handle) -> None:
-        """Make the handle's parameters usable and start gathering what comes next."""
+        """Make the handle's parameters usable and start gathering what comes next.
+
+        Raises:
+            UsageError: A context has lent the parameters to the user.
+        """
+        if handle.is_lent:
+            raise UsageError(
+                "a forward cannot run while unshard_params shows copies or gradients of the parameters",
+                at=f"{place_of_rank()}, module {handle.fqn!r}",
+                fix="leave the context first, or enter it without rank0_only, offload_to_cpu and with_grads",
+            )
         if in_backward():
             # Activation checkpointing runs the forward again: order and clock stay as they are.
             if not self.is_backward:
@@ -315,11 +325,11 @@ class Scheduler:
                 self._streams.unsharded(handle)
 
     def reshard(self, handle: Handle) -> None:
-        """Free the unsharded parameters of ``handle``; no error if there are none.
+        """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them.
 
         A gather in flight is waited for, since peers take part in it.
         """
-        if handle not in self._unsharded:
+        if handle not in self._unsharded or handle.held_with is not None:
             return
         if handle.is_gathering:
             self._wait_for_gathers(handle)
@@ -327,6 +337,11 @@ class Scheduler:
         handle.reshard()
         if self._streams is not None:
             self._streams.resharded()
+
+    def shards_written(self) -> None:
+        """The current stream wrote the shards outside of forward; gathers that start now must wait for it."""
+        if self._streams is not None:
+            self._streams.shards_written()
 
     def _prefetch(self, handles: Iterable[Handle]) -> None:
         for handle in handles:

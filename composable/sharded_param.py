@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from composable.ragged import RaggedDTensor
+from composable.ragged_spec import RaggedLayout
 from composable.torch_private import DTensorSpec
 
 __all__ = ["Owner", "ShardedParam"]
@@ -73,18 +74,37 @@ class ShardedParam:
         # Marks that users put on parameters (say, `no_weight_decay`) must survive.
         _copy_marks(original, self.sharded)
 
+    @property
+    def ragged(self) -> RaggedDTensor:
+        """The sharded parameter, as what it is."""
+        assert isinstance(self.sharded, RaggedDTensor)
+        return self.sharded
+
+    @property
+    def layout(self) -> RaggedLayout:
+        """Which elements each rank owns."""
+        return self.ragged._spec.layout
+
     def make_unsharded(self, view: torch.Tensor) -> nn.Parameter:
         """Create the leaf over ``view``, a view of the buffer's ``.data`` in the full shape.
 
         ``.data`` gives the leaf a version counter of its own: filling the buffer again
         between forward and backward must not look like an in-place change.
         """
-        leaf = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
-        _copy_marks(self.sharded, leaf)
-        # An optimizer built inside forward or backward would update this leaf, and lose the update.
-        leaf._composable_replaced_by = self.fqn  # type: ignore[attr-defined]  # read by the optimizer check
-        self.unsharded = leaf
-        return leaf
+        self.unsharded = self.make_stand_in(view)
+        return self.unsharded
+
+    def make_stand_in(self, value: torch.Tensor) -> nn.Parameter:
+        """Return a plain parameter over ``value``, for modules to hold for a while."""
+        stand_in = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
+        _copy_marks(self.sharded, stand_in)
+        # An optimizer built meanwhile would update the stand-in, and lose the update.
+        stand_in._composable_replaced_by = self.fqn  # type: ignore[attr-defined]  # read by the optimizer check
+        return stand_in
+
+    def is_placed(self, param: nn.Parameter) -> bool:
+        """Say whether every owner holds ``param``."""
+        return all(module._parameters.get(name) is param for module, name in self.owners)
 
     def leaf(self) -> nn.Parameter:
         """Return the unsharded parameter; its handle has been unsharded before."""

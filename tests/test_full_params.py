@@ -1,0 +1,376 @@
+"""`unshard_params`: full, plain parameters inside a block."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable import (
+    DesyncError,
+    RaggedDTensor,
+    SizePolicy,
+    UsageError,
+    fully_shard,
+    no_sync,
+    replicate,
+    unshard_params,
+)
+from composable.errors import ConfigError
+from composable.fsdp_module import FSDPModule
+from tests.models import Block, MLPBlock, loss_of, make_model
+from tests.parity import inputs_of
+from tests.world import run_ranks
+
+NAMES = ["gpt_tied", "tied_across", "mixed_dtypes", "frozen_mixed", "scalars", "empty_params", "with_buffers"]
+KINDS = {
+    "on device": {},
+    "on host": {"offload_to_cpu": True},
+    "on the first rank": {"rank0_only": True},
+    "on the first rank's host": {"rank0_only": True, "offload_to_cpu": True},
+}
+
+
+def shard(name: str) -> nn.Module:
+    model = make_model(name)
+    if name in {"mlp", "gpt", "gpt_tied"}:
+        return fully_shard(model, policy={MLPBlock, Block})
+    return fully_shard(model, policy=SizePolicy(10))
+
+
+def full_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {fqn: param.full_tensor() for fqn, param in model.named_parameters() if isinstance(param, RaggedDTensor)}
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return all(isinstance(param, RaggedDTensor) for param in model.parameters())
+
+
+def read_and_change(name: str) -> None:
+    model, plain = shard(name), make_model(name)
+    holders = list(model.parameters())
+    for turn, options in enumerate(KINDS.values()):
+        shows = dist.get_rank() == 0 or "rank0_only" not in options
+        with unshard_params(model, **options):
+            assert [fqn for fqn, _ in model.named_parameters()] == [fqn for fqn, _ in plain.named_parameters()]
+            assert [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)] == [
+                fqn for fqn, _ in plain.named_parameters(remove_duplicate=False)
+            ]
+            for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                assert (type(param) is nn.Parameter) is shows
+                assert param.requires_grad is expected.requires_grad
+                if shows:
+                    assert torch.equal(param, expected) and param.dtype is expected.dtype
+            if shows:
+                state = model.state_dict()
+                assert all(torch.equal(state[key], value) for key, value in plain.state_dict().items())
+                with torch.no_grad():
+                    for index, param in enumerate(model.parameters()):
+                        param.add_(index + turn)
+        with torch.no_grad():
+            for index, expected in enumerate(plain.parameters()):
+                expected.add_(index + turn)
+        assert [id(param) for param in model.parameters()] == [id(param) for param in holders]
+        values = full_values(model)
+        assert all(torch.equal(values[fqn], expected) for fqn, expected in plain.named_parameters())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_full_values_are_shown_and_changes_are_kept(name: str, world_size: int) -> None:
+    run_ranks(read_and_change, world_size, name)
+
+
+def change_and_forget() -> None:
+    model, plain = shard("mlp"), make_model("mlp")
+    for options in KINDS.values():
+        with unshard_params(model, writeback=False, **options):
+            for param in model.parameters():
+                if not isinstance(param, RaggedDTensor):
+                    param.data.fill_(7.0)
+        assert is_sharded(model)
+        values = full_values(model)
+        assert all(torch.equal(values[fqn], expected) for fqn, expected in plain.named_parameters())
+        for failing in ({0, 1}, {0}, {1}) if "rank0_only" in options else ({0, 1},):
+            error: Exception | None = None
+            try:
+                with unshard_params(model, **options):
+                    for param in model.parameters():
+                        if not isinstance(param, RaggedDTensor):
+                            param.data.fill_(7.0)
+                    if dist.get_rank() in failing:
+                        raise KeyError("mine")
+            except (KeyError, DesyncError) as caught:
+                error = caught
+            assert type(error) is (KeyError if dist.get_rank() in failing else DesyncError)
+            assert is_sharded(model)
+            values = full_values(model)
+            assert all(torch.equal(values[fqn], expected) for fqn, expected in plain.named_parameters())
+
+
+def test_without_writeback_or_after_an_exception_values_are_as_before() -> None:
+    run_ranks(change_and_forget, 2)
+
+
+def load_whole() -> None:
+    model, other = shard("mlp"), make_model("mlp", seed=5)
+    with unshard_params(model):
+        model.load_state_dict(other.state_dict())
+        first = next(model.parameters())
+        first.data = torch.full_like(first, 3.0)  # off the buffer
+    values = full_values(model)
+    expected = dict(other.named_parameters())
+    assert torch.equal(values.pop("inp.weight"), torch.full((8, 8), 3.0))
+    assert all(torch.equal(value, expected[fqn]) for fqn, value in values.items())
+    with unshard_params(model):
+        assert torch.equal(model.get_parameter("inp.weight"), torch.full((8, 8), 3.0))
+    args, kwargs = inputs_of(model, 0, 0)
+    with torch.no_grad():
+        other.inp.weight.fill_(3.0)
+        assert torch.equal(model(*args, **kwargs), other(*args, **kwargs))
+
+
+def test_a_plain_state_dict_loads_in_the_block() -> None:
+    run_ranks(load_whole, 2)
+
+
+def run_inside() -> None:
+    model, plain = shard("gpt"), make_model("gpt")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        with unshard_params(model, writeback=step == 1):
+            args, kwargs = inputs_of(model, 9, rank)
+            with torch.no_grad():
+                assert torch.equal(model(*args, **kwargs), plain(*args, **kwargs))
+            assert not any(isinstance(param, RaggedDTensor) for param in model.parameters())
+            if step == 1:
+                args, kwargs = inputs_of(model, step, rank)
+                loss_of(model(*args, **kwargs)).backward()
+        if step != 1:
+            args, kwargs = inputs_of(model, step, rank)
+            loss_of(model(*args, **kwargs)).backward()
+        for every in range(size):
+            args, kwargs = inputs_of(plain, step, every)
+            (loss_of(plain(*args, **kwargs)) / size).backward()
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    values = full_values(model)
+    for fqn, expected in plain.named_parameters():
+        torch.testing.assert_close(values[fqn], expected.detach(), rtol=0, atol=1e-6)
+
+
+def test_the_model_runs_and_trains_in_the_block() -> None:
+    run_ranks(run_inside, 2)
+
+
+def show_gradients(rank0_only: bool, offload_to_cpu: bool) -> None:
+    model, plain = shard("mlp"), make_model("mlp")
+    options: dict[str, Any] = {"rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu, "with_grads": True}
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shows = rank == 0 or not rank0_only
+    args, kwargs = inputs_of(model, 0, rank)
+    loss_of(model(*args, **kwargs)).backward()
+    for every in range(size):
+        args, kwargs = inputs_of(plain, 0, every)
+        (loss_of(plain(*args, **kwargs)) / size).backward()
+    model.out.bias.grad = plain.out.bias.grad = None
+    with unshard_params(model, **options):
+        for (fqn, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if fqn == "out.bias" or not shows:
+                assert not shows or param.grad is None
+                continue
+            assert param.grad is not None and expected.grad is not None
+            torch.testing.assert_close(param.grad, expected.grad, rtol=0, atol=1e-7)
+            param.grad.fill_(2.0)
+        if shows:
+            model.inp.bias.grad = None
+            model.out.bias.grad = torch.full((8,), 5.0)
+        with pytest.raises(UsageError, match="forward cannot run"):
+            model(*args, **kwargs)
+    for fqn, param in model.named_parameters():
+        if fqn == "inp.bias":
+            assert param.grad is None
+        else:
+            grad = param.grad
+            assert isinstance(grad, RaggedDTensor)
+            assert torch.equal(grad.full_tensor(), torch.full(param.shape, 5.0 if fqn == "out.bias" else 2.0))
+    with unshard_params(model, **{**options, "writeback": False}):
+        for param in model.parameters() if shows else ():
+            param.grad = torch.zeros(param.shape)
+    assert model.inp.bias.grad is None
+    assert torch.equal(model.out.bias.grad.full_tensor(), torch.full((8,), 5.0))
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert torch.equal(model.out.bias.full_tensor(), plain.out.bias - 5.0)
+
+
+@pytest.mark.parametrize("offload_to_cpu", [False, True])
+@pytest.mark.parametrize("rank0_only", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_are_shown_and_written_back(world_size: int, rank0_only: bool, offload_to_cpu: bool) -> None:
+    run_ranks(show_gradients, world_size, rank0_only, offload_to_cpu)
+
+
+def only_own_handle() -> None:
+    model = shard("mlp")
+    with unshard_params(model, recurse=False):
+        assert not isinstance(model.inp.weight, RaggedDTensor)
+        assert is_sharded(model.blocks)
+    with unshard_params(model.blocks):
+        assert not any(isinstance(param, RaggedDTensor) for param in model.blocks.parameters())
+        assert isinstance(model.inp.weight, RaggedDTensor)
+        with unshard_params(model):
+            assert not any(isinstance(param, RaggedDTensor) for param in model.parameters())
+            model.blocks[0].up.bias.data.fill_(1.0)
+            model.inp.bias.data.fill_(1.0)
+        assert isinstance(model.inp.weight, RaggedDTensor)
+        assert not isinstance(model.blocks[0].up.bias, RaggedDTensor)
+    assert is_sharded(model)
+    values = full_values(model)
+    assert values["blocks.0.up.bias"].eq(1).all() and values["inp.bias"].eq(1).all()
+
+    nested = replicate(make_model("mlp"))
+    with unshard_params(nested):
+        assert all(type(param) is nn.Parameter for param in nested.parameters())
+
+
+def test_recursion_nesting_and_modules_without_handles() -> None:
+    run_ranks(only_own_handle, 2)
+
+
+def refusal(block: Callable[[nn.Module], None]) -> list[str]:
+    """Return the error, after which the model must be whole and of use."""
+    model, plain = shard("mlp"), make_model("mlp")
+    with pytest.raises((UsageError, ConfigError, DesyncError)) as caught:
+        block(model)
+    assert is_sharded(model)
+    with suppress(AttributeError):
+        assert all(handle.held_with is None for handle in fully_shard.state(model)._handles)
+    values = full_values(model)
+    assert all(torch.equal(values[fqn], expected) for fqn, expected in plain.named_parameters())
+    args, kwargs = inputs_of(model, 0, dist.get_rank())
+    loss_of(model(*args, **kwargs)).backward()
+    return str(caught.value).splitlines()
+
+
+def enter(model: nn.Module, **options: Any) -> None:
+    with unshard_params(model, **options):
+        pass
+
+
+def in_forward(model: nn.Module) -> None:
+    handle = model.blocks[0].register_forward_pre_hook(lambda *_: enter(model))
+    args, kwargs = inputs_of(model, 0, 0)
+    try:
+        model(*args, **kwargs)
+    finally:
+        handle.remove()
+
+
+def of_a_part(model: nn.Module) -> None:
+    enter(model.blocks[0].up)
+
+
+def with_other_options(model: nn.Module) -> None:
+    with unshard_params(model, writeback=False):
+        enter(model.blocks)
+
+
+def on_one_rank(model: nn.Module) -> None:
+    args, kwargs = inputs_of(model, 0, 0)
+    loss_of(model(*args, **kwargs)).backward()
+    if dist.get_rank() == 0:
+        model.blocks[1].up.bias.grad = None
+    enter(model, with_grads=True)
+
+
+def unsynced(model: nn.Module) -> None:
+    args, kwargs = inputs_of(model, 0, 0)
+    with no_sync(model):
+        loss_of(model(*args, **kwargs)).backward()
+    enter(model, with_grads=True)
+
+
+def step_inside(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    with unshard_params(model):
+        optimizer.step()
+
+
+def replace(model: nn.Module, **options: Any) -> None:
+    with unshard_params(model, **options):
+        if dist.get_rank() == 0 or not options:
+            model.out.weight = nn.Parameter(torch.zeros(8, 8))
+
+
+def replace_first(model: nn.Module) -> None:
+    replace(model, rank0_only=True)
+
+
+def reshape(model: nn.Module) -> None:
+    with unshard_params(model):
+        model.out.weight.data = torch.zeros(4, 16)
+
+
+def no_bool(model: nn.Module) -> None:
+    enter(model, writeback=1)
+
+
+@pytest.mark.parametrize(
+    ("block", "what", "where"),
+    [
+        (in_forward, "unshard_params was entered in the middle of a forward or backward", "module FSDPMLP"),
+        (of_a_part, "2 parameters belong to a handle of another module: weight, bias", "module 'blocks.0.up' (Linear)"),
+        (with_other_options, "unshard_params is entered again with other options", "module 'blocks.0'"),
+        (on_one_rank, "1 parameters have a gradient on some ranks only: blocks.1.up.bias", ""),
+        (unsynced, "gradients that no_sync left on their ranks cannot be shown", "module ''"),
+        (step_inside, "sharded parameters were changed while unshard_params showed full ones", "module ''"),
+        (replace, "a parameter was replaced while unshard_params showed it", "parameter 'out.weight'"),
+        (replace_first, "a parameter was replaced while unshard_params showed it", "parameter 'out.weight'"),
+        (reshape, "a parameter was replaced while unshard_params showed it", "parameter 'out.weight'"),
+        (no_bool, "writeback is 1, not a bool", ""),
+    ],
+)
+def test_misuse_is_refused_on_every_rank_and_leaves_the_model_whole(
+    block: Callable[[nn.Module], None], what: str, where: str
+) -> None:
+    for lines in run_ranks(refusal, 2, block):
+        assert lines[0].startswith(what)
+        assert where in lines[1]
+
+
+def peak_bytes() -> tuple[int, int]:
+    """Return the bytes of the largest handle, and of the largest tensor that this rank made or looked into."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        nbytes = 0
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = op(*args, **(kwargs or {}))
+            for made in result if isinstance(result, (list, tuple)) else [result]:
+                if isinstance(made, torch.Tensor):
+                    self.nbytes = max(self.nbytes, made.untyped_storage().nbytes())
+            return result
+
+    model = shard("mlp")
+    largest = max(4 * flat.plan.layout.numel for handle in fully_shard.state(model)._handles for flat in handle.buffers)
+    assert isinstance(model, FSDPModule)
+    with Largest() as seen, unshard_params(model, rank0_only=True):
+        if dist.get_rank() == 0:
+            for param in model.parameters():
+                param.data.zero_()
+    assert all(value.eq(0).all() for value in full_values(model).values())
+    return largest, seen.nbytes
+
+
+def test_ranks_that_show_nothing_allocate_nothing_large() -> None:
+    (_, _), (largest, made) = run_ranks(peak_bytes, 2)
+    assert made <= largest // 2
