@@ -121,6 +121,8 @@ def load_whole() -> None:
         model.load_state_dict(other.state_dict())
         first = next(model.parameters())
         first.data = torch.full_like(first, 3.0)  # off the buffer
+        model.out.bias.requires_grad_(False)
+    assert [fqn for fqn, param in model.named_parameters() if not param.requires_grad] == ["out.bias"]
     values = full_values(model)
     expected = dict(other.named_parameters())
     assert torch.equal(values.pop("inp.weight"), torch.full((8, 8), 3.0))
