@@ -196,6 +196,10 @@ class RaggedDTensor(DTensor):
 
     # -- copies, pickles, torch.compile
 
+    def data_ptr(self) -> int:
+        """Return 0, as every tensor without a storage of its own: what copies storages looks at the piece then."""
+        return 0
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedDTensor":
         if id(self) in memo:
             known: RaggedDTensor = memo[id(self)]
