@@ -1,5 +1,12 @@
 """Data parallelism as an annotation: how a plain module trains on many ranks, without wrapping it."""
 
+from composable.checkpoint_folder import (
+    SavedCheckpoint,
+    SaveHandle,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError
 from composable.fsdp_module import FSDPModule, UnshardHandle
@@ -20,6 +27,8 @@ __all__ = [
     "ModuleWrapPolicy",
     "RaggedDTensor",
     "RaggedShard",
+    "SaveHandle",
+    "SavedCheckpoint",
     "ShardPlan",
     "ShardingStrategy",
     "SizePolicy",
@@ -27,10 +36,13 @@ __all__ = [
     "UsageError",
     "contract",
     "fallback_counts",
+    "find_checkpoint",
     "fully_shard",
+    "load_checkpoint",
     "no_sync",
     "plan",
     "replicate",
+    "save_checkpoint",
     "strict_mode",
     "unshard_params",
 ]

@@ -4,22 +4,33 @@ A flat range of an n-dimensional tensor is a few boxes. Each is saved, and read 
 world size, straight from and into the local piece: no tensor is communicated.
 
 Loading *full* state dicts (``set_model_state_dict`` and its kin) goes through functions of torch
-that refuse placements they do not know; ``support_full_state_dicts`` teaches them ours.
+that refuse placements they do not know; ``support_full_state_dicts`` teaches them ours, and makes
+those that load optimizers compare the groups first: torch loads what differs in part, or wrongly.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import tensor as dtensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import Replicate
 
+from composable.agreement import agreed
 from composable.errors import ConfigError, UsageError
 from composable.layout import boxes
+from composable.mesh import device_of
+from composable.optimizer_groups import (
+    GroupNames,
+    describe_optimizer,
+    group_differences,
+    names_by_alias,
+    names_of_params,
+)
 from composable.ragged_spec import RaggedLayout, RaggedShard, ragged_spec, slice_full
 from composable.torch_private import DeviceMesh, Placement, dcp_state_dict, dtensor_new, state_dict_utils
 
@@ -115,6 +126,8 @@ def support_full_state_dicts(cls: Any) -> None:
         state_dict_utils._distribute_tensors = _with_ragged_values(cls, state_dict_utils._distribute_tensors)
         for name in ("_distribute_state_dict", "_broadcast_state_dict"):
             setattr(dcp_state_dict, name, _with_ragged_scalars(cls, getattr(dcp_state_dict, name)))
+        load_optimizers = _with_compared_groups(cls, dcp_state_dict._load_optim_state_dict)
+        dcp_state_dict._load_optim_state_dict = load_optimizers
 
 
 def _with_ragged_distribute(cls: Any, original: Any) -> Any:
@@ -177,3 +190,83 @@ def _cut_into(cls: Any, target: Any, full: torch.Tensor) -> Any:
         return dtensor_new(cls, piece.detach().clone(), target._spec.cast(piece.dtype), requires_grad=False)
     target._local_tensor.detach().copy_(piece)
     return target
+
+
+def _with_compared_groups(cls: Any, original: Any) -> Any:
+    """Wrap what loads optimizer state by FQN. Without ``strict`` and without ragged parameters it is torch's own."""
+
+    @wraps(original)
+    def load_optim_state_dict(
+        model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state_dict: dict[str, Any], info: Any
+    ) -> None:
+        ragged = next((param for param in model.parameters() if isinstance(param, cls)), None)
+        if info.handle_optim and info.strict and ragged is not None:
+            layout: RaggedLayout = ragged._spec.layout
+            # With `broadcast_from_rank0` torch talks to all ranks, and the dict is on the first.
+            group = dist.group.WORLD if info.broadcast_from_rank0 else layout.group
+            assert group is not None, "there are ragged parameters, so there is a group"
+            with agreed(group, device_of(layout.mesh)):
+                lines = optimizer_state_differences(model, optimizers, state_dict) if state_dict else []
+                if lines:
+                    raise ConfigError(
+                        "\n  - ".join(["the optimizer state dict does not fit:", *lines]),
+                        fix="make the optimizer as it was, or pass StateDictOptions(strict=False)",
+                    )
+        original(model, optimizers, state_dict, info)
+
+    return load_optim_state_dict
+
+
+def optimizer_state_differences(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state_dict: Mapping[str, Any]
+) -> list[str]:
+    """Return a line for each thing in which ``optimizers`` differ from a state dict of torch, keyed by FQN.
+
+    Args:
+        model: Has the parameters.
+        optimizers: Of which ``state_dict`` may hold more: groups of other parameters of the model are left alone.
+        state_dict: Nested or flattened.
+    """
+    names, aliases = names_of_params(model), names_by_alias(model)
+    lines = []
+    for optimizer in optimizers:
+        current = describe_optimizer(optimizer, names).groups
+        own = {name for group in current for name in group.params}
+        if "state" not in state_dict:
+            saved, with_state = _flattened_groups(state_dict, current), {key.rpartition(".")[0] for key in state_dict}
+            with_state = {name for name in own if f"state.{name}" in with_state}
+        elif all(isinstance(key, int) for key in state_dict["state"]) and state_dict["state"]:
+            continue  # by position, not by FQN
+        else:
+            saved = _nested_groups(state_dict["param_groups"], aliases, own)
+            with_state = {aliases.get(name, name) for name in state_dict["state"]}
+        lines += group_differences(saved, current, "the state dict")
+        trained = [name for param, name in names.items() if name in own and param.requires_grad]
+        without = [name for name in trained if name not in with_state] if with_state else []
+        if without:
+            lines.append(f"no state for: {', '.join(without)}")
+        strangers = sorted(with_state - set(names.values()))
+        if strangers:
+            lines.append(f"state for what is not in the model: {', '.join(strangers)}")
+    return lines
+
+
+def _nested_groups(groups: Sequence[Mapping[str, Any]], aliases: Mapping[str, str], own: set[str]) -> list[GroupNames]:
+    found = []
+    for group in groups:
+        params = [aliases.get(name, name) for name in group["params"]]
+        is_of_another = params and all(name in aliases and name not in own for name in params)
+        if not is_of_another:
+            found.append(GroupNames.of(group, params))
+    return found
+
+
+def _flattened_groups(flat: Mapping[str, Any], current: Sequence[GroupNames]) -> list[GroupNames]:
+    """Return what ``flat`` has of the groups in ``current``; it does not say how its own were cut."""
+    found = []
+    for group in current:
+        has = {name: [key for key in group.settings if f"param_groups.{name}.{key}" in flat] for name in group.params}
+        params = [name for name in group.params if has[name] or not group.settings]
+        settings = [key for key in group.settings if all(key in has[name] for name in params)]
+        found.append(GroupNames(tuple(params), tuple(settings)))
+    return found

@@ -20,19 +20,27 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checkpoint import find_checkpoint, load_checkpoint, read_settings, save_checkpoint
 from gpt import GPT, Block, GPTSize, generate
 from report import MetricsLog, Progress, draw_loss_curve, read_metrics
 from text import Text, read_text
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable import ModuleWrapPolicy, SizePolicy, fully_shard, replicate
+from composable import (
+    ModuleWrapPolicy,
+    SavedCheckpoint,
+    SaveHandle,
+    SizePolicy,
+    find_checkpoint,
+    fully_shard,
+    load_checkpoint,
+    replicate,
+    save_checkpoint,
+)
 
 RUNS = Path("runs")
 PROMPT = b"def "
@@ -99,6 +107,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE", help="default: Python's stdlib")
     parser.add_argument("--out", type=Path, help="the run's folder; default: a new one under runs/")
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="K", help="steps; 0: never (default: 100)")
+    parser.add_argument("--async-checkpoints", action="store_true", help="write them in the background")
     parser.add_argument("--keep", type=int, default=2, help="checkpoints to keep (default: 2)")
     parser.add_argument("--eval-every", type=int, default=50, metavar="K", help="steps (default: 50)")
     parser.add_argument("--sample-bytes", type=int, default=300, help="text to generate at the end (default: 300)")
@@ -122,17 +131,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def resolve_settings(args: argparse.Namespace, checkpoint: Path | None) -> tuple[Settings, int]:
+def resolve_settings(args: argparse.Namespace, checkpoint: SavedCheckpoint | None) -> tuple[Settings, int]:
     """Return the settings and the steps already done: the command line over the checkpoint over the defaults."""
     given = {field.name: vars(args)[field.name] for field in fields(Settings) if field.name in args}
     if checkpoint is None:
         return Settings(**given), 0
-    saved = read_settings(checkpoint)
-    known = Settings(**{field.name: saved[field.name] for field in fields(Settings)})
+    known = Settings(**checkpoint.extra["settings"])
     settings = Settings(**{**asdict(known), **given})
     if settings.size != known.size:
-        raise ValueError(f"{checkpoint} holds {known.size}, not {settings.size}: leave the model's size out")
-    return settings, int(saved["step"])
+        raise ValueError(f"{checkpoint.path} holds {known.size}, not {settings.size}: leave the model's size out")
+    return settings, checkpoint.step
 
 
 @contextmanager
@@ -241,21 +249,21 @@ def memory_mb(device: torch.device) -> float:
     return peak / 1e6 if sys.platform == "darwin" else peak / 1e3
 
 
-def run_folder(args: argparse.Namespace, checkpoint: Path | None) -> Path:
+def run_folder(args: argparse.Namespace, checkpoint: SavedCheckpoint | None) -> Path:
     """Return where the run writes; ranks agree on it."""
     if args.out is not None:
         if checkpoint is None and read_metrics(args.out):
             raise ValueError(f"{args.out} holds a run already: pass --resume to continue it, or another --out")
         return args.out
     if checkpoint is not None:
-        return checkpoint.parent
+        return checkpoint.path.parent
     name = [f"{datetime.now():%Y%m%d-%H%M%S}-{args.parallel}"]
     if dist.is_initialized():
         dist.broadcast_object_list(name)
     return RUNS / name[0]
 
 
-def resumed_checkpoint(args: argparse.Namespace) -> Path | None:
+def resumed_checkpoint(args: argparse.Namespace) -> SavedCheckpoint | None:
     if args.resume is None:
         return None
     if args.resume != "latest":
@@ -281,19 +289,20 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     share = (0, 1) if args.parallel == "none" else (rank, world_size)
     trainer = Trainer(settings, text, model, device, share)
     if checkpoint is not None:
-        load_checkpoint(checkpoint, model, trainer.optimizer)
-        if rank == 0 and read_settings(checkpoint)["text"] != text.fingerprint():
+        load_checkpoint(checkpoint.path, model, trainer.optimizer)
+        if rank == 0 and checkpoint.extra["text"] != text.fingerprint():
             print("the text differs from the checkpoint's: the loss curve will not continue exactly")
 
-    saved: dict[str, Any] = {**asdict(settings), "text": text.fingerprint()}
+    extra = {"settings": asdict(settings), "text": text.fingerprint()}
+    save: SaveHandle | None = None
     log = progress = None
     if rank == 0:
         print(plan)
         print(text)
         if checkpoint is not None:
-            print(f"resumed from {checkpoint} after step {first_step}")
+            print(f"resumed from {checkpoint.path} after step {first_step}")
         run.mkdir(parents=True, exist_ok=True)
-        log = MetricsLog(run, first_step, checkpoint.parent if checkpoint else None)
+        log = MetricsLog(run, first_step, checkpoint.path.parent if checkpoint else None)
         progress = Progress(first_step, settings.steps)
         if checkpoint is None:
             progress.note(f"writing to {run}")
@@ -319,7 +328,17 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
             if "held_back_loss" in line:
                 progress.note(f"step {done}: held-back loss {line['held_back_loss']:.3f} nats per byte")
         if args.checkpoint_every and (done % args.checkpoint_every == 0 or done == settings.steps):
-            save_checkpoint(run, done, model, trainer.optimizer, saved, keep=args.keep)
+            save = save_checkpoint(
+                run,
+                done,
+                model,
+                trainer.optimizer,
+                extra=extra,
+                keep=args.keep,
+                asynchronous=args.async_checkpoints,
+            )
+    if save is not None:
+        save.wait()
     if log is not None and progress is not None:
         progress.close()
         log.close()

@@ -22,6 +22,7 @@ LAYERS: dict[str, list[str]] = {
         "composable.offload",
         "composable.mesh",
         "composable.agreement",
+        "composable.optimizer_groups",
     ],
     "planning": [
         "composable.layout",
@@ -60,6 +61,9 @@ LAYERS: dict[str, list[str]] = {
         "composable.rebind",
         "composable.full_params",
         "composable.state_dict",
+        "composable.checkpoint_files",
+        "composable.checkpoint_state",
+        "composable.checkpoint_folder",
         "composable",
     ],
 }

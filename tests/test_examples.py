@@ -136,7 +136,7 @@ def test_a_checkpoint_that_was_being_written_is_ignored(unbroken: Path, text: Pa
     shutil.copytree(unbroken, run)
     # As a kill leaves it: half a checkpoint, a pointer about to be replaced, half a line.
     shutil.copytree(run / "step-000006", run / ".partial-000009")
-    (run / ".partial-000009" / "settings.json").unlink()
+    (run / ".partial-000009" / "checkpoint.json").unlink()
     (run / ".latest").write_text("step-000009")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
