@@ -198,8 +198,8 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
     optimizers = _as_tuple(optimizer)
     folder, manifest = ranks.first(lambda: _found(Path(path)), f"cannot read {path}")
     _verify(ranks, folder, manifest)
-    reader = FileSystemReader(folder)
-    with ranks.together():
+    reader, failure = FileSystemReader(folder), f"{folder} was not loaded to its end"
+    with ranks.together(), _as_usage_error(failure):
         metadata = reader.read_metadata()
         differences = find_differences(metadata, manifest.optimizers, model, optimizers)
         if differences:
@@ -209,7 +209,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
             )
         flat = targets(metadata, model, optimizers)
         checkpoint = _read(folder, manifest)
-    with _as_usage_error(f"{folder} was not loaded to its end"), _alone_is_fine():
+    with _as_usage_error(failure), _alone_is_fine():
         load(flat, storage_reader=reader, planner=DataPlanner())
     apply(flat, metadata, model, optimizers)
     return checkpoint
@@ -357,7 +357,7 @@ def _verify(ranks: _Ranks, folder: Path, manifest: Manifest) -> None:
 
 def _damaged(folder: Path, damage: list[str], older: Path | None) -> ConfigError:
     fix = f"load {older} instead: it is whole" if older else "restore it from a copy: no older checkpoint is whole"
-    return ConfigError("\n  - ".join([f"{folder} is damaged:", *damage]), at=place_of_rank(), fix=fix)
+    return ConfigError("\n  - ".join([f"{folder} is damaged:", *damage]), fix=fix)
 
 
 def _write_alone(state: dict[str, Any], writer: FileSystemWriter) -> None:

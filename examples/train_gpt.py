@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -205,6 +206,7 @@ class Trainer:
         matrices = [param for param in model.parameters() if param.ndim >= 2]
         vectors = [param for param in model.parameters() if param.ndim < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self.last_save: SaveHandle | None = None
         self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), foreach=True)
 
     def step(self, step: int) -> tuple[float, float]:
@@ -229,6 +231,16 @@ class Trainer:
         part = self._sum_of_losses(self.text.held_back_batch(windows, self.settings.context))
         self.model.train()
         return self._total(part / (windows * self.settings.context))
+
+    def save(self, run: Path, step: int, extra: dict[str, Any], *, keep: int, asynchronous: bool) -> None:
+        self.last_save = save_checkpoint(
+            run, step, self.model, self.optimizer, extra=extra, keep=keep, asynchronous=asynchronous
+        )
+
+    def wait_for_save(self) -> None:
+        """Return when the last checkpoint is on disk."""
+        if self.last_save is not None:
+            self.last_save.wait()
 
     def _sum_of_losses(self, batch: torch.Tensor) -> torch.Tensor:
         share = batch[share_of(len(batch), self.rank, self.world_size)].to(self.device)
@@ -294,7 +306,6 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
             print("the text differs from the checkpoint's: the loss curve will not continue exactly")
 
     extra = {"settings": asdict(settings), "text": text.fingerprint()}
-    save: SaveHandle | None = None
     log = progress = None
     if rank == 0:
         print(plan)
@@ -328,17 +339,8 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
             if "held_back_loss" in line:
                 progress.note(f"step {done}: held-back loss {line['held_back_loss']:.3f} nats per byte")
         if args.checkpoint_every and (done % args.checkpoint_every == 0 or done == settings.steps):
-            save = save_checkpoint(
-                run,
-                done,
-                model,
-                trainer.optimizer,
-                extra=extra,
-                keep=args.keep,
-                asynchronous=args.async_checkpoints,
-            )
-    if save is not None:
-        save.wait()
+            trainer.save(run, done, extra, keep=args.keep, asynchronous=args.async_checkpoints)
+    trainer.wait_for_save()
     if log is not None and progress is not None:
         progress.close()
         log.close()

@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -130,6 +131,8 @@ def crash_run(seed: int, folder: Path, text: Path, *, steps: int, every: int, mo
     kills: list[Kill] = []
     while True:
         newest = _newest(run)
+        if not newest and run.exists():
+            shutil.rmtree(run)  # killed before its first checkpoint: there is nothing to resume
         job = Job([*settings, *(["--resume"] if newest else [])], ranks, output)
         try:
             kill = _kill(job, run, draw, steps) if len(kills) < most_kills else None
