@@ -115,13 +115,16 @@ def distribute(
 
 
 def support_full_state_dicts(cls: Any) -> None:
-    """Make ``distribute_tensor`` and the loading of full state dicts accept ``RaggedShard``; once a process.
+    """Make ``distribute_tensor``, ``redistribute`` and the loading of full state dicts accept ``RaggedShard``, once.
 
     Calls without a ``RaggedShard`` go to torch unchanged.
     """
     if not hasattr(dtensor.distribute_tensor, "knows_ragged"):
         distribute_tensor = _with_ragged_distribute(cls, dtensor.distribute_tensor)
         dtensor.distribute_tensor = distribute_tensor
+        dtensor.DTensor.redistribute = _with_ragged_target(  # type: ignore[method-assign]  # meant
+            cls, dtensor.DTensor.redistribute
+        )
         vars(state_dict_utils)["distribute_tensor"] = distribute_tensor
         state_dict_utils._distribute_tensors = _with_ragged_values(cls, state_dict_utils._distribute_tensors)
         for name in ("_distribute_state_dict", "_broadcast_state_dict"):
@@ -149,6 +152,28 @@ def _with_ragged_distribute(cls: Any, original: Any) -> Any:
 
     distribute_tensor.knows_ragged = True  # type: ignore[attr-defined]  # marks the wrapper
     return distribute_tensor
+
+
+def _with_ragged_target(cls: Any, original: Any) -> Any:
+    @wraps(original)
+    def redistribute(
+        tensor: Any,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> Any:
+        # torch leaves the pieces as they are and calls them ragged.
+        if not any(isinstance(placement, RaggedShard) for placement in placements or ()):
+            return original(tensor, device_mesh, placements, **options)
+        if device_mesh is not None and device_mesh != tensor.device_mesh:
+            raise ConfigError("redistribute changes placements, not the mesh", fix="pass placements only")
+        if options.get("forward_dtype") or options.get("backward_dtype"):
+            raise ConfigError("redistribute to ragged bounds does not cast", fix="cast with .to() first")
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise UsageError("a cut at ragged bounds has no gradient", fix="call detach() first, or use no_grad()")
+        return distribute(cls, tensor.full_tensor(), tensor.device_mesh, placements or (), src_data_rank=None)
+
+    return redistribute
 
 
 def _with_ragged_values(cls: Any, original: Any) -> Any:
