@@ -1,19 +1,16 @@
 """Which rule each aten operation follows on ragged tensors.
 
 Chosen once per operation, then found by one dict lookup. Element-wise operations run on the
-local pieces; norms reduce locally and add one all-reduce; random fills draw the full tensor,
+local pieces; norms reduce locally and add one all-reduce (``ragged_norms.py``); random fills draw the full tensor,
 so that one seed gives one model at any world size; views that change nothing alias; all else
 gathers (``ragged_gather.py``).
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from composable.errors import UsageError
 from composable.ragged_elementwise import (
@@ -23,13 +20,15 @@ from composable.ragged_elementwise import (
     foreach_in_place,
     fused,
     idle_in_place,
+    masked_put_in_place,
     pointwise,
     pointwise_in_place,
     pointwise_out,
 )
 from composable.ragged_gather import Rule, gather_and_run, replicate, wrap, written
-from composable.ragged_spec import RaggedLayout, RaggedSpec, replicated_spec, slice_full
-from composable.torch_private import OpOverload, dtensor_new, foreach_norm
+from composable.ragged_norms import any_or_all, norm_of_list, unscale, vector_norm
+from composable.ragged_spec import RaggedSpec, ragged_spec, slice_full
+from composable.torch_private import OpOverload
 
 __all__ = ["RULES", "rule_for"]
 
@@ -67,7 +66,8 @@ def rule_for(op: OpOverload) -> Rule:
 
 def _choose(op: OpOverload) -> Rule:
     if op.namespace != "aten":
-        return gather_and_run
+        # Such as `prims.fma`, which torch.compile makes of `addcmul`.
+        return pointwise if torch.Tag.pointwise in op.tags and not written(op) else gather_and_run
     name = op._schema.name.removeprefix("aten::")
     changed = written(op)
     first = op._schema.arguments[0].name if op._schema.arguments else ""
@@ -81,7 +81,7 @@ def _choose(op: OpOverload) -> Rule:
         return partial(foreach_by_scalar, _BY_TENSOR[op])
     if name.startswith("_foreach_"):
         if name == "_foreach_norm" and not changed:
-            return _foreach_norm
+            return norm_of_list
         if name.removeprefix("_foreach_").rstrip("_") not in _FOREACH_ELEMENTWISE or (changed and not is_in_place):
             return gather_and_run
         return foreach_in_place if is_in_place else foreach
@@ -125,10 +125,14 @@ def _like(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
 def _new(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     this, size = args[0], torch.Size(args[1])
     spec: RaggedSpec = this._spec
-    if size == spec.layout.shape:
-        local = op(this._local_tensor, spec.layout.local_shape, *args[2:], **kwargs)
-        return wrap(cls, local, spec.cast(local.dtype))
-    return replicate(op(this._local_tensor, size, *args[2:], **kwargs), spec.layout)
+    layout = spec.layout
+    if size.numel() != layout.shape.numel():
+        return replicate(op(this._local_tensor, size, *args[2:], **kwargs), layout)
+    if size != layout.shape:
+        # As many elements in another shape can be cut at the same places.
+        spec = ragged_spec(layout.mesh, size, spec.dtype, layout.bounds, mesh_dim=layout.mesh_dim)
+    local = op(this._local_tensor, spec.layout.local_shape, *args[2:], **kwargs)
+    return wrap(cls, local, spec.cast(local.dtype))
 
 
 def _alias(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -156,7 +160,8 @@ def _forbidden(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[st
     raise UsageError(
         f"{op} would change the shape or storage of a ragged tensor",
         at=f"ragged tensor of shape {list(args[0].shape)}",
-        fix="copy values into it with copy_(), or work on full_tensor()",
+        fix="work on a plain tensor (an initialiser: on torch.empty(parameter.shape)), "
+        "then, under torch.no_grad(), parameter.copy_(plain)",
     )
 
 
@@ -195,116 +200,6 @@ def _check_draws_from_numbers(op: OpOverload, args: Sequence[Any]) -> None:
         )
 
 
-# -- norms and the gradient scaler
-
-
-def _foreach_norm(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    tensors = args[0]
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
-    ragged = [tensor for tensor in tensors if type(tensor) is cls]
-    if len(ragged) == len(tensors):
-        return _norms(ragged, order, dtype)
-    others = iter(op([tensor for tensor in tensors if type(tensor) is not cls], order, dtype=dtype))
-    norms = iter(_norms(ragged, order, dtype))
-    return [next(norms) if type(tensor) is cls else next(others) for tensor in tensors]
-
-
-def _vector_norm(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    this, order, dims, keepdim = (*args, *(2, None, False)[len(args) - 1 :])[:4]
-    if type(this) is not cls or dims is not None or keepdim:
-        return gather_and_run(cls, op, args, kwargs)
-    return _norms([this], order, kwargs.get("dtype"))[0]
-
-
-def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[DTensor]:
-    """Return the norm of each tensor, replicated. Collective: one all-reduce for all tensors of one group.
-
-    Within a piece low precision is accumulated in fp32; over pieces everything is in fp64.
-    """
-    groups: list[tuple[RaggedLayout, list[int]]] = []
-    for index, tensor in enumerate(tensors):
-        layout: RaggedLayout = tensor._spec.layout
-        for known, members in groups:
-            if layout.mesh_dim == known.mesh_dim and (layout.mesh is known.mesh or layout.mesh == known.mesh):
-                members.append(index)
-                break
-        else:
-            groups.append((layout, [index]))
-    found: list[Any] = [None] * len(tensors)
-    for layout, members in groups:
-        whole = _norms_of_group(layout, [tensors[index] for index in members], order, dtype)
-        dtypes = [dtype or _real_of(tensors[index]._spec.dtype) for index in members]
-        kinds = {kind: whole.to(kind).unbind() for kind in set(dtypes)}
-        specs = {kind: replicated_spec(layout.mesh, scalars[0]) for kind, scalars in kinds.items()}
-        for position, (index, kind) in enumerate(zip(members, dtypes)):
-            found[index] = dtensor_new(DTensor, kinds[kind][position], specs[kind], requires_grad=False)
-    return found
-
-
-def _norms_of_group(
-    layout: RaggedLayout, tensors: Sequence[Any], order: float, dtype: torch.dtype | None
-) -> torch.Tensor:
-    """Return the norms [len(tensors)] in fp64."""
-    device = tensors[0]._local_tensor.device
-    owned = [index for index, tensor in enumerate(tensors) if tensor._spec.layout.lo < tensor._spec.layout.hi]
-    pieces = [tensors[index]._local_tensor for index in owned]
-    if dtype is None and any(piece.dtype in (torch.bfloat16, torch.float16) for piece in pieces):
-        dtype = torch.float32
-    is_extreme, sign = math.isinf(order), -1.0 if order < 0 else 1.0
-    identity = 0.0 if sign > 0 or not is_extreme else -math.inf
-    summands = torch.full((len(tensors),), identity, dtype=torch.float64, device=device)
-    if pieces:
-        terms = torch.stack(foreach_norm(pieces, order, dtype=dtype)).double()
-        terms = terms * sign if is_extreme else terms if order in (0, 1) else terms.pow(order)
-        if len(owned) == len(tensors):
-            summands = terms
-        else:
-            summands[torch.tensor(owned, device=device)] = terms
-    if not is_extreme:
-        total = _all_reduce(summands, layout, dist.ReduceOp.SUM)
-        return total if order in (0, 1) else total.pow(1.0 / order)
-    # A maximum over ranks need not propagate NaN: send along who saw one.
-    is_nan = summands.isnan()
-    both = torch.stack([summands.where(~is_nan, identity), is_nan.double()])
-    extreme, saw_nan = _all_reduce(both, layout, dist.ReduceOp.MAX).unbind()
-    return (extreme * sign).where(saw_nan == 0, math.nan)
-
-
-def _any_or_all(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Reduce truth values to one; what in-place initialisers ask between draws."""
-    this = args[0]
-    layout: RaggedLayout = this._spec.layout
-    local = op(this._local_tensor)
-    reduce_op = dist.ReduceOp.MAX if op is aten.any.default else dist.ReduceOp.MIN
-    return replicate(_all_reduce(local.to(torch.uint8), layout, reduce_op).to(local.dtype), layout)
-
-
-def _all_reduce(tensor: torch.Tensor, layout: RaggedLayout, reduce_op: Any) -> torch.Tensor:
-    if len(layout.bounds) == 2 or tensor.is_meta:
-        return tensor
-    # Offloaded tensors: the group talks in tensors of the mesh's device only.
-    moved = tensor.to(layout.mesh.device_type)
-    dist.all_reduce(moved, op=reduce_op, group=layout.group)
-    return moved.to(tensor.device)
-
-
-def _real_of(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
-def _unscale(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Unscale gradients in place and tell every rank whether any rank found an inf or NaN."""
-    grads, found_inf, inv_scale = args
-    layouts = [grad._spec.layout for grad in grads if type(grad) is cls]
-    locals_ = [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
-    found, scale = (t._local_tensor if isinstance(t, DTensor) else t for t in (found_inf, inv_scale))
-    locals_ = [local for local in locals_ if local.numel()]
-    if locals_:
-        op(locals_, found, scale)
-    found.copy_(_all_reduce(found.clone(), layouts[0], dist.ReduceOp.MAX))
-
-
 _SPECIAL: dict[OpOverload, Callable[..., Any]] = {
     aten.copy_.default: copy_in_place,
     aten.detach.default: _alias,
@@ -315,8 +210,9 @@ _SPECIAL: dict[OpOverload, Callable[..., Any]] = {
     aten.is_same_size.default: _has_same_size,
     aten.is_pinned.default: _local_property,
     aten.record_stream.default: _local_property,
-    aten.linalg_vector_norm.default: _vector_norm,
-    aten.any.default: _any_or_all,
-    aten.all.default: _any_or_all,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten.linalg_vector_norm.default: vector_norm,
+    aten.any.default: any_or_all,
+    aten.all.default: any_or_all,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
+    aten.index_put_.default: masked_put_in_place,
 }

@@ -26,6 +26,7 @@ __all__ = [
     "foreach_in_place",
     "fused",
     "idle_in_place",
+    "masked_put_in_place",
     "pointwise",
     "pointwise_in_place",
     "pointwise_out",
@@ -131,6 +132,19 @@ def copy_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping
         count_fallback(str(op), source._spec.layout)
         args = (this, gather_full(source._local_tensor, source._spec.layout), *args[2:])
     return pointwise_in_place(cls, op, args, kwargs)
+
+
+def masked_put_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Put one number where a mask of the same cut is true; other kinds of index gather."""
+    this, indices, value, *accumulate = args
+    is_masked = len(indices) == 1 and type(this) is cls and type(indices[0]) is cls and indices[0].dtype == torch.bool
+    if is_masked and isinstance(value, torch.Tensor) and value.dim() == 0 and not any(accumulate) and not kwargs:
+        operands = _local_operands(cls, [this, indices[0], value], this._spec)
+        if operands is not None:
+            local, mask, number = operands
+            op(local, [mask], number)
+            return this
+    return gather_and_run(cls, op, args, kwargs)
 
 
 class _Selection:
@@ -339,10 +353,17 @@ def _element(value: Any, index: int, count: int) -> Any:
     return value
 
 
+def _number_of(value: Any) -> Any:
+    if isinstance(value, DTensor) and value.dim() == 0 and all(p.is_replicate() for p in value.placements):
+        return value._local_tensor
+    return value
+
+
 def _run_one(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     ragged = [leaf for leaf in tree_leaves(args) if type(leaf) is cls]
     if not ragged:
-        return op(*args, **kwargs)
+        # A plain tensor, or one of another mesh, meets a number for the whole list, such as a clipping factor.
+        return op(*(_number_of(value) for value in args), **kwargs)
     if written(op) and type(args[0][0]) is not cls:
         return gather_and_run(cls, op, args, kwargs)
     spec: RaggedSpec = ragged[0]._spec

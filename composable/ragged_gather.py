@@ -229,6 +229,8 @@ class GatheredView(DTensor):
         for view in views:
             view.check_fresh()
         changed = written_ragged(cls, op, args, kwargs)
+        if torch.Tag.inplace_view in op.tags:
+            raise UsageError(f"{op} would change the shape of a view of a ragged tensor", fix="use what returns a view")
         if torch.is_grad_enabled() and any(view._source.base.requires_grad for view in changed):
             raise UsageError(f"{op} on a view of a ragged tensor has no gradient", fix="use torch.no_grad()")
         if changed:

@@ -19,12 +19,13 @@ from torch.distributed.tensor import Replicate
 
 from composable.errors import ConfigError, UsageError
 from composable.layout import local_shape
-from composable.torch_private import DeviceMesh, DTensorSpec, Placement, TensorMeta
+from composable.torch_private import DeviceMesh, DTensorSpec, Placement, TensorMeta, traceable_collectives
 
 __all__ = [
     "RaggedLayout",
     "RaggedShard",
     "RaggedSpec",
+    "all_reduce",
     "count_fallback",
     "fallback_counts",
     "gather_full",
@@ -226,6 +227,8 @@ def gather_full(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     source = local.detach().reshape(-1)
     source = source if home.type == device.type else source.to(device)
     full = torch.empty(layout.shape, dtype=local.dtype, device=source.device)
+    if torch.compiler.is_compiling() and world_size > 1 and full.numel():
+        return _traceable_gather(source, layout).to(home)
     # Bytes, because not every backend knows every dtype.
     full_bytes, item = full.view(-1).view(torch.uint8), local.element_size()
     source_bytes = source.contiguous().view(torch.uint8)
@@ -260,6 +263,38 @@ def gather_full(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
             if work is not None:
                 work.wait()
     return full if home.type == device.type else full.to(home)
+
+
+def _traceable_gather(source: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
+    """Gather as a graph can hold it: torch.compile does not see what other collectives write into lists."""
+    sizes = [hi - lo for lo, hi in pairwise(layout.bounds)]
+    piece = max(sizes)
+    padded = torch.cat([source, source.new_zeros(piece - source.numel())])
+    gathered = traceable_collectives.all_gather_tensor(padded, 0, layout.group)
+    pieces = [gathered[rank * piece : rank * piece + size] for rank, size in enumerate(sizes)]
+    return torch.cat(pieces).view(layout.shape)
+
+
+def all_reduce(
+    tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, reduce_op: dist.ReduceOp.RedOpType
+) -> torch.Tensor:
+    """Reduce a small tensor over one mesh dim; may change it in place, the result counts.
+
+    Collective: all ranks of the mesh dim.
+    """
+    if mesh.size(mesh_dim) == 1 or tensor.is_meta:
+        return tensor
+    # Offloaded tensors: the group talks in tensors of the mesh's device only.
+    moved = tensor.to(mesh.device_type)
+    group = mesh.get_group(mesh_dim)
+    if torch.compiler.is_compiling():
+        moved = traceable_collectives.all_reduce(moved, _NAMES[reduce_op], group)
+    else:
+        dist.all_reduce(moved, op=reduce_op, group=group)
+    return moved.to(tensor.device)
+
+
+_NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
 
 
 class _Fallbacks:

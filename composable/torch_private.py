@@ -23,6 +23,7 @@ from torch._C import _disabled_torch_function_impl as disabled_torch_function  #
 from torch._C import _dispatch_get_all_op_names as all_op_names  # to register rules one by one where torch needs it
 from torch._C._distributed import Placement  # base of every placement; its subclasses must call super().__init__()
 from torch._ops import OpOverload  # what `__torch_dispatch__` is called with
+from torch.distributed import _functional_collectives as traceable_collectives  # those that torch.compile can trace
 from torch.distributed import _state_dict_utils as state_dict_utils  # its `_distribute_tensors` shards full values
 from torch.distributed.checkpoint import state_dict as dcp_state_dict  # loads full state dicts, scalars as plain ones
 from torch.distributed.device_mesh import DeviceMesh
@@ -62,6 +63,7 @@ __all__ = [
     "reduce_scatter_into",
     "state_dict_utils",
     "timeout_of",
+    "traceable_collectives",
     "tree_leaves",
     "tree_map",
     "tree_map_only",

@@ -42,6 +42,7 @@ LAYERS: dict[str, list[str]] = {
     "storage": [
         "composable.ragged_gather",
         "composable.ragged_elementwise",
+        "composable.ragged_norms",
         "composable.ragged_dispatch",
         "composable.ragged_checkpoint",
         "composable.ragged",
