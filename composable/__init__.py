@@ -7,6 +7,7 @@ from composable.checkpoint_folder import (
     load_checkpoint,
     save_checkpoint,
 )
+from composable.clip import clip_grad_norm_, get_total_norm
 from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError
 from composable.fsdp_module import FSDPModule, UnshardHandle
@@ -34,10 +35,12 @@ __all__ = [
     "SizePolicy",
     "UnshardHandle",
     "UsageError",
+    "clip_grad_norm_",
     "contract",
     "fallback_counts",
     "find_checkpoint",
     "fully_shard",
+    "get_total_norm",
     "load_checkpoint",
     "no_sync",
     "plan",

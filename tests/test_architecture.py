@@ -59,6 +59,7 @@ LAYERS: dict[str, list[str]] = {
         "composable.fully_shard",
         "composable.replicate",
         "composable.gradient_sync",
+        "composable.clip",
         "composable.rebind",
         "composable.full_params",
         "composable.state_dict",
