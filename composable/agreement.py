@@ -5,7 +5,8 @@ some ranks only (reading a file, checking what rank 0 was given) runs in ``agree
 follows is reached by all ranks or by none.
 """
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from composable.errors import ComposableError, DesyncError, place_of_rank
 
-__all__ = ["agreed", "raise_together"]
+__all__ = ["agreed", "compare_ranks", "raise_together"]
 
 
 @contextmanager
@@ -53,6 +54,60 @@ def raise_together(failure: Exception | None, group: dist.ProcessGroup, device: 
                 failure = next(told for told in failures if told is not None)
     if failure is not None:
         raise failure
+
+
+def compare_ranks(
+    shown: str,
+    failure: Exception | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    what: str,
+    fix: str,
+    more: str = "",
+) -> None:
+    """Raise on every rank unless all have equal texts and no failure.
+
+    Collective: all ranks of ``group``. Two ranks that meet here from different calls find different texts.
+
+    Args:
+        shown: What to compare, in lines; the first that differ are shown.
+        failure: What this rank alone knows to be wrong.
+        group: The ranks that have to agree.
+        device: Of the tensors that the group talks in.
+        what: What is wrong if the texts differ.
+        fix: What the user should do then.
+        more: Compared too, and not shown.
+
+    Raises:
+        Exception: ``failure``, or what another rank told of its own.
+        DesyncError: The texts differ.
+    """
+    if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+        if failure is not None:
+            raise failure
+        return
+    digest = hashlib.sha256(f"{shown}\0{more}".encode()).digest()
+    mine = torch.tensor([failure is not None, *digest], dtype=torch.uint8, device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    found = torch.stack(every).tolist()
+    if any(one[0] for one in found):
+        raise_together(failure, group, device)
+    if all(one == found[0] for one in found):
+        return
+    texts: list[str] = [""] * len(every)
+    dist.all_gather_object(texts, shown, group=group)
+    raise DesyncError(f"{what}\n{_first_difference(texts)}", at=place_of_rank(), fix=fix)
+
+
+def _first_difference(texts: Sequence[str]) -> str:
+    lines = [text.splitlines() for text in texts]
+    for index in range(max(len(own) for own in lines)):
+        at_index = [own[index] if index < len(own) else "(nothing)" for own in lines]
+        if len(set(at_index)) > 1:
+            return "\n".join(f"    rank {rank}: {line.strip()}" for rank, line in enumerate(at_index))
+    return "    (the printed plans are equal; the options differ)"
 
 
 def _as_told(failure: Exception | None) -> ComposableError | None:

@@ -9,6 +9,9 @@ Sizes are in elements. Nothing here decides when, or on which stream, anything r
 Source: flat parameters, arXiv 2304.11277.
 """
 
+import weakref
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +23,7 @@ from composable.plan import BufferPlan, HandleMembers
 from composable.ragged import RaggedDTensor, hand_over_grad, ragged_spec
 from composable.sharded_param import ShardedParam
 from composable.torch_private import foreach_copy_
+from composable.unfilled import META_FIX
 
 __all__ = ["FlatBuffer", "GradientBuffer", "GradientPool"]
 
@@ -76,6 +80,11 @@ class FlatBuffer:
         members: The parameters and every place that holds them, by the plan's FQNs.
         mesh: 1-D mesh of the shard group.
         device: Where shards and buffers live.
+        is_deferred: The values come later: the shard is on ``device`` and zero, also where
+            the originals are real. Without it, it is on meta as long as one of them is.
+
+    Attributes:
+        is_marked: Part of the shard may hold the mark of memory that nobody has written to.
     """
 
     def __init__(
@@ -85,6 +94,8 @@ class FlatBuffer:
         members: HandleMembers,
         mesh: DeviceMesh,
         device: torch.device,
+        *,
+        is_deferred: bool = False,
     ) -> None:
         layout = plan.layout
         rank = mesh.get_local_rank()
@@ -97,9 +108,10 @@ class FlatBuffer:
             plan.dtype,
             device,
         )
-        if any(members.originals[span.fqn].is_meta for span in layout.spans):
-            device = torch.device("meta")
-        self.shard = torch.zeros(layout.shard_numel, dtype=plan.dtype, device=device)
+        self.device = device
+        self.is_marked = False
+        is_on_meta = not is_deferred and any(members.originals[span.fqn].is_meta for span in layout.spans)
+        self.shard = torch.zeros(layout.shard_numel, dtype=plan.dtype, device="meta" if is_on_meta else device)
         self.params: list[ShardedParam] = []
         self._piece_sizes: list[int] = []
         self._pieces: list[tuple[ShardedParam, int]] = []
@@ -108,8 +120,6 @@ class FlatBuffer:
             original = members.originals[span.fqn]
             bounds = layout.bounds(span)
             start, stop = layout.local_range(span, rank)
-            with torch.no_grad():
-                self.shard[start:stop].copy_(original.detach().reshape(-1)[bounds[rank] : bounds[rank + 1]])
             spec = ragged_spec(mesh, original.shape, plan.dtype, bounds)
             param = ShardedParam(
                 span.fqn.removeprefix(f"{module_fqn}."),
@@ -121,6 +131,10 @@ class FlatBuffer:
                 stop,
                 local_shape(span.shape, bounds, rank),
             )
+            if is_on_meta and not original.is_meta:
+                param.take(original)
+            elif not (is_on_meta or is_deferred):
+                param.write_full(original)
             self.params.append(param)
             if start < stop:
                 if start > filled:
@@ -143,32 +157,114 @@ class FlatBuffer:
         """Some parameter requires a gradient now; users freeze and unfreeze between steps, alike on all ranks."""
         return any(param.sharded.requires_grad for param in self.params)
 
-    def connect(self, transport: Transport, module_fqn: str) -> None:
-        """Choose who moves the bytes. All ranks of the shard group, same order.
-
-        Raises:
-            UsageError: The shard is still on the meta device.
-        """
-        if self.shard.is_meta:
-            param = self.params[0]
-            fqn = f"{module_fqn}.{param.fqn}" if module_fqn else param.fqn
-            raise UsageError(
-                "parameter is still on the meta device",
-                at=f"module {module_fqn!r}, parameter {fqn!r} {list(param.shape)} {str(self.dtype)[6:]}",
-                fix="give the parameters values before the first forward",
-            )
+    def connect(self, transport: Transport) -> None:
+        """Choose who moves the bytes. All ranks of the shard group, same order."""
         if self.transport is not transport:
             self.transport = transport
             self.key = transport.allocate_key()
             transport.adopt_shard(self.shard)
 
     def begin_unshard(self) -> Pending:
-        """Allocate the buffer and start the all-gather into it, on the current stream."""
+        """Allocate the buffer and start the all-gather into it, on the current stream.
+
+        Raises:
+            UsageError: The parameters are on another device than the ranks talk on, or of another dtype.
+        """
+        if not self.is_usable:
+            self.attach()
+            self._check_usable()
         if self._storage is None:
             self._make_buffer()
         assert self._buffer is not None and self._storage is not None and self.transport is not None
         self._storage.resize_(self._buffer_bytes)
         return self.transport.begin_all_gather(self._buffer, self.shard, self.key)
+
+    @property
+    def is_usable(self) -> bool:
+        """Every sharded parameter shows the shard, and the shard is where the ranks talk."""
+        for param in self.params:
+            if param.sharded._local_tensor is not param.local:  # type: ignore[attr-defined]  # cheaper than a check
+                return False
+        return not self.is_away
+
+    def _check_usable(self) -> None:
+        away = [param for param in self.params if param.sharded.device.type != self.device.type]
+        if away:
+            device = away[0].sharded.device
+            raise UsageError(
+                f"parameters are on {device}, and the ranks talk on {self.device}",
+                at=f"{place_of_rank()}, parameter {', '.join(repr(param.fqn) for param in away[:3])}",
+                fix=META_FIX if device.type == "meta" else f"model.to({self.device.type!r})",
+            )
+
+    def attach(self) -> None:
+        """Bring pieces to which torch gave other memory back into the shard, with their values.
+
+        ``to_empty`` of a single module and loads that assign do that. Nothing happens while one of
+        the parameters is still on the meta device. Not collective.
+
+        Raises:
+            UsageError: A parameter was cast to another dtype.
+        """
+        pieces = [param.ragged._local_tensor for param in self.params]
+        if all(param.is_attached for param in self.params) or any(piece.is_meta for piece in pieces):
+            return
+        for param, piece in zip(self.params, pieces, strict=True):
+            if piece.dtype != self.dtype:
+                raise _cannot_cast(param.fqn, self.dtype, piece.dtype)
+        if self.shard.is_meta or self.is_away:
+            self._rest_on(torch.zeros(self.shard.shape, dtype=self.dtype, device=self.device))
+        for param, piece in zip(self.params, pieces, strict=True):
+            if piece is not param.local:
+                param.local.data.copy_(piece)
+                param.show(param.local)
+
+    def check_convertible(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Raise ``UsageError`` if ``fn`` cannot be applied: it changes the dtype, or the device of what others hold."""
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self.shard.device))
+        if probe.dtype != self.dtype:
+            raise _cannot_cast(self.params[0].fqn, self.dtype, probe.dtype)
+        held = [param.fqn for param in self.params if weakref.getweakrefs(param.sharded)]
+        if probe.device != self.shard.device and held:
+            raise UsageError(
+                "the device of a parameter to which something holds a weak reference cannot change",
+                at=f"parameter {', '.join(map(repr, held))}",
+                fix="drop views of it and other weak references first",
+            )
+
+    @torch.no_grad()
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Do to the shard and the gradients what ``Module._apply`` does to tensors; every parameter is attached."""
+        was_meta = self.shard.is_meta
+        shard = fn(self.shard)
+        if shard is self.shard:
+            return
+        grads = [param.sharded.grad for param in self.params]
+        for param in self.params:
+            param.sharded.grad = None
+        self._rest_on(shard)
+        for param, grad in zip(self.params, grads, strict=True):
+            param.show(param.local)
+            if grad is not None:
+                param.sharded.grad = fn(grad)
+        if was_meta:
+            used = {index for _, index in self._pieces}
+            for index, part in enumerate(shard.split_with_sizes(self._piece_sizes)):
+                if index not in used:
+                    part.zero_()
+
+    def _rest_on(self, shard: torch.Tensor) -> None:
+        """Make ``shard`` [S] the place of the pieces; the parameters still show the old one."""
+        self.shard = shard
+        for param in self.params:
+            param.local = param.piece_of(shard)
+        if self.transport is not None and not self.is_away:
+            self.transport.adopt_shard(shard)
+
+    @property
+    def is_away(self) -> bool:
+        """The shard rests on another device than the ranks talk on."""
+        return self.shard.device.type != self.device.type
 
     def make_leaves(self) -> None:
         """Create the unsharded parameters of a class without elements: nothing is ever gathered."""
@@ -275,3 +371,11 @@ class FlatBuffer:
             param.make_unsharded(buffer.data[span.start : span.stop].view(span.shape))
         self._buffer = buffer.data
         self._storage = buffer.untyped_storage()
+
+
+def _cannot_cast(fqn: str, old: torch.dtype, new: torch.dtype) -> UsageError:
+    return UsageError(
+        f"a sharded parameter of {str(old)[6:]} cannot become {str(new)[6:]}",
+        at=f"parameter {fqn!r}",
+        fix="convert the model before fully_shard; for another dtype in computation use torch.autocast",
+    )

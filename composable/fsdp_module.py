@@ -5,15 +5,19 @@ import changed.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from composable.contract import describe_module, managing_state
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.handle import Handle
+from composable.sharded_param import ShardedParam
 from composable.state import FullyShardState
+from composable.unfilled import MarkedMemory
 
 __all__ = ["FSDPModule", "UnshardHandle", "add_mixin", "remove_mixin"]
 
@@ -47,6 +51,47 @@ class FSDPModule:
             at=f"{place_of_rank()}, {describe_module(_managed(self)[0])}",
             fix="copy it before fully_shard, or save its state_dict() with torch.distributed.checkpoint",
         )
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """Move parameters and buffers to ``device`` without their values, as ``nn.Module.to_empty`` does.
+
+        Only shards are allocated, one tensor for each of a handle's dtypes; parameters stay the same
+        objects. The new memory is marked (NaN in floats): what nobody fills is an error at the first use.
+        """
+        with MarkedMemory():
+            super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]  # of nn.Module, further down the MRO
+        own, state = _managed(self)
+        for handle in _handles(self, recurse=recurse):
+            for flat in handle.buffers:
+                flat.is_marked = True
+        for module in own.modules() if recurse else (own,):
+            state.marked_buffers += [(module, name) for name, buffer in module._buffers.items() if buffer is not None]
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Convert the module, as ``to``, ``cuda`` and ``to_empty`` do: each handle's shard as one tensor.
+
+        Raises:
+            UsageError: A parameter's dtype would change, or forward or backward is running.
+        """
+        handles = _handles(self, recurse=False)
+        for handle in _handles(self, recurse=True):
+            _check_convertible(self, handle, fn)
+        # A handle that other modules share, or of which this call sees a part, takes torch's way: one by one.
+        whole = [
+            flat
+            for handle in handles
+            if recurse and len(handle.modules) == 1
+            for flat in handle.buffers
+            if all(param.is_attached for param in flat.params)
+        ]
+        with _hidden([param for flat in whole for param in flat.params]):
+            super()._apply(_once_per_buffer(fn), recurse)  # type: ignore[misc]  # of nn.Module, further down the MRO
+        for flat in whole:
+            flat.apply(fn)
+        for handle in handles:
+            handle.attach()
+        return self
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this module's own parameters.
@@ -140,6 +185,51 @@ def remove_mixin(module: nn.Module) -> None:
 @functools.cache
 def _class_with_mixin(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+
+
+def _check_convertible(module: object, handle: Handle, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    state = managing_state(handle.modules[0], "fully_shard")
+    assert isinstance(state, FullyShardState)
+    if state.root is not None:
+        if state.root.scheduler.is_idle:
+            state.root.scheduler.reshard(handle)
+        if handle.is_unsharded:
+            raise UsageError(
+                "a module cannot be converted while its parameters are in use",
+                at=f"{place_of_rank()}, module {handle.fqn!r}",
+                fix="do it between steps, outside of unshard_params",
+            )
+    with located(f"{place_of_rank()}, module {handle.fqn!r}"):
+        for flat in handle.buffers:
+            flat.check_convertible(fn)
+
+
+@contextmanager
+def _hidden(params: Sequence[ShardedParam]) -> Iterator[None]:
+    """Let modules hold ``None`` for ``params``, in the same place among their parameters."""
+    try:
+        for param in params:
+            for module, name in param.owners:
+                module._parameters[name] = None
+        yield
+    finally:
+        for param in params:
+            param.place(param.sharded)
+
+
+def _once_per_buffer(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Let ``fn`` convert a buffer with several names once, so that it stays one tensor."""
+    done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return fn(tensor)
+        if id(tensor) not in done:
+            # With the tensor itself: while it is held, nothing else gets its id.
+            done[id(tensor)] = (tensor, fn(tensor))
+        return done[id(tensor)][1]
+
+    return convert
 
 
 def _managed(module: object) -> tuple[nn.Module, FullyShardState]:

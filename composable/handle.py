@@ -75,6 +75,25 @@ class Handle:
             else:
                 self._plain_owners += [(module, name, param) for module, name in param.owners]
 
+    def attach(self) -> None:
+        """Bring back what torch replaced: parameters that a load assigned, and memory that it gave to parameters.
+
+        Their values stay; parameters are the same objects as before. Not collective.
+
+        Raises:
+            UsageError: A parameter has another dtype or shape now.
+        """
+        if self.is_unsharded:
+            return
+        for param in self.params:
+            for module, name in param.owners:
+                held = module._parameters.get(name)
+                if held is not None and held is not param.sharded:
+                    param.take(held)
+            param.place(param.sharded)
+        for flat in self.buffers:
+            flat.attach()
+
     @property
     def params(self) -> list[ShardedParam]:
         """Every parameter of the handle, buffer by buffer."""

@@ -6,7 +6,7 @@ also runs when forward raises (``always_call``), so that nothing stays unsharded
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,17 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from composable.errors import UsageError, place_of_rank
+import _traversal_utils
+from composable.contract import managing_state
+from composable.errors import UsageError, located, place_of_rank
 from composable.handle import Handle
+from composable.mesh import device_of
+from composable.ragged import RaggedDTensor
+from composable.readiness import check_on_device, list_fqns
 from composable.scheduler import Scheduler, in_backward
 from composable.state import FullyShardState
 from composable.torch_private import tree_map
+from composable.unfilled import META_FIX, mark_unfilled
 
 __all__ = [
     "differentiable_tensors",
@@ -79,7 +85,55 @@ def register_fully_shard_hooks(
         module.register_forward_hook(post_forward, prepend=False, always_call=True),
         module.register_state_dict_pre_hook(reshard),
         module.register_load_state_dict_pre_hook(reshard),
+        module.register_state_dict_pre_hook(_refuse_meta),
+        module.register_load_state_dict_pre_hook(_make_room),
+        module.register_load_state_dict_post_hook(_bring_back),
     ]
+
+
+def _refuse_meta(module: nn.Module, *_: Any) -> None:
+    """Refuse a state dict without values, which would be saved as one."""
+    state = managing_state(module, "fully_shard")
+    # Below a policy's root nothing has to be looked at twice.
+    if isinstance(state, FullyShardState) and module in state.modules:
+        with located(place_of_rank()):
+            names = {submodule: fqn for fqn, submodule in module.named_modules()}
+            check_on_device(_traversal_utils._get_fsdp_states(module), names)
+
+
+def _make_room(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
+) -> None:
+    """Give memory to what is on the meta device and about to be loaded; torch would skip it with a warning."""
+    state = managing_state(module, "fully_shard")
+    if not isinstance(state, FullyShardState) or local_metadata.get("assign_to_params_buffers", False):
+        return
+    device = device_of(state.mesh)
+    handle = state._module_to_handle.get(module)
+    params = {id(param.sharded): param for param in handle.params if param.ragged.is_meta} if handle else {}
+    buffers: dict[int, torch.Tensor] = {}
+    for fqn, submodule in module.named_modules(prefix=prefix.rstrip(".")):
+        for name, tensor in [*submodule._parameters.items(), *submodule._buffers.items()]:
+            if tensor is None or not tensor.is_meta or (f"{fqn}.{name}" if fqn else name) not in state_dict:
+                continue
+            if id(tensor) in params:
+                params[id(tensor)].make_room(device)
+                state.mark_handles()
+            elif name in submodule._buffers:
+                if id(tensor) not in buffers:
+                    buffers[id(tensor)] = torch.empty_like(tensor, device=device)
+                    mark_unfilled(buffers[id(tensor)])
+                submodule._buffers[name] = buffers[id(tensor)]
+                state.marked_buffers.append((submodule, name))
+
+
+def _bring_back(module: nn.Module, _: Any) -> None:
+    """Move what was loaded into the shards, and put parameters that the load replaced back."""
+    state = managing_state(module, "fully_shard")
+    handle = state._module_to_handle.get(module) if isinstance(state, FullyShardState) else None
+    if handle is not None:
+        with located(f"{place_of_rank()}, module {handle.fqn!r}"):
+            handle.attach()
 
 
 class _OutputHook:
@@ -163,13 +217,20 @@ def _move_inputs(args: Any, kwargs: Any, device_type: str) -> tuple[Any, Any]:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse to update parameters that an annotation has replaced.
+    """Refuse to update parameters that an annotation has replaced, or that have no values.
 
     Raises:
-        UsageError: The optimizer was built before the annotation, or inside forward or backward.
+        UsageError: The optimizer was built before the annotation, or inside forward or backward;
+            or a sharded parameter is still on the meta device.
     """
     for group in optimizer.param_groups:
         for param in group["params"]:
+            if param.is_meta and isinstance(param, RaggedDTensor):
+                raise UsageError(
+                    "the optimizer steps on parameters that are still on the meta device",
+                    at=f"{place_of_rank()}, {_describe_params(optimizer)}",
+                    fix=META_FIX,
+                )
             replaced = getattr(param, "_composable_replaced_by", None)
             if replaced is not None:
                 raise UsageError(
@@ -177,6 +238,15 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                     at=f"{place_of_rank()}, parameter {replaced!r} {list(param.shape)}",
                     fix="build the optimizer from model.parameters() after annotating the model",
                 )
+
+
+def _describe_params(optimizer: torch.optim.Optimizer) -> str:
+    """Name the parameters on the meta device, of which the optimizer knows no names unless it was given some."""
+    found: list[str] = []
+    for group in optimizer.param_groups:
+        names = group.get("param_names") or [f"of shape {list(param.shape)}" for param in group["params"]]
+        found += [name for name, param in zip(names, group["params"], strict=True) if param.is_meta]
+    return f"parameters {list_fqns(found)}"
 
 
 register_optimizer_step_pre_hook(_check_optimizer)

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from composable.errors import UsageError
 from composable.ragged import RaggedDTensor
-from composable.ragged_spec import RaggedLayout
-from composable.torch_private import DTensorSpec
+from composable.ragged_spec import RaggedLayout, RaggedSpec, slice_full
+from composable.unfilled import mark_unfilled
 
 __all__ = ["Owner", "ShardedParam"]
 
@@ -29,6 +31,7 @@ class ShardedParam:
         owners: (module, attribute name) of every place, tied ones included.
         sharded: What ``module.parameters()`` gives: ``RaggedDTensor``, full shape.
         unsharded: Plain leaf that views the buffer; ``None`` until the first unshard.
+        local: This rank's piece, a view of the handle's shard; what ``sharded`` shows, unless torch replaced it.
         start: First element of this rank's piece in the handle's shard.
         stop: Past the last one; equal to ``start`` where this rank owns nothing.
     """
@@ -36,7 +39,9 @@ class ShardedParam:
     __slots__ = (
         "_empty_grad",
         "_is_flat",
+        "_marks",
         "fqn",
+        "local",
         "local_shape",
         "owners",
         "shape",
@@ -52,7 +57,7 @@ class ShardedParam:
         fqn: str,
         owners: Sequence[Owner],
         original: nn.Parameter,
-        spec: DTensorSpec,
+        spec: RaggedSpec,
         shard: torch.Tensor,
         start: int,
         stop: int,
@@ -66,13 +71,67 @@ class ShardedParam:
         self.stop = stop
         self.local_shape = tuple(local_shape)
         self._is_flat = len(self.local_shape) == 1
-        self.sharded = nn.Parameter(
-            RaggedDTensor.wrap(shard[start:stop].view(self.local_shape), spec), requires_grad=original.requires_grad
-        )
+        self.local = self.piece_of(shard)
+        self.sharded = nn.Parameter(RaggedDTensor.wrap(self.local, spec), requires_grad=original.requires_grad)
         self.unsharded: nn.Parameter | None = None
         self._empty_grad: RaggedDTensor | None = None
         # Marks that users put on parameters (say, `no_weight_decay`) must survive.
         _copy_marks(original, self.sharded)
+        self._marks = self.sharded.__dict__
+
+    def piece_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return this rank's piece of the parameter as a view of a shard [S]."""
+        return shard[self.start : self.stop].view(self.local_shape)
+
+    @property
+    def is_attached(self) -> bool:
+        """The sharded parameter shows the handle's shard; torch did not give it other memory."""
+        return self.ragged._local_tensor is self.local
+
+    def write_full(self, full: torch.Tensor) -> None:
+        """Keep this rank's piece of a full value, of any dtype and device, in the shard."""
+        self.local.data.copy_(slice_full(full.detach(), self.layout))
+
+    def show(self, local: torch.Tensor) -> None:
+        """Let the sharded parameter, which stays the same object with the same marks, show other memory."""
+        sharded = self.ragged
+        if sharded.device == local.device:
+            sharded._local_tensor = local
+        else:
+            fresh = nn.Parameter(RaggedDTensor.wrap(local, self.spec), requires_grad=sharded.requires_grad)
+            torch.utils.swap_tensors(sharded, fresh)
+            self._empty_grad = None
+        if sharded.__dict__ is not self._marks:
+            sharded.__dict__.update(self._marks)
+            self._marks = sharded.__dict__
+
+    def make_room(self, device: torch.device) -> None:
+        """Let the sharded parameter show memory of its own, marked as not filled."""
+        local = torch.empty(self.local_shape, dtype=self.spec.dtype, device=device)
+        mark_unfilled(local)
+        self.show(local)
+
+    def take(self, value: torch.Tensor) -> None:
+        """Adopt the value of a parameter that replaced the sharded one: ragged in the same cut, or full.
+
+        Raises:
+            UsageError: It has another shape, or is cut otherwise.
+        """
+        if isinstance(value, RaggedDTensor) and value._spec.layout.matches(self.layout):
+            piece = value._local_tensor
+        elif isinstance(value, DTensor) or value.shape != self.shape:
+            raise UsageError(
+                f"a parameter of shape {list(self.shape)} was replaced by {type(value).__name__} {list(value.shape)}",
+                at=f"parameter {self.fqn!r}",
+                fix="change values in place, or load tensors of the full shape",
+            )
+        else:
+            piece = slice_full(value.detach(), self.layout)
+        if self.ragged.is_meta:
+            if not piece.is_meta:
+                self.show(piece.detach().to(self.layout.mesh.device_type, self.spec.dtype, copy=True))
+        else:
+            self.ragged._local_tensor.data.copy_(piece)
 
     @property
     def ragged(self) -> RaggedDTensor:

@@ -1,20 +1,20 @@
 """What an annotated module remembers, and what only a root remembers besides."""
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 import _traversal_utils
+from composable.agreement import compare_ranks
 from composable.collectives import transport_of
-from composable.errors import DesyncError, located, place_of_rank
+from composable.errors import UsageError, located, place_of_rank
 from composable.handle import Handle
 from composable.mesh import device_of
 from composable.plan import ShardPlan
+from composable.readiness import check_ready
 from composable.scheduler import Scheduler
 from composable.torch_private import queue_callback
 
@@ -29,6 +29,8 @@ class FullyShardState:
         plan: What the annotation decided.
         mesh: 1-D mesh of the shard group.
         transport_name: How the handles' bytes travel.
+        ignored_modules: What the annotation leaves alone, with all below.
+        marked_buffers: (module, name) of buffers that may hold the mark of memory that nobody has written to.
         _handles: Handles of this annotation, left to right, depth first.
         _is_root: Whether forward starts here; ``None`` until lazy init.
         hook_handles: Remove them, and the modules run as plain ones again.
@@ -40,11 +42,19 @@ class FullyShardState:
         self.plan: ShardPlan
         self.mesh: DeviceMesh
         self.transport_name = ""
+        self.ignored_modules: frozenset[nn.Module] = frozenset()
+        self.marked_buffers: list[tuple[nn.Module, str]] = []
         self._handles: list[Handle] = []
         self._module_to_handle: dict[nn.Module, Handle] = {}
         self.hook_handles: list[RemovableHandle] = []
         self._is_root: bool | None = None
         self.root: RootState | None = None
+
+    def mark_handles(self) -> None:
+        """Note that parameters may hold the mark of memory that nobody has written to."""
+        for handle in self._handles:
+            for flat in handle.buffers:
+                flat.is_marked = True
 
     def lazy_init(self, module: nn.Module | None = None) -> "RootState":
         """Decide the root, on the first forward or the first call that needs it.
@@ -57,7 +67,7 @@ class FullyShardState:
 
         Raises:
             DesyncError: The ranks annotated different plans.
-            UsageError: A parameter is still on the meta device.
+            UsageError: A parameter or buffer is still on the meta device, or nothing has filled it, on any rank.
         """
         if self.root is not None:
             return self.root
@@ -92,16 +102,15 @@ class RootState(FullyShardState):
         )
         for handle in handles:
             handle.fqn = names.get(handle.modules[0], handle.fqn)
-        _compare_plans(states)
+        _compare_plans(states, _find_failure(states, names))
         for found in states:
             if found.root is not None:
                 found.root.scheduler.retire(found._handles)
         for found in states:
             transport = transport_of(found.mesh.get_group(), found.transport_name)
             for handle in found._handles:
-                with located(place_of_rank()):
-                    for flat in handle.buffers:
-                        flat.connect(transport, handle.fqn)
+                for flat in handle.buffers:
+                    flat.connect(transport)
         root = state
         root.__class__ = RootState
         assert isinstance(root, RootState)
@@ -119,37 +128,36 @@ class RootState(FullyShardState):
         return root
 
 
-def _compare_plans(states: Sequence[FullyShardState]) -> None:
-    """Raise on every rank unless all ranks annotated the same plans.
+def _compare_plans(states: Sequence[FullyShardState], failure: UsageError | None) -> None:
+    """Raise on every rank unless all ranks annotated the same plans, and none has a failure.
 
     Raises:
         DesyncError: With the first line in which a rank differs.
+        UsageError: ``failure``, or that of another rank.
     """
     groups: dict[dist.ProcessGroup, list[FullyShardState]] = {}
     for state in states:
         groups.setdefault(state.mesh.get_group(), []).append(state)
     for group, members in groups.items():
-        if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
-            continue
-        digest = hashlib.sha256("".join(state.plan.digest() for state in members).encode()).digest()
-        mine = torch.tensor(list(digest), dtype=torch.uint8, device=device_of(members[0].mesh))
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(every, mine, group=group)
-        if all(torch.equal(every[0], other) for other in every[1:]):
-            continue
-        texts: list[str] = [""] * len(every)
-        dist.all_gather_object(texts, "\n".join(str(state.plan) for state in members), group=group)
-        raise DesyncError(
-            "the ranks annotated different plans\n" + _first_difference(texts),
-            at=place_of_rank(),
+        compare_ranks(
+            "\n".join(str(state.plan) for state in members),
+            failure,
+            group,
+            device_of(members[0].mesh),
+            what="the ranks annotated different plans",
             fix="build the same model and call fully_shard with the same arguments on every rank",
+            more="".join(state.plan.digest() for state in members),
         )
 
 
-def _first_difference(texts: Sequence[str]) -> str:
-    lines = [text.splitlines() for text in texts]
-    for index in range(max(len(own) for own in lines)):
-        at_index = [own[index] if index < len(own) else "(nothing)" for own in lines]
-        if len(set(at_index)) > 1:
-            return "\n".join(f"    rank {rank}: {line.strip()}" for rank, line in enumerate(at_index))
-    return "    (the printed plans are equal; the options differ)"
+def _find_failure(states: Sequence[FullyShardState], names: Mapping[nn.Module, str]) -> UsageError | None:
+    """Return what keeps this rank from training: parameters or buffers without values."""
+    try:
+        with located(place_of_rank()):
+            for state in states:
+                for handle in state._handles:
+                    handle.attach()
+            check_ready(states, names)
+    except UsageError as error:
+        return error
+    return None

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # mesh, placements, shape of a DTensor
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types  # parameter types that get foreach
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types  # the same, for clip_grad_norm_
+from torch.utils._python_dispatch import TorchDispatchMode  # sees every tensor that is made, also by users' code
 from torch.utils._pytree import tree_leaves, tree_map_only  # reach the tensors in an operation's arguments
 
 # isort: split
@@ -47,6 +48,7 @@ __all__ = [
     "OpOverload",
     "Placement",
     "TensorMeta",
+    "TorchDispatchMode",
     "all_gather_into",
     "all_op_names",
     "current_autograd_node",
