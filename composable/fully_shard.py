@@ -15,15 +15,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable.agreement import agreed, compare_ranks
 from composable.collectives import choose_transport
 from composable.contract import contract, set_member
+from composable.errors import ConfigError
 from composable.flat_buffer import FlatBuffer
 from composable.fsdp_module import add_mixin
 from composable.handle import Handle
 from composable.hooks import register_fully_shard_hooks
+from composable.materialize import FirstValues, ParamInitFn, describe_buffers, move_buffers
 from composable.mesh import device_of, resolve_mesh
 from composable.plan import HandleMembers, ShardingStrategy, plan_with_members
 from composable.policies import PolicyLike
+from composable.readiness import managed_modules, name_modules
 from composable.state import FullyShardState
 
 __all__ = ["fully_shard"]
@@ -41,14 +45,20 @@ def fully_shard(
     reshard_after_forward: bool | None = None,
     ignored_params: Collection[nn.Parameter] | None = None,
     ignored_modules: Collection[nn.Module] | None = None,
+    param_init_fn: ParamInitFn | None = None,
+    sync_module_states: bool = False,
     transport: str = "auto",
 ) -> ModuleT:
     """Shard the parameters of ``module`` over the ranks of ``mesh``.
 
-    Every rank of the mesh calls it, with equal arguments on an equal module; it does not
-    communicate. From then on ``module.parameters()`` are ``RaggedDTensor``s of the full
-    shape that hold this rank's piece, and only forward and backward see whole parameters.
-    Each rank keeps its piece of its own values: seed all ranks alike, or load afterwards.
+    Every rank of the mesh calls it, with equal arguments on an equal module. From then on
+    ``module.parameters()`` are ``RaggedDTensor``s of the full shape that hold this rank's
+    piece, and only forward and backward see whole parameters. Each rank keeps its piece of
+    its own values: seed all ranks alike, load afterwards, or use ``sync_module_states``.
+    The module may be on the meta device, and get its values now or later; see docs/meta_init.md.
+
+    Collective with ``param_init_fn`` or ``sync_module_states``: all ranks of the mesh. Without
+    them it does not communicate.
 
     Without ``policy`` one handle is made of every parameter below ``module`` that no
     earlier annotation manages: call it on submodules first and on the root last. With
@@ -65,6 +75,15 @@ def fully_shard(
             ``None``: free them, except those of the root, which backward needs first.
         ignored_params: Parameters to leave alone.
         ignored_modules: Modules to leave alone with all below them.
+        param_init_fn: Called with each module that itself owns a parameter or buffer on the meta
+            device, in ``modules()`` order: gives values, on the device of the mesh, to what that
+            module owns itself. Only that module's parameters are whole meanwhile, and those that
+            it shares until their last owner had its turn. Draws as in one process if all ranks
+            are seeded alike. Must not communicate.
+        sync_module_states: Every rank takes the parameters and buffers, persistent or not, of the
+            first rank of the mesh. Other ranks may be on the meta device, and then never hold a
+            whole parameter; theirs are made by ``param_init_fn`` where it is given, and
+            overwritten. Ignored modules and those annotated before are left alone.
         transport: ``auto``, ``process_group`` or ``point_to_point``.
 
     Returns:
@@ -72,7 +91,9 @@ def fully_shard(
 
     Raises:
         UsageError: No process group is initialised.
-        ConfigError: An argument is wrong; the message names the module, the parameter and the fix.
+        ConfigError: An argument is wrong; the message names the module, the parameter and the fix. With
+            ``param_init_fn`` or ``sync_module_states`` on every rank, also if it is wrong on one only.
+        DesyncError: With either of these options: the ranks differ in options, plan or buffers.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     state = fully_shard.state(modules[0])
@@ -82,19 +103,41 @@ def fully_shard(
     group = state.mesh.get_group()
     device = device_of(state.mesh)
     state.transport_name = choose_transport(device.type, dist.get_backend(group), group.size(), transport)
+    is_collective = sync_module_states is not False or param_init_fn is not None
+    members: Sequence[HandleMembers] = ()
     with _collector_paused():
-        state.plan, members = plan_with_members(
-            module,
-            policy=policy,
-            world_size=group.size(),
-            strategy=strategy,
-            reshard_after_forward=reshard_after_forward,
-            ignored_params=ignored_params,
-            ignored_modules=ignored_modules,
-            transport=state.transport_name,
-        )
-        _execute(state, members)
+        failure: ConfigError | None = None
+        try:
+            _check_first_values(param_init_fn, sync_module_states)
+            state.plan, members = plan_with_members(
+                module,
+                policy=policy,
+                world_size=group.size(),
+                strategy=strategy,
+                reshard_after_forward=reshard_after_forward,
+                ignored_params=ignored_params,
+                ignored_modules=ignored_modules,
+                transport=state.transport_name,
+            )
+            state.ignored_modules = frozenset(ignored_modules or ())
+        except ConfigError as error:
+            if not is_collective:
+                raise
+            failure = error
+        if is_collective:
+            _compare_calls(state, param_init_fn, failure, is_synced=sync_module_states)
+            built = _build_filled(state, members, param_init_fn, is_synced=sync_module_states)
+        else:
+            built = _build(state, members)
+        _execute(state, members, built)
     return module
+
+
+def _check_first_values(param_init_fn: object, sync_module_states: object) -> None:
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ConfigError(f"param_init_fn is {param_init_fn!r}", fix="pass a function of a module")
+    if not isinstance(sync_module_states, bool):
+        raise ConfigError(f"sync_module_states is {sync_module_states!r}", fix="pass True or False")
 
 
 @contextmanager
@@ -112,16 +155,70 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _execute(state: FullyShardState, members: Sequence[HandleMembers]) -> None:
-    """Build every shard first, then change the modules: what can fail comes before any change."""
+def _compare_calls(
+    state: FullyShardState, param_init_fn: ParamInitFn | None, failure: ConfigError | None, *, is_synced: bool
+) -> None:
+    """Raise on every rank unless all call with options, plans and buffers that fit. Collective."""
+    lines: list[str] = []
+    if failure is None:
+        # Values that the first rank sends may come from anywhere.
+        lines = [f"sync_module_states={is_synced}" if is_synced else f"param_init_fn={param_init_fn is not None}"]
+        lines += [f"on {state.mesh.device_type}", *str(state.plan).splitlines(), *describe_buffers(_managed(state))]
+    compare_ranks(
+        "\n".join(lines),
+        failure,
+        state.mesh.get_group(),
+        device_of(state.mesh),
+        what="the ranks call fully_shard with different options or on different models",
+        fix="call it with the same arguments on the same model, which may be on the meta device on some ranks",
+        more=state.plan.digest() if failure is None else "",
+    )
+
+
+def _managed(state: FullyShardState) -> dict[nn.Module, str]:
+    names = name_modules(state.modules)
+    return {module: names[module] for module in managed_modules(state.modules, state.ignored_modules)}
+
+
+def _build(
+    state: FullyShardState, members: Sequence[HandleMembers], *, is_deferred: bool = False
+) -> list[list[FlatBuffer]]:
     device = device_of(state.mesh)
-    built = [
+    return [
         [
-            FlatBuffer(buffer_plan, handle_plan.module_fqns[0], member, state.mesh, device)
+            FlatBuffer(buffer_plan, handle_plan.module_fqns[0], member, state.mesh, device, is_deferred=is_deferred)
             for buffer_plan in handle_plan.buffers
         ]
         for handle_plan, member in zip(state.plan.handles, members, strict=True)
     ]
+
+
+def _build_filled(
+    state: FullyShardState, members: Sequence[HandleMembers], param_init_fn: ParamInitFn | None, *, is_synced: bool
+) -> list[list[FlatBuffer]]:
+    """Build every shard with its values; after an error on any rank the modules are as before. Collective."""
+    group, device = state.mesh.get_group(), device_of(state.mesh)
+    first: FirstValues | None = None
+    try:
+        with agreed(group, device):
+            built = _build(state, members, is_deferred=True)
+            first = FirstValues(_managed(state), members, built, device)
+            if is_synced:
+                first.prepare(param_init_fn, is_source=group.rank() == 0)
+            else:
+                first.make(param_init_fn)
+        if is_synced:
+            first.send(group)
+    except BaseException:
+        if first is not None:
+            first.undo()
+        raise
+    first.finish()
+    return built
+
+
+def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Sequence[Sequence[FlatBuffer]]) -> None:
+    """Change the modules: what can fail came before."""
     for handle_plan, member, buffers in zip(state.plan.handles, members, built, strict=True):
         handle = Handle(handle_plan, member.modules, buffers)
         state._handles.append(handle)
@@ -134,3 +231,5 @@ def _execute(state: FullyShardState, members: Sequence[HandleMembers]) -> None:
     for module in dict.fromkeys((*state.modules, *state._module_to_handle)):
         state.hook_handles += register_fully_shard_hooks(module, state, state._module_to_handle.get(module))
         add_mixin(module)
+    if state.mesh.device_type != "cpu":
+        move_buffers(_managed(state), device_of(state.mesh))

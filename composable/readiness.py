@@ -14,7 +14,7 @@ from composable.errors import UsageError
 from composable.handle import Handle
 from composable.unfilled import META_FIX, is_unfilled
 
-__all__ = ["Annotated", "check_on_device", "check_ready", "list_fqns", "managed_modules"]
+__all__ = ["Annotated", "check_on_device", "check_ready", "list_fqns", "managed_modules", "name_modules"]
 
 _FQNS_SHOWN = 5
 
@@ -76,6 +76,16 @@ def check_on_device(states: Sequence[Annotated], names: Mapping[nn.Module, str])
         raise UsageError(
             f"{' and '.join(kinds)} are still on the meta device", at=list_fqns(params + buffers), fix=META_FIX
         )
+
+
+def name_modules(roots: Sequence[nn.Module]) -> dict[nn.Module, str]:
+    """Return the FQN of every module at or below ``roots``; of several roots, by their position."""
+    names: dict[nn.Module, str] = {}
+    for position, root in enumerate(roots):
+        prefix = str(position) if len(roots) > 1 else ""
+        for fqn, module in root.named_modules(prefix=prefix):
+            names.setdefault(module, fqn)
+    return names
 
 
 def managed_modules(roots: Iterable[nn.Module], ignored: frozenset[nn.Module]) -> Iterator[nn.Module]:

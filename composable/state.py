@@ -14,7 +14,7 @@ from composable.errors import UsageError, located, place_of_rank
 from composable.handle import Handle
 from composable.mesh import device_of
 from composable.plan import ShardPlan
-from composable.readiness import check_ready
+from composable.readiness import check_ready, name_modules
 from composable.scheduler import Scheduler
 from composable.torch_private import queue_callback
 
@@ -91,11 +91,8 @@ class RootState(FullyShardState):
     def adopt(state: FullyShardState, modules: Sequence[nn.Module]) -> "RootState":
         """Make ``state`` the root of everything below ``modules``."""
         states: list[FullyShardState] = []
-        names: dict[nn.Module, str] = {}
-        for position, module in enumerate(modules):
-            prefix = f"{position}." if len(modules) > 1 else ""
-            for name, submodule in module.named_modules():
-                names.setdefault(submodule, prefix + name if name else prefix.rstrip("."))
+        names = name_modules(modules)
+        for module in modules:
             states += [found for found in _traversal_utils._get_fsdp_states(module) if found not in states]
         handles: list[Handle] = list(
             dict.fromkeys(handle for module in modules for handle in _traversal_utils._get_fsdp_handles(module))

@@ -57,6 +57,7 @@ LAYERS: dict[str, list[str]] = {
     "runtime": ["composable.scheduler", "composable.readiness", "composable.state", "composable.hooks"],
     "entries": [
         "composable.fsdp_module",
+        "composable.materialize",
         "composable.fully_shard",
         "composable.replicate",
         "composable.gradient_sync",

@@ -15,9 +15,10 @@ import torch.distributed.tensor as dtensor
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from composable import UsageError, fully_shard
+from composable import ConfigError, DesyncError, UsageError, fully_shard, replicate
 from composable.handle import Handle
 from composable.unfilled import mark_unfilled
+from tests.models import make_model
 from tests.parity import full_params
 from tests.world import run_ranks
 
@@ -472,3 +473,291 @@ def load_checkpoint(folder: str) -> None:
 def test_a_sharded_checkpoint_loads_after_to_empty() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(load_checkpoint, 2, folder)
+
+
+# param_init_fn
+
+
+def give_values(module: nn.Module) -> None:
+    """What users pass: memory for what the module owns, then its own initialisation."""
+    module.to_empty(device="cpu", recurse=False)
+    module.reset_parameters()  # type: ignore[operator]  # every module of the zoo that owns something has it
+
+
+class Counting:
+    """Calls another function and notes the modules it was called with."""
+
+    def __init__(self, fn: Callable[[nn.Module], object]) -> None:
+        self.fn = fn
+        self.modules: list[nn.Module] = []
+
+    def __call__(self, module: nn.Module) -> None:
+        self.modules.append(module)
+        self.fn(module)
+
+
+def init_while_annotating(way: str) -> None:
+    model, fn = on_meta(), Counting(give_values)
+    torch.manual_seed(3)
+    shard(model, way, param_init_fn=fn)
+    assert_views(model)
+    assert len(fn.modules) == len(set(fn.modules)) == 13
+    expected = Zoo()
+    torch.manual_seed(3)
+    order = list(expected.modules())
+    if way == "hand":
+        # Annotation by annotation.
+        order = list(dict.fromkeys([*expected.layers[0].modules(), *expected.layers[1].modules(), *order]))
+    for module in order:
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert_same_model(model, expected)
+    assert_trains_alike(model, torch.optim.SGD(model.parameters(), lr=0.1), expected)
+
+
+@pytest.mark.parametrize("way", ["hand", "policy"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_param_init_fn_gives_the_values_of_one_process(world_size: int, way: str) -> None:
+    run_ranks(init_while_annotating, world_size, way)
+
+
+def bytes_of_init() -> None:
+    model = on_meta(build_wide)
+    with allocations() as made:
+        fully_shard(model, policy={nn.Sequential}, param_init_fn=give_values)
+    plan = fully_shard.state(model).plan
+    handle_bytes = max(handle.buffer_bytes for handle in plan.handles)
+    assert made.largest_bytes <= handle_bytes
+    assert made.peak_bytes <= plan.shard_bytes + handle_bytes
+
+
+def test_param_init_fn_holds_one_module_in_full() -> None:
+    run_ranks(bytes_of_init, 4)
+
+
+class TiedBuffers(nn.Module):
+    """A weight and a table under two names each, of which the second owner knows nothing."""
+
+    class Owner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4))
+            self.register_buffer("table", torch.arange(4.0))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.Owner()
+        self.second = self.Owner()
+        self.second.weight = self.first.weight
+        self.second.table = self.first.table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.second.table @ self.first.weight.t()
+
+
+def first_owner_only() -> None:
+    model = on_meta(TiedBuffers)
+
+    def fn(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        if module is model.first:
+            with torch.no_grad():
+                module.weight.fill_(2.0)
+                module.table.fill_(3.0)
+
+    fully_shard(model, param_init_fn=fn)
+    assert model.first.weight is model.second.weight and model.first.table is model.second.table
+    assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 3), 24.0))
+
+
+def test_ties_survive_a_function_that_fills_one_owner() -> None:
+    run_ranks(first_owner_only, 2)
+
+
+def skip_rope(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    if not isinstance(module, Rope):
+        module.reset_parameters()  # type: ignore[operator]  # see give_values
+
+
+def leave_on_meta(module: nn.Module) -> None:
+    if not isinstance(module, nn.BatchNorm1d):
+        give_values(module)
+
+
+def go_deep(module: nn.Module) -> None:
+    module.to_empty(device="cpu")
+
+
+def change_dtype(module: nn.Module) -> None:
+    give_values(module)
+    module.double()
+
+
+def fail_on_rank_1(module: nn.Module) -> None:
+    if dist.get_rank() == 1 and isinstance(module, Layer):
+        raise ValueError("no such file")
+    give_values(module)
+
+
+def bad_init(fn: Callable[[nn.Module], object]) -> str:
+    model = on_meta()
+    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    kinds = {module: type(module) for module in model.modules()}
+    with pytest.raises((ConfigError, DesyncError, ValueError)) as caught:
+        shard(model, "policy", param_init_fn=fn)
+    after = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    assert list(after) == list(tensors) and all(after[fqn] is tensor for fqn, tensor in tensors.items())
+    assert all(type(module) is kind for module, kind in kinds.items()) and fully_shard.state(model) is None
+    torch.manual_seed(3)
+    shard(model, "policy", param_init_fn=give_values)
+    assert_same_model(model, reference())
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_wrong_param_init_fn_is_an_error_on_every_rank_and_changes_nothing() -> None:
+    for rank, text in enumerate(run_ranks(bad_init, 2, skip_rope)):
+        start = "ConfigError: param_init_fn left parameters or buffers without values\n"
+        assert text.startswith(f"{start}  at:  rank {rank}, 'rope.table'\n")
+    for text in run_ranks(bad_init, 2, leave_on_meta):
+        assert "'layers.0.norm.weight', 'layers.0.norm.bias', 'layers.0.norm.running_mean'" in text
+    assert "changed a module before its turn" in run_ranks(bad_init, 2, go_deep)[0]
+    assert "changed [11, 8] float32 to [11, 8] float64" in run_ranks(bad_init, 2, change_dtype)[0]
+    here, there = run_ranks(bad_init, 2, fail_on_rank_1)[::-1]
+    assert here == "ValueError: no such file"
+    assert there.startswith("DesyncError: another rank raised ValueError: no such file\n  at:  rank 1")
+
+
+def not_called() -> None:
+    model, fn = reference(), Counting(give_values)
+    shard(model, "policy", param_init_fn=fn)
+    assert not fn.modules
+    assert_same_model(model, reference())
+
+
+def test_param_init_fn_is_not_called_without_meta_tensors() -> None:
+    run_ranks(not_called, 2)
+
+
+# sync_module_states
+
+
+def sync(way: str, others: str) -> None:
+    is_first = dist.get_rank() == 0
+    fn = give_values if others == "param_init_fn" and not is_first else None
+    if is_first:
+        model = reference()
+    elif others == "real":
+        model = reference(seed=10 + dist.get_rank())
+        model.rope.table.mul_(2)
+    else:
+        model = on_meta()
+    shard(model, way, sync_module_states=True, param_init_fn=fn)
+    expected = reference()
+    assert_same_model(model, expected)
+    assert_trains_alike(model, torch.optim.SGD(model.parameters(), lr=0.1), expected)
+
+
+@pytest.mark.parametrize("others", ["real", "meta", "param_init_fn"])
+@pytest.mark.parametrize(("world_size", "way"), [(1, "hand"), (2, "hand"), (3, "policy"), (4, "policy")])
+def test_every_rank_gets_what_the_first_has(world_size: int, way: str, others: str) -> None:
+    run_ranks(sync, world_size, way, others)
+
+
+def sync_from_init() -> None:
+    model = on_meta()
+    torch.manual_seed(3 + dist.get_rank())
+    shard(model, "policy", sync_module_states=True, param_init_fn=give_values)
+    assert_same_model(model, reference())
+
+
+def test_the_first_rank_may_make_what_it_sends() -> None:
+    run_ranks(sync_from_init, 3)
+
+
+def bytes_of_sync() -> None:
+    model = build_wide() if dist.get_rank() == 0 else on_meta(build_wide)
+    with allocations() as made:
+        fully_shard(model, policy={nn.Sequential}, sync_module_states=True)
+    plan = fully_shard.state(model).plan
+    if dist.get_rank():
+        # Pieces land in the shards: nothing is ever whole, and nothing is allocated besides.
+        assert made.largest_bytes < max(handle.buffer_bytes for handle in plan.handles)
+        assert made.peak_bytes < plan.shard_bytes + 4096
+
+
+def test_other_ranks_allocate_their_shards_only() -> None:
+    run_ranks(bytes_of_sync, 4)
+
+
+def bad_sync(case: str) -> str:
+    rank = dist.get_rank()
+    model = reference() if (rank == 0) != (case == "first on meta") else on_meta()
+    tensors = list(model.parameters()) + list(model.buffers())
+    options: dict[str, Any] = {"sync_module_states": True}
+    if case == "buffers" and rank == 1:
+        model.rope.register_buffer("table", torch.zeros(DIM + 1), persistent=False)
+        tensors = list(model.parameters()) + list(model.buffers())
+    if case == "option" and rank == 1:
+        options, model = {}, reference()
+    if case == "function" and rank == 1:
+        options = {"param_init_fn": give_values}
+    if case == "value":
+        options = {"sync_module_states": 1} if rank == 1 else options
+    if case == "policy" and rank == 1:
+        options["policy"] = {nn.Conv2d}
+
+    def annotate_and_run() -> None:
+        fully_shard(model, **options)
+        model(TOKENS)
+
+    with pytest.raises((ConfigError, DesyncError)) as caught:
+        annotate_and_run()
+    if options:
+        after = list(model.parameters()) + list(model.buffers())
+        assert all(new is old for new, old in zip(after, tensors, strict=True)) and fully_shard.state(model) is None
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_ranks_that_do_not_fit_are_an_error_on_every_rank() -> None:
+    for text in run_ranks(bad_sync, 2, "first on meta"):
+        assert "ConfigError: sync_module_states sends what the first rank has" in text
+        assert "rank 0, 'tokens.weight'" in text
+    for text in run_ranks(bad_sync, 2, "buffers"):
+        assert "DesyncError" in text and "rank 1: buffer 'rope.table' [9] float32" in text
+    for text in run_ranks(bad_sync, 2, "option"):
+        assert "DesyncError" in text and "rank 0: sync_module_states=True" in text and "rank 1: Zoo: 1 handle" in text
+    for text in run_ranks(bad_sync, 2, "function"):
+        assert "DesyncError" in text and "rank 1: param_init_fn=True" in text
+    for text in run_ranks(bad_sync, 2, "value"):
+        assert "ConfigError: sync_module_states is 1\n" in text
+    for text in run_ranks(bad_sync, 2, "policy"):
+        assert "ConfigError" in text and "Conv2d" in text
+
+
+def sync_beside_ignored() -> None:
+    is_first = dist.get_rank() == 0
+    model = nn.Sequential(reference() if is_first else on_meta(), nn.BatchNorm1d(11))
+    with torch.no_grad():
+        model[1].running_mean.fill_(dist.get_rank())
+    fully_shard(model, sync_module_states=True, ignored_modules=[model[1]])
+    assert_same_model(model[0], reference())
+    assert torch.equal(model[1].running_mean, torch.full((11,), float(dist.get_rank())))
+    assert type(model[1].weight) is nn.Parameter
+
+
+def test_ignored_modules_are_not_synchronised() -> None:
+    run_ranks(sync_beside_ignored, 2)
+
+
+def replicate_on_meta() -> str:
+    model = make_model("mlp") if dist.get_rank() == 0 else on_meta(lambda: make_model("mlp"))
+    with pytest.raises((ConfigError, DesyncError)) as caught:
+        replicate(model)
+    return str(caught.value)
+
+
+def test_replicate_refuses_meta_on_every_rank() -> None:
+    first, second = run_ranks(replicate_on_meta, 2)
+    assert second.startswith("parameter is on the meta device\n  at:  rank 1, parameter 'inp.weight'")
+    assert "rank 1: raised ConfigError: parameter is on the meta device" in first
