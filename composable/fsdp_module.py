@@ -193,7 +193,7 @@ def _check_convertible(module: object, handle: Handle, fn: Callable[[torch.Tenso
     if state.root is not None:
         if state.root.scheduler.is_idle:
             state.root.scheduler.reshard(handle)
-        if handle.is_unsharded:
+        if handle.is_unsharded or handle.held_with is not None:
             raise UsageError(
                 "a module cannot be converted while its parameters are in use",
                 at=f"{place_of_rank()}, module {handle.fqn!r}",

@@ -83,7 +83,7 @@ class Handle:
         Raises:
             UsageError: A parameter has another dtype or shape now.
         """
-        if self.is_unsharded:
+        if self.is_unsharded or self.held_with is not None:
             return
         for param in self.params:
             for module, name in param.owners:

@@ -15,7 +15,7 @@ import torch.distributed.tensor as dtensor
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from composable import ConfigError, DesyncError, UsageError, fully_shard, replicate
+from composable import ConfigError, DesyncError, UsageError, fully_shard, replicate, unshard_params
 from composable.handle import Handle
 from composable.unfilled import mark_unfilled
 from tests.models import make_model
@@ -373,8 +373,14 @@ def convert() -> dict[str, str]:
     assert all(torch.equal(param, values[fqn]) for fqn, param in full_params(model).items())
     assert_trains_alike(model, optimizer, expected)
     assert_views(model)
+    with unshard_params(model):
+        found["in use"] = error_of(lambda: model.to("meta"))
     model.to("meta")
     found["away"] = error_of(lambda: model(TOKENS))
+    model.to_empty(device="cpu")
+    initialise(model)
+    assert_same_model(model, reference())
+    assert_trains_alike(model, optimizer, reference())
     return found
 
 
@@ -389,6 +395,7 @@ def test_conversions_keep_the_shards_or_say_what_to_do() -> None:
         assert "cannot become float64" in found["to"]
         assert "weak reference" in found["held"] and "up.weight" in found["held"]
         assert "cannot become float64" in found["inner"] and "frozen.weight" in found["inner"]
+        assert found["in use"].startswith("a module cannot be converted while its parameters are in use")
         assert found["away"].startswith("parameters are on meta, and the ranks talk on cpu")
         assert "fix: model.to_empty(device=...)" in found["away"]
 
@@ -436,6 +443,10 @@ def load(how: str) -> None:
     expected = reference()
     assert_same_model(model, expected)
     assert_trains_alike(model, optimizer, expected)
+    # The same onto a model that has values.
+    model.load_state_dict(plain_state(), assign=how.startswith("assign"))
+    assert all(param is params[fqn] for fqn, param in model.named_parameters())
+    assert all(torch.equal(param, plain_state()[fqn]) for fqn, param in full_params(model).items())
 
 
 @pytest.mark.parametrize("how", ["plain", "assign full", "assign ragged", "swap", "rank 0"])
@@ -568,6 +579,18 @@ def first_owner_only() -> None:
     fully_shard(model, param_init_fn=fn)
     assert model.first.weight is model.second.weight and model.first.table is model.second.table
     assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 3), 24.0))
+
+    model = on_meta(TiedBuffers)
+
+    def scale_second(module: nn.Module) -> None:
+        if module is model.first:
+            fn(module)
+        else:
+            with torch.no_grad():
+                module.weight.mul_(2)
+
+    fully_shard(model, param_init_fn=scale_second)
+    assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 3), 48.0))
 
 
 def test_ties_survive_a_function_that_fills_one_owner() -> None:
