@@ -57,27 +57,27 @@ def raise_together(failure: Exception | None, group: dist.ProcessGroup, device: 
 
 
 def compare_ranks(
-    shown: str,
+    compared: str,
     failure: Exception | None,
     group: dist.ProcessGroup,
     device: torch.device,
     *,
+    shown: str,
     what: str,
     fix: str,
-    more: str = "",
 ) -> None:
     """Raise on every rank unless all have equal texts and no failure.
 
-    Collective: all ranks of ``group``. Two ranks that meet here from different calls find different texts.
+    Collective: all ranks of ``group``. Ranks that meet here from different calls find different texts.
 
     Args:
-        shown: What to compare, in lines; the first that differ are shown.
+        compared: What has to be equal.
         failure: What this rank alone knows to be wrong.
         group: The ranks that have to agree.
         device: Of the tensors that the group talks in.
+        shown: The same for people, who get the first lines that differ.
         what: What is wrong if the texts differ.
         fix: What the user should do then.
-        more: Compared too, and not shown.
 
     Raises:
         Exception: ``failure``, or what another rank told of its own.
@@ -87,7 +87,7 @@ def compare_ranks(
         if failure is not None:
             raise failure
         return
-    digest = hashlib.sha256(f"{shown}\0{more}".encode()).digest()
+    digest = hashlib.sha256(compared.encode()).digest()
     mine = torch.tensor([failure is not None, *digest], dtype=torch.uint8, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)

@@ -28,6 +28,7 @@ from torch import nn
 from composable.errors import ConfigError, located, place_of_rank
 
 __all__ = [
+    "SUCCESSOR",
     "Annotation",
     "AnnotationFn",
     "contract",
@@ -46,6 +47,8 @@ _Modules = TypeVar("_Modules", bound=nn.Module | Sequence[nn.Module])
 
 _RECORD_KEY = "_composable_record"
 _MAX_NAMES_SHOWN = 10
+# On a meta buffer of which an annotation has taken other names: the tensor with memory that took its place there.
+SUCCESSOR = "_composable_successor"
 
 
 @dataclass(frozen=True)
@@ -368,6 +371,8 @@ class _Snapshot:
             visits.append(_Visit(parent, name, params, buffers, False))
             for key in params + buffers:
                 tensor = module._parameters[key] if key in module._parameters else module._buffers[key]
+                if tensor is not None and tensor.is_meta:
+                    tensor = getattr(tensor, SUCCESSOR, tensor)
                 first = first_slot.setdefault(id(tensor), (index, key))
                 if first != (index, key):
                     ties.append((index, key, *first))

@@ -159,19 +159,21 @@ def _compare_calls(
     state: FullyShardState, param_init_fn: ParamInitFn | None, failure: ConfigError | None, *, is_synced: bool
 ) -> None:
     """Raise on every rank unless all call with options, plans and buffers that fit. Collective."""
-    lines: list[str] = []
+    options: list[str] = []
+    plan_text, digest, buffers = "", "", []
     if failure is None:
         # Values that the first rank sends may come from anywhere.
-        lines = [f"sync_module_states={is_synced}" if is_synced else f"param_init_fn={param_init_fn is not None}"]
-        lines += [f"on {state.mesh.device_type}", *str(state.plan).splitlines(), *describe_buffers(_managed(state))]
+        options = [f"sync_module_states={is_synced}" if is_synced else f"param_init_fn={param_init_fn is not None}"]
+        options.append(f"on {state.mesh.device_type}")
+        plan_text, digest, buffers = str(state.plan), state.plan.digest(), describe_buffers(_managed(state))
     compare_ranks(
-        "\n".join(lines),
+        "\n".join([*options, digest, *buffers]),
         failure,
         state.mesh.get_group(),
         device_of(state.mesh),
+        shown="\n".join([*options, plan_text, *buffers]),
         what="the ranks call fully_shard with different options or on different models",
         fix="call it with the same arguments on the same model, which may be on the meta device on some ranks",
-        more=state.plan.digest() if failure is None else "",
     )
 
 

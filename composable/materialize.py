@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composable.contract import SUCCESSOR
 from composable.errors import ConfigError
 from composable.flat_buffer import FlatBuffer
 from composable.plan import HandleMembers
@@ -26,8 +27,6 @@ __all__ = ["FirstValues", "ParamInitFn", "describe_buffers", "move_buffers"]
 
 ParamInitFn = Callable[[nn.Module], object]
 _Slot = tuple[nn.Module, str]
-# On a meta buffer: the tensor with memory that took its place.
-_SUCCESSOR = "_composable_successor"
 
 
 class FirstValues:
@@ -63,7 +62,7 @@ class FirstValues:
         for module, buffers in self._buffers_before.items():
             for name, buffer in buffers.items():
                 # A name of it belongs to a module that was annotated before.
-                module._buffers[name] = getattr(buffer, _SUCCESSOR, buffer)
+                module._buffers[name] = getattr(buffer, SUCCESSOR, buffer)
 
     def make(self, fn: ParamInitFn | None) -> None:
         """Fill the shards with this rank's own values.
@@ -130,7 +129,7 @@ class FirstValues:
         for module, buffers in self._buffers_before.items():
             for name, buffer in buffers.items():
                 if buffer is not None and buffer is not module._buffers[name]:
-                    setattr(buffer, _SUCCESSOR, module._buffers[name])
+                    setattr(buffer, SUCCESSOR, module._buffers[name])
 
     def undo(self) -> None:
         """Let the modules hold the buffers that they had before."""

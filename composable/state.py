@@ -137,13 +137,13 @@ def _compare_plans(states: Sequence[FullyShardState], failure: UsageError | None
         groups.setdefault(state.mesh.get_group(), []).append(state)
     for group, members in groups.items():
         compare_ranks(
-            "\n".join(str(state.plan) for state in members),
+            "".join(state.plan.digest() for state in members),
             failure,
             group,
             device_of(members[0].mesh),
+            shown="\n".join(str(state.plan) for state in members),
             what="the ranks annotated different plans",
             fix="build the same model and call fully_shard with the same arguments on every rank",
-            more="".join(state.plan.digest() for state in members),
         )
 
 

@@ -110,7 +110,7 @@ def reference(seed: int = 3) -> nn.Module:
 def shard(model: nn.Module, way: str, **options: Any) -> nn.Module:
     if way == "policy":
         return fully_shard(model, policy={Layer}, **options)
-    for layer in model.layers:
+    for layer in model.layers[: 1 if way == "mixed" else 2]:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
 
@@ -516,9 +516,10 @@ def init_while_annotating(way: str) -> None:
     expected = Zoo()
     torch.manual_seed(3)
     order = list(expected.modules())
-    if way == "hand":
+    if way != "policy":
         # Annotation by annotation.
-        order = list(dict.fromkeys([*expected.layers[0].modules(), *expected.layers[1].modules(), *order]))
+        annotated = expected.layers if way == "hand" else expected.layers[:1]
+        order = list(dict.fromkeys([module for layer in annotated for module in layer.modules()] + order))
     for module in order:
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
@@ -526,8 +527,9 @@ def init_while_annotating(way: str) -> None:
     assert_trains_alike(model, torch.optim.SGD(model.parameters(), lr=0.1), expected)
 
 
-@pytest.mark.parametrize("way", ["hand", "policy"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "way"), [(1, "policy"), (2, "hand"), (2, "policy"), (3, "mixed"), (4, "policy"), (4, "hand")]
+)
 def test_param_init_fn_gives_the_values_of_one_process(world_size: int, way: str) -> None:
     run_ranks(init_while_annotating, world_size, way)
 
@@ -682,7 +684,7 @@ def sync(way: str, others: str) -> None:
 
 
 @pytest.mark.parametrize("others", ["real", "meta", "param_init_fn"])
-@pytest.mark.parametrize(("world_size", "way"), [(1, "hand"), (2, "hand"), (3, "policy"), (4, "policy")])
+@pytest.mark.parametrize(("world_size", "way"), [(1, "hand"), (2, "hand"), (3, "mixed"), (4, "policy")])
 def test_every_rank_gets_what_the_first_has(world_size: int, way: str, others: str) -> None:
     run_ranks(sync, world_size, way, others)
 
