@@ -221,6 +221,24 @@ def test_list_operations_give_the_bits_of_plain_tensors() -> None:
     run_ranks(foreach_exactly, 3)
 
 
+def find_an_inf_over_two_mesh_dims() -> float:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    grads: list[torch.Tensor] = []
+    for dim, last in enumerate((1.0, math.inf)):
+        spec = ragged_spec(grid, (4,), torch.float32, (0, 2, 4), mesh_dim=dim)
+        full = torch.tensor([4.0, 4.0, 4.0, last])
+        # Of the second, the fourth rank alone has the inf: its replica differs, as after an overflow.
+        grads.append(RaggedDTensor.from_full(full if dist.get_rank() == 3 else full.clamp(max=4.0), spec))
+    found = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor([0.25]))
+    assert grads[0].full_tensor()[0].item() == 1.0  # type: ignore[attr-defined]
+    return found.item()
+
+
+def test_the_scaler_looks_at_every_mesh_dim() -> None:
+    assert run_ranks(find_an_inf_over_two_mesh_dims, 4) == [1.0] * 4
+
+
 # -- layouts are compared before anything is computed
 
 
