@@ -23,7 +23,7 @@ from composable.ragged import RaggedDTensor
 from composable.ragged_gather import LIVE_SOURCES, mark_stale
 from composable.ragged_norms import cut_dims
 from composable.ragged_spec import all_reduce
-from composable.torch_private import DeviceMesh, foreach_mul_, foreach_norm
+from composable.torch_private import DeviceMesh, Placement, foreach_mul_, foreach_norm
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
 
@@ -151,6 +151,7 @@ class _Groups:
 
     def __init__(self) -> None:
         self._by_mesh: dict[tuple[int, int], _Group] = {}
+        self._by_placements: dict[tuple[int, tuple[Placement, ...]], tuple[_Group, ...]] = {}
         self._mesh_dims: dict[_Group, tuple[DeviceMesh, int]] = {}
 
     def of(self, tensor: torch.Tensor) -> tuple[_Group, ...]:
@@ -160,13 +161,17 @@ class _Groups:
             return (self._at(layout.mesh, layout.mesh_dim),)
         if not isinstance(tensor, DTensor):
             return ()
-        mesh, placements = tensor.device_mesh, tensor.placements
-        if mesh.get_coordinate() is None:
-            raise ConfigError(
-                f"this rank is not in the mesh {mesh} of a tensor of shape {list(tensor.shape)}",
-                fix="list the tensors of this rank only",
-            )
-        return tuple(self._at(mesh, dim) for dim in cut_dims(tensor) if not placements[dim].is_partial())
+        mesh, placements = tensor._spec.mesh, tensor._spec.placements
+        groups = self._by_placements.get((id(mesh), placements))
+        if groups is None:
+            if mesh.get_coordinate() is None:
+                raise ConfigError(
+                    f"this rank is not in the mesh {mesh} of a tensor of shape {list(tensor.shape)}",
+                    fix="list the tensors of this rank only",
+                )
+            groups = tuple(self._at(mesh, dim) for dim in cut_dims(tensor) if not placements[dim].is_partial())
+            self._by_placements[id(mesh), placements] = groups
+        return groups
 
     def all_reduce(self, numbers: torch.Tensor, group: _Group, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         return all_reduce(numbers, *self._mesh_dims[group], op)
@@ -181,7 +186,9 @@ class _Groups:
 
 
 def _without_partial(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+    if type(tensor) is RaggedDTensor or not isinstance(tensor, DTensor):
+        return tensor
+    if any(placement.is_partial() for placement in tensor._spec.placements):
         placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
         return tensor.redistribute(placements=placements)
     return tensor
