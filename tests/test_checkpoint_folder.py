@@ -166,6 +166,8 @@ def load(run: Path, parallel: str, kind: str) -> None:
     fresh[0].param_groups[0]["lr"] = 0.1
     assert_equal(snapshot(model, fresh), expected_after(2, kind))
     assert model.unused not in fresh[-1].state
+    # A scalar parameter's moments are cut as it is; the step counter of the same shape is not.
+    assert not any(isinstance(state.get("step"), DTensor) for each in fresh for state in each.state.values())
     train(model, fresh, range(2, 3))
     assert_equal(snapshot(model, fresh), expected_after(3, kind))
     # The model alone, as for inference.
@@ -470,6 +472,12 @@ def damage_everything(run: Path) -> None:
                 assert f"load {older} instead" in said, said
                 assert not any(str(folder / other) in said for other in files if other != name), said
             on_first(lambda path=path, content=content: path.write_bytes(content))
+    # What still reads as a description is not believed.
+    path, content = folder / "checkpoint.json", (folder / "checkpoint.json").read_bytes()
+    assert content.count(b'"step": 3') == 1
+    on_first(lambda: path.write_bytes(content.replace(b'"step": 3', b'"step": 7')))
+    assert all(f"{path} cannot be read: its contents changed" in said for said in attempt(run, model, trained))
+    on_first(lambda: path.write_bytes(content))
     # Two at once are named in one message; an older one that is damaged too is no advice.
     on_first(lambda: ((folder / "__0_0.distcp").unlink(), flip(folder / "extra.pt", 9), flip(older / ".metadata", 9)))
     for said in attempt(run, model, trained):
