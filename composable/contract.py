@@ -35,6 +35,7 @@ __all__ = [
     "describe_module",
     "get_registry",
     "managing_state",
+    "promote_member",
     "remove_annotation",
     "remove_member",
     "set_member",
@@ -131,6 +132,12 @@ def remove_member(module: nn.Module, api_name: str) -> None:
     if record is not None:
         record.members.pop(api_name, None)
         _drop_if_empty(module, record)
+
+
+def promote_member(module: nn.Module, annotation: Annotation) -> None:
+    """Make a member of ``annotation.state`` a module that carries the annotation itself."""
+    remove_member(module, annotation.name)
+    _record_for_write(module).annotations[annotation.name] = annotation
 
 
 def remove_annotation(module: nn.Module, api_name: str) -> None:

@@ -9,13 +9,16 @@ Sizes are in elements. Nothing here decides when, or on which stream, anything r
 Source: flat parameters, arXiv 2304.11277.
 """
 
+import copy
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable.collectives import make_transport
 from composable.collectives.base import Pending, Transport
 from composable.errors import UsageError, place_of_rank
 from composable.layout import local_shape
@@ -324,6 +327,39 @@ class FlatBuffer:
                 at=f"{place_of_rank()}, parameter {', '.join(map(repr, names))}",
                 fix="build the embedding with sparse=False, or pass it in ignored_modules",
             ) from error
+
+    def copied(self, memo: dict[int, Any], *, with_kept_gradients: bool) -> "FlatBuffer":
+        """Return a deep copy with a shard of its own, not connected to a transport.
+
+        Args:
+            memo: Of the running ``copy.deepcopy``.
+            with_kept_gradients: Also copy gradients that wait on the unsharded parameters to be reduced.
+        """
+        twin = copy.copy(self)
+        twin.shard = self.shard.clone()
+        twin.params = [param.copied(twin.shard, memo) for param in self.params]
+        twin._pieces = [(param, index) for param, (_, index) in zip(twin.params, self._pieces, strict=True)]
+        twin.transport, twin.key = None, -1
+        twin._buffer = twin._storage = None
+        if with_kept_gradients and self.has_gradients():
+            twin._make_buffer()
+            twin.free_buffer()
+            for param, own in zip(self.params, twin.params, strict=True):
+                if param.unsharded is not None and param.unsharded.grad is not None:
+                    own.leaf().grad = param.unsharded.grad.clone()
+        return twin
+
+    def gather_values(self) -> list[torch.Tensor]:
+        """Return the full value of every parameter, each a tensor of its own.
+
+        Collective: all ranks of the shard group, same order. Needs no connection before.
+        """
+        layout = self.plan.layout
+        whole = torch.empty(layout.numel, dtype=self.dtype, device=self.shard.device)
+        if layout.numel and not whole.is_meta:
+            group = self.params[0].layout.group
+            make_transport("process_group", group).begin_all_gather(whole, self.shard, 0).finish()
+        return [whole[span.start : span.stop].view(span.shape).clone() for span in layout.spans]
 
     def has_gradients(self) -> bool:
         """Say whether any leaf holds a gradient."""

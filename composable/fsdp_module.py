@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from composable.contract import describe_module, managing_state
+from composable.copies import copy_module
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.handle import Handle
 from composable.sharded_param import ShardedParam
@@ -31,10 +32,12 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Wait until the parameters are unsharded: the thread on CPU, the current stream on CUDA."""
+        pending, self._handles = [handle for handle in self._handles if handle.modules], []
+        if not pending:
+            return  # Waited for before, or no longer annotated.
         scheduler = self._state.lazy_init().scheduler
-        for handle in self._handles:
+        for handle in pending:
             scheduler.unshard(handle)
-        self._handles = []
 
 
 class FSDPModule:
@@ -45,11 +48,14 @@ class FSDPModule:
         original = cls.__mro__[2]
         return original(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        return copy_module(_managed(self)[0], type(self).__mro__[2], memo)
+
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError(
-            "a sharded module cannot be copied or pickled as a whole",
+            "a sharded module cannot be pickled as a whole",
             at=f"{place_of_rank()}, {describe_module(_managed(self)[0])}",
-            fix="copy it before fully_shard, or save its state_dict() with torch.distributed.checkpoint",
+            fix="save its state_dict() with torch.distributed.checkpoint; copy.deepcopy copies it",
         )
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:

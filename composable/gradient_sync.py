@@ -7,6 +7,8 @@ from torch import nn
 
 from composable.contract import describe_module, get_registry, managing_state
 from composable.errors import UsageError, place_of_rank
+from composable.handle import Handle
+from composable.reducer import Reducer
 from composable.replicate import ReplicateState
 from composable.state import FullyShardState
 
@@ -24,30 +26,26 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Raises:
         UsageError: There is none.
     """
-    handles = {}
-    reducers = {}
+    found: dict[Handle | Reducer, None] = {}
     for visited in module.modules():
         sharded = managing_state(visited, "fully_shard")
         if isinstance(sharded, FullyShardState) and visited in sharded._module_to_handle:
-            handle = sharded._module_to_handle[visited]
-            handles[handle] = handle.requires_gradient_sync
+            found[sharded._module_to_handle[visited]] = None
         annotation = get_registry(visited).get("replicate")
         if annotation is not None and isinstance(annotation.state, ReplicateState):
-            reducers[annotation.state.reducer] = annotation.state.reducer.syncs
-    if not handles and not reducers:
+            found[annotation.state.reducer] = None
+    if not found:
         raise UsageError(
             "no_sync found no annotated module",
             at=f"{place_of_rank()}, {describe_module(module)}",
             fix="call fully_shard or replicate on the module first",
         )
+    before = [(one, one.requires_gradient_sync, one.sync_after_context) for one in found]
     try:
-        for handle in handles:
-            handle.requires_gradient_sync = False
-        for reducer in reducers:
-            reducer.syncs = False
+        for one, syncs, after in before:
+            one.sync_after_context = syncs if after is None else after
+            one.requires_gradient_sync = False
         yield
     finally:
-        for handle, syncs in handles.items():
-            handle.requires_gradient_sync = syncs
-        for reducer, syncs in reducers.items():
-            reducer.syncs = syncs
+        for one, syncs, after in before:
+            one.requires_gradient_sync, one.sync_after_context = syncs, after

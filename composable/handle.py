@@ -5,16 +5,46 @@ its own state and swaps the modules' parameters between their two faces; the sch
 decides when each call is made.
 """
 
+import copy
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
 from composable.collectives.base import Pending
+from composable.extent import is_part_of_module, modules_of_copy, reaches_out
 from composable.flat_buffer import FlatBuffer
 from composable.plan import HandlePlan
 from composable.sharded_param import ShardedParam, has_own_setattr
 
-__all__ = ["Handle"]
+__all__ = ["FIX_COPY", "Handle", "handle_of"]
+
+FIX_COPY = "deep-copy {names} or a module around, in one call"
+
+
+class _Managed:
+    """The mark of a handle on its parameters, sharded and unsharded; copies of a parameter have none."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: "Handle") -> None:
+        self.handle = weakref.ref(handle)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> None:
+        handle = self.handle()
+        if handle is None or not is_part_of_module(memo):
+            return
+        modules = modules_of_copy(memo)
+        if not all(module in modules for module in handle.modules):
+            # A module that would be left with parameters that nothing gathers.
+            raise reaches_out("copied", handle.modules, FIX_COPY)
+
+
+def handle_of(param: nn.Parameter) -> "Handle | None":
+    """Return the handle that manages a parameter, either face of it."""
+    mark = getattr(param, "_composable_managed", None)
+    return None if mark is None else mark.handle()
 
 
 class Handle:
@@ -31,6 +61,7 @@ class Handle:
         reshard_option: What the user asked for; ``None``: free between forward and backward unless root.
         reshard_after_forward: What that means now that the root is known.
         requires_gradient_sync: Reduce gradients at the end of this handle's backward.
+        sync_after_context: What ``requires_gradient_sync`` is after the ``no_sync`` that runs; ``None``: none runs.
         has_unsynced_gradients: A backward without synchronisation left gradients on the leaves.
         first_pre: Clock of the first forward call since the last backward; -1: none.
         forward_prefetch: Handles to unshard after this one in forward, or ``None``: as recorded.
@@ -45,30 +76,47 @@ class Handle:
         self.fqn = plan.module_fqns[0]
         self.modules = tuple(modules)
         self.buffers = tuple(buffers)
+        self.reshard_option = plan.reshard_after_forward
+        self.reshard_after_forward = True
+        self.requires_gradient_sync = True
+        self.sync_after_context: bool | None = None
+        self.has_unsynced_gradients = False
+        self.forward_prefetch: tuple[Handle, ...] | None = None
+        self.backward_prefetch: tuple[Handle, ...] | None = None
+        self._start_sharded()
+        self._place_sharded()
+
+    def _start_sharded(self) -> None:
+        """Begin a life in which nothing was unsharded yet."""
         self.is_gathering = False
         self.is_unsharded = False
         self.held_with: object | None = None
         self.is_lent = False
-        self.reshard_option = plan.reshard_after_forward
-        self.reshard_after_forward = True
-        self.requires_gradient_sync = True
-        self.has_unsynced_gradients = False
+        self.modules_left: set[nn.Module] = set()
+        self._gathers: list[Pending] = []
+        self._plain_owners: list[tuple[nn.Module, str, ShardedParam]] = []
+        self._swaps: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
+        self._watched: list[ShardedParam] = []
+        self.forget_steps()
+
+    def forget_steps(self) -> None:
+        """Forget the place in a step and the order of the last one: another scheduler counts anew."""
         self.first_pre = -1
         self.entered_at = -1
         self.backward_id = -1
         self.completed_id = -1
         self.is_late = False
-        self.modules_left: set[nn.Module] = set()
-        self.forward_prefetch: tuple[Handle, ...] | None = None
-        self.backward_prefetch: tuple[Handle, ...] | None = None
+        self.modules_left.clear()
         self.next_forward: Handle | None = None
         self.previous_forward: Handle | None = None
         self.next_backward: Handle | None = None
-        self._gathers: list[Pending] = []
-        self._plain_owners: list[tuple[nn.Module, str, ShardedParam]] = []
-        self._swaps: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
-        self._watched: list[ShardedParam] = []
+
+    def _place_sharded(self) -> None:
+        mark = _Managed(self)
         for param in self.params:
+            for face in (param.sharded, param.unsharded):
+                if face is not None:
+                    face._composable_managed = mark  # type: ignore[attr-defined]  # read by handle_of
             param.place(param.sharded)
             if any(has_own_setattr(module) for module, _ in param.owners):
                 self._watched.append(param)
@@ -93,6 +141,37 @@ class Handle:
             param.place(param.sharded)
         for flat in self.buffers:
             flat.attach()
+
+    def copied(self, memo: dict[int, Any]) -> "Handle":
+        """Return a deep copy with shards of its own; ``adopt_modules`` completes it."""
+        self.attach()
+        twin = memo[id(self)] = copy.copy(self)
+        if self.sync_after_context is not None:
+            # The context that runs ends for this handle only.
+            twin.requires_gradient_sync, twin.sync_after_context = self.sync_after_context, None
+        twin._start_sharded()
+        twin.buffers = tuple(
+            flat.copied(memo, with_kept_gradients=self.has_unsynced_gradients) for flat in self.buffers
+        )
+        return twin
+
+    def adopt_modules(self, memo: dict[int, Any]) -> None:
+        """Let a copied handle manage the copies of the modules, and prefetch copied handles."""
+        self.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
+        for param in self.params:
+            param.owners = tuple((copy.deepcopy(module, memo), name) for module, name in param.owners)
+        self._place_sharded()
+        for name in ("forward_prefetch", "backward_prefetch"):
+            ahead = getattr(self, name)
+            if ahead is not None:
+                setattr(self, name, tuple(memo[id(handle)] for handle in ahead if id(handle) in memo))
+
+    def release(self) -> None:
+        """Let go of modules and shards for good. Nothing is left to gather: unsharding does nothing from now on."""
+        self._start_sharded()
+        self.modules = ()
+        self.buffers = ()
+        self.is_unsharded = True
 
     @property
     def params(self) -> list[ShardedParam]:

@@ -44,9 +44,30 @@ def register_fully_shard_hooks(
         state: State of the annotation that manages it.
         handle: Its handle, ``None`` if it has none.
     """
-    is_group = handle is not None and len(handle.modules) > 1
+    hooks = _ModuleHooks(state, handle)
+    return [
+        module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True),
+        module.register_forward_hook(hooks.post_forward, prepend=False, always_call=True),
+        module.register_state_dict_pre_hook(hooks.reshard),
+        module.register_load_state_dict_pre_hook(hooks.reshard),
+        module.register_state_dict_pre_hook(_refuse_meta),
+        module.register_load_state_dict_pre_hook(_make_room),
+        module.register_load_state_dict_post_hook(_bring_back),
+    ]
 
-    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+
+class _ModuleHooks:
+    """The hooks of one module. A deep copy belongs to the copied state and handle; closures would stay."""
+
+    __slots__ = ("_handle", "_is_group", "_state")
+
+    def __init__(self, state: FullyShardState, handle: Handle | None) -> None:
+        self._state = state
+        self._handle = handle
+        self._is_group = handle is not None and len(handle.modules) > 1
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        state, handle = self._state, self._handle
         root = state.root
         if root is None:
             root = state.lazy_init(module)
@@ -54,41 +75,32 @@ def register_fully_shard_hooks(
         is_outermost = scheduler.is_idle
         scheduler.enter_forward(module)
         if handle is not None:
-            if is_group and not handle.modules_left:
+            if self._is_group and not handle.modules_left:
                 handle.modules_left.update(handle.modules)
             scheduler.pre_forward(handle)
         if is_outermost and state.mesh.device_type != "cpu":
             return _move_inputs(args, kwargs, state.mesh.device_type)
         return None
 
-    def post_forward(module: nn.Module, args: Any, output: Any) -> None:
-        root = state.root
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        handle = self._handle
+        root = self._state.root
         if root is None or not root.scheduler.is_running(module):
             # pre_forward raised, or a user's hook before it.
             return
         scheduler = root.scheduler
         if handle is not None:
             is_last = not scheduler.is_called_again(module)
-            if is_group:
+            if self._is_group:
                 handle.modules_left.discard(module)
                 is_last = is_last and not handle.modules_left
             _hook_outputs(output, scheduler, handle, is_last=is_last)
         scheduler.exit_forward()
 
-    def reshard(*_: Any) -> None:
-        root = state.root
-        if handle is not None and root is not None and root.scheduler.is_idle:
-            root.scheduler.reshard(handle)
-
-    return [
-        module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True),
-        module.register_forward_hook(post_forward, prepend=False, always_call=True),
-        module.register_state_dict_pre_hook(reshard),
-        module.register_load_state_dict_pre_hook(reshard),
-        module.register_state_dict_pre_hook(_refuse_meta),
-        module.register_load_state_dict_pre_hook(_make_room),
-        module.register_load_state_dict_post_hook(_bring_back),
-    ]
+    def reshard(self, *_: Any) -> None:
+        root = self._state.root
+        if self._handle is not None and root is not None and root.scheduler.is_idle:
+            root.scheduler.reshard(self._handle)
 
 
 def _refuse_meta(module: nn.Module, *_: Any) -> None:
@@ -263,23 +275,34 @@ def register_arrival_hooks(
 
 
 def register_replicate_hooks(
-    module: nn.Module, before_forward: Callable[[], None], before_backward: Callable[[], None]
+    module: nn.Module, before_forward: Callable[[nn.Module], None], before_backward: Callable[[], None]
 ) -> list[RemovableHandle]:
     """Call ``before_forward`` before ``module`` runs, ``before_backward`` when the gradient of an output arrives.
 
-    Activation checkpointing runs a module again inside backward: that is no forward here.
+    Activation checkpointing runs a module again inside backward: that is no forward here. A deep
+    copy of the module gets deep copies of the two: pass bound methods, not closures.
     """
+    hooks = _ReplicateHooks(before_forward, before_backward)
+    return [module.register_forward_pre_hook(hooks.pre_forward), module.register_forward_hook(hooks.post_forward)]
 
-    def pre_forward(*_: Any) -> None:
+
+class _ReplicateHooks:
+    """The hooks of one replicated module."""
+
+    __slots__ = ("_before_backward", "_before_forward")
+
+    def __init__(self, before_forward: Callable[[nn.Module], None], before_backward: Callable[[], None]) -> None:
+        self._before_forward = before_forward
+        self._before_backward = before_backward
+
+    def pre_forward(self, module: nn.Module, *_: Any) -> None:
         if not in_backward():
-            before_forward()
+            self._before_forward(module)
 
-    def pre_backward(_: torch.Tensor) -> None:
-        before_backward()
+    def pre_backward(self, _: torch.Tensor) -> None:
+        self._before_backward()
 
-    def post_forward(module: nn.Module, args: Any, output: Any) -> None:
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             for tensor in differentiable_tensors(output):
-                tensor.register_hook(pre_backward)
-
-    return [module.register_forward_pre_hook(pre_forward), module.register_forward_hook(post_forward)]
+                tensor.register_hook(self.pre_backward)

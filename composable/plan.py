@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -124,6 +124,34 @@ class HandlePlan:
     def padding_bytes(self) -> int:
         """Bytes of padding in the whole buffers."""
         return sum(buffer.padding_bytes for buffer in self.buffers)
+
+    def renamed(self, roots: Mapping[str, str]) -> "HandlePlan":
+        """Return this plan with FQNs that begin below other modules; ``roots`` as in ``ShardPlan.part``."""
+
+        def rename(fqn: str) -> str:
+            for old, new in roots.items():
+                if fqn == old or fqn.startswith(f"{old}.") or not old:
+                    return ".".join(filter(None, [new, fqn[len(old) :].lstrip(".")]))
+            raise AssertionError(f"{fqn!r} is below none of {list(roots)}")
+
+        return replace(
+            self,
+            module_fqns=tuple(rename(fqn) for fqn in self.module_fqns),
+            params=tuple(
+                replace(param, fqn=rename(param.fqn), shared_fqns=tuple(map(rename, param.shared_fqns)))
+                for param in self.params
+            ),
+            buffers=tuple(
+                replace(
+                    buffer,
+                    layout=replace(
+                        buffer.layout,
+                        spans=tuple(replace(span, fqn=rename(span.fqn)) for span in buffer.layout.spans),
+                    ),
+                )
+                for buffer in self.buffers
+            ),
+        )
 
     def is_resharded_after_forward(self, *, is_root: bool) -> bool:
         """Return whether the handle is freed between forward and backward, if its module is (not) the root."""
@@ -249,6 +277,25 @@ class ShardPlan:
                 )
             )
         return tuple(found)
+
+    def part(self, handles: Iterable[HandlePlan], roots: Mapping[str, str], class_names: Sequence[str]) -> "ShardPlan":
+        """Return the plan of some of the handles, as if the modules around them had been annotated on their own.
+
+        Args:
+            handles: Of this plan.
+            roots: For the FQN of each of those modules, its name in the new plan: ``''``, or a position in a list.
+            class_names: Their classes.
+        """
+        return ShardPlan(
+            self.world_size, self.transport, tuple(class_names), tuple(handle.renamed(roots) for handle in handles)
+        )
+
+    def without(self, handles: Sequence[HandlePlan]) -> "ShardPlan":
+        """Return the plan without some of its handles, whose parameters are whole again."""
+        fqns = (fqn for handle in handles for param in handle.params for fqn in (param.fqn, *param.shared_fqns))
+        gone = set(map(id, handles))
+        kept = tuple(handle for handle in self.handles if id(handle) not in gone)
+        return replace(self, handles=kept, ignored_fqns=(*self.ignored_fqns, *fqns))
 
     def digest(self) -> str:
         """Return a hash of all that must be equal on every rank."""

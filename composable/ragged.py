@@ -223,7 +223,8 @@ class RaggedDTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         local = self._local_tensor.detach()
-        return (rebuild_ragged, (local, self._spec, self.requires_grad, dict(self.__dict__)))
+        marks = {name: value for name, value in self.__dict__.items() if not name.startswith("_composable_")}
+        return (rebuild_ragged, (local, self._spec, self.requires_grad, marks))
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:

@@ -21,19 +21,17 @@ Source: PyTorch Distributed, arXiv 2006.15704.
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from composable.bucket import FIRST_CAP_BYTES, Bucket, BucketOptions, ReducedParam, plan_buckets
 from composable.collectives.base import Pending, Transport
+from composable.comm_hooks import CommHook, copy_hook
 from composable.errors import UsageError, place_of_rank
 from composable.torch_private import current_autograd_node, will_engine_execute_node
 
-__all__ = ["CommHook", "Reducer"]
-
-# Of torch's ddp_comm_hooks: called with its state and a bucket.
-CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
+__all__ = ["Reducer"]
 
 _MAX_NAMES_SHOWN = 10
 _FIX_UNUSED = (
@@ -82,7 +80,8 @@ class Reducer:
     Attributes:
         buckets: In order of reduction.
         is_open: Whether a backward is running in which a gradient arrived.
-        syncs: Whether the next backward is a round; if not, gradients stay local.
+        requires_gradient_sync: Whether the next backward is a round; if not, gradients stay local.
+        sync_after_context: What that is after the ``no_sync`` that runs; ``None``: none runs.
     """
 
     def __init__(
@@ -95,7 +94,8 @@ class Reducer:
     ) -> None:
         self.params = tuple(params)
         self.options = options
-        self.syncs = True
+        self.requires_gradient_sync = True
+        self.sync_after_context: bool | None = None
         self.is_open = False
         self._transport = transport
         self._ranks = ranks
@@ -104,6 +104,7 @@ class Reducer:
         self._lock = threading.RLock()
         self._guard: weakref.ref[_EndOfBackward] | None = None
         self._was_aborted = False
+        self._is_retired = False
         self._is_round = True
         self._seen = bytearray(len(params))  # Arrived in this backward.
         self._seen_before = bytearray(len(params))  # Arrived since the last round, without synchronisation.
@@ -120,8 +121,74 @@ class Reducer:
         self._hook_tail_key = transport.allocate_key()
         self._bucket_of: list[Bucket] = []
         self.buckets: list[Bucket] = []
-        # Which gradients arrive when is known after one round: until then one bucket per dtype and device.
-        self._build(plan_buckets(range(len(params)), self._keys(), [0] * len(params), first_cap_bytes=1, cap_bytes=1))
+
+    @property
+    def has_sound_gradients(self) -> bool:
+        """The last backward was not stopped by an exception."""
+        return not self._was_aborted
+
+    def copied(self, params: Sequence[ReducedParam], transport: Transport, memo: dict[int, Any]) -> "Reducer":
+        """Return a reducer of copied parameters: the same options, order and hook, and buckets of its own.
+
+        Args:
+            params: Copies of this one's, in the same order.
+            transport: For the copy alone.
+            memo: Of the running ``copy.deepcopy``.
+
+        Raises:
+            UsageError: A backward is running.
+        """
+        if self.is_open:
+            raise UsageError(
+                "a replicated module cannot be copied inside a backward",
+                at=place_of_rank(),
+                fix="copy it before or after",
+            )
+        twin = Reducer(params, transport, self._ranks, self.options, self._after_backward)
+        syncs, after = self.requires_gradient_sync, self.sync_after_context
+        twin.requires_gradient_sync = syncs if after is None else after
+        twin._seen_before[:] = self._seen_before
+        twin._hook = copy_hook(self._hook, memo)
+        twin._has_final_order = self._has_final_order
+        if self._has_final_order:
+            built = [index for bucket in self.buckets for index in bucket.param_indices]
+            twin._next_order = self._next_order or built
+        return twin
+
+    def retire(self) -> None:
+        """Average what backwards without synchronisation left, give every gradient memory of its own, free the buckets.
+
+        Collective. No backward is running; one that comes later, of a forward that ran before, is an error.
+        """
+        self._average_kept_gradients()
+        while self.buckets:
+            bucket = self.buckets.pop()
+            for index, view in zip(bucket.param_indices, bucket.views, strict=True):
+                param = self.params[index].param
+                if param.grad is view:
+                    param.grad = view.clone()
+        self._bucket_of.clear()
+        self._is_retired = True
+
+    def _average_kept_gradients(self) -> None:
+        """Do what the next round would have done, one gradient at a time."""
+        device = self.params[0].param.device
+        flags = torch.tensor([any(self._seen_before), *(item.param.grad is not None for item in self.params)])
+        flags = flags.to(device, torch.float32)
+        # The gradients of every parameter go the same way on all ranks, whoever has one.
+        self._transport.begin_all_reduce(flags, self._order_key).finish()
+        is_any, *has_grad = flags.tolist()
+        for item, is_there in zip(self.params, has_grad, strict=True):
+            if is_any and is_there:
+                if item.param.grad is None:
+                    item.param.grad = torch.zeros_like(item.param)
+                grad = item.param.grad.detach()
+                whole = grad.contiguous()
+                scale = 1.0 / self._transport.world_size
+                self._transport.begin_all_reduce(whole.view(-1), self._order_key, scale=scale).finish()
+                if whole is not grad:
+                    grad.copy_(whole)
+        self._seen_before[:] = bytes(len(self.params))
 
     def arrivals(self) -> Iterator[Callable[[torch.Tensor], None]]:
         """Yield what each parameter must call once its ``grad`` has this backward's gradient in it."""
@@ -217,12 +284,22 @@ class Reducer:
         with self._lock:
             if self.is_open:
                 return  # Another device's thread was first.
+            if self._is_retired:
+                raise UsageError(
+                    "backward of a forward that ran before the model's annotation was taken off",
+                    at=place_of_rank(),
+                    fix="run backward before unannotate, or forward again after it",
+                )
             if self._was_aborted:
                 self._recover()
-            if self._next_order is not None:
-                with torch.no_grad():
+            with torch.no_grad():
+                if self._next_order is not None:
                     self._rebuild(self._next_order)
-                self._next_order = None
+                    self._next_order = None
+                elif not self.buckets:
+                    # Which gradients arrive when is known after one round: until then one bucket per dtype and device.
+                    in_order, no_bytes = range(len(self.params)), [0] * len(self.params)
+                    self._build(plan_buckets(in_order, self._keys(), no_bytes, first_cap_bytes=1, cap_bytes=1))
             self._seen[:] = bytes(len(self.params))
             self._order.clear()
             self._armed_modules.clear()
@@ -230,7 +307,7 @@ class Reducer:
             self._complaint = 0
             for bucket in self.buckets:
                 bucket.pending = len(bucket.param_indices)
-            self._is_round = self.syncs
+            self._is_round = self.requires_gradient_sync
             callback = _EndOfBackward(self)
             self._after_backward(callback)
             self._guard = weakref.ref(callback, self._note_end)

@@ -4,10 +4,13 @@
 that order: an error leaves the module as it was, on every rank.
 """
 
+import copy
+import functools
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NoReturn, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,11 +23,14 @@ from torch.utils.hooks import RemovableHandle
 from composable.bucket import BucketOptions, ReducedParam
 from composable.collectives import make_transport
 from composable.collectives.base import Transport
+from composable.collectives.deferred import DeferredTransport
+from composable.comm_hooks import CommHook
 from composable.contract import contract, describe_module, get_registry
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
+from composable.extent import modules_of_copy
 from composable.hooks import register_arrival_hooks, register_replicate_hooks
 from composable.mesh import resolve_mesh
-from composable.reducer import CommHook, Reducer
+from composable.reducer import Reducer
 from composable.torch_private import foreach_copy_, queue_callback, timeout_of
 
 __all__ = ["ReplicateState", "register_comm_hook", "replicate"]
@@ -36,6 +42,11 @@ _BROADCAST_BYTES = 32 * 2**20
 _PACKED_BYTES = 2**20
 
 
+# Groups that annotations made and no longer need, by the group they were made for. torch derives the
+# names of groups from how many there are: to destroy one makes the next name collide.
+_IDLE_GROUPS: "WeakKeyDictionary[dist.ProcessGroup, list[tuple[str, dist.ProcessGroup]]]" = WeakKeyDictionary()
+
+
 class ReplicateState:
     """State of one ``replicate`` annotation.
 
@@ -43,11 +54,18 @@ class ReplicateState:
         modules: The annotated module, or the list of modules of one call.
         reducer: Averages the gradients.
         buffers: Makes the buffers equal before a forward; ``None`` if there are none or it was not asked for.
+        frozen: Parameters that did not require a gradient, with their FQNs.
+        group: The ranks; gradients travel in a group of their own, ``own_group``.
+        device: Of what travels.
+        transport: Made with the group, by a copy at its first forward that a backward may follow.
         hook_handles: Remove them, and the modules run as plain ones again.
     """
 
     modules: tuple[nn.Module, ...]
     reducer: Reducer
+    group: dist.ProcessGroup
+    device: torch.device
+    transport: DeferredTransport
     buffers: "BufferSync | None"
     frozen: list[tuple[str, nn.Parameter]]
 
@@ -55,6 +73,7 @@ class ReplicateState:
         self.modules = ()
         self.buffers = None
         self.frozen = []
+        self.own_group: dist.ProcessGroup | None = None
         self.hook_handles: list[RemovableHandle] = []
 
     def before_forward(self, module: nn.Module) -> None:
@@ -72,15 +91,75 @@ class ReplicateState:
                     at=f"{place_of_rank()}, parameter {fqn!r}",
                     fix="call replicate after unfreezing",
                 )
+        self.transport.connect()
         self.reducer.prepare()
-        if self.buffers is not None and module.training and self.reducer.syncs:
+        if self.buffers is not None and module.training and self.reducer.requires_gradient_sync:
             self.buffers.broadcast()
+
+    def before_backward(self, index: int) -> None:
+        """Note that the gradient of an output of the annotated module ``index`` arrives."""
+        self.reducer.arm(index)
+
+    def use_group(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Choose the ranks and the device; the transport between them is made when it is needed."""
+        self.group = group
+        self.device = device
+        ranks = sorted(dist.get_process_group_ranks(group))  # as in the group that will be made
+        self.transport = DeferredTransport(ranks.index(dist.get_rank()), len(ranks), self._make_transport)
+
+    def _make_transport(self) -> Transport:
+        self.own_group = _take_group(self.group, self.device.type)
+        return make_transport("process_group", self.own_group)
+
+    def end_broken_step(self) -> None:
+        """Put things right after a backward that an exception stopped; see ``Reducer.prepare``."""
+        self.reducer.prepare()
+
+    def retire(self) -> None:
+        """Make the modules plain ones again. Collective; no forward or backward is running."""
+        self.transport.connect()
+        self.reducer.retire()
+        for hook in self.hook_handles:
+            hook.remove()
+        self.hook_handles = []
+        if self.own_group is not None:
+            _IDLE_GROUPS.setdefault(self.group, []).append((self.device.type, self.own_group))
+            self.own_group = None
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> "ReplicateState":
+        modules = modules_of_copy(memo)
+        if not all(module in modules for module in self.modules):
+            names = " and ".join(describe_module(module) for module in self.modules)
+            raise UsageError(
+                "only some of the modules that share buckets are to be copied",
+                at=f"{place_of_rank()}, replicate of {names}",
+                fix=f"deep-copy {names} or a module around, in one call",
+            )
+        twin = memo[id(self)] = ReplicateState()
+        twin.use_group(self.group, self.device)
+        for item in self.reducer.params:
+            copied = copy.deepcopy(item.param, memo)
+            if item.param.grad is not None and self.reducer.has_sound_gradients:
+                copied.grad = item.param.grad.detach().clone()
+        params = [replace(item, param=memo[id(item.param)]) for item in self.reducer.params]
+        twin.reducer = self.reducer.copied(params, twin.transport, memo)
+        twin.frozen = copy.deepcopy(self.frozen, memo)
+        if self.buffers is not None:
+            slots = [(copy.deepcopy(owner, memo), name) for owner, name in self.buffers.slots]
+            twin.buffers = BufferSync(slots, twin.transport, self.device)
+        twin.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
+        of_modules = self.hook_handles[len(params) :]
+        twin.hook_handles = [
+            *register_arrival_hooks([item.param for item in params], twin.reducer.arrivals()),
+            *(copy.deepcopy(hook, memo) for hook in of_modules),
+        ]
+        return twin
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError(
-            "a replicated module cannot be copied or pickled",
+            "a replicated module cannot be pickled as a whole",
             at=", ".join([place_of_rank(), *(describe_module(module) for module in self.modules)]),
-            fix="copy it before replicate, or save its state_dict()",
+            fix="save its state_dict(); copy.deepcopy copies it",
         )
 
 
@@ -97,7 +176,7 @@ class BufferSync:
     def __init__(
         self, slots: Sequence[tuple[dict[str, torch.Tensor | None], str]], transport: Transport, device: torch.device
     ) -> None:
-        self._slots = slots
+        self.slots = slots
         self._transport = transport
         self._device = device
         self._key = transport.allocate_key()
@@ -108,7 +187,7 @@ class BufferSync:
         if self._transport.world_size == 1:
             return
         # Through `data`, since a backward may still need what a buffer was saved for.
-        tensors = [buffers.data for owner, name in self._slots if (buffers := owner[name]) is not None]
+        tensors = [buffers.data for owner, name in self.slots if (buffers := owner[name]) is not None]
         if self._packed is None or not self._packed.fits(tensors):
             self._packed = _Packed.like(tensors, self._device)
         self._packed.broadcast(tensors, self._transport, self._key)
@@ -216,20 +295,14 @@ def replicate(
         f"broadcast_buffers={broadcast_buffers}"
     )
     _compare_ranks(group, device, [settings, *managed.lines], failure)
-    _execute(state, managed, _make_own_group(group, device_type), device, options, broadcast_buffers=broadcast_buffers)
+    state.use_group(group, device)
+    _execute(state, managed, options, broadcast_buffers=broadcast_buffers)
     return module
 
 
-def _execute(
-    state: ReplicateState,
-    managed: "_Managed",
-    group: dist.ProcessGroup,
-    device: torch.device,
-    options: BucketOptions,
-    *,
-    broadcast_buffers: bool,
-) -> None:
-    transport = make_transport("process_group", group)
+def _execute(state: ReplicateState, managed: "_Managed", options: BucketOptions, *, broadcast_buffers: bool) -> None:
+    transport, device = state.transport, state.device
+    transport.connect()
     _broadcast([param for _, param, _ in managed.params], transport, device)
     if broadcast_buffers and managed.buffers:
         buffers = [tensor for owner, name in managed.buffers if (tensor := owner[name]) is not None]
@@ -237,10 +310,21 @@ def _execute(
         state.buffers = BufferSync(managed.buffers, transport, device)
     trainable = [ReducedParam(fqn, param, index) for fqn, param, index in managed.params if param.requires_grad]
     state.frozen = [(fqn, param) for fqn, param, _ in managed.params if not param.requires_grad]
-    state.reducer = Reducer(trainable, transport, dist.get_process_group_ranks(group), options, queue_callback)
+    ranks = sorted(dist.get_process_group_ranks(state.group))
+    state.reducer = Reducer(trainable, transport, ranks, options, queue_callback)
     state.hook_handles = register_arrival_hooks([item.param for item in trainable], state.reducer.arrivals())
     for index, module in enumerate(state.modules):
         state.hook_handles += _register_module_hooks(state, module, index)
+
+
+def _take_group(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
+    """Return a group of the same ranks that nothing else uses. Collective over them."""
+    idle = _IDLE_GROUPS.get(group, [])
+    for position, (served, own) in enumerate(idle):
+        if served == device_type:
+            del idle[position]
+            return own
+    return _make_own_group(group, device_type)
 
 
 def _make_own_group(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
@@ -261,7 +345,7 @@ def _make_own_group(group: dist.ProcessGroup, device_type: str) -> dist.ProcessG
 
 
 def _register_module_hooks(state: ReplicateState, module: nn.Module, index: int) -> list[RemovableHandle]:
-    return register_replicate_hooks(module, lambda: state.before_forward(module), lambda: state.reducer.arm(index))
+    return register_replicate_hooks(module, state.before_forward, functools.partial(state.before_backward, index))
 
 
 def register_comm_hook(module: nn.Module, state: object, hook: CommHook) -> None:
@@ -509,7 +593,7 @@ def _compare_ranks(
             if failure is None:
                 raise DesyncError(
                     "the ranks call replicate on different modules or with different options\n"
-                    + _first_difference(texts, dist.get_process_group_ranks(group)),
+                    + first_difference(texts, dist.get_process_group_ranks(group)),
                     at=place_of_rank(),
                     fix="build the same model and call replicate with the same arguments on every rank",
                 )
@@ -517,7 +601,7 @@ def _compare_ranks(
         raise failure
 
 
-def _first_difference(texts: Sequence[str], ranks: Sequence[int]) -> str:
+def first_difference(texts: Sequence[str], ranks: Sequence[int]) -> str:
     columns = [text.splitlines() for text in texts]
     for index in range(max(map(len, columns))):
         at_index = [column[index] if index < len(column) else "(no more parameters)" for column in columns]

@@ -29,7 +29,7 @@ from composable.flat_buffer import FlatBuffer, GradientBuffer, GradientPool
 from composable.handle import Handle
 from composable.torch_private import current_graph_task_id, module_call_code
 
-__all__ = ["Scheduler"]
+__all__ = ["Scheduler", "in_backward", "modules_in_call"]
 
 # Gradient buffers alive at once: one being reduced, one being filled.
 MAX_GRADIENT_BUFFERS = 2
@@ -70,6 +70,7 @@ class Scheduler:
         self.handles = tuple(handles)
         self.clock = 0
         self.is_backward = False
+        self.is_retired = False
         self._running: list[nn.Module] = []
         self._queue_callback = queue_callback
         self.backward_id = 0
@@ -212,6 +213,12 @@ class Scheduler:
             self.unshard(handle)
 
     def _begin_backward(self) -> None:
+        if self.is_retired:
+            raise UsageError(
+                "backward of a forward that ran before the model's annotation was changed",
+                at=place_of_rank(),
+                fix="run backward before unannotate, or forward again after it",
+            )
         self._queue_callback(self._end_backward)
         self.is_backward = True
         self.backward_id += 1
@@ -388,9 +395,20 @@ class Scheduler:
             )
         for handle in handles:
             self.reshard(handle)
-            handle.first_pre = handle.entered_at = -1
+            handle.forget_steps()
         self._armed = []
         self._last_armed = []
+
+    def end_broken_step(self) -> None:
+        """Forget a step that an exception or Ctrl-C cut short. Nothing is running."""
+        if self._running or self.is_backward:
+            self.reset()
+
+    def retire_for_good(self) -> None:
+        """Let go of every handle; a backward that comes all the same is an error. No step is running."""
+        self.end_broken_step()
+        self.retire(self.handles)
+        self.is_retired = True
 
 
 class _Streams:
@@ -449,15 +467,20 @@ def in_backward() -> bool:
     return current_graph_task_id() != -1
 
 
-def _is_recursive(module: nn.Module) -> bool:
-    """Say whether a call of ``module`` is under way around the one that is starting."""
-    calls = 0
+def modules_in_call() -> list[nn.Module]:
+    """Return the modules whose calls are under way on this thread, innermost first."""
+    modules: list[nn.Module] = []
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is module_call_code and frame.f_locals.get("self") is module:
-            calls += 1
+        if frame.f_code is module_call_code:
+            modules.append(frame.f_locals["self"])
         frame = frame.f_back
-    return calls > 1
+    return modules
+
+
+def _is_recursive(module: nn.Module) -> bool:
+    """Say whether a call of ``module`` is under way around the one that is starting."""
+    return sum(called is module for called in modules_in_call()) > 1
 
 
 def _first_pre(handle: Handle) -> int:

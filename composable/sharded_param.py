@@ -7,7 +7,9 @@ that the user's ``forward`` and autograd meet an ordinary tensor. Both live as l
 annotation; only the entry in ``module._parameters`` changes.
 """
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from composable.ragged import RaggedDTensor
 from composable.ragged_spec import RaggedLayout, RaggedSpec, slice_full
 from composable.unfilled import mark_unfilled
 
-__all__ = ["Owner", "ShardedParam"]
+__all__ = ["Owner", "ShardedParam", "mark_replaced"]
 
 Owner = tuple[nn.Module, str]
 
@@ -157,6 +159,7 @@ class ShardedParam:
         """Return a plain parameter over ``value``, for modules to hold for a while."""
         stand_in = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
         _copy_marks(self.sharded, stand_in)
+        stand_in._composable_managed = self.sharded._composable_managed  # type: ignore[attr-defined]  # the handle's
         # An optimizer built meanwhile would update the stand-in, and lose the update.
         stand_in._composable_replaced_by = self.fqn  # type: ignore[attr-defined]  # read by the optimizer check
         return stand_in
@@ -182,6 +185,32 @@ class ShardedParam:
             )
         return self._empty_grad
 
+    def copied(self, shard: torch.Tensor, memo: dict[int, Any]) -> "ShardedParam":
+        """Return a deep copy over ``shard``, with the gradient; its owners are still this one's.
+
+        From then on ``memo`` gives the copy's sharded parameter for both faces of this one.
+        """
+        twin = copy.copy(self)
+        twin.unsharded = twin._empty_grad = None
+        twin.local = self.piece_of(shard)
+        # As a copy of any tensor: the gradient and the user's marks go along.
+        known: Any = copy.deepcopy(self.sharded, memo)
+        if self.is_attached:
+            # Just made, or before its handle was met, say in an optimizer's groups: a tensor of its own until now.
+            known._local_tensor = twin.local
+        twin.sharded = known
+        twin._marks = known.__dict__
+        if self.unsharded is not None:
+            memo[id(self.unsharded)] = twin.sharded
+        return twin
+
+    def plain_copy(self, value: torch.Tensor, grad: torch.Tensor | None) -> nn.Parameter:
+        """Return an ordinary parameter with ``value`` and ``grad``, both in full shape, in this one's place."""
+        plain = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
+        _copy_marks(self.sharded, plain)
+        plain.grad = grad
+        return plain
+
     def place(self, param: nn.Parameter) -> None:
         """Make every owner hold ``param``."""
         for module, name in self.owners:
@@ -189,6 +218,11 @@ class ShardedParam:
                 setattr(module, name, param)
             else:
                 module._parameters[name] = param
+
+
+def mark_replaced(param: nn.Parameter, fqn: str) -> None:
+    """Let an optimizer that still holds ``param`` say so at its next step: no module has it any more."""
+    param._composable_replaced_by = fqn  # type: ignore[attr-defined]  # read by the optimizer check
 
 
 def has_own_setattr(module: nn.Module) -> bool:

@@ -73,6 +73,18 @@ class FullyShardState:
             return self.root
         return RootState.adopt(self, self.modules if module is None or module in self.modules else (module,))
 
+    def end_broken_step(self) -> None:
+        """Forget a step that an exception or Ctrl-C cut short. Nothing is running."""
+        if self.root is not None:
+            self.root.scheduler.end_broken_step()
+
+    def forget_root(self) -> None:
+        """Leave the root to the next forward. No step is running."""
+        self.__class__ = FullyShardState
+        self.root = self._is_root = None
+        for name in ("scheduler", "_all_handles", "_all_states"):
+            self.__dict__.pop(name, None)
+
 
 class RootState(FullyShardState):
     """A state where forward starts; a ``FullyShardState`` becomes one at lazy init.
@@ -123,6 +135,13 @@ class RootState(FullyShardState):
             option = handle.reshard_option
             handle.reshard_after_forward = handle is not own if option is None else option
         return root
+
+    def dissolve(self) -> None:
+        """Undo ``adopt``, so that the next forward decides the root anew; that is collective again."""
+        scheduler, states = self.scheduler, self._all_states
+        scheduler.retire_for_good()
+        for state in states:
+            state.forget_root()
 
 
 def _compare_plans(states: Sequence[FullyShardState], failure: UsageError | None) -> None:

@@ -1,7 +1,7 @@
 """``replicate`` on real ranks: the numbers, what it refuses, and that no rank ever waits in vain."""
 
-import copy
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -691,7 +691,7 @@ def refuse(case: str) -> str:
         "sharded ancestor": lambda: replicate(fully_shard(model).blocks[1]),
         "no_sync": lambda: no_sync(model).__enter__(),
         "hook": lambda: register_comm_hook(model, None, default_hooks.allreduce_hook),
-        "copy": lambda: copy.deepcopy(replicate(model)),
+        "pickle": lambda: pickle.dumps(replicate(model)),
     }
     return message(cases[case])
 
@@ -725,7 +725,7 @@ def refuse(case: str) -> str:
         ("sharded ancestor", "ConfigError: parameter is a RaggedDTensor, which is sharded already\n  at:  rank 0, par"),
         ("no_sync", "UsageError: no_sync found no annotated module\n  at:  rank 0, module"),
         ("hook", "UsageError: register_comm_hook found no replicate on this module\n  at:  rank 0, module"),
-        ("copy", "UsageError: a replicated module cannot be copied or pickled\n  at:  rank 0"),
+        ("pickle", "UsageError: a replicated module cannot be pickled as a whole\n  at:  rank 0"),
     ],
 )
 def test_bad_input_is_refused(case: str, expected: str) -> None:

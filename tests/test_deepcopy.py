@@ -1,0 +1,285 @@
+"""``copy.deepcopy`` of annotated models: independent, annotated, trained like two plain models."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import _traversal_utils
+from composable import FSDPModule, ModuleWrapPolicy, RaggedDTensor, UsageError, fully_shard, no_sync, replicate
+from composable.replicate import register_comm_hook
+from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model
+from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
+from tests.world import run_ranks
+
+WAYS: dict[str, Callable[[nn.Module], Any]] = {
+    "plain": lambda model: None,
+    "whole": fully_shard,
+    "policy": lambda model: fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES)),
+    "by_hand": lambda model: [fully_shard(block) for block in (*model.blocks, model)],
+    "list": lambda model: (fully_shard([model.inp, model.out]), fully_shard(model, policy={MLPBlock})),
+    "replicate": replicate,
+    "nested": lambda model: (replicate(model.blocks[1]), fully_shard(model, policy={MLPBlock})),
+    "nested_in_replicate": lambda model: (fully_shard(model.blocks[0]), replicate(model)),
+}
+CASES = [
+    *(("policy", name) for name in ("gpt_tied", "tied_across", "frozen_mixed", "mixed_dtypes", "scalars")),
+    *(("whole", name) for name in ("empty_params", "with_buffers", "called_twice")),
+    *((way, "mlp") for way in ("by_hand", "list", "nested", "nested_in_replicate")),
+    *(("replicate", name) for name in ("gpt_tied", "frozen_mixed", "with_buffers")),
+]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, world_size: int) -> None:
+    """One step on this rank's inputs, or on the global batch in one process."""
+    inputs = (
+        inputs_of(model, seed, dist.get_rank()) if dist.is_initialized() else global_inputs(model, seed, world_size)
+    )
+    loss_of(model(*inputs[0], **inputs[1])).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def copy_and_train(way: str, name: str, world_size: int) -> list[dict[str, torch.Tensor]]:
+    """Return what becomes of a model, a copy before the first forward, and one made with its optimizer later."""
+    model = make_model(name)
+    WAYS[way](model)
+    early = copy.deepcopy(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    step(model, optimizer, 0, world_size)
+    late, late_optimizer = copy.deepcopy((model, optimizer))
+    early_optimizer = torch.optim.SGD([p for p in early.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    for seed in (1, 2):
+        step(late, late_optimizer, 10 + seed, world_size)
+        step(model, optimizer, seed, world_size)
+        step(early, early_optimizer, 20 + seed, world_size)
+    return [full_params(one) for one in (model, early, late)]
+
+
+def copies_of_cases(cases: list[tuple[str, str]]) -> list[list[dict[str, torch.Tensor]]]:
+    return [copy_and_train(way, name, dist.get_world_size()) for way, name in cases]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_copy_and_its_original_train_as_two_plain_models(world_size: int) -> None:
+    cases = CASES if world_size == 2 else CASES[::3]
+    expected = [copy_and_train("plain", name, world_size) for _, name in cases]
+    for found in run_ranks(copies_of_cases, world_size, cases):
+        for case, models, references in zip(cases, found, expected, strict=True):
+            # Activations of bfloat16 round wherever the batch is cut.
+            tolerance = 1e-3 if "mixed_dtypes" in case else 1e-6
+            for which, model, reference in zip(("original", "early", "late"), models, references, strict=True):
+                assert_equal_params(model, reference, tolerance=tolerance, where=f"{case}, {which}")
+
+
+def gradients_in_copies(way: str) -> list[dict[str, torch.Tensor]]:
+    """Return gradients: copied, kept by ``no_sync`` and then synchronised in a copy, and in one made inside of it."""
+    model = make_model("mlp")
+    WAYS[way](model)
+
+    def backward(one: nn.Module, seed: int) -> None:
+        args, _ = inputs_of(one, seed, dist.get_rank())
+        loss_of(one(*args)).backward()
+
+    backward(model, 0)
+    first = copy.deepcopy(model)
+    with no_sync(model):
+        backward(model, 1)
+        inside = copy.deepcopy(model)
+    after = copy.deepcopy(model)
+    # An optimizer that comes first, and a model that is unsharded, go the same way.
+    optimizer = torch.optim.SGD(model.parameters())
+    model(*inputs_of(model, 0, 0)[0])
+    copied_optimizer, last = copy.deepcopy((optimizer, model))
+    assert {*copied_optimizer.param_groups[0]["params"]} == {*last.parameters()}
+    for twin in (inside, after, last):
+        backward(twin, 2)
+    model.zero_grad()
+    return [
+        {fqn: full(param.grad) for fqn, param in twin.named_parameters() if param.grad is not None}
+        for twin in (first, inside, after, last)
+    ]
+
+
+@pytest.mark.parametrize("way", ["by_hand", "replicate", "nested"])
+def test_copies_have_the_gradients_also_those_that_no_sync_kept(way: str) -> None:
+    model = make_model("mlp")
+    expected = []
+    for seeds in ([0], [1, 2]):
+        for seed in seeds:
+            loss_of(model(*global_inputs(model, seed, 2)[0])).backward()
+        expected.append({fqn: param.grad.clone() for fqn, param in model.named_parameters()})
+    for first, *later in run_ranks(gradients_in_copies, 2, way):
+        assert_equal_params(first, expected[0], tolerance=1e-6)
+        for found in later:
+            assert_equal_params(found, expected[1], tolerance=1e-6)
+
+
+def independent() -> None:
+    model = make_model("mlp")
+    fully_shard(model, policy={MLPBlock})
+    model.inp.register_forward_hook(lambda module, args, output: calls.append(module))
+    model.set_modules_to_forward_prefetch([model.blocks[2]])
+    next(iter(model.blocks[0].parameters())).tag = ["mark"]
+    calls: list[nn.Module] = []
+    args, _ = inputs_of(model, 0, dist.get_rank())
+    model(*args)  # The root stays unsharded: no backward follows.
+    holder = nn.ModuleDict({"alias": model.blocks[0].up, "model": model})
+    twin = copy.deepcopy(holder)["model"]
+    state, own = fully_shard.state(model), fully_shard.state(twin)
+    assert type(twin) is type(model) and isinstance(twin.blocks[0], FSDPModule)
+    assert own is not state and own.mesh is state.mesh and own.plan == state.plan and own.root is None
+    handles = _traversal_utils._get_fsdp_handles(twin)
+    assert handles == own._handles and not set(handles) & set(state._handles)
+    assert handles[0].forward_prefetch == (own._module_to_handle[twin.blocks[2]],)
+    assert all(fully_shard.member_state(block) is own for block in twin.blocks)
+    shards = {
+        flat.shard.data_ptr() for one in (model, twin) for h in fully_shard.state(one)._handles for flat in h.buffers
+    }
+    assert len(shards) == 8
+    for param in twin.parameters():
+        assert isinstance(param, RaggedDTensor) and isinstance(param, nn.Parameter)
+    mark = next(iter(twin.blocks[0].parameters())).tag
+    assert mark == ["mark"] and mark is not next(iter(model.blocks[0].parameters())).tag
+    with torch.no_grad():
+        for param in twin.parameters():
+            param.zero_()
+    calls.clear()
+    twin(*args)
+    assert calls == [twin.inp]
+    loss_of(model(*args)).backward()
+    again = copy.deepcopy(twin)
+    loss_of(again(*args)).backward()
+    assert all(param.grad is None for param in twin.parameters())
+
+
+def test_a_copy_shares_the_mesh_and_nothing_else() -> None:
+    run_ranks(independent, 2)
+
+
+def copy_parts() -> list[str]:
+    model = make_model("mlp")
+    fully_shard(model, policy={MLPBlock})
+    args, _ = inputs_of(model, 0, dist.get_rank())
+    loss_of(model(*args)).backward()
+    blocks = copy.deepcopy(model.blocks)
+    state = fully_shard.state(blocks[0])
+    assert state is fully_shard.state(blocks[2]) and state.modules == tuple(blocks)
+    assert [handle.module_fqns for handle in state.plan.handles] == [("0",), ("1",), ("2",)]
+    block = copy.deepcopy(model.blocks[1])
+    assert fully_shard.state(block).plan.handles[0].params[0].fqn == "up.weight"
+    (handle,) = _traversal_utils._get_fsdp_handles(block)
+    assert handle.modules == (block,)
+    plain = make_model("mlp")
+    for twin, reference in ((block, plain.blocks[1]), (blocks[2], plain.blocks[2])):
+        loss_of(twin(*args)).backward()
+        loss_of(reference(*args)).backward()
+        for param, expected in zip(twin.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full(param), expected.detach())
+    pair = make_model("mlp")
+    fully_shard([pair.inp, pair.out])
+    fully_shard(pair.blocks[0].up)
+    twins = copy.deepcopy([pair.inp, pair.out])
+    assert fully_shard.state(twins[0]).modules == tuple(twins)
+    copy.deepcopy(pair)
+    whole = fully_shard(make_model("mlp"))
+    replicated = make_model("mlp")
+    replicate([replicated.inp, replicated.out])
+    copy.deepcopy(replicated)
+    texts = []
+    for part in (whole.blocks[0], pair.inp, model.out, replicated.out):
+        with pytest.raises(UsageError) as caught:
+            copy.deepcopy(part)
+        texts.append(str(caught.value))
+    # An optimizer is no part of a model.
+    copy.deepcopy({"optimizer": torch.optim.SGD(model.parameters()), "other": nn.Linear(2, 2)})
+    return texts
+
+
+def test_a_part_is_copied_if_handles_lie_wholly_in_it() -> None:
+    for whole, pair, out, replicated in run_ranks(copy_parts, 2):
+        assert "handle owns parameters inside and outside" in whole and "deep-copy module FSDPMLP" in whole
+        assert "fix: deep-copy module 'inp' (FSDPLinear) and module 'out' (FSDPLinear)" in pair
+        assert "deep-copy module FSDPMLP" in out
+        assert "fix: deep-copy module 'inp' (Linear) and module 'out' (Linear)" in replicated
+
+
+def average(way: str, is_ema: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[str]]:
+    model = make_model("gpt")
+    WAYS[way](model)
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9) if is_ema else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(3):
+        step(model, optimizer, seed, 2)
+        averaged.update_parameters(model)
+    with torch.no_grad():
+        output = averaged(*inputs_of(model, 0, 0)[0])
+    return full_params(averaged), output, list(averaged.state_dict())
+
+
+@pytest.mark.parametrize("is_ema", [False, True])
+def test_averaged_models_equal_one_process(is_ema: bool) -> None:
+    params, output, keys = average("plain", is_ema)
+    for way in ("policy", "replicate"):
+        for found, found_output, found_keys in run_ranks(average, 2, way, is_ema):
+            assert_equal_params(found, params, tolerance=1e-6)
+            torch.testing.assert_close(found_output, output)
+            assert found_keys == keys
+
+
+def hooks_of_copies() -> None:
+    model = replicate(make_model("mlp"))
+    state = PowerSGDState(dist.group.WORLD, start_powerSGD_iter=2)
+    register_comm_hook(model, state, powerSGD_hook)
+    groups = len(dist.distributed_c10d._world.pg_map)
+    twin = copy.deepcopy(model)
+    copied, hook = replicate.state(twin).reducer._hook
+    assert hook is powerSGD_hook and copied is not state and copied.process_group is dist.group.WORLD
+    with torch.no_grad():
+        twin(*inputs_of(twin, 0, 0)[0])
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+    for one in (model, twin):
+        for seed in range(3):
+            loss_of(one(*inputs_of(one, seed, dist.get_rank())[0])).backward()
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad)
+        gathered = [torch.empty_like(param.grad) for _ in range(2)]
+        dist.all_gather(gathered, param.grad)
+        assert torch.equal(*gathered)
+
+
+def test_a_copy_keeps_the_communication_hook_and_makes_its_group_when_it_trains() -> None:
+    run_ranks(hooks_of_copies, 2)
+
+
+class CopiesItself(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CopiesItself":
+        return CopiesItself(2, 2)
+
+
+def refuse_to_copy() -> list[str]:
+    texts = []
+    for annotate in (fully_shard, replicate):
+        model = annotate(make_model("mlp"))
+        output = model(*inputs_of(model, 0, 0)[0])
+        output.register_hook(lambda grad, model=model: copy.deepcopy(model) and grad)
+        with pytest.raises(UsageError) as caught:
+            output.sum().backward()
+        texts.append(str(caught.value))
+    with pytest.raises(UsageError) as caught:
+        copy.deepcopy(fully_shard(nn.Sequential(CopiesItself(2, 2)), policy={CopiesItself}))
+    return [*texts, str(caught.value)]
+
+
+def test_what_cannot_be_copied_is_refused() -> None:
+    for rank, texts in enumerate(run_ranks(refuse_to_copy, 2)):
+        for text, expected in zip(
+            texts, ("inside a backward", "inside a backward", "has a __deepcopy__ of its own"), strict=True
+        ):
+            assert expected in text and f"rank {rank}" in text and "fix:" in text
