@@ -18,6 +18,7 @@ from composable.plan import ShardingStrategy, ShardPlan, plan
 from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.ragged import RaggedDTensor, RaggedShard, fallback_counts, strict_mode
 from composable.replicate import replicate
+from composable.unannotate import unannotate
 
 __all__ = [
     "ComposableError",
@@ -47,5 +48,6 @@ __all__ = [
     "replicate",
     "save_checkpoint",
     "strict_mode",
+    "unannotate",
     "unshard_params",
 ]

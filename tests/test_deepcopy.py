@@ -12,7 +12,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import _traversal_utils
-from composable import FSDPModule, ModuleWrapPolicy, RaggedDTensor, UsageError, fully_shard, no_sync, replicate
+from composable import (
+    FSDPModule,
+    ModuleWrapPolicy,
+    RaggedDTensor,
+    UsageError,
+    fully_shard,
+    no_sync,
+    replicate,
+    unshard_params,
+)
 from composable.replicate import register_comm_hook
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
@@ -274,12 +283,18 @@ def refuse_to_copy() -> list[str]:
         texts.append(str(caught.value))
     with pytest.raises(UsageError) as caught:
         copy.deepcopy(fully_shard(nn.Sequential(CopiesItself(2, 2)), policy={CopiesItself}))
+    texts.append(str(caught.value))
+    shown = fully_shard(make_model("mlp"))
+    with unshard_params(shown, rank0_only=True), pytest.raises(UsageError) as caught:
+        copy.deepcopy(shown)
+    copy.deepcopy(shown)
     return [*texts, str(caught.value)]
+
+
+REFUSALS = [*["inside a backward"] * 2, "has a __deepcopy__ of its own", "while unshard_params shows its parameters"]
 
 
 def test_what_cannot_be_copied_is_refused() -> None:
     for rank, texts in enumerate(run_ranks(refuse_to_copy, 2)):
-        for text, expected in zip(
-            texts, ("inside a backward", "inside a backward", "has a __deepcopy__ of its own"), strict=True
-        ):
-            assert expected in text and f"rank {rank}" in text and "fix:" in text
+        for text, part in zip(texts, REFUSALS, strict=True):
+            assert part in text and f"rank {rank}" in text and "fix:" in text

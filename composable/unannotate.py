@@ -1,0 +1,259 @@
+"""Takes the annotations off a model: ordinary modules again, with whole parameters on every rank.
+
+What can be refused is refused first, on every rank alike. Then parameters are gathered handle by
+handle, each shard freed as its parameters are whole, so the most that is held is the full model
+and one handle's buffer.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable.agreement import raise_together
+from composable.annotated_part import AnnotatedPart
+from composable.collectives import make_transport
+from composable.contract import describe_module, get_registry, managing_state, remove_annotation, remove_member
+from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, located, place_of_rank
+from composable.extent import reaches_out
+from composable.fsdp_module import remove_mixin
+from composable.handle import Handle, handle_of
+from composable.mesh import device_of
+from composable.replicate import ReplicateState, first_difference
+from composable.scheduler import in_backward, modules_in_call
+from composable.sharded_param import ShardedParam, mark_replaced
+from composable.state import FullyShardState
+
+__all__ = ["unannotate"]
+
+ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
+
+_State: TypeAlias = FullyShardState | ReplicateState
+_FIX_PART = "call unannotate on {names} or a module around, in one call"
+
+
+def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
+    """Undo ``fully_shard`` and ``replicate``: parameters are whole, classes, hooks and registry as before.
+
+    Collective: all ranks of every annotation that is undone, same order. Sharded parameters are gathered
+    into new ``nn.Parameter``s under the same names, with ties, ``requires_grad`` and the marks that users
+    put on them; an optimizer that holds the sharded ones raises at its next step. Replicated parameters
+    stay the same objects. A parameter with a gradient gets the full one, averaged over the ranks also
+    where ``no_sync`` had left it on its rank. The module may be annotated anew, by either API.
+
+    Part of a sharded model may be undone if every handle lies wholly inside or outside of it; the rest
+    decides its root anew at the next forward, which is collective.
+
+    Memory: at most the full model and one handle's buffer, besides what an optimizer holds.
+
+    Args:
+        module: A module, or several that share handles.
+        recurse: Undo every annotation at and below ``module``. If false, only those made by a call on
+            ``module`` itself, with what their policy picked.
+
+    Returns:
+        ``module``, the same object.
+
+    Raises:
+        UsageError: Nothing there is annotated; a forward or backward is running; or a handle owns parameters
+            inside and outside of what is to be undone: the message names its modules. Nothing is changed.
+        DesyncError: The ranks have different annotations or gradients there. Nothing is changed.
+        ConfigError: ``module`` is no module.
+    """
+    removal: _Removal | None = None
+    failure: ComposableError | None = None
+    with located(place_of_rank()):
+        roots = _check_modules(module)
+        states = _states_in(roots, recurse=recurse)
+        try:
+            removal = _Removal(roots, states)
+        except ComposableError as error:
+            # The other ranks are about to communicate: they must hear of it first.
+            failure = error
+        _agree(_groups_of(roots, states), [] if removal is None else removal.lines(), failure)
+    assert removal is not None, "a failure has been raised"
+    with torch.no_grad():
+        removal.run()
+    return module
+
+
+def _check_modules(module: object) -> list[nn.Module]:
+    modules = [module] if isinstance(module, nn.Module) else module
+    if not isinstance(modules, (list, tuple)) or not modules or not all(isinstance(one, nn.Module) for one in modules):
+        raise ConfigError(f"unannotate got {type(module).__name__}", fix="pass a module or a list of modules")
+    return list(modules)
+
+
+def _states_in(roots: Sequence[nn.Module], *, recurse: bool) -> list[_State]:
+    """Return the states of which something is to be undone, in the order of their modules."""
+    states: dict[_State, None] = {}
+    for root in roots:
+        for module in root.modules() if recurse else (root,):
+            found = [annotation.state for annotation in get_registry(module).values()]
+            found.append(managing_state(module, "fully_shard"))
+            states.update((state, None) for state in found if isinstance(state, (FullyShardState, ReplicateState)))
+    return list(states)
+
+
+class _Removal:
+    """What is to be undone; making one checks that it can be.
+
+    Raises:
+        UsageError: It cannot.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], states: Sequence[_State]) -> None:
+        self._sharded = [state for state in states if isinstance(state, FullyShardState)]
+        self._replicated = [state for state in states if isinstance(state, ReplicateState)]
+        modules = dict.fromkeys(module for root in roots for module in root.modules())
+        self._part = AnnotatedPart(modules, "unannotated", _FIX_PART)
+        if not states:
+            raise UsageError(
+                "unannotate found no annotated module",
+                at=", ".join([place_of_rank(), *map(describe_module, roots)]),
+                fix="call it on the module that was annotated, or on one around it",
+            )
+        for annotation in self._replicated:
+            if not all(module in modules for module in annotation.modules):
+                raise reaches_out("unannotated", annotation.modules, _FIX_PART)
+        self._check_idle(modules)
+        for one in states:
+            one.end_broken_step()
+
+    def _check_idle(self, modules: Iterable[nn.Module]) -> None:
+        involved = {*modules}
+        for state in self._sharded:
+            for other in (state,) if state.root is None else state.root._all_states:
+                involved.update(other.modules, other._module_to_handle)
+        running = [module for module in modules_in_call() if module in involved]
+        if running or in_backward():
+            raise UsageError(
+                f"unannotate inside a {'forward' if running else 'backward'}",
+                at=", ".join([place_of_rank(), *map(describe_module, running[:1])]),
+                fix="call it between two steps",
+            )
+
+    def lines(self) -> list[str]:
+        """Return one text per parameter, equal on all ranks if they can go on together."""
+        lines = [
+            f"{handle.fqn} {param.fqn} {list(param.shape)} {param.sharded.dtype}"
+            f"{'' if param.sharded.grad is None else ' with a gradient'}"
+            f"{' kept by no_sync' if handle.has_unsynced_gradients else ''}"
+            for state in self._sharded
+            for handle in self._part.handles_of(state)
+            for param in handle.params
+        ]
+        return lines + [f"replicated {item.fqn}" for one in self._replicated for item in one.reducer.params]
+
+    def run(self) -> None:
+        for root in {state.root: None for state in self._sharded if state.root is not None}:
+            root.dissolve()
+        for state in self._sharded:
+            handles = self._part.handles_of(state)
+            for handle in handles:
+                _make_whole(handle)
+            self._take_off(state, handles)
+        for annotation in self._replicated:
+            annotation.retire()
+            for module in annotation.modules:
+                remove_annotation(module, "replicate")
+
+    def _take_off(self, state: FullyShardState, handles: Sequence[Handle]) -> None:
+        modules = self._part.managed_by(state)
+        own_dicts = {id(value) for module in modules for value in vars(module).values()}
+        kept_hooks = []
+        for hook in state.hook_handles:
+            if id(hook.hooks_dict_ref()) in own_dicts:
+                hook.remove()
+            else:
+                kept_hooks.append(hook)
+        state.hook_handles = kept_hooks
+        state.modules = tuple(module for module in state.modules if module not in self._part.modules)
+        gone = set(handles)
+        state._handles = [handle for handle in state._handles if handle not in gone]
+        state.plan = state.plan.without([handle.plan for handle in handles])
+        for module in modules:
+            state._module_to_handle.pop(module, None)
+            remove_mixin(module)
+            remove_annotation(module, "fully_shard")
+            remove_member(module, "fully_shard")
+
+
+def _make_whole(handle: Handle) -> None:
+    """Replace the handle's parameters by ordinary ones and free its shards. Collective."""
+    fqn, has_kept_gradients = handle.fqn, handle.has_unsynced_gradients
+    buffers = list(handle.buffers)
+    handle.release()
+    while buffers:
+        flat = buffers.pop(0)
+        for param, value in zip(flat.params, flat.gather_values(), strict=True):
+            param.place(param.plain_copy(value, _full_gradient(param, has_kept=has_kept_gradients)))
+            param.sharded.grad = None
+            mark_replaced(param.sharded, f"{fqn}.{param.fqn}" if fqn else param.fqn)
+
+
+def _full_gradient(param: ShardedParam, *, has_kept: bool) -> torch.Tensor | None:
+    """Return the full gradient, if there is one, with the mean of those that ``no_sync`` kept. Collective."""
+    sharded, leaf = param.sharded, param.unsharded
+    full = sharded.grad.full_tensor() if isinstance(sharded.grad, DTensor) else None
+    if not has_kept or not sharded.requires_grad or not sharded.numel():
+        return full
+    group = param.layout.group
+    kept = torch.zeros(param.shape, dtype=sharded.dtype, device=sharded.device)
+    if leaf is not None and leaf.grad is not None:
+        kept.copy_(leaf.grad)
+    make_transport("process_group", group).begin_all_reduce(kept.view(-1), 0, scale=1.0 / group.size()).finish()
+    return kept if full is None else full.add_(kept)
+
+
+def _groups_of(roots: Sequence[nn.Module], states: Sequence[_State]) -> dict[dist.ProcessGroup, torch.device]:
+    """Return the ranks that have a say, and the device of what they exchange."""
+    groups: dict[dist.ProcessGroup, torch.device] = {}
+    for state in states:
+        if isinstance(state, FullyShardState):
+            groups[state.mesh.get_group()] = device_of(state.mesh)
+        else:
+            groups[state.group] = state.device
+    for handle in {handle_of(param): None for root in roots for param in root.parameters()}:
+        if handle is not None:
+            layout = handle.params[0].layout
+            groups[layout.group] = device_of(layout.mesh)
+    return groups
+
+
+def _agree(
+    groups: Mapping[dist.ProcessGroup, torch.device], lines: Sequence[str], failure: ComposableError | None
+) -> None:
+    """Go on only if every rank of every annotation can and has the same before it. Collective.
+
+    Raises:
+        ComposableError: ``failure``, or that of another rank.
+        DesyncError: The ranks differ.
+    """
+    for group, device in groups.items():
+        try:
+            raise_together(failure, group, device)
+        except ComposableError as error:
+            failure = error  # The ranks of the next group are to hear of it too.
+    if failure is not None:
+        raise failure
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    for group, device in groups.items():
+        if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+            continue
+        own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+        every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(every, own, group=group)
+        if not all(torch.equal(every[0], other) for other in every[1:]):
+            texts: list[str] = [""] * len(every)
+            dist.all_gather_object(texts, "\n".join(lines), group=group)
+            raise DesyncError(
+                "the ranks call unannotate on different parameters or gradients\n"
+                + first_difference(texts, dist.get_process_group_ranks(group)),
+                at=place_of_rank(),
+                fix="do the same on every rank: the same module, and gradients set or dropped everywhere",
+            )

@@ -1,0 +1,363 @@
+"""``unannotate``: an ordinary module again, and nothing half-undone."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import _traversal_utils
+from composable import (
+    DesyncError,
+    ModuleWrapPolicy,
+    UsageError,
+    fully_shard,
+    no_sync,
+    replicate,
+    unannotate,
+    unshard_params,
+)
+from composable.contract import get_registry
+from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model
+from tests.parity import (
+    assert_equal_params,
+    assert_equal_runs,
+    full,
+    full_params,
+    global_inputs,
+    inputs_of,
+    train_annotated,
+    train_reference,
+)
+from tests.world import run_ranks
+
+Annotate = Callable[[nn.Module], Any]
+WAYS: dict[str, Annotate] = {
+    "whole": fully_shard,
+    "policy": lambda model: fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES)),
+    "by_hand": lambda model: [fully_shard(block) for block in (*model.blocks, model)],
+    "list": lambda model: (fully_shard([model.inp, model.out]), fully_shard(model, policy={MLPBlock})),
+    "replicate": replicate,
+    "nested": lambda model: (replicate(model.blocks[1]), fully_shard(model, policy={MLPBlock})),
+    "nested_in_replicate": lambda model: (fully_shard(model.blocks[0]), replicate(model)),
+}
+CASES = [
+    *(("policy", name) for name in ("gpt_tied", "tied_across", "frozen_mixed", "mixed_dtypes", "scalars")),
+    *(("whole", name) for name in ("empty_params", "uneven", "with_buffers")),
+    *((way, "mlp") for way in ("by_hand", "list", "nested", "nested_in_replicate")),
+    *(("replicate", name) for name in ("gpt_tied", "frozen_mixed", "mixed_dtypes")),
+]
+
+
+def backward(model: nn.Module, seed: int) -> torch.Tensor:
+    args, kwargs = inputs_of(model, seed, dist.get_rank())
+    loss = loss_of(model(*args, **kwargs))
+    loss.backward()
+    return loss
+
+
+def is_plain(model: nn.Module, reference: nn.Module) -> bool:
+    """Compare classes and attributes of two trees, hook dicts by their lengths."""
+    for module, expected in zip(model.modules(), reference.modules(), strict=True):
+        assert type(module) is type(expected)
+        assert vars(module).keys() == vars(expected).keys()
+        for name, value in vars(module).items():
+            assert not (name.endswith(("_hooks", "_with_kwargs", "_always_called")) and value), (type(module), name)
+        assert not get_registry(module)
+    for param in model.parameters():
+        assert type(param) is nn.Parameter and param.untyped_storage().nbytes() == param.nbytes
+        assert not any(name.startswith("_composable") for name in vars(param))
+        assert not param._post_accumulate_grad_hooks
+    return _traversal_utils._get_fsdp_states(model) == []
+
+
+Result = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, bool]]
+
+
+def undo(cases: list[tuple[str, str]]) -> list[Result]:
+    results = []
+    for way, name in cases:
+        model = make_model(name)
+        for param in model.parameters():
+            param.tag = "mark"
+        WAYS[way](model)
+        optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(model, 1)
+        with no_sync(model):
+            backward(model, 2)
+        assert unannotate(model) is model
+        assert is_plain(model, make_model(name))
+        assert all(param.tag == "mark" for param in model.parameters())
+        params = dict(model.named_parameters(remove_duplicate=False))
+        results.append(
+            (
+                {fqn: param.detach() for fqn, param in params.items()},
+                {fqn: param.grad for fqn, param in params.items() if param.grad is not None},
+                {fqn: param.requires_grad for fqn, param in params.items()},
+            )
+        )
+        if "gpt_tied" in name:
+            assert model.head.weight is model.tokens.weight
+    return results
+
+
+def undo_reference(name: str, world_size: int) -> Result:
+    model = make_model(name)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    for seed in range(3):
+        args, kwargs = global_inputs(model, seed, world_size)
+        loss_of(model(*args, **kwargs)).backward()
+        if not seed:
+            optimizer.step()
+            optimizer.zero_grad()
+    params = dict(model.named_parameters(remove_duplicate=False))
+    return (
+        {fqn: param.detach() for fqn, param in params.items()},
+        {fqn: param.grad for fqn, param in params.items() if param.grad is not None},
+        {fqn: param.requires_grad for fqn, param in params.items()},
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parameters_gradients_and_everything_else_are_as_in_one_process(world_size: int) -> None:
+    cases = CASES if world_size == 2 else CASES[::3]
+    expected = [undo_reference(name, world_size) for _, name in cases]
+    for results in run_ranks(undo, world_size, cases):
+        for case, (params, grads, trainable), reference in zip(cases, results, expected, strict=True):
+            tolerance = 1e-2 if "mixed_dtypes" in case else 1e-6
+            assert_equal_params(params, reference[0], tolerance=tolerance, where=f"{case}")
+            assert_equal_params(grads, reference[1], tolerance=tolerance, where=f"{case}, gradients")
+            assert trainable == reference[2]
+
+
+def there_and_back(first: str, second: str) -> Annotate:
+    def annotate(model: nn.Module) -> None:
+        WAYS[first](model)
+        backward(model, 7)
+        unannotate(model)
+        model.zero_grad()
+        WAYS[second](model)
+
+    return annotate
+
+
+def train_again(pairs: list[tuple[str, str]]) -> list[Any]:
+    return [train_annotated("mlp", there_and_back(*pair)) for pair in pairs]
+
+
+def test_a_model_is_annotated_anew_with_another_policy_or_api() -> None:
+    pairs = [("policy", "whole"), ("policy", "replicate"), ("replicate", "by_hand"), ("nested", "replicate")]
+    reference = train_reference("mlp", 2)
+    for runs in run_ranks(train_again, 2, pairs):
+        assert_equal_runs(runs, reference)
+
+
+def undo_one_block(model: nn.Module, block: nn.Module, *, has_run: bool) -> None:
+    if has_run:
+        backward(model, 7)
+        model.zero_grad()
+    unannotate(block)
+    assert is_plain(block, MLPBlock())
+    handles = _traversal_utils._get_fsdp_handles(model)
+    assert all(block not in handle.modules for handle in handles)
+    replicate(block)
+
+
+def picked(model: nn.Module) -> None:
+    fully_shard(model, policy={MLPBlock})
+    model.inp.register_forward_hook(lambda *_: None)
+    model.set_modules_to_forward_prefetch([model.blocks[1]])
+    undo_one_block(model, model.blocks[1], has_run=True)
+    state = fully_shard.state(model)
+    assert [handle.module_fqns for handle in state.plan.handles] == [("",), ("blocks.0",), ("blocks.2",)]
+    assert "blocks.1.up.weight" in state.plan.ignored_fqns
+
+
+def by_hand(model: nn.Module) -> None:
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    undo_one_block(model, model.blocks[1], has_run=True)
+
+
+def by_hand_before_the_first_step(model: nn.Module) -> None:
+    fully_shard(model.blocks[1].up)
+    fully_shard(model, policy={MLPBlock})
+    undo_one_block(model, model.blocks[1], has_run=False)
+
+
+def not_below(model: nn.Module) -> None:
+    """Undo the root's call only; blocks annotated by hand become roots of their own."""
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    backward(model, 7)
+    model.zero_grad()
+    unannotate(model, recurse=False)
+    assert fully_shard.state(model) is None and len(_traversal_utils._get_fsdp_states(model)) == 3
+    replicate(model)
+
+
+@pytest.mark.parametrize("annotate", [picked, by_hand, by_hand_before_the_first_step, not_below])
+def test_a_part_is_undone_and_the_rest_trains_on(annotate: Annotate) -> None:
+    assert_equal_runs(run_ranks(train_annotated, 2, "mlp", annotate), train_reference("mlp", 2))
+
+
+def refuse() -> list[str]:
+    model = make_model("mlp")
+    fully_shard([model.blocks[0], model.blocks[2]])
+    fully_shard(model, policy={MLPBlock})
+    replicated = replicate(make_model("mlp"))
+    texts: list[str] = []
+
+    def attempt(module: Any, error: type[Exception] = UsageError) -> None:
+        with pytest.raises(error) as caught:
+            unannotate(module)
+        texts.append(str(caught.value))
+
+    for one in (model, replicated):
+        before = dict(one.named_parameters())
+        hook = one.inp.register_forward_hook(lambda *_, one=one: attempt(one))
+        output = one(*inputs_of(one, 0, dist.get_rank())[0])
+        hook.remove()
+        output.register_hook(lambda _, one=one: attempt(one))
+        output.sum().backward()
+        assert all(param is before[fqn] for fqn, param in one.named_parameters())
+    with unshard_params(model):
+        attempt(model)
+    attempt(model.blocks[1].up)
+    attempt(model.inp)
+    attempt(model.blocks[0])
+    attempt(nn.Linear(2, 2))
+    attempt(3, ValueError)
+    if dist.get_rank():
+        model.inp.weight.grad = None
+    attempt(model, DesyncError)
+    assert type(model).__name__ == "FSDPMLP"
+    model.zero_grad()
+    backward(model, 1)
+    backward(replicated, 1)
+    return texts
+
+
+def test_what_cannot_be_undone_is_refused_on_every_rank_and_changes_nothing() -> None:
+    expected = [
+        *("unannotate inside a forward", "unannotate inside a backward") * 2,
+        "is to be unannotated while unshard_params shows its parameters",
+        "fix: call unannotate on module 'blocks.1' (FSDPMLPBlock) or a module around",
+        "fix: call unannotate on module FSDPMLP or",
+        "fix: call unannotate on module 'blocks.0' (FSDPMLPBlock) and module 'blocks.2' (FSDPMLPBlock) or",
+        "unannotate found no annotated module",
+        "unannotate got int",
+        "different parameters or gradients\n    rank 0:  inp.weight [8, 8] torch.float32 with a gradient\n    rank 1:  inp",
+    ]
+    for rank, texts in enumerate(run_ranks(refuse, 2)):
+        for text, part in zip(texts, expected, strict=True):
+            assert part in text and f"rank {rank}" in text and "fix:" in text, text
+
+
+def refuse_on_one_rank() -> str:
+    model = fully_shard(make_model("mlp"), policy={MLPBlock})
+    before = full_params(model)
+    with pytest.raises(UsageError) as caught:
+        # As in a forward that only one rank runs.
+        unannotate(model.blocks[0] if dist.get_rank() else model.blocks[0].up)
+    assert_equal_params(full_params(model), before, tolerance=0)
+    return str(caught.value)
+
+
+def test_an_error_on_one_rank_is_one_on_every_rank() -> None:
+    texts = run_ranks(refuse_on_one_rank, 2)
+    assert all("handle owns parameters inside and outside" in text and "at:  rank 0" in text for text in texts)
+
+
+class Watching(nn.Linear):
+    """Runs a function when it is given a parameter."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and "watch" in self.__dict__:
+            self.watch()
+        super().__setattr__(name, value)
+
+
+def watch_memory() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Watching(8, 8))
+    fully_shard(model, policy={nn.Linear})
+    loss = model(torch.ones(2, 8)).sum()
+    stale = model(torch.ones(2, 8)).sum()
+    loss.backward()
+    shards = [weakref.ref(handle.buffers[0].shard) for handle in fully_shard.state(model)._handles]
+    found: list[list[bool]] = []
+    pending = model[0].unshard(async_op=True)
+    model[2].__dict__["watch"] = lambda: found.append([shard() is None for shard in shards])
+    unannotate(model)
+    pending.wait()
+    assert found[-1] == [True, True, False]
+    assert all(shard() is None for shard in shards)
+    with pytest.raises(UsageError, match="before the model's annotation was changed"):
+        stale.backward()
+
+
+def step_with_a_stale_optimizer() -> None:
+    model = fully_shard(make_model("mlp"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, 0)
+    unannotate(model)
+    with pytest.raises(UsageError, match=r"holds a parameter that no module has.*\n.*'inp.weight'"):
+        optimizer.step()
+
+
+def test_shards_are_freed_handle_by_handle_and_a_stale_backward_is_an_error() -> None:
+    run_ranks(watch_memory, 2)
+
+
+def test_a_stale_optimizer_is_an_error() -> None:
+    run_ranks(step_with_a_stale_optimizer, 2)
+
+
+def watch_buckets() -> None:
+    model = replicate(make_model("mlp"))
+    backward(model, 0)
+    backward(model, 0)
+    stale = loss_of(model(*inputs_of(model, 1, 0)[0]))
+    grads = {fqn: param.grad.clone() for fqn, param in model.named_parameters()}
+    buckets = [weakref.ref(bucket.flat) for bucket in replicate.state(model).reducer.buckets]
+    groups = len(dist.distributed_c10d._world.pg_map)
+    unannotate(model)
+    assert all(bucket() is None for bucket in buckets)
+    assert_equal_params({fqn: param.grad for fqn, param in model.named_parameters()}, grads, tolerance=0)
+    with pytest.raises(UsageError, match="annotation was taken off"):
+        stale.backward()
+    replicate(model)
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+    model.zero_grad()
+    backward(model, 0)
+    found = {fqn: full(param.grad) * 2 for fqn, param in model.named_parameters()}
+    assert_equal_params(found, grads, tolerance=1e-5)
+
+
+def test_buckets_are_freed_and_the_process_group_is_used_again() -> None:
+    run_ranks(watch_buckets, 2)
+
+
+def fail_in_backward(annotate: str) -> None:
+    model = make_model("mlp")
+    WAYS[annotate](model)
+    backward(model, 0)
+    hook = model.blocks[0].register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(model, 1)
+    hook.remove()
+    unannotate(model)
+    assert is_plain(model, make_model("mlp"))
+    assert_equal_params(dict(model.named_parameters()), dict(make_model("mlp").named_parameters()), tolerance=0)
+
+
+@pytest.mark.parametrize("annotate", ["policy", "replicate"])
+def test_a_step_that_an_exception_stopped_does_not_stand_in_the_way(annotate: str) -> None:
+    run_ranks(fail_in_backward, 2, annotate)
