@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
+from composable.broadcasts import BufferSync, broadcast_tensors
 from composable.bucket import BucketOptions, ReducedParam
 from composable.collectives import make_transport
 from composable.collectives.base import Transport
@@ -31,16 +32,11 @@ from composable.extent import modules_of_copy
 from composable.hooks import register_arrival_hooks, register_replicate_hooks
 from composable.mesh import resolve_mesh
 from composable.reducer import Reducer
-from composable.torch_private import foreach_copy_, queue_callback, timeout_of
+from composable.torch_private import queue_callback, timeout_of
 
 __all__ = ["ReplicateState", "register_comm_hook", "replicate"]
 
 ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
-
-# Broadcasts in flight at annotation, and what is packed into one of them, in bytes.
-_BROADCAST_BYTES = 32 * 2**20
-_PACKED_BYTES = 2**20
-
 
 # Groups that annotations made and no longer need, by the group they were made for. torch derives the
 # names of groups from how many there are: to destroy one makes the next name collide.
@@ -163,73 +159,6 @@ class ReplicateState:
         )
 
 
-class BufferSync:
-    """Gives every rank the buffers of the first one.
-
-    Args:
-        slots: Where each buffer hangs: the module's buffers and the name in them. A module may
-            put another tensor there between two forwards.
-        transport: Of the ranks.
-        device: Of the transport's tensors.
-    """
-
-    def __init__(
-        self, slots: Sequence[tuple[dict[str, torch.Tensor | None], str]], transport: Transport, device: torch.device
-    ) -> None:
-        self.slots = slots
-        self._transport = transport
-        self._device = device
-        self._key = transport.allocate_key()
-        self._packed: _Packed | None = None
-
-    def broadcast(self) -> None:
-        """Overwrite the buffers, all in one broadcast. Collective."""
-        if self._transport.world_size == 1:
-            return
-        # Through `data`, since a backward may still need what a buffer was saved for.
-        tensors = [buffers.data for owner, name in self.slots if (buffers := owner[name]) is not None]
-        if self._packed is None or not self._packed.fits(tensors):
-            self._packed = _Packed.like(tensors, self._device)
-        self._packed.broadcast(tensors, self._transport, self._key)
-
-
-@dataclass
-class _Packed:
-    """Tensors of any dtypes, as bytes back to back."""
-
-    flat: torch.Tensor
-    views: list[torch.Tensor]
-
-    @staticmethod
-    def like(tensors: Sequence[torch.Tensor], device: torch.device) -> "_Packed":
-        starts = []
-        stop = 0
-        for tensor in tensors:
-            starts.append(stop)
-            stop += -(-tensor.nbytes // 16) * 16
-        flat = torch.zeros(stop, dtype=torch.uint8, device=device)
-        views = [
-            flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip(starts, tensors, strict=True)
-        ]
-        return _Packed(flat, views)
-
-    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        return len(tensors) == len(self.views) and all(
-            tensor.shape == view.shape and tensor.dtype == view.dtype
-            for tensor, view in zip(tensors, self.views, strict=True)
-        )
-
-    def broadcast(self, tensors: list[torch.Tensor], transport: Transport, key: int) -> None:
-        if not self.flat.numel():
-            return
-        if transport.rank == 0:
-            foreach_copy_(self.views, tensors)
-        transport.begin_broadcast(self.flat, 0, key).finish()
-        if transport.rank != 0:
-            foreach_copy_(tensors, self.views)
-
-
 @contract(ReplicateState, incompatible=("fully_shard",))
 def replicate(
     module: ModuleT,
@@ -303,10 +232,10 @@ def replicate(
 def _execute(state: ReplicateState, managed: "_Managed", options: BucketOptions, *, broadcast_buffers: bool) -> None:
     transport, device = state.transport, state.device
     transport.connect()
-    _broadcast([param for _, param, _ in managed.params], transport, device)
+    broadcast_tensors([param for _, param, _ in managed.params], transport, device)
     if broadcast_buffers and managed.buffers:
         buffers = [tensor for owner, name in managed.buffers if (tensor := owner[name]) is not None]
-        _broadcast(buffers, transport, device)
+        broadcast_tensors(buffers, transport, device)
         state.buffers = BufferSync(managed.buffers, transport, device)
     trainable = [ReducedParam(fqn, param, index) for fqn, param, index in managed.params if param.requires_grad]
     state.frozen = [(fqn, param) for fqn, param, _ in managed.params if not param.requires_grad]
@@ -608,33 +537,3 @@ def first_difference(texts: Sequence[str], ranks: Sequence[int]) -> str:
         if len(set(at_index)) > 1:
             return "\n".join(f"    rank {rank}: {line}" for rank, line in zip(ranks, at_index, strict=True))
     raise AssertionError("unequal texts differ in a line")
-
-
-def _broadcast(tensors: Sequence[torch.Tensor], transport: Transport, device: torch.device) -> None:
-    """Overwrite ``tensors`` with those of the first rank, holding few bytes at a time. Collective."""
-    if transport.world_size == 1:
-        return
-    key = transport.allocate_key()
-    small: list[torch.Tensor] = []
-    small_bytes = 0
-    in_flight = []
-    in_flight_bytes = 0
-    for tensor in tensors:
-        data = tensor.data
-        if data.nbytes < _PACKED_BYTES or not data.is_contiguous() or data.device != device:
-            small.append(data)
-            small_bytes += data.nbytes
-            if small_bytes >= _PACKED_BYTES:
-                _Packed.like(small, device).broadcast(small, transport, key)
-                small, small_bytes = [], 0
-            continue
-        in_flight.append(transport.begin_broadcast(data.view(-1).view(torch.uint8), 0, key))
-        in_flight_bytes += data.nbytes
-        if in_flight_bytes >= _BROADCAST_BYTES:
-            for pending in in_flight:
-                pending.finish()
-            in_flight, in_flight_bytes = [], 0
-    for pending in in_flight:
-        pending.finish()
-    if small:
-        _Packed.like(small, device).broadcast(small, transport, key)

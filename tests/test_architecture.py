@@ -53,6 +53,7 @@ LAYERS: dict[str, list[str]] = {
         "composable.sharded_param",
         "composable.flat_buffer",
         "composable.handle",
+        "composable.broadcasts",
         "composable.bucket",
         "composable.reducer",
     ],
