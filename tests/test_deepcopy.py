@@ -191,6 +191,11 @@ def copy_parts() -> list[str]:
         loss_of(reference(*args)).backward()
         for param, expected in zip(twin.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(full(param), expected.detach())
+    # A module may know one around it, which is then copied too.
+    model.blocks[0].__dict__["owner"] = [model]
+    known = copy.deepcopy(model.blocks[0]).owner[0]
+    assert fully_shard.member_state(known.blocks[0]).modules == (known,)
+    del model.blocks[0].__dict__["owner"]
     pair = make_model("mlp")
     fully_shard([pair.inp, pair.out])
     fully_shard(pair.blocks[0].up)
@@ -244,18 +249,20 @@ def test_averaged_models_equal_one_process(is_ema: bool) -> None:
 
 def hooks_of_copies() -> None:
     model = replicate(make_model("mlp"))
-    state = PowerSGDState(dist.group.WORLD, start_powerSGD_iter=2)
+    group = dist.new_group([0, 1])
+    state = PowerSGDState(group, start_powerSGD_iter=2)
     register_comm_hook(model, state, powerSGD_hook)
     groups = len(dist.distributed_c10d._world.pg_map)
     twin = copy.deepcopy(model)
     copied, hook = replicate.state(twin).reducer._hook
-    assert hook is powerSGD_hook and copied is not state and copied.process_group is dist.group.WORLD
+    assert hook is powerSGD_hook and copied is not state and copied.process_group is group
     with torch.no_grad():
         twin(*inputs_of(twin, 0, 0)[0])
     assert len(dist.distributed_c10d._world.pg_map) == groups
     for one in (model, twin):
         for seed in range(3):
             loss_of(one(*inputs_of(one, seed, dist.get_rank())[0])).backward()
+    assert replicate.state(twin).own_group not in (None, replicate.state(model).own_group)
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(param.grad, other.grad)
         gathered = [torch.empty_like(param.grad) for _ in range(2)]
