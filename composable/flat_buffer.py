@@ -175,7 +175,7 @@ class FlatBuffer:
         """
         if not self.is_usable:
             self.attach()
-            self._check_usable()
+            self.check_usable()
         if self._storage is None:
             self._make_buffer()
         assert self._buffer is not None and self._storage is not None and self.transport is not None
@@ -190,7 +190,8 @@ class FlatBuffer:
                 return False
         return not self.is_away
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise ``UsageError`` if parameters are on another device than the ranks talk on."""
         away = [param for param in self.params if param.sharded.device.type != self.device.type]
         if away:
             device = away[0].sharded.device
@@ -356,7 +357,7 @@ class FlatBuffer:
         """
         layout = self.plan.layout
         whole = torch.empty(layout.numel, dtype=self.dtype, device=self.shard.device)
-        if layout.numel and not whole.is_meta:
+        if layout.numel:
             group = self.params[0].layout.group
             make_transport("process_group", group).begin_all_gather(whole, self.shard, 0).finish()
         return [whole[span.start : span.stop].view(span.shape).clone() for span in layout.spans]

@@ -522,7 +522,7 @@ def _compare_ranks(
             if failure is None:
                 raise DesyncError(
                     "the ranks call replicate on different modules or with different options\n"
-                    + first_difference(texts, dist.get_process_group_ranks(group)),
+                    + _first_difference(texts, dist.get_process_group_ranks(group)),
                     at=place_of_rank(),
                     fix="build the same model and call replicate with the same arguments on every rank",
                 )
@@ -530,7 +530,7 @@ def _compare_ranks(
         raise failure
 
 
-def first_difference(texts: Sequence[str], ranks: Sequence[int]) -> str:
+def _first_difference(texts: Sequence[str], ranks: Sequence[int]) -> str:
     columns = [text.splitlines() for text in texts]
     for index in range(max(map(len, columns))):
         at_index = [column[index] if index < len(column) else "(no more parameters)" for column in columns]

@@ -5,7 +5,6 @@ handle, each shard freed as its parameters are whole, so the most that is held i
 and one handle's buffer.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -14,16 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.agreement import raise_together
+from composable.agreement import compare_ranks
 from composable.annotated_part import AnnotatedPart
 from composable.collectives import make_transport
 from composable.contract import describe_module, get_registry, managing_state, remove_annotation, remove_member
-from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, located, place_of_rank
+from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.extent import reaches_out
 from composable.fsdp_module import remove_mixin
 from composable.handle import Handle, handle_of
 from composable.mesh import device_of
-from composable.replicate import ReplicateState, first_difference
+from composable.replicate import ReplicateState
 from composable.scheduler import in_backward, modules_in_call
 from composable.sharded_param import ShardedParam, mark_replaced
 from composable.state import FullyShardState
@@ -60,7 +59,8 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
 
     Raises:
         UsageError: Nothing there is annotated; a forward or backward is running; or a handle owns parameters
-            inside and outside of what is to be undone: the message names its modules. Nothing is changed.
+            inside and outside of what is to be undone: the message names its modules; or parameters are on
+            another device than the ranks talk on, such as meta. Nothing is changed.
         DesyncError: The ranks have different annotations or gradients there. Nothing is changed.
         ConfigError: ``module`` is no module.
     """
@@ -123,6 +123,10 @@ class _Removal:
         self._check_idle(modules)
         for one in states:
             one.end_broken_step()
+        for handle in self._handles():
+            handle.attach()
+            for flat in handle.buffers:
+                flat.check_usable()
 
     def _check_idle(self, modules: Iterable[nn.Module]) -> None:
         involved = {*modules}
@@ -143,11 +147,13 @@ class _Removal:
             f"{handle.fqn} {param.fqn} {list(param.shape)} {param.sharded.dtype}"
             f"{'' if param.sharded.grad is None else ' with a gradient'}"
             f"{' kept by no_sync' if handle.has_unsynced_gradients else ''}"
-            for state in self._sharded
-            for handle in self._part.handles_of(state)
+            for handle in self._handles()
             for param in handle.params
         ]
         return lines + [f"replicated {item.fqn}" for one in self._replicated for item in one.reducer.params]
+
+    def _handles(self) -> list[Handle]:
+        return [handle for state in self._sharded for handle in self._part.handles_of(state)]
 
     def run(self) -> None:
         for root in {state.root: None for state in self._sharded if state.root is not None}:
@@ -234,26 +240,19 @@ def _agree(
         ComposableError: ``failure``, or that of another rank.
         DesyncError: The ranks differ.
     """
+    text = "\n".join(lines)
     for group, device in groups.items():
         try:
-            raise_together(failure, group, device)
+            compare_ranks(
+                text,
+                failure,
+                group,
+                device,
+                shown=text,
+                what="the ranks call unannotate on different parameters or gradients",
+                fix="do the same on every rank: the same module, and gradients set or dropped everywhere",
+            )
         except ComposableError as error:
             failure = error  # The ranks of the next group are to hear of it too.
     if failure is not None:
         raise failure
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    for group, device in groups.items():
-        if dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
-            continue
-        own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-        every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(every, own, group=group)
-        if not all(torch.equal(every[0], other) for other in every[1:]):
-            texts: list[str] = [""] * len(every)
-            dist.all_gather_object(texts, "\n".join(lines), group=group)
-            raise DesyncError(
-                "the ranks call unannotate on different parameters or gradients\n"
-                + first_difference(texts, dist.get_process_group_ranks(group)),
-                at=place_of_rank(),
-                fix="do the same on every rank: the same module, and gradients set or dropped everywhere",
-            )

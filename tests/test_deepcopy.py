@@ -20,6 +20,7 @@ from composable import (
     fully_shard,
     no_sync,
     replicate,
+    unannotate,
     unshard_params,
 )
 from composable.replicate import register_comm_hook
@@ -305,3 +306,28 @@ def test_what_cannot_be_copied_is_refused() -> None:
     for rank, texts in enumerate(run_ranks(refuse_to_copy, 2)):
         for text, part in zip(texts, REFUSALS, strict=True):
             assert part in text and f"rank {rank}" in text and "fix:" in text
+
+
+def copy_on_meta() -> dict[str, torch.Tensor]:
+    """Copy before there are values, give them to the copy alone, and copy after torch has moved its memory."""
+    with torch.device("meta"):
+        model = make_model("mlp")
+    fully_shard(model, policy={MLPBlock})
+    twin = copy.deepcopy(model)
+    with pytest.raises(UsageError, match="parameters are on meta"):
+        unannotate(twin)
+    twin.to_empty(device="cpu")
+    twin.load_state_dict(make_model("mlp").state_dict(), assign=True)
+    assert all(param.is_meta for param in model.parameters())
+    twin.inp.to(torch.device("cpu"))
+    again = copy.deepcopy(twin)
+    optimizer = torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9)
+    step(again, optimizer, 1, 2)
+    return full_params(again)
+
+
+def test_a_model_without_values_is_copied_too() -> None:
+    model = make_model("mlp")
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 1, 2)
+    for params in run_ranks(copy_on_meta, 2):
+        assert_equal_params(params, full_params(model), tolerance=1e-6)

@@ -262,7 +262,7 @@ def test_what_cannot_be_undone_is_refused_on_every_rank_and_changes_nothing() ->
         "fix: call unannotate on module 'blocks.0' (FSDPMLPBlock) and module 'blocks.2' (FSDPMLPBlock) or",
         "unannotate found no annotated module",
         "unannotate got int",
-        "different parameters or gradients\n    rank 0:  inp.weight [8, 8] torch.float32 with a gradient\n    rank 1:  inp",
+        "different parameters or gradients\n    rank 0: inp.weight [8, 8] torch.float32 with a gradient\n    rank 1: inp",
     ]
     for rank, texts in enumerate(run_ranks(refuse, 2)):
         for text, part in zip(texts, expected, strict=True):
