@@ -28,6 +28,7 @@ from composable.mesh import device_of, resolve_mesh
 from composable.plan import HandleMembers, ShardingStrategy, plan_with_members
 from composable.policies import PolicyLike
 from composable.readiness import managed_modules, name_modules
+from composable.replacement import mark_replaced
 from composable.state import FullyShardState
 
 __all__ = ["fully_shard"]
@@ -225,7 +226,7 @@ def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Se
         handle = Handle(handle_plan, member.modules, buffers)
         state._handles.append(handle)
         for fqn, original in member.originals.items():
-            original._composable_replaced_by = fqn  # type: ignore[attr-defined]  # read by the optimizer check
+            mark_replaced(original, fqn, *member.owners[fqn][0])
         for module in member.modules:
             state._module_to_handle[module] = handle
             if module not in state.modules:

@@ -21,6 +21,7 @@ from composable.handle import Handle
 from composable.mesh import device_of
 from composable.ragged import RaggedDTensor
 from composable.readiness import check_on_device, list_fqns
+from composable.replacement import replacement_of
 from composable.scheduler import Scheduler, in_backward
 from composable.state import FullyShardState
 from composable.torch_private import tree_map
@@ -243,12 +244,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                     at=f"{place_of_rank()}, {_describe_params(optimizer)}",
                     fix=META_FIX,
                 )
-            replaced = getattr(param, "_composable_replaced_by", None)
-            if replaced is not None:
+            replacement = replacement_of(param)
+            if replacement is not None:
                 raise UsageError(
                     "the optimizer holds a parameter that no module has any more, so its step would be lost",
-                    at=f"{place_of_rank()}, parameter {replaced!r} {list(param.shape)}",
-                    fix="build the optimizer from model.parameters() after annotating the model",
+                    at=f"{place_of_rank()}, parameter {replacement.fqn!r} {list(param.shape)}",
+                    fix="rebind_optimizer(optimizer, model) after annotating the model, or build the optimizer then",
                 )
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from composable.errors import UsageError
 from composable.ragged import RaggedDTensor
 from composable.ragged_spec import RaggedLayout, RaggedSpec, slice_full
+from composable.replacement import mark_replaced
 from composable.unfilled import mark_unfilled
 
 __all__ = ["Owner", "ShardedParam", "mark_replaced"]
@@ -161,7 +162,7 @@ class ShardedParam:
         _copy_marks(self.sharded, stand_in)
         stand_in._composable_managed = self.sharded._composable_managed  # type: ignore[attr-defined]  # the handle's
         # An optimizer built meanwhile would update the stand-in, and lose the update.
-        stand_in._composable_replaced_by = self.fqn  # type: ignore[attr-defined]  # read by the optimizer check
+        mark_replaced(stand_in, self.fqn, *self.owners[0])
         return stand_in
 
     def is_placed(self, param: nn.Parameter) -> bool:

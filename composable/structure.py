@@ -17,6 +17,7 @@ from composable.contract import get_registry
 from composable.errors import ConfigError
 from composable.policies import PolicyLike, has_forward, resolve_policy
 from composable.ragged_spec import RaggedShard
+from composable.replacement import replacement_of
 
 __all__ = ["FoundHandle", "FoundParam", "Structure", "find_structure", "named_roots"]
 
@@ -316,10 +317,10 @@ class _Search:
                 found.owners.append((module, name))
 
     def _check(self, fqn: str, param: nn.Parameter) -> None:
-        other = getattr(param, "_composable_replaced_by", None)
-        if other is not None:
+        replacement = replacement_of(param)
+        if replacement is not None:
             raise ConfigError(
-                f"parameter '{fqn}' is tied to '{self._exclusion.fqn_of_taken(other)}', "
+                f"parameter '{fqn}' is tied to '{self._exclusion.fqn_of_taken(replacement.fqn)}', "
                 "which an earlier annotation has taken and sharded",
                 fix="annotate the module around both of them, with a policy, or all modules that share it in one list",
             )

@@ -16,6 +16,7 @@ LAYERS: dict[str, list[str]] = {
         "composable.errors",
         "composable.torch_private",
         "composable.contract",
+        "composable.replacement",
         "_traversal_utils",
         "composable.policies",
         "composable.precision",

@@ -17,6 +17,7 @@ from composable.plan import HandlePlan, ShardingStrategy, ShardPlan, plan, plan_
 from composable.policies import SizePolicy
 from composable.ragged import RaggedDTensor
 from composable.ragged_spec import ragged_spec
+from composable.replacement import mark_replaced
 from tests.models import MLP, Block, FrozenMixed, MixedDtypes, MLPBlock, Scalars, TiedAcross, TiedWithin, TinyGPT
 
 
@@ -46,7 +47,7 @@ def shard_by_hand(module: nn.Module) -> None:
         owner, _, name = fqn.rpartition(".")
         sharded = nn.Parameter(RaggedDTensor.wrap(original.detach().clone(), spec))
         setattr(module.get_submodule(owner), name, sharded)
-        original._composable_replaced_by = fqn  # type: ignore[attr-defined]
+        mark_replaced(original, fqn, module.get_submodule(owner), name)
     fully_shard(module)
 
 

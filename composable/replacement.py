@@ -1,0 +1,48 @@
+"""What took the place of a parameter that no module holds any more.
+
+Annotating a model gives its modules new parameters. An optimizer that was built before still
+holds the old ones, and would update them in vain: a mark on each old parameter says so, and
+leads to the new one.
+"""
+
+import weakref
+
+from torch import nn
+
+__all__ = ["Replacement", "mark_replaced", "replacement_of"]
+
+
+class Replacement:
+    """The mark on a replaced parameter.
+
+    Attributes:
+        fqn: Name of the parameter, for messages.
+    """
+
+    __slots__ = ("_module", "_name", "fqn")
+
+    def __init__(self, fqn: str, module: nn.Module | None = None, name: str = "") -> None:
+        self.fqn = fqn
+        # The place, not the parameter: torch refuses to cast a parameter that has a weak reference.
+        self._module = None if module is None else weakref.ref(module)
+        self._name = name
+
+    def find(self) -> nn.Parameter | None:
+        """Return the parameter that its module has now; ``None``: the module is gone, or has it unsharded."""
+        module = None if self._module is None else self._module()
+        param = None if module is None else module._parameters.get(self._name)
+        return None if param is None or replacement_of(param) is not None else param
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Replacement, (self.fqn,))
+
+
+def mark_replaced(param: nn.Parameter, fqn: str, module: nn.Module, name: str) -> None:
+    """Note that ``param`` is a parameter no more: ``module`` has another one under ``name``."""
+    param._composable_replaced_by = Replacement(fqn, module, name)  # type: ignore[attr-defined]  # read below
+
+
+def replacement_of(param: object) -> Replacement | None:
+    """Return the mark of a replaced parameter, ``None`` for one in use."""
+    found: Replacement | None = getattr(param, "_composable_replaced_by", None)
+    return found
