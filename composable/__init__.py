@@ -14,6 +14,7 @@ from composable.fsdp_module import FSDPModule, UnshardHandle
 from composable.full_params import unshard_params
 from composable.fully_shard import fully_shard
 from composable.gradient_sync import no_sync
+from composable.optimizer import accelerate_optimizer
 from composable.plan import ShardingStrategy, ShardPlan, plan
 from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.ragged import RaggedDTensor, RaggedShard, fallback_counts, strict_mode
@@ -36,6 +37,7 @@ __all__ = [
     "SizePolicy",
     "UnshardHandle",
     "UsageError",
+    "accelerate_optimizer",
     "clip_grad_norm_",
     "contract",
     "fallback_counts",

@@ -7,6 +7,7 @@ also runs when forward raises (``always_call``), so that nothing stays unsharded
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,16 +22,20 @@ from composable.handle import Handle
 from composable.mesh import device_of
 from composable.ragged import RaggedDTensor
 from composable.readiness import check_on_device, list_fqns
-from composable.replacement import replacement_of
+from composable.replacement import first_replacement
 from composable.scheduler import Scheduler, in_backward
 from composable.state import FullyShardState
 from composable.torch_private import tree_map
 from composable.unfilled import META_FIX, mark_unfilled
 
 __all__ = [
+    "CHECKS_ITSELF",
+    "check_parameters",
+    "check_replaced",
     "differentiable_tensors",
     "register_arrival_hooks",
     "register_fully_shard_hooks",
+    "register_optimizer_hooks",
     "register_replicate_hooks",
 ]
 
@@ -229,28 +234,48 @@ def _move_inputs(args: Any, kwargs: Any, device_type: str) -> tuple[Any, Any]:
     return moved
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+_is_meta = attrgetter("is_meta")
+
+# An optimizer with an attribute of this name finds out itself when its parameters need the check.
+CHECKS_ITSELF = "_composable_local_step"
+
+
+def check_replaced(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse parameters that an annotation has replaced.
+
+    Raises:
+        UsageError: The optimizer was built before the annotation, or inside forward or backward.
+    """
+    for group in optimizer.param_groups:
+        replacement = first_replacement(group["params"])
+        if replacement is not None:
+            raise UsageError(
+                "the optimizer holds a parameter that no module has any more, so its step would be lost",
+                at=f"{place_of_rank()}, parameter {replacement.fqn!r}",
+                fix="rebind_optimizer(optimizer, model) after annotating the model, or build the optimizer then",
+            )
+
+
+def check_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Refuse to update parameters that an annotation has replaced, or that have no values.
 
     Raises:
-        UsageError: The optimizer was built before the annotation, or inside forward or backward;
-            or a sharded parameter is still on the meta device.
+        UsageError: As ``check_replaced``, or a sharded parameter is still on the meta device.
     """
+    check_replaced(optimizer)
     for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.is_meta and isinstance(param, RaggedDTensor):
-                raise UsageError(
-                    "the optimizer steps on parameters that are still on the meta device",
-                    at=f"{place_of_rank()}, {_describe_params(optimizer)}",
-                    fix=META_FIX,
-                )
-            replacement = replacement_of(param)
-            if replacement is not None:
-                raise UsageError(
-                    "the optimizer holds a parameter that no module has any more, so its step would be lost",
-                    at=f"{place_of_rank()}, parameter {replacement.fqn!r} {list(param.shape)}",
-                    fix="rebind_optimizer(optimizer, model) after annotating the model, or build the optimizer then",
-                )
+        params = group["params"]
+        if any(map(_is_meta, params)) and any(param.is_meta and isinstance(param, RaggedDTensor) for param in params):
+            raise UsageError(
+                "the optimizer steps on parameters that are still on the meta device",
+                at=f"{place_of_rank()}, {_describe_params(optimizer)}",
+                fix=META_FIX,
+            )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if CHECKS_ITSELF not in vars(optimizer):
+        check_parameters(optimizer)
 
 
 def _describe_params(optimizer: torch.optim.Optimizer) -> str:
@@ -263,6 +288,29 @@ def _describe_params(optimizer: torch.optim.Optimizer) -> str:
 
 
 register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def register_optimizer_hooks(
+    optimizer: torch.optim.Optimizer,
+    *,
+    before_step: Callable[..., Any],
+    after_step: Callable[..., None],
+    before_state_dict: Callable[..., None],
+    after_state_dict: Callable[..., dict[str, Any]],
+    after_load: Callable[..., None],
+) -> list[RemovableHandle]:
+    """Call a function before and after each step and ``state_dict()``, and after ``load_state_dict()``.
+
+    ``before_step`` may return other (args, kwargs), of which the first is what steps, and
+    ``after_state_dict`` another dict.
+    """
+    return [
+        optimizer.register_step_pre_hook(before_step),
+        optimizer.register_step_post_hook(after_step),
+        optimizer.register_state_dict_pre_hook(before_state_dict),
+        optimizer.register_state_dict_post_hook(after_state_dict),
+        optimizer.register_load_state_dict_post_hook(after_load),
+    ]
 
 
 # -- replicate

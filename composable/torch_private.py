@@ -34,6 +34,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every tensor 
 from torch.utils._pytree import tree_leaves, tree_map_only  # reach the tensors in an operation's arguments
 
 # isort: split
+# -- optimizers: composable/optimizer.py
+from torch._C import DisableTorchFunction  # reading gradients of a subclass costs a third
+
+# isort: split
 # -- runtime: composable/scheduler.py, hooks.py, state.py
 from torch._C import _current_autograd_node as current_autograd_node  # the node whose backward is running
 from torch._C import _current_graph_task_id as current_graph_task_id  # -1 outside a running backward
@@ -45,6 +49,7 @@ __all__ = [
     "AllgatherOptions",
     "DTensorSpec",
     "DeviceMesh",
+    "DisableTorchFunction",
     "OpOverload",
     "Placement",
     "TensorMeta",
