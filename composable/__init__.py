@@ -18,6 +18,7 @@ from composable.optimizer import accelerate_optimizer
 from composable.plan import ShardingStrategy, ShardPlan, plan
 from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.ragged import RaggedDTensor, RaggedShard, fallback_counts, strict_mode
+from composable.rebind import rebind_optimizer
 from composable.replicate import replicate
 from composable.unannotate import unannotate
 
@@ -47,6 +48,7 @@ __all__ = [
     "load_checkpoint",
     "no_sync",
     "plan",
+    "rebind_optimizer",
     "replicate",
     "save_checkpoint",
     "strict_mode",
