@@ -21,7 +21,7 @@ from composable.ragged_spec import RaggedLayout, RaggedSpec, slice_full
 from composable.replacement import mark_replaced
 from composable.unfilled import mark_unfilled
 
-__all__ = ["Owner", "ShardedParam", "mark_replaced"]
+__all__ = ["Owner", "ShardedParam"]
 
 Owner = tuple[nn.Module, str]
 
@@ -219,11 +219,6 @@ class ShardedParam:
                 setattr(module, name, param)
             else:
                 module._parameters[name] = param
-
-
-def mark_replaced(param: nn.Parameter, fqn: str) -> None:
-    """Let an optimizer that still holds ``param`` say so at its next step: no module has it any more."""
-    param._composable_replaced_by = fqn  # type: ignore[attr-defined]  # read by the optimizer check
 
 
 def has_own_setattr(module: nn.Module) -> bool:

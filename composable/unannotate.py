@@ -22,9 +22,10 @@ from composable.extent import reaches_out
 from composable.fsdp_module import remove_mixin
 from composable.handle import Handle, handle_of
 from composable.mesh import device_of
+from composable.replacement import mark_replaced
 from composable.replicate import ReplicateState
 from composable.scheduler import in_backward, modules_in_call
-from composable.sharded_param import ShardedParam, mark_replaced
+from composable.sharded_param import ShardedParam
 from composable.state import FullyShardState
 
 __all__ = ["unannotate"]
@@ -199,7 +200,7 @@ def _make_whole(handle: Handle) -> None:
         for param, value in zip(flat.params, flat.gather_values(), strict=True):
             param.place(param.plain_copy(value, _full_gradient(param, has_kept=has_kept_gradients)))
             param.sharded.grad = None
-            mark_replaced(param.sharded, f"{fqn}.{param.fqn}" if fqn else param.fqn)
+            mark_replaced(param.sharded, f"{fqn}.{param.fqn}" if fqn else param.fqn, *param.owners[0])
 
 
 def _full_gradient(param: ShardedParam, *, has_kept: bool) -> torch.Tensor | None:
