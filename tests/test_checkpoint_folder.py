@@ -474,7 +474,7 @@ def damage_everything(run: Path) -> None:
             on_first(lambda path=path, content=content: path.write_bytes(content))
     # What still reads as a description is not believed.
     path, content = folder / "checkpoint.json", (folder / "checkpoint.json").read_bytes()
-    assert content.count(b'"step": 3') == 1
+    assert dist.get_rank() or content.count(b'"step": 3') == 1  # the others may read what the first changed
     on_first(lambda: path.write_bytes(content.replace(b'"step": 3', b'"step": 7')))
     assert all(f"{path} cannot be read: its contents changed" in said for said in attempt(run, model, trained))
     on_first(lambda: path.write_bytes(content))
