@@ -114,16 +114,36 @@ class Job:
             process.join()
 
 
-def crash_run(seed: int, folder: Path, text: Path, *, steps: int, every: int, most_kills: int) -> CrashRun:
+def unbroken_curve(folder: Path, text: Path, *, steps: int) -> dict[int, float]:
+    """Return the losses of one process that nothing interrupts, and that saves nothing."""
+    run, output = folder / "unbroken", folder / "output"
+    job = Job([*_settings(run, text, steps), "--parallel", "none", "--checkpoint-every", "0"], 1, output)
+    try:
+        assert job.wait(RUN_S) and job.processes[0].exitcode == 0, output.read_text()
+    finally:
+        job.stop()
+    return _curve(run)
+
+
+def crash_run(
+    seed: int, folder: Path, text: Path, expected: dict[int, float], *, every: int, most_kills: int
+) -> CrashRun:
     """Train with kills until the run is done.
+
+    Args:
+        seed: Of everything random.
+        folder: An empty one, to work in.
+        text: What to train on.
+        expected: From ``unbroken_curve``.
+        every: Steps between checkpoints.
+        most_kills: After which the run is left alone.
 
     Raises:
         AssertionError: Something was lost.
     """
     draw = random.Random(seed)
-    run, output = folder / "run", folder / "output"
-    settings = [*MODEL, "--steps", str(steps), "--text", str(text), "--sample-bytes", "0", "--out", str(run)]
-    settings += ["--checkpoint-every", str(every), "--keep", "2"]
+    run, output, steps = folder / "run", folder / "output", max(expected)
+    settings = [*_settings(run, text, steps), "--checkpoint-every", str(every), "--keep", "2"]
     is_asynchronous = draw.random() < 0.5
     if is_asynchronous:
         settings.append("--async-checkpoints")
@@ -150,9 +170,7 @@ def crash_run(seed: int, folder: Path, text: Path, *, steps: int, every: int, mo
         assert kill.checkpoint_after >= kill.checkpoint_before, kill
         kills.append(kill)
         ranks = draw.choice([count for count in (1, 2, 3) if count != ranks])
-    reference = folder / "reference"
-    _train_alone([*settings, "--out", str(reference), "--parallel", "none", "--checkpoint-every", "0"], folder)
-    found, expected = _curve(run), _curve(reference)
+    found = _curve(run)
     assert list(found) == list(range(1, steps + 1)), list(found)
     difference = max(abs(found[step] - loss) / loss for step, loss in expected.items())
     assert difference < TOLERANCE, difference
@@ -177,6 +195,10 @@ def table(runs: Sequence[CrashRun]) -> str:
                 f"| {f'{run.difference:.1e}' if is_last else ''} |"
             )
     return "\n".join(lines)
+
+
+def _settings(run: Path, text: Path, steps: int) -> list[str]:
+    return [*MODEL, "--steps", str(steps), "--text", str(text), "--sample-bytes", "0", "--out", str(run)]
 
 
 def _kill(job: Job, run: Path, draw: random.Random, steps: int) -> Kill | None:
@@ -247,14 +269,6 @@ def _train(arguments: list[str], environment: dict[str, str], output: Path) -> N
     sys.stdout.flush()
 
 
-def _train_alone(arguments: list[str], folder: Path) -> None:
-    job = Job(arguments, 1, folder / "output")
-    try:
-        assert job.wait(RUN_S) and job.processes[0].exitcode == 0, (folder / "output").read_text()
-    finally:
-        job.stop()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=20)
@@ -267,10 +281,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.py"
         text.write_bytes((ROOT / "tests" / "models.py").read_bytes())
+        expected = unbroken_curve(Path(folder), text, steps=args.steps)
         for seed in range(args.seed, args.seed + args.runs):
             place = Path(folder) / str(seed)
             place.mkdir()
-            runs.append(crash_run(seed, place, text, steps=args.steps, every=args.every, most_kills=args.kills))
+            runs.append(crash_run(seed, place, text, expected, every=args.every, most_kills=args.kills))
             print(f"run {len(runs)}: {len(runs[-1].kills)} kills, difference {runs[-1].difference:.1e}", flush=True)
     print(table(runs))
     kills = [kill for run in runs for kill in run.kills]
