@@ -1,13 +1,15 @@
-"""Moves ragged tensors to and from the one rank that holds them whole, piece by piece.
+"""Moves ragged tensors to and from the ranks that hold them whole, piece by piece.
 
-Every piece goes straight from where it is owned to where it is wanted: beside the whole tensors
-nothing is allocated, except where dtype or device change, and then no more than one list's pieces.
+Every large piece goes straight from where it is owned to where it is wanted; small ones of one owner travel
+together. Beside the whole tensors nothing is allocated, except for what travels together and where dtype or
+device change, and then no more than one list's pieces.
 
 An *owner* is a rank in the tensors' shard group; pieces without elements are not sent.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,11 +17,28 @@ import torch.distributed as dist
 from composable.ragged import RaggedDTensor
 from composable.ragged_spec import RaggedLayout
 
-__all__ = ["collect_full", "spread_full"]
+__all__ = ["cast_dtype", "collect_full", "spread_full"]
+
+# Pieces below this many bytes travel together: a message costs as much as copying this much.
+_PACKED_BYTES = 128 * 2**10
+# Pieces in one message start at multiples of this, so that they can be viewed in any dtype.
+_PACKED_ALIGN = 16
+
+
+class _Piece(NamedTuple):
+    """Elements ``[lo, hi)`` of tensor number ``which``, held by one owner."""
+
+    which: int
+    lo: int
+    hi: int
 
 
 def collect_full(
-    tensors: Sequence[RaggedDTensor], *, dst: int, dtype: torch.dtype | None = None, device: torch.device | None = None
+    tensors: Sequence[RaggedDTensor],
+    *,
+    dst: int | None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> list[torch.Tensor] | None:
     """Return the full values of ``tensors`` on rank ``dst``, fresh, contiguous and independent of each other.
 
@@ -27,35 +46,35 @@ def collect_full(
 
     Args:
         tensors: Of one shard group; none on the meta device.
-        dst: Rank in the shard group that gets the values; the others get ``None``.
-        dtype: Of the values; default: the tensors' own.
+        dst: Rank in the shard group that gets the values, the others get ``None``; ``None``: every rank.
+        dtype: Of the values of floating-point tensors; default: the tensors' own.
         device: Of the values; default: the tensors' own.
     """
+    if not tensors:
+        return None
+    layout = tensors[0]._spec.layout
+    takers = range(len(layout.bounds) - 1) if dst is None else (dst,)
     fulls: list[torch.Tensor] | None = None
-    if _is_here(tensors, dst):
+    if layout.rank in takers:
         fulls = [
-            torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor._local_tensor.device)
+            torch.empty(tensor.shape, dtype=cast_dtype(tensor, dtype), device=device or tensor._local_tensor.device)
             for tensor in tensors
         ]
-    arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
-    ops: list[dist.P2POp] = []
-    for index, owner, lo, hi in _pieces(tensors):
-        layout, local = tensors[index]._spec.layout, tensors[index]._local_tensor.detach().reshape(-1)
-        if fulls is None:
-            if layout.rank == owner:
-                ops.append(_op(dist.isend, _on_mesh(local, layout), dst, layout))
+        for tensor, full in zip(tensors, fulls, strict=True):
+            own = tensor._spec.layout
+            full.view(-1)[own.lo : own.hi].copy_(tensor._local_tensor.detach().reshape(-1))
+    exchange = _Exchange(layout)
+    for owner in range(len(layout.bounds) - 1):
+        if fulls is None and owner != layout.rank:
             continue
-        target = fulls[index].view(-1)[lo:hi]
-        if owner == dst:
-            target.copy_(local)
-            continue
-        into = target if _can_travel(target, local.dtype, layout) else _room(target, local.dtype, layout)
-        ops.append(_op(dist.irecv, into, owner, layout))
-        if into is not target:
-            arrived.append((target, into))
-    _run(ops)
-    for target, into in arrived:
-        target.copy_(into)
+        for parcel in _parcels(tensors, owner):
+            if owner == layout.rank:
+                locals_ = [tensors[piece.which]._local_tensor.detach().reshape(-1) for piece in parcel]
+                exchange.send(locals_, [taker for taker in takers if taker != owner])
+            elif fulls is not None:
+                targets = [fulls[piece.which].view(-1)[piece.lo : piece.hi] for piece in parcel]
+                exchange.receive(targets, [tensors[piece.which].dtype for piece in parcel], owner)
+    exchange.run()
     return fulls
 
 
@@ -67,66 +86,110 @@ def spread_full(tensors: Sequence[RaggedDTensor], values: Callable[[int], torch.
     Args:
         tensors: Of one shard group; none on the meta device.
         values: On rank ``src``: gives the full value of ``tensors[index]``, of its shape, in any dtype and on any
-            device; asked once for each. On other ranks not used.
+            device; asked once for each, in order. On other ranks not used.
         src: Rank in the shard group that has the values.
     """
-    is_source = _is_here(tensors, src)
-    arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
-    ops: list[dist.P2POp] = []
-    full: tuple[int, torch.Tensor] | None = None
-    for index, owner, lo, hi in _pieces(tensors):
-        # `.data` leaves the version counter alone: nothing that autograd saved is changed.
-        layout, local = tensors[index]._spec.layout, tensors[index]._local_tensor.data.view(-1)
-        if is_source:
-            assert values is not None, "the source has the values"
-            if full is None or full[0] != index:
-                full = (index, values(index).detach().reshape(-1))
-            piece = full[1][lo:hi]
-            if owner == src:
-                local.copy_(piece)
-            else:
-                ops.append(_op(dist.isend, _on_mesh(piece.to(local.dtype), layout), owner, layout))
-        elif layout.rank == owner:
-            into = local if _can_travel(local, local.dtype, layout) else _room(local, local.dtype, layout)
-            ops.append(_op(dist.irecv, into, src, layout))
-            if into is not local:
-                arrived.append((local, into))
-    _run(ops)
-    for target, into in arrived:
-        target.copy_(into)
+    if not tensors:
+        return
+    layout = tensors[0]._spec.layout
+    exchange = _Exchange(layout)
+    if layout.rank == src:
+        assert values is not None, "the source has the values"
+        fulls = [values(index).detach().reshape(-1) if tensor.numel() else None for index, tensor in enumerate(tensors)]
+        for owner in range(len(layout.bounds) - 1):
+            for parcel in _parcels(tensors, owner):
+                pieces = [full[piece.lo : piece.hi] for piece in parcel if (full := fulls[piece.which]) is not None]
+                if owner == src:
+                    for piece, value in zip(parcel, pieces, strict=True):
+                        _own_piece(tensors[piece.which]).copy_(value)
+                else:
+                    dtypes = [tensors[piece.which].dtype for piece in parcel]
+                    cast = [value.to(dtype) for value, dtype in zip(pieces, dtypes, strict=True)]
+                    exchange.send(cast, [owner])
+    else:
+        for parcel in _parcels(tensors, layout.rank):
+            targets = [_own_piece(tensors[piece.which]) for piece in parcel]
+            exchange.receive(targets, [target.dtype for target in targets], src)
+    exchange.run()
 
 
-def _is_here(tensors: Sequence[RaggedDTensor], rank: int) -> bool:
-    return bool(tensors) and tensors[0]._spec.layout.rank == rank
+def cast_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of ``tensor`` where floating-point tensors are cast to ``dtype``."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def _pieces(tensors: Sequence[RaggedDTensor]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (index of the tensor, owner, first element, past the last) of every piece that has elements."""
+def _own_piece(tensor: RaggedDTensor) -> torch.Tensor:
+    # `.data` leaves the version counter alone: nothing that autograd saved is changed.
+    return tensor._local_tensor.data.view(-1)
+
+
+def _parcels(tensors: Sequence[RaggedDTensor], owner: int) -> list[list[_Piece]]:
+    """Return what each message from or to ``owner`` holds: one large piece, or all small ones."""
+    parcels: list[list[_Piece]] = []
+    small: list[_Piece] = []
     for index, tensor in enumerate(tensors):
-        for owner, (lo, hi) in enumerate(pairwise(tensor._spec.layout.bounds)):
-            if lo < hi:
-                yield index, owner, lo, hi
+        lo, hi = tensor._spec.layout.bounds[owner : owner + 2]
+        if lo == hi:
+            continue
+        if (hi - lo) * tensor.dtype.itemsize < _PACKED_BYTES:
+            small.append(_Piece(index, lo, hi))
+        else:
+            parcels.append([_Piece(index, lo, hi)])
+    return [*parcels, small] if small else parcels
 
 
-def _can_travel(tensor: torch.Tensor, dtype: torch.dtype, layout: RaggedLayout) -> bool:
-    return tensor.dtype == dtype and tensor.device.type == layout.mesh.device_type
+class _Exchange:
+    """The messages of one call: what this rank sends, and where what it gets goes."""
+
+    def __init__(self, layout: RaggedLayout) -> None:
+        self._group = layout.group
+        self._device_type = layout.mesh.device_type
+        self._ops: list[dist.P2POp] = []
+        self._arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def send(self, pieces: Sequence[torch.Tensor], peers: Iterable[int]) -> None:
+        """Send flat tensors, in one message to each peer."""
+        peers = list(peers)
+        if not peers:
+            return
+        if len(pieces) == 1:
+            message = pieces[0].to(self._device_type).contiguous().view(torch.uint8)
+        else:
+            spans, total = _spans(pieces, [piece.dtype for piece in pieces])
+            message = torch.empty(total, dtype=torch.uint8, device=self._device_type)
+            for piece, (start, stop) in zip(pieces, spans, strict=True):
+                message[start:stop].view(piece.dtype).copy_(piece)
+        self._ops += [dist.P2POp(dist.isend, message, group=self._group, group_peer=peer) for peer in peers]
+
+    def receive(self, targets: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], peer: int) -> None:
+        """Receive one message into flat tensors; ``dtypes`` are those it was sent in."""
+        only = targets[0]
+        if len(targets) == 1 and only.dtype == dtypes[0] and only.device.type == self._device_type:
+            # As bytes: not every backend knows every dtype.
+            message = only.view(torch.uint8)
+        else:
+            spans, total = _spans(targets, dtypes)
+            message = torch.empty(total, dtype=torch.uint8, device=self._device_type)
+            self._arrivals += [
+                (target, message[start:stop].view(dtype))
+                for target, dtype, (start, stop) in zip(targets, dtypes, spans, strict=True)
+            ]
+        self._ops.append(dist.P2POp(dist.irecv, message, group=self._group, group_peer=peer))
+
+    def run(self) -> None:
+        """Exchange the messages and put what arrived in its place."""
+        for work in dist.batch_isend_irecv(self._ops) if self._ops else ():
+            work.wait()
+        for target, piece in self._arrivals:
+            target.copy_(piece)
 
 
-def _room(like: torch.Tensor, dtype: torch.dtype, layout: RaggedLayout) -> torch.Tensor:
-    return torch.empty(like.shape, dtype=dtype, device=layout.mesh.device_type)
-
-
-def _on_mesh(tensor: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
-    return tensor.to(layout.mesh.device_type).contiguous()
-
-
-def _op(
-    send_or_receive: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int, layout: RaggedLayout
-) -> dist.P2POp:
-    # As bytes: not every backend knows every dtype.
-    return dist.P2POp(send_or_receive, tensor.view(torch.uint8), group=layout.group, group_peer=peer)
-
-
-def _run(ops: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(ops) if ops else ():
-        work.wait()
+def _spans(pieces: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> tuple[list[tuple[int, int]], int]:
+    """Return the bytes ``[start, stop)`` of each piece in a message, and the message's length."""
+    sizes = [piece.numel() * dtype.itemsize for piece, dtype in zip(pieces, dtypes, strict=True)]
+    if len(sizes) == 1:
+        return [(0, sizes[0])], sizes[0]
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // _PACKED_ALIGN) * _PACKED_ALIGN)
+    return [(start, start + size) for (start, _), size in zip(pairwise(starts), sizes)], starts[-1]
