@@ -22,7 +22,7 @@ from composable.errors import ConfigError
 from composable.flat_buffer import FlatBuffer
 from composable.fsdp_module import add_mixin
 from composable.handle import Handle
-from composable.hooks import register_fully_shard_hooks
+from composable.hooks import register_fully_shard_hooks, register_load_check
 from composable.materialize import FirstValues, ParamInitFn, describe_buffers, move_buffers
 from composable.mesh import device_of, resolve_mesh
 from composable.plan import HandleMembers, ShardingStrategy, plan_with_members
@@ -231,6 +231,7 @@ def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Se
             state._module_to_handle[module] = handle
             if module not in state.modules:
                 set_member(module, "fully_shard", state)
+    state.hook_handles += [register_load_check(module) for module in state.modules]
     for module in dict.fromkeys((*state.modules, *state._module_to_handle)):
         state.hook_handles += register_fully_shard_hooks(module, state, state._module_to_handle.get(module))
         add_mixin(module)

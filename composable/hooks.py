@@ -19,6 +19,7 @@ import _traversal_utils
 from composable.contract import managing_state
 from composable.errors import UsageError, located, place_of_rank
 from composable.handle import Handle
+from composable.load_check import check_before_load
 from composable.mesh import device_of
 from composable.ragged import RaggedDTensor
 from composable.readiness import check_on_device, list_fqns
@@ -35,6 +36,7 @@ __all__ = [
     "differentiable_tensors",
     "register_arrival_hooks",
     "register_fully_shard_hooks",
+    "register_load_check",
     "register_optimizer_hooks",
     "register_replicate_hooks",
 ]
@@ -152,6 +154,18 @@ def _bring_back(module: nn.Module, _: Any) -> None:
     if handle is not None:
         with located(f"{place_of_rank()}, module {handle.fqn!r}"):
             handle.attach()
+
+
+def register_load_check(module: nn.Module) -> RemovableHandle:
+    """Refuse a state dict that does not fit before anything of it is copied into an annotated module."""
+    registered: RemovableHandle = module.register_load_state_dict_pre_hook(_check_before_load)
+    return registered
+
+
+def _check_before_load(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
+    check_before_load(module, state_dict, prefix, metadata)
 
 
 class _OutputHook:

@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import Replicate
 
-from composable.agreement import agreed
+from composable.agreement import agreed, raise_together
 from composable.errors import ConfigError, UsageError
 from composable.layout import boxes
+from composable.load_check import entries_to_load, find_differences
 from composable.mesh import device_of
 from composable.optimizer_groups import (
     GroupNames,
@@ -131,6 +132,30 @@ def support_full_state_dicts(cls: Any) -> None:
             setattr(dcp_state_dict, name, _with_ragged_scalars(cls, getattr(dcp_state_dict, name)))
         load_optimizers = _with_compared_groups(cls, dcp_state_dict._load_optim_state_dict)
         dcp_state_dict._load_optim_state_dict = load_optimizers
+        dcp_state_dict._load_model_state_dict = _with_check(cls, dcp_state_dict._load_model_state_dict)
+
+
+def _with_check(cls: Any, original: Any) -> Any:
+    """Wrap what would take a full state dict with missing keys, or find other keys after writing some."""
+
+    @wraps(original)
+    def load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
+        is_given = bool(state_dict) or info.broadcast_from_rank0
+        if info.handle_model and is_given and (info.full_state_dict or info.broadcast_from_rank0):
+            named, opaque = entries_to_load(model)
+            # As torch names what torch.compile wraps.
+            expected = {key.replace("_orig_mod.", ""): value for key, value in named.items()}
+            ragged = next((value for value in expected.values() if isinstance(value, cls)), None)
+            if ragged is not None:
+                error = None
+                if not info.broadcast_from_rank0 or dist.get_rank() == 0:
+                    differences = find_differences(expected, list(state_dict), state_dict.__getitem__, opaque=opaque)
+                    error = differences.error(strict=info.strict)
+                assert dist.group.WORLD is not None, "ragged tensors need ranks"
+                raise_together(error, dist.group.WORLD, torch.device(ragged.device_mesh.device_type))
+        return original(model, state_dict, info)
+
+    return load_model_state_dict
 
 
 def _with_ragged_distribute(cls: Any, original: Any) -> Any:
@@ -210,6 +235,8 @@ def _with_ragged_scalars(cls: Any, original: Any) -> Any:
 
 
 def _cut_into(cls: Any, target: Any, full: torch.Tensor) -> Any:
+    if full.shape != target.shape:
+        raise ConfigError(f"a full tensor of shape {list(full.shape)} for one of shape {list(target.shape)}")
     piece = slice_full(full, target._spec.layout)
     if target.is_meta:
         return dtensor_new(cls, piece.detach().clone(), target._spec.cast(piece.dtype), requires_grad=False)

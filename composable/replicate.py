@@ -29,7 +29,7 @@ from composable.comm_hooks import CommHook
 from composable.contract import contract, describe_module, get_registry
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
 from composable.extent import modules_of_copy
-from composable.hooks import register_arrival_hooks, register_replicate_hooks
+from composable.hooks import register_arrival_hooks, register_load_check, register_replicate_hooks
 from composable.mesh import resolve_mesh
 from composable.reducer import Reducer
 from composable.torch_private import queue_callback, timeout_of
@@ -244,6 +244,7 @@ def _execute(state: ReplicateState, managed: "_Managed", options: BucketOptions,
     state.hook_handles = register_arrival_hooks([item.param for item in trainable], state.reducer.arrivals())
     for index, module in enumerate(state.modules):
         state.hook_handles += _register_module_hooks(state, module, index)
+        state.hook_handles.append(register_load_check(module))
 
 
 def _take_group(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:

@@ -65,6 +65,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "module_call_code",
+    "module_load",
     "optim_foreach_types",
     "queue_callback",
     "reduce_scatter_into",
@@ -79,6 +80,8 @@ __all__ = [
 ]
 
 dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # wraps a local
+
+module_load = torch.nn.Module._load_from_state_dict  # what a module that loads in its own way overrides
 
 module_call_code = torch.nn.Module._call_impl.__code__  # the frame of a module's call, to tell a recursive one
 

@@ -1,0 +1,184 @@
+"""What a state dict and a model differ in, found before anything is copied.
+
+torch copies what fits and reports the rest afterwards, which leaves a model half-loaded. The check
+here runs first, and one error lists every key that is missing, unexpected or of another shape.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable.contract import get_registry
+from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.torch_private import module_load
+
+__all__ = ["Differences", "check_before_load", "entries_to_load", "find_differences"]
+
+_MAX_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Keys of a state dict that do not fit a model.
+
+    Attributes:
+        missing: The model has them, the state dict does not.
+        unexpected: The other way round.
+        unfit: In both, with what is wrong.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()
+
+    def error(self, *, strict: bool, loaded: str = "nothing was loaded") -> ConfigError | None:
+        """Return the one error that lists them all; without ``strict`` only what fits nowhere counts."""
+        lists = {"of the wrong kind or shape": self.unfit}
+        if strict:
+            lists = {"missing": self.missing, "unexpected": self.unexpected, **lists}
+        found = [(name, keys) for name, keys in lists.items() if keys]
+        if not found:
+            return None
+        lines = [f"\n    {len(keys)} {name}: {_shorten(keys)}" for name, keys in found]
+        return ConfigError(
+            f"the state dict does not fit the model, and {loaded}{''.join(lines)}",
+            at=place_of_rank(),
+            fix="give each key its full tensor; strict=False permits missing and unexpected keys",
+        )
+
+
+def find_differences(
+    expected: Mapping[str, Any],
+    given: Collection[str],
+    value_of: Callable[[str], Any],
+    *,
+    opaque: Collection[str] = (),
+    is_sharded: bool = False,
+) -> Differences:
+    """Compare the entries of a model with the keys and values of a state dict.
+
+    Args:
+        expected: The model's tensors by key; ``None`` for what is no tensor.
+        given: The keys of the state dict.
+        value_of: Gives a tensor, or a ``torch.Size``, for a key that is in both.
+        opaque: Prefixes of modules that load in a way of their own: only shapes are compared there.
+        is_sharded: Values may be DTensors.
+    """
+
+    def is_open(key: str) -> bool:
+        return not any(key.startswith(prefix) for prefix in opaque)
+
+    keys = set(given)
+    return Differences(
+        missing=tuple(key for key in expected if key not in keys and is_open(key)),
+        unexpected=tuple(key for key in given if key not in expected and is_open(key)),
+        unfit=tuple(
+            f"{key} {problem}"
+            for key, target in expected.items()
+            if target is not None and key in keys and (problem := _misfit(target, value_of(key), is_sharded))
+        ),
+    )
+
+
+def check_before_load(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any]
+) -> None:
+    """Refuse a ``load_state_dict`` that would stop half-way.
+
+    Not collective: each rank checks what it was given, and equal state dicts raise alike.
+
+    Args:
+        module: An annotated module that is about to be loaded.
+        state_dict: With keys that start with ``prefix``, and maybe others.
+        prefix: Of the module in the state dict.
+        metadata: What torch hands to the module about this load.
+
+    Raises:
+        ConfigError: Keys are missing, unexpected or of another shape; nothing was changed in ``module``.
+        UsageError: ``assign=True`` would replace parameters that ``replicate`` holds.
+    """
+    expected, opaque = entries_to_load(module, prefix)
+    is_assigned = bool(metadata.get("assign_to_params_buffers"))
+    if is_assigned and any("replicate" in get_registry(below) for below in module.modules()):
+        raise UsageError(
+            "load_state_dict with assign=True would replace parameters that replicate and the optimizer hold",
+            at=place_of_rank(),
+            fix="leave assign out: values are copied into them",
+        )
+    given = [key for key in state_dict if key.startswith(prefix)]
+    differences = find_differences(expected, given, lambda key: state_dict[key], opaque=opaque, is_sharded=True)
+    error = differences.error(strict=_is_strict())
+    if error is not None:
+        raise error
+
+
+def _misfit(target: torch.Tensor, value: Any, is_sharded: bool) -> str:
+    """Say why ``value`` cannot be copied into ``target``; empty if it can."""
+    if isinstance(value, torch.Size):
+        shape = value
+    elif isinstance(value, torch.Tensor):
+        shape = value.shape
+    else:
+        return f"is a {type(value).__name__}, not a tensor"
+    # torch takes a one-element tensor for a scalar, as old checkpoints have it.
+    if shape != target.shape and not (target.dim() == 0 and shape == (1,)):
+        return f"has shape {list(shape)}, not {list(target.shape)}"
+    if not isinstance(value, torch.Tensor):
+        return ""
+    if value.is_meta and not target.is_meta:
+        return "is on the meta device"
+    if isinstance(value, DTensor) and not is_sharded:
+        return "is a DTensor, not a full tensor"
+    if isinstance(value, DTensor) and not (isinstance(target, DTensor) and value.device_mesh == target.device_mesh):
+        return "is a DTensor of another mesh"
+    return ""
+
+
+def entries_to_load(module: nn.Module, prefix: str = "") -> tuple[dict[str, torch.Tensor | None], list[str]]:
+    """Return what ``module`` loads by key, and the prefixes of modules that do it in their own way.
+
+    The tensors are those that the modules hold, on whatever device.
+    """
+    entries: dict[str, torch.Tensor | None] = {}
+    opaque: list[str] = []
+    for name, owner in module.named_modules(remove_duplicate=False):
+        path = f"{prefix}{name}." if name else prefix
+        tensors = {**owner._parameters, **owner._buffers}
+        entries |= {
+            path + key: tensor
+            for key, tensor in tensors.items()
+            if tensor is not None and key not in owner._non_persistent_buffers_set
+        }
+        if type(owner).get_extra_state is not nn.Module.get_extra_state:
+            entries[f"{path}_extra_state"] = None
+        if _loads_its_own_way(owner):
+            opaque.append(path)
+    return entries, opaque
+
+
+def _loads_its_own_way(module: nn.Module) -> bool:
+    # torch keeps each hook in a wrapper that tells where it comes from.
+    sources = [str(getattr(hook, "__module__", "")) for hook in module._load_state_dict_pre_hooks.values()]
+    has_own = type(module)._load_from_state_dict is not module_load
+    return has_own or any(not source.startswith("composable.") for source in sources)
+
+
+def _is_strict() -> bool:
+    """Say whether the ``load_state_dict`` around this call is strict: torch tells its hooks ``True`` always."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is nn.Module.load_state_dict.__code__:
+            return bool(frame.f_locals["strict"])
+        frame = frame.f_back
+    return False
+
+
+def _shorten(keys: Collection[str]) -> str:
+    shown = ", ".join(list(keys)[:_MAX_SHOWN])
+    left_out = len(keys) - _MAX_SHOWN
+    return f"{shown} and {left_out} more" if left_out > 0 else shown
