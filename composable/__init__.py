@@ -10,6 +10,7 @@ from composable.checkpoint_folder import (
 from composable.clip import clip_grad_norm_, get_total_norm
 from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError
+from composable.export import iter_full_params, load_full_params
 from composable.fsdp_module import FSDPModule, UnshardHandle
 from composable.full_params import unshard_params
 from composable.fully_shard import fully_shard
@@ -21,6 +22,8 @@ from composable.ragged import RaggedDTensor, RaggedShard, fallback_counts, stric
 from composable.rebind import rebind_optimizer
 from composable.replicate import replicate
 from composable.unannotate import unannotate
+from composable.safetensors_files import load_safetensors, save_safetensors
+from composable.state_dict import full_state_dict, load_full_state_dict
 
 __all__ = [
     "ComposableError",
@@ -43,14 +46,20 @@ __all__ = [
     "contract",
     "fallback_counts",
     "find_checkpoint",
+    "full_state_dict",
     "fully_shard",
     "get_total_norm",
+    "iter_full_params",
     "load_checkpoint",
+    "load_full_params",
+    "load_full_state_dict",
+    "load_safetensors",
     "no_sync",
     "plan",
     "rebind_optimizer",
     "replicate",
     "save_checkpoint",
+    "save_safetensors",
     "strict_mode",
     "unannotate",
     "unshard_params",
