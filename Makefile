@@ -28,6 +28,7 @@ bench: $(INSTALLED)
 	python benchmarks/host_overhead.py $(ARGS)
 	python benchmarks/memory.py $(ARGS)
 	python benchmarks/optimizer.py $(ARGS)
+	python benchmarks/checkpoint.py $(ARGS)
 
 # The build tools come first: with build isolation pip would fetch them, and torch, anew.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -73,9 +73,21 @@ def piece_at(index: MetadataIndex, local: torch.Tensor, layout: RaggedLayout) ->
     for chunk in chunks_of(layout):
         stop = start + chunk.sizes.numel()
         if index.offset is None or chunk.offsets == index.offset:
-            return flat[start:stop].view(chunk.sizes)
+            return _alone(flat[start:stop]).view(chunk.sizes)
         start = stop
     raise ConfigError(f"no piece of {index.fqn!r} starts at {index.offset} on rank {layout.rank}")
+
+
+def _alone(piece: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a storage of its own, where it is the host's.
+
+    torch copies every tensor that is part of a larger storage before it writes it.
+    """
+    if piece.device.type != "cpu" or not piece.numel():
+        return piece
+    start = piece.storage_offset() * piece.itemsize
+    storage = piece.untyped_storage()[start : start + piece.nbytes]
+    return torch.empty(0, dtype=piece.dtype).set_(storage, 0, piece.shape, piece.stride())
 
 
 def distribute(

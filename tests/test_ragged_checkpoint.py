@@ -175,6 +175,8 @@ def read_in_place() -> None:
     for chunk in chunks:
         view = ragged.__get_tensor_shard__(MetadataIndex("w", chunk.offsets))
         assert view.shape == chunk.sizes
+        # Else torch would copy it, and keep the copies of all tensors until a file is written.
+        assert view.untyped_storage().nbytes() == view.nbytes
         view.fill_(-1)
     assert torch.equal(ragged.to_local(), torch.full_like(ragged.to_local(), -1))
     with pytest.raises(ConfigError, match="no piece of 'w'"):
