@@ -21,9 +21,9 @@ from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.ragged import RaggedDTensor, RaggedShard, fallback_counts, strict_mode
 from composable.rebind import rebind_optimizer
 from composable.replicate import replicate
-from composable.unannotate import unannotate
 from composable.safetensors_files import load_safetensors, save_safetensors
 from composable.state_dict import full_state_dict, load_full_state_dict
+from composable.unannotate import unannotate
 
 __all__ = [
     "ComposableError",

@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from composable.agreement import agreed
 from composable.contract import describe_module, get_registry, managing_state
 from composable.errors import ConfigError, DesyncError, UsageError, place_of_rank
+from composable.load_check import entries_to_load
 from composable.mesh import device_of
 from composable.replicate import ReplicateState
 from composable.state import FullyShardState
 
-__all__ = ["Entries", "Ranks", "batches", "entries_of", "largest_handle_bytes", "ranks_of"]
+__all__ = ["Entries", "Ranks", "batches", "entries_of", "has_meta", "largest_handle_bytes", "ranks_of"]
 
 _T = TypeVar("_T")
 
@@ -108,7 +109,7 @@ def ranks_of(model: nn.Module) -> Ranks:
     return next(iter(found.values()))
 
 
-def entries_of(model: nn.Module, ranks: Ranks, options: object) -> Entries:
+def entries_of(model: nn.Module, ranks: Ranks, options: object, *, permits_meta: bool = False) -> Entries:
     """Return the entries of ``model``, sharded, once all ranks are known to have the same ones.
 
     Collective: all ranks of ``ranks``.
@@ -117,6 +118,7 @@ def entries_of(model: nn.Module, ranks: Ranks, options: object) -> Entries:
         model: Annotated; between steps. What an earlier forward left unsharded is resharded.
         ranks: Who shares it.
         options: What else has to be the same on all ranks; compared by its ``repr``.
+        permits_meta: Entries on the meta device will do; then those of the modules are returned as they are.
 
     Raises:
         UsageError: In a forward or backward, inside ``unshard_params``, or parameters are on the meta device.
@@ -124,17 +126,18 @@ def entries_of(model: nn.Module, ranks: Ranks, options: object) -> Entries:
     """
     with agreed(ranks.group, ranks.device):
         _check_moment(model)
-        values = model.state_dict(keep_vars=True)
-        entries = Entries(dict(values), getattr(values, "_metadata", None))
-        on_meta = [key for key, tensor in entries.tensors().items() if tensor.is_meta]
-        if on_meta:
-            raise UsageError(
-                f"{len(on_meta)} tensors are still on the meta device: {', '.join(on_meta[:5])}",
-                at=place_of_rank(),
-                fix="give the parameters storage first, with to_empty()",
-            )
+        if permits_meta and has_meta(entries_to_load(model)[0].values()):
+            entries = Entries(dict(entries_to_load(model)[0]), None)
+        else:
+            values = model.state_dict(keep_vars=True)
+            entries = Entries(dict(values), getattr(values, "_metadata", None))
     _compare(entries, ranks, options)
     return entries
+
+
+def has_meta(values: Iterable[Any]) -> bool:
+    """Say whether some tensor is on the meta device."""
+    return any(isinstance(value, torch.Tensor) and value.is_meta for value in values)
 
 
 def largest_handle_bytes(model: nn.Module) -> int:

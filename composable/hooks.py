@@ -34,6 +34,7 @@ __all__ = [
     "check_parameters",
     "check_replaced",
     "differentiable_tensors",
+    "make_room",
     "register_arrival_hooks",
     "register_fully_shard_hooks",
     "register_load_check",
@@ -59,7 +60,7 @@ def register_fully_shard_hooks(
         module.register_state_dict_pre_hook(hooks.reshard),
         module.register_load_state_dict_pre_hook(hooks.reshard),
         module.register_state_dict_pre_hook(_refuse_meta),
-        module.register_load_state_dict_pre_hook(_make_room),
+        module.register_load_state_dict_pre_hook(make_room),
         module.register_load_state_dict_post_hook(_bring_back),
     ]
 
@@ -121,7 +122,7 @@ def _refuse_meta(module: nn.Module, *_: Any) -> None:
             check_on_device(_traversal_utils._get_fsdp_states(module), names)
 
 
-def _make_room(
+def make_room(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
 ) -> None:
     """Give memory to what is on the meta device and about to be loaded; torch would skip it with a warning."""

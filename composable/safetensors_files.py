@@ -23,6 +23,7 @@ from torch import nn
 from composable.agreement import agreed
 from composable.errors import ConfigError, place_of_rank
 from composable.full_entries import Entries, batches, entries_of, ranks_of
+from composable.load_check import entries_to_load
 from composable.ragged_transfer import cast_dtype
 from composable.state_dict import IncompatibleKeys, check_float, gather_values, load_full_state_dict, max_bytes_of
 
@@ -378,7 +379,7 @@ def _find_files(path: Path) -> list[Path]:
 def _missing_names(model: nn.Module, known: Mapping[str, Path]) -> dict[str, str]:
     """Return the names of tied tensors that the files lack, each with one that they have."""
     names: dict[int, list[str]] = {}
-    for key, tensor in model.state_dict(keep_vars=True).items():
+    for key, tensor in entries_to_load(model)[0].items():
         names.setdefault(id(tensor), []).append(key)
     ties = [(key, next((k for k in tied if k in known), None)) for tied in names.values() for key in tied]
     return {key: name for key, name in ties if name is not None and key not in known}

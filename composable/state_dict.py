@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable.agreement import agreed
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.full_entries import Entries, Ranks, batches, entries_of, largest_handle_bytes, ranks_of
-from composable.load_check import Differences, find_differences
+from composable.full_entries import Entries, Ranks, batches, entries_of, has_meta, largest_handle_bytes, ranks_of
+from composable.hooks import make_room
+from composable.load_check import Differences, entries_to_load, find_differences
 from composable.ragged import RaggedDTensor
 from composable.ragged_transfer import cast_dtype, collect_full, spread_full
 
@@ -101,7 +102,8 @@ def load_full_state_dict(
 ) -> IncompatibleKeys:
     """Load a full state dict that only one rank has, into the shards of every rank.
 
-    Collective: all ranks of the shard group, between steps; also before the first forward. Every key is
+    Collective: all ranks of the shard group, between steps; also before the first forward, and onto a model
+    on the meta device, of which shards and buffers get memory as far as there are values. Every key is
     checked on every rank before anything is changed. Values go batch by batch, a batch no larger than the largest
     handle, from ``src`` straight into the shards: no other rank ever holds a full copy. Other
     dtypes are cast. Buffers and parameters that are not sharded are broadcast.
@@ -121,13 +123,14 @@ def load_full_state_dict(
     Raises:
         ConfigError: On every rank: keys are missing, unexpected or of another shape, all in one error; nothing was
             changed. Or an argument is wrong.
-        UsageError: The model is not annotated, a forward or backward runs, or parameters are on the meta device.
+        UsageError: The model is not annotated, or a forward or backward runs.
         DesyncError: The ranks made different calls, or reading a value failed on ``src``, which
             raises what happened; batches before it are loaded.
     """
     ranks = ranks_of(model)
     ranks.check_member("src", src)
-    entries = entries_of(model, ranks, ("load_full_state_dict", src, strict))
+    options = ("load_full_state_dict", src, strict)
+    entries = entries_of(model, ranks, options, permits_meta=True)
     is_source = ranks.rank == src
     differences = Differences()
     with agreed(ranks.group, ranks.device):
@@ -137,7 +140,13 @@ def load_full_state_dict(
             if error is not None:
                 raise error
     differences = ranks.broadcast(differences, src)
-    given = [key for key in entries.values if key not in set(differences.missing)]
+    missing = set(differences.missing)
+    given = [key for key in entries.values if key not in missing]
+    if has_meta(entries.values.values()):
+        for name, module in model.named_modules():
+            make_room(module, dict.fromkeys(given), f"{name}." if name else "", {})
+        # The modules hold other buffers now.
+        entries = Entries(dict(entries_to_load(model)[0]), None)
     _spread(entries, given, state_dict if is_source else None, ranks, src, max_bytes_of(model))
     _finish(model, entries, given, state_dict if is_source else None, ranks, src)
     return IncompatibleKeys(list(differences.missing), list(differences.unexpected))
@@ -206,8 +215,8 @@ def _spread(
     entries: Entries, given: list[str], state_dict: Mapping[str, Any] | None, ranks: Ranks, src: int, max_bytes: int
 ) -> None:
     """Stream the tensors; of several names for one the last counts, as in torch."""
-    last = {id(entries.values[key]): key for key in given if isinstance(entries.values[key], torch.Tensor)}
-    for batch in batches([(key, entries.values[key]) for key in given if key in set(last.values())], max_bytes):
+    last = {id(value): key for key in given if isinstance(value := entries.values[key], torch.Tensor)}
+    for batch in batches([(key, entries.values[key]) for key in last.values()], max_bytes):
         values: list[torch.Tensor] = []
         with agreed(ranks.group, ranks.device):
             if state_dict is not None:

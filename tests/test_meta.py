@@ -708,7 +708,8 @@ def bytes_of_sync() -> None:
     if dist.get_rank():
         # Pieces land in the shards: nothing is ever whole, and nothing is allocated besides.
         assert made.largest_bytes < max(handle.buffer_bytes for handle in plan.handles)
-        assert made.peak_bytes < plan.shard_bytes + 4096
+        # And one handle's small pieces on their way.
+        assert made.peak_bytes < plan.shard_bytes + max(handle.shard_bytes for handle in plan.handles) + 4096
 
 
 def test_other_ranks_allocate_their_shards_only() -> None:

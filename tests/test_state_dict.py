@@ -219,6 +219,36 @@ def test_it_works_before_between_and_after_steps() -> None:
     run_ranks(use_at_any_moment, 2)
 
 
+def load_onto_meta() -> None:
+    rank = dist.get_rank()
+    for name in ("gpt_tied", "with_buffers", "mixed_dtypes"):
+        with torch.device("meta"):
+            model = sharded(name, 1)
+        params = list(model.parameters())
+        other = make_model(name, 2)
+        with pytest.raises(UsageError, match="meta device"):
+            full_state_dict(model)
+        state = unfit_state(make_model("mlp", 2))
+        with pytest.raises(ConfigError, match="missing"):
+            load_full_state_dict(model, state if rank == 0 else None)
+        assert all(param.is_meta for param in model.parameters())
+        with LiveBytes() as live:
+            load_full_state_dict(model, other.state_dict() if rank == 0 else None)
+        assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+        assert live.peak < 2.5 * sum(value.nbytes for value in other.state_dict().values())
+        # What no state dict has is left to the user.
+        for fqn, buffer in other.named_buffers():
+            if fqn not in other.state_dict():
+                setattr(model, fqn, buffer.clone())
+        found = full_state_dict(model)
+        if rank == 0:
+            assert_like_plain(found, other)
+
+
+def test_a_model_on_meta_gets_its_values_from_one_rank() -> None:
+    run_ranks(load_onto_meta, 2)
+
+
 class Lazy(Mapping[str, torch.Tensor]):
     """Reads values on demand and notes it."""
 
@@ -370,7 +400,7 @@ def refuse(world_size: int) -> None:
     with pytest.raises(ConfigError, match="floating-point"):
         full_state_dict(model, dtype=torch.int32)
     with pytest.raises(UsageError, match="assign=True"):
-        model.load_state_dict(make_model("mlp", 2).state_dict(), assign=True)
+        replicate(MLP()).load_state_dict(make_model("mlp", 2).state_dict(), assign=True)
     with pytest.raises(UsageError, match="not annotated"):
         full_state_dict(make_model("mlp"))
     assert all(torch.equal(a, b) for a, b in zip(before, local_values(model), strict=True))
