@@ -664,7 +664,7 @@ CHEAP = [
 
 def prove_everywhere() -> dict[tuple[int, str], dict[str, Outcome]]:
     """Prove every row at every world size and cut, on real processes."""
-    return {(size, cut): run_ranks(prove, size, cut, timeout_s=110)[0] for size in WORLD_SIZES for cut in CUTS}
+    return {(size, cut): run_ranks(prove, size, cut, timeout_s=240)[0] for size in WORLD_SIZES for cut in CUTS}
 
 
 def table_of(found: dict[tuple[int, str], dict[str, Outcome]]) -> str:
