@@ -277,7 +277,7 @@ def test_gradients_add_up_over_rounds_and_local_backwards(*, grads_as_views: boo
     model, plain = seeded(MLP, 0), seeded(MLP, 0)
     reducer, transport = attach(model, cap_bytes=600, grads_as_views=grads_as_views)
     for step, syncs in enumerate([True, False, False, True, True]):
-        reducer.syncs = syncs
+        reducer.requires_gradient_sync = syncs
         sent_before = len(transport.sent)
         backward(model, step)
         backward(plain, step)
