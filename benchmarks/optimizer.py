@@ -7,8 +7,8 @@ Each way holds the same model: ``handles`` chains of ``layers`` Linear(16, 16), 
 layer. ``plain`` are this rank's pieces of our layout as plain tensors, empty ones among them;
 ``owned`` leaves the empty ones out; ``stock`` are DTensors placed ``Shard(0)``; ``ours`` what
 ``fully_shard`` gives; ``accelerated`` and ``flat`` the same after ``accelerate_optimizer``, without
-and with ``flat=True``. Clipping is torch's ``clip_grad_norm_``; for ``accelerated`` and ``flat``,
-the same arithmetic on the gradients that ``local_gradients`` gives.
+and with ``flat=True``. Clipping is torch's ``clip_grad_norm_``; for ``accelerated`` and ``flat``
+this library's, of the optimizer.
 
 Every round measures each way a few times in a row, in an order that rotates. CPU time of the
 calling thread, so that other jobs on the machine count little: the minimum is meaningful even
@@ -30,8 +30,7 @@ from ranks import environment, run_ranks
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from composable import accelerate_optimizer, fully_shard
-from composable.optimizer import local_gradients
+from composable import accelerate_optimizer, clip_grad_norm_, fully_shard
 
 WIDTH = 16
 COLUMNS = ("plain", "owned", "stock", "ours", "accelerated", "flat")
@@ -72,16 +71,6 @@ def make_params(column: str, handles: int, layers: int) -> tuple[nn.Module, list
     return model, [param for param in params if param.numel() or column == "plain"]
 
 
-def clip_local(optimizer: torch.optim.Optimizer) -> None:
-    """Clip the gradients of an accelerated optimizer by their norm over all ranks."""
-    grads = local_gradients(optimizer)
-    assert grads is not None
-    total = torch.stack(torch._foreach_norm(grads)).double().square_().sum()
-    dist.all_reduce(total)
-    factor = (MAX_NORM / (total.sqrt_() + 1e-6)).clamp_(max=1.0)
-    torch._foreach_mul_(grads, factor.float())
-
-
 def make_calls(handles: int, layers: int) -> dict[str, dict[str, Callable[[], object]]]:
     """Return what is measured, by row and column."""
     calls: dict[str, dict[str, Callable[[], object]]] = {}
@@ -97,7 +86,7 @@ def make_calls(handles: int, layers: int) -> dict[str, dict[str, Callable[[], ob
                 # The model has to live on: its handles know how the parameters lie.
                 calls[row][column] = lambda optimizer=optimizer, model=model: optimizer.step()
             elif is_accelerated:
-                calls[row][column] = lambda optimizer=optimizer, model=model: clip_local(optimizer)
+                calls[row][column] = lambda optimizer=optimizer, model=model: clip_grad_norm_(optimizer, MAX_NORM)
             else:
                 calls[row][column] = lambda params=params: nn.utils.clip_grad_norm_(params, MAX_NORM, foreach=True)
     return calls

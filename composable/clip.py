@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.errors import ConfigError, UsageError
+from composable.optimizer import LocalGradients, local_gradients
 from composable.ragged import RaggedDTensor
 from composable.ragged_gather import LIVE_SOURCES, mark_stale
 from composable.ragged_norms import cut_dims
-from composable.ragged_spec import all_reduce
+from composable.ragged_spec import RaggedLayout, all_reduce
 from composable.torch_private import DeviceMesh, Placement, foreach_mul_, foreach_norm
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
@@ -59,13 +60,15 @@ def get_total_norm(
         ConfigError: ``norm_type`` is no number above 0, or this rank is not in the mesh of a tensor.
         UsageError: The norm is not finite, and ``error_if_nonfinite``.
     """
-    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    return _in_dtype_of(tensors, _total_norm(tensors, tensors, norm_type, error_if_nonfinite, foreach))
+    pieces = _Pieces()
+    for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+        pieces.add(tensor)
+    return pieces.total_norm(norm_type, error_if_nonfinite, foreach).to(pieces.dtype)
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor],
+    parameters: torch.Tensor | Iterable[torch.Tensor] | torch.optim.Optimizer,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -78,6 +81,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: Plain (the same gradient on every rank), ragged and torch's own DTensor parameters, on any meshes.
+            Or an optimizer: all of its parameters; after ``accelerate_optimizer`` in as few tensors as it steps.
         max_norm: 0 or above.
         norm_type: Above 0; ``math.inf`` for the largest magnitude.
         error_if_nonfinite: Raise, on every rank and before any gradient is changed, if the norm is NaN or infinite.
@@ -93,50 +97,51 @@ def clip_grad_norm_(
     max_norm = float(max_norm)
     if not max_norm >= 0:
         raise ConfigError(f"max_norm is {max_norm}", fix="give the largest norm that gradients may have, 0 or above")
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    parameters = list({id(parameter): parameter for parameter in parameters}.values())
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    total = _total_norm(grads, [*parameters, *grads], norm_type, error_if_nonfinite, foreach)
-    norm = _in_dtype_of(grads, total)
+    pieces = _Pieces()
+    params, accelerated = _listed(parameters)
+    for parameter in params:
+        pieces.expect(parameter)
+    grads = [parameter.grad for parameter in params if parameter.grad is not None]
+    for grad in grads:
+        pieces.add(grad)
+    scaled = [_local(grad) for grad in grads]
+    for gradients in accelerated:
+        pieces.add_accelerated(gradients)
+        scaled += gradients.tensors
+    total = pieces.total_norm(norm_type, error_if_nonfinite, foreach)
+    norm = total.to(pieces.dtype)
     # Half a mantissa is not enough for a factor.
     exact = total.to(torch.promote_types(norm.dtype, torch.float32))
     factor = (max_norm / (exact + _EPSILON)).clamp_(max=1.0)
-    for (device, _), locals_ in _by_kind(_local(grad) for grad in grads).items():
+    for (device, _), locals_ in _by_kind(scaled).items():
         if foreach is False:
             for local in locals_:
                 local.mul_(factor.to(device))
         else:
             foreach_mul_(locals_, factor.to(device))
     if LIVE_SOURCES:
-        mark_stale([grad for grad in grads if isinstance(grad, RaggedDTensor)])
+        every = _params_of(parameters) if isinstance(parameters, torch.optim.Optimizer) else params
+        mark_stale([parameter.grad for parameter in every if isinstance(parameter.grad, RaggedDTensor)])
     return norm
 
 
-def _total_norm(
-    tensors: Sequence[torch.Tensor],
-    on_meshes: Sequence[torch.Tensor],
-    norm_type: float,
-    error_if_nonfinite: bool,
-    foreach: bool | None,
-) -> torch.Tensor:
-    """Return the norm of ``tensors`` in fp64; collective over the dims that ``on_meshes`` are cut over."""
-    order = float(norm_type)
-    if not order > 0:
-        raise ConfigError(f"norm_type is {norm_type}", fix="give a number above 0, or math.inf")
-    groups = _Groups()
-    pieces: dict[tuple[_Group, ...], list[torch.Tensor]] = {groups.of(tensor): [] for tensor in on_meshes}
-    for tensor in tensors:
-        whole = _without_partial(tensor)
-        pieces.setdefault(groups.of(whole), []).append(_local(whole))
-    home = tensors[0].device if tensors else torch.device("cpu")
-    summaries = {cut: _summary(locals_, order, home, foreach) for cut, locals_ in pieces.items()}
-    total = _norm_of(_add_over_ranks(summaries, groups, order, home), order)
-    if error_if_nonfinite and not bool(total.isfinite()):
-        raise UsageError(
-            f"the norm of order {order:g} of {len(tensors)} gradients is {total.item()}",
-            fix="find the gradient that is not finite, or pass error_if_nonfinite=False",
-        )
-    return total
+def _listed(
+    parameters: torch.Tensor | Iterable[torch.Tensor] | torch.optim.Optimizer,
+) -> tuple[list[torch.Tensor], list[LocalGradients]]:
+    """Return the parameters, each once, but those of an accelerated optimizer as the gradients that it steps with."""
+    if isinstance(parameters, torch.Tensor):
+        return [parameters], []
+    if isinstance(parameters, torch.optim.Optimizer):
+        accelerated = local_gradients(parameters)
+        params = _params_of(parameters)
+        if accelerated is None:
+            return params, []
+        return [parameter for parameter in params if type(parameter) is not RaggedDTensor], accelerated
+    return list({id(parameter): parameter for parameter in parameters}.values()), []
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class _Group(NamedTuple):
@@ -157,8 +162,7 @@ class _Groups:
     def of(self, tensor: torch.Tensor) -> tuple[_Group, ...]:
         """Return the groups over which the pieces of a tensor have to be added."""
         if type(tensor) is RaggedDTensor:
-            layout = tensor._spec.layout
-            return (self._at(layout.mesh, layout.mesh_dim),)
+            return self.of_layout(tensor._spec.layout)
         if not isinstance(tensor, DTensor):
             return ()
         mesh, placements = tensor._spec.mesh, tensor._spec.placements
@@ -173,6 +177,10 @@ class _Groups:
             self._by_placements[id(mesh), placements] = groups
         return groups
 
+    def of_layout(self, layout: RaggedLayout) -> tuple[_Group, ...]:
+        """Return the one group over which ragged pieces have to be added."""
+        return (self._at(layout.mesh, layout.mesh_dim),)
+
     def all_reduce(self, numbers: torch.Tensor, group: _Group, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         return all_reduce(numbers, *self._mesh_dims[group], op)
 
@@ -183,6 +191,58 @@ class _Groups:
             self._by_mesh[id(mesh), dim] = group
             self._mesh_dims.setdefault(group, (mesh, dim))
         return group
+
+
+class _Pieces:
+    """This rank's pieces of tensors, by the groups of ranks that the tensors are cut over."""
+
+    def __init__(self) -> None:
+        self._groups = _Groups()
+        self._by_cut: dict[tuple[_Group, ...], list[torch.Tensor]] = {}
+        self._home: torch.device | None = None
+        self._dtypes: set[torch.dtype] = set()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the tensors promote to."""
+        kinds = {dtype.to_real() if dtype.is_complex else dtype for dtype in self._dtypes}
+        return reduce(torch.promote_types, kinds) if kinds else torch.float32
+
+    def expect(self, tensor: torch.Tensor) -> None:
+        """Take part in what the groups of a tensor have to say, also without its gradient."""
+        self._by_cut.setdefault(self._groups.of(tensor), [])
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Add a whole tensor's piece."""
+        tensor = _without_partial(tensor)
+        self._add(self._groups.of(tensor), _local(tensor))
+
+    def add_accelerated(self, gradients: LocalGradients) -> None:
+        """Add what an accelerated optimizer steps with."""
+        cut = self._groups.of_layout(gradients.layout)
+        self._by_cut.setdefault(cut, [])
+        self._dtypes |= gradients.dtypes
+        for local in gradients.tensors:
+            self._add(cut, local)
+
+    def _add(self, cut: tuple[_Group, ...], local: torch.Tensor) -> None:
+        self._home = self._home or local.device
+        self._dtypes.add(local.dtype)
+        self._by_cut.setdefault(cut, []).append(local)
+
+    def total_norm(self, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> torch.Tensor:
+        """Return the norm of all in fp64. Collective over the groups."""
+        order, home = float(norm_type), self._home or torch.device("cpu")
+        if not order > 0:
+            raise ConfigError(f"norm_type is {norm_type}", fix="give a number above 0, or math.inf")
+        summaries = {cut: _summary(locals_, order, home, foreach) for cut, locals_ in self._by_cut.items()}
+        total = _norm_of(_add_over_ranks(summaries, self._groups, order, home), order)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise UsageError(
+                f"the norm of order {order:g} is {total.item()}",
+                fix="find the gradient that is not finite, or pass error_if_nonfinite=False",
+            )
+        return total
 
 
 def _without_partial(tensor: torch.Tensor) -> torch.Tensor:
@@ -246,8 +306,3 @@ def _norm_of(summary: torch.Tensor, order: float) -> torch.Tensor:
     if not math.isinf(order):
         return summary[0].pow(1.0 / order)
     return summary[0].where(summary[1] == 0, math.nan)
-
-
-def _in_dtype_of(tensors: Sequence[torch.Tensor], norm: torch.Tensor) -> torch.Tensor:
-    dtypes = {tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype for tensor in tensors}
-    return norm.to(reduce(torch.promote_types, dtypes) if dtypes else torch.float32)

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain, compress
 from operator import attrgetter, eq, is_, itemgetter, sub
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from composable.hooks import CHECKS_ITSELF, check_parameters, check_replaced, re
 from composable.local_step import Piece, Unit, find_chains, homes_of, plan_units, sharded_params_of, signature_of
 from composable.optimizer_state import cut_state, is_per_element
 from composable.ragged import RaggedDTensor
-from composable.ragged_spec import slice_full
+from composable.ragged_spec import RaggedLayout, slice_full
 from composable.remembered_state import Change, Lockstep, Snapshot, WatchedEntry
 from composable.replacement import marks_made
 from composable.torch_private import DisableTorchFunction
@@ -103,13 +103,28 @@ def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module, *, flat: bool 
     return optimizer
 
 
-def local_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor] | None:
+class LocalGradients(NamedTuple):
+    """Gradients of parameters that are cut over one mesh dim.
+
+    Attributes:
+        layout: Of one of the parameters.
+        dtypes: Of all of them, on every rank.
+        tensors: What this rank has, with elements.
+    """
+
+    layout: RaggedLayout
+    dtypes: set[torch.dtype]
+    tensors: list[torch.Tensor]
+
+
+def local_gradients(optimizer: torch.optim.Optimizer) -> list[LocalGradients] | None:
     """Return this rank's gradients of the sharded parameters as plain tensors, in the memory of ``.grad``.
 
     For arithmetic that treats all elements alike, such as a norm or scaling: with ``flat=True`` they
     are few, and the padding between pieces, which is zero, is in them. No communication.
 
     Returns:
+        One entry for each mesh dim that parameters are cut over, in the same order on every rank.
         ``None``: the optimizer is not accelerated.
     """
     step = _local_step_of(optimizer)
@@ -128,6 +143,10 @@ def _local_grad(grad: Any, piece: Piece) -> torch.Tensor | None:
         return grad._local_tensor
     # What autograd leaves after operations that gathered: the whole gradient on every rank.
     return slice_full(grad._local_tensor, piece.spec.layout)
+
+
+def _cut_of(layout: RaggedLayout) -> object:
+    return id(layout.mesh), layout.mesh_dim
 
 
 def _kernels_of(groups: Sequence[Group]) -> list[object]:
@@ -164,14 +183,18 @@ class _LocalStep:
             after_load=self._after_load,
         )
 
-    def gradients(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    def gradients(self, optimizer: torch.optim.Optimizer) -> list[LocalGradients]:
         """See ``local_gradients``."""
         self._finish_step(optimizer)
         with torch.no_grad():
             self._prepare(optimizer)
-        found = [unit.tensor.grad for unit in self._units if unit.numel]
+        found = {_cut_of(layout): LocalGradients(layout, self._dtypes, []) for layout in self._layouts}
+        for unit in self._units:
+            grad = unit.tensor.grad
+            if unit.numel and grad is not None:
+                found[_cut_of(unit.pieces[0].spec.layout)].tensors.append(grad)
         self._drop_gradients()
-        return [grad for grad in found if grad is not None]
+        return list(found.values())
 
     # -- what torch calls
 
@@ -296,6 +319,9 @@ class _LocalStep:
             if type(param) is RaggedDTensor
         ]
         self._params = [piece.param for piece in self._pieces]
+        layouts = [piece.spec.layout for piece in self._pieces]
+        self._layouts = list({_cut_of(layout): layout for layout in reversed(layouts)}.values())[::-1]
+        self._dtypes = {piece.spec.dtype for piece in self._pieces}
         owned = [index for index, piece in enumerate(self._pieces) if piece.numel]
         self._owned = owned
         self._is_owned = [piece.numel > 0 for piece in self._pieces]

@@ -160,6 +160,7 @@ WAYS = {"dcp": load_dcp, "dcp_flat": load_dcp_flat, "full": load_full(False), "b
 
 
 def load(folder: str) -> None:
+    fallback_counts(reset=True)
     for name, way in product(NAMES, WAYS):
         model = annotated_model(name, 2)
         optimizer = make_optimizer(model)

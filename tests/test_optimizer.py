@@ -5,6 +5,7 @@ and a single process that trains the plain model on the global batch must agree 
 """
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from composable import ConfigError, RaggedDTensor, UsageError, accelerate_optimizer, fully_shard, replicate
+from composable import (
+    ConfigError,
+    RaggedDTensor,
+    UsageError,
+    accelerate_optimizer,
+    clip_grad_norm_,
+    fully_shard,
+    replicate,
+)
 from composable.optimizer import local_gradients
 from tests.parity import full
 from tests.world import run_ranks
@@ -172,6 +181,42 @@ def test_element_wise_optimizers_to_the_bit(world_size: int, names: list[str]) -
             )
 
 
+def clip_by_optimizer() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for order in (2.0, 1.0, math.inf):
+        plain = make_net()
+        plain(torch.cat([batch_of(0, other) for other in range(world_size)])).square().mean().backward()
+        extra = nn.Parameter(torch.ones(3))
+        extra.grad = torch.full((3,), 0.25)
+        expected = nn.utils.clip_grad_norm_([*plain.parameters(), extra], 0.1, order)
+        for mode in MODES:
+            model, outside = sharded_net(), nn.Parameter(torch.ones(3))
+            optimizer = torch.optim.AdamW([*model.parameters(), outside], foreach=True)
+            if mode != "plain":
+                accelerate_optimizer(optimizer, model, flat=mode == "flat")
+            backward(model, 0)
+            outside.grad = torch.full((3,), 0.25)
+            first = model.inp.weight.grad
+            assert first is not None
+            view = first[0]
+            norm = clip_grad_norm_(optimizer, 0.1, order)
+            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0.0)
+            for param, other in zip([*model.parameters(), outside], [*plain.parameters(), extra], strict=True):
+                torch.testing.assert_close(full(param.grad), other.grad, rtol=1e-5, atol=1e-7)
+            with pytest.raises(UsageError, match="no longer has"):
+                view + 1
+            if rank == world_size - 1:
+                next(param.grad for param in model.parameters() if param.to_local().numel()).to_local()[:] = math.nan
+            assert clip_grad_norm_(optimizer, 0.1, order).isnan()
+            with pytest.raises(UsageError, match="is nan"):
+                clip_grad_norm_(optimizer, 0.1, order, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_are_clipped_in_as_few_tensors_as_are_stepped(world_size: int) -> None:
+    run_ranks(clip_by_optimizer, world_size)
+
+
 def flattened() -> list[int]:
     """Return how many tensors are stepped: with all gradients, with scattered ones, and with all again."""
     model = sharded_net()
@@ -184,14 +229,16 @@ def flattened() -> list[int]:
         if step in (2, 3):
             for param in model.parameters():
                 param.grad = param.grad * 1.0
-        grads = local_gradients(optimizer)
-        assert grads is not None
+        found = local_gradients(optimizer)
+        assert found is not None
+        (local,) = found
+        grads = local.tensors
         counts.append(len(grads))
         owned = torch.cat([param.grad.to_local().reshape(-1) for param in model.parameters()])
         torch.testing.assert_close(sum(grad.square().sum() for grad in grads), owned.square().sum())
         optimizer.step()
         memory = StorageWeakRef(grads[0].untyped_storage())
-        del grads, owned
+        del found, local, grads, owned
         optimizer.zero_grad()
         assert memory.expired(), "gradients live on after zero_grad"
     return counts

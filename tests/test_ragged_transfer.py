@@ -15,6 +15,7 @@ def ragged(model: torch.nn.Module) -> list[RaggedDTensor]:
 
 
 def collect(cut: str) -> None:
+    fallback_counts(reset=True)
     tensors, rank = ragged(make(cut)), dist.get_rank()
     expected = list(Model().parameters())
     for dst in range(dist.get_world_size()):

@@ -70,6 +70,7 @@ def assert_like_plain(found: Mapping[str, Any], plain: nn.Module, dtype: torch.d
 
 
 def round_trip(names: list[str]) -> None:
+    fallback_counts(reset=True)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     last = world_size - 1
     for name in names:
