@@ -87,6 +87,7 @@ class FlatBuffer:
             the originals are real. Without it, it is on meta as long as one of them is.
 
     Attributes:
+        is_away: The shard rests on another device than the ranks talk on.
         is_marked: Part of the shard may hold the mark of memory that nobody has written to.
     """
 
@@ -115,6 +116,7 @@ class FlatBuffer:
         self.is_marked = False
         is_on_meta = not is_deferred and any(members.originals[span.fqn].is_meta for span in layout.spans)
         self.shard = torch.zeros(layout.shard_numel, dtype=plan.dtype, device="meta" if is_on_meta else device)
+        self.is_away = is_on_meta
         self.params: list[ShardedParam] = []
         self._piece_sizes: list[int] = []
         self._pieces: list[tuple[ShardedParam, int]] = []
@@ -260,15 +262,12 @@ class FlatBuffer:
     def _rest_on(self, shard: torch.Tensor) -> None:
         """Make ``shard`` [S] the place of the pieces; the parameters still show the old one."""
         self.shard = shard
+        # Remembered, since asking a tensor for its device costs microseconds.
+        self.is_away = shard.device.type != self.device.type
         for param in self.params:
             param.local = param.piece_of(shard)
         if self.transport is not None and not self.is_away:
             self.transport.adopt_shard(shard)
-
-    @property
-    def is_away(self) -> bool:
-        """The shard rests on another device than the ranks talk on."""
-        return self.shard.device.type != self.device.type
 
     def make_leaves(self) -> None:
         """Create the unsharded parameters of a class without elements: nothing is ever gathered."""
