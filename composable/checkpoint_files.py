@@ -38,6 +38,7 @@ __all__ = [
     "older_whole",
     "publish",
     "read_manifest",
+    "sync_folder",
     "write_summed",
 ]
 
@@ -171,7 +172,7 @@ def publish(partial: Path, manifest: Manifest, *, keep: int) -> Path:
             fix="save to a folder that all ranks see under one name",
         )
     _write_manifest(partial, manifest)
-    _sync_folder(partial)
+    sync_folder(partial)
     if whole.exists():
         replaced = run / f".replaced-{manifest.step:06d}"
         _remove([replaced])
@@ -179,7 +180,7 @@ def publish(partial: Path, manifest: Manifest, *, keep: int) -> Path:
     partial.rename(whole)
     write_summed(run / ".latest", whole.name.encode())
     os.replace(run / ".latest", run / "latest")
-    _sync_folder(run)
+    sync_folder(run)
     _prune(run, whole, keep)
     return whole
 
@@ -337,7 +338,8 @@ def _crc32(path: Path) -> int:
     return crc32
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder last through a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

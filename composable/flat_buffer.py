@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.collectives import make_transport
 from composable.collectives.base import Pending, Transport
 from composable.errors import UsageError, place_of_rank
 from composable.layout import local_shape
@@ -348,18 +347,6 @@ class FlatBuffer:
                 if param.unsharded is not None and param.unsharded.grad is not None:
                     own.leaf().grad = param.unsharded.grad.clone()
         return twin
-
-    def gather_values(self) -> list[torch.Tensor]:
-        """Return the full value of every parameter, each a tensor of its own.
-
-        Collective: all ranks of the shard group, same order. Needs no connection before.
-        """
-        layout = self.plan.layout
-        whole = torch.empty(layout.numel, dtype=self.dtype, device=self.shard.device)
-        if layout.numel:
-            group = self.params[0].layout.group
-            make_transport("process_group", group).begin_all_gather(whole, self.shard, 0).finish()
-        return [whole[span.start : span.stop].view(span.shape).clone() for span in layout.spans]
 
     def has_gradients(self) -> bool:
         """Say whether any leaf holds a gradient."""

@@ -20,7 +20,7 @@ from composable.contract import describe_module
 from composable.errors import ConfigError, DesyncError, UsageError, place_of_rank
 from composable.handle import Handle
 from composable.ragged import RaggedDTensor, hand_over_grad
-from composable.ragged_spec import gather_full, slice_full
+from composable.ragged_spec import slice_full
 from composable.ragged_transfer import collect_full, spread_full
 from composable.scheduler import Scheduler
 from composable.sharded_param import ShardedParam
@@ -311,15 +311,9 @@ class _Shown:
         held = [param.sharded.grad for param in self.params]
         ragged = [grad for grad in held if grad is not None]
         device = torch.device("cpu") if self.options.offload_to_cpu else self.device
-        if self.options.rank0_only:
-            fulls = collect_full(ragged, dst=0, device=device)  # type: ignore[arg-type]  # gradients are ragged
-            if fulls is None:
-                return [None] * len(held) if self.is_first else None
-        else:
-            fulls = [
-                gather_full(grad._local_tensor, grad._spec.layout).to(device)  # type: ignore[attr-defined]
-                for grad in ragged
-            ]
+        fulls = collect_full(ragged, dst=0 if self.options.rank0_only else None, device=device)  # type: ignore[arg-type]
+        if fulls is None:
+            return [None] * len(held) if self.is_first or not self.options.rank0_only else None
         remaining = iter(fulls)
         return [None if grad is None else next(remaining) for grad in held]
 

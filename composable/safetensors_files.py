@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from composable.agreement import agreed
+from composable.checkpoint_files import sync_folder
 from composable.errors import ConfigError, place_of_rank
 from composable.full_entries import Entries, batches, entries_of, ranks_of
 from composable.load_check import entries_to_load
@@ -195,7 +196,7 @@ class _Writer:
                 partial = self.folder / _INDEX
                 partial.write_bytes(self._index)
                 partial.rename(self._final / _INDEX)
-        _sync_folder(self._final.parent if self._final.suffix == ".safetensors" else self._final)
+        sync_folder(self._final.parent if self._final.suffix == ".safetensors" else self._final)
 
 
 @contextmanager
@@ -295,14 +296,6 @@ def _check_entries(entries: Entries, values: Mapping[str, torch.Tensor], dtype: 
         raise ConfigError(
             f"safetensors has no name for the dtype of {', '.join(unknown)}", fix="cast it, or use torch.save"
         )
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # -- reading

@@ -22,6 +22,7 @@ from composable.extent import reaches_out
 from composable.fsdp_module import remove_mixin
 from composable.handle import Handle, handle_of
 from composable.mesh import device_of
+from composable.ragged_transfer import collect_full
 from composable.replacement import mark_replaced
 from composable.replicate import ReplicateState
 from composable.scheduler import in_backward, modules_in_call
@@ -197,7 +198,9 @@ def _make_whole(handle: Handle) -> None:
     handle.release()
     while buffers:
         flat = buffers.pop(0)
-        for param, value in zip(flat.params, flat.gather_values(), strict=True):
+        values = collect_full([param.ragged for param in flat.params], dst=None)
+        assert values is not None, "every rank takes them"
+        for param, value in zip(flat.params, values, strict=True):
             param.place(param.plain_copy(value, _full_gradient(param, has_kept=has_kept_gradients)))
             param.sharded.grad = None
             mark_replaced(param.sharded, f"{fqn}.{param.fqn}" if fqn else param.fqn, *param.owners[0])
