@@ -217,6 +217,20 @@ def test_gradients_are_clipped_in_as_few_tensors_as_are_stepped(world_size: int)
     run_ranks(clip_by_optimizer, world_size)
 
 
+def clip_two_dtypes() -> torch.dtype:
+    model = nn.Linear(4, 4)
+    model.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    fully_shard(model)
+    optimizer = accelerate_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    return clip_grad_norm_(optimizer, 1.0).dtype
+
+
+def test_the_norm_has_one_dtype_on_all_ranks_also_where_one_owns_nothing_of_it() -> None:
+    assert run_ranks(clip_two_dtypes, 2) == [torch.float64, torch.float64]
+
+
 def flattened() -> list[int]:
     """Return how many tensors are stepped: with all gradients, with scattered ones, and with all again."""
     model = sharded_net()
