@@ -1,28 +1,28 @@
 """Data parallelism as an annotation: how a plain module trains on many ranks, without wrapping it."""
 
-from composable.checkpoint_folder import (
+from composable.contract import contract
+from composable.errors import ComposableError, ConfigError, DesyncError, UsageError
+from composable.fsdp_module import FSDPModule, UnshardHandle
+from composable.fully_shard import fully_shard
+from composable.gradient_sync import no_sync
+from composable.optim.clip import clip_grad_norm_, get_total_norm
+from composable.optim.local_step import accelerate_optimizer
+from composable.optim.rebind import rebind_optimizer
+from composable.planning.shard_plan import ShardingStrategy, ShardPlan, plan
+from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
+from composable.ragged.tensor import RaggedDTensor, RaggedShard, fallback_counts, strict_mode
+from composable.replicate import replicate
+from composable.saving.checkpoint import (
     SavedCheckpoint,
     SaveHandle,
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
-from composable.clip import clip_grad_norm_, get_total_norm
-from composable.contract import contract
-from composable.errors import ComposableError, ConfigError, DesyncError, UsageError
-from composable.export import iter_full_params, load_full_params
-from composable.fsdp_module import FSDPModule, UnshardHandle
-from composable.full_params import unshard_params
-from composable.fully_shard import fully_shard
-from composable.gradient_sync import no_sync
-from composable.optimizer import accelerate_optimizer
-from composable.plan import ShardingStrategy, ShardPlan, plan
-from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
-from composable.ragged import RaggedDTensor, RaggedShard, fallback_counts, strict_mode
-from composable.rebind import rebind_optimizer
-from composable.replicate import replicate
-from composable.safetensors_files import load_safetensors, save_safetensors
-from composable.state_dict import full_state_dict, load_full_state_dict
+from composable.saving.full_params import iter_full_params, load_full_params
+from composable.saving.full_state import full_state_dict, load_full_state_dict
+from composable.saving.safetensors import load_safetensors, save_safetensors
+from composable.saving.unsharding import unshard_params
 from composable.unannotate import unannotate
 
 __all__ = [

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from composable.contract import describe_module, managing_state
-from composable.copies import copy_module
 from composable.errors import ConfigError, UsageError, located, place_of_rank
-from composable.handle import Handle
-from composable.sharded_param import ShardedParam
-from composable.state import FullyShardState
-from composable.unfilled import MarkedMemory
+from composable.runtime.copies import copy_module
+from composable.runtime.state import FullyShardState
+from composable.storage.handle import Handle
+from composable.storage.sharded_param import ShardedParam
+from composable.storage.unfilled import MarkedMemory
 
 __all__ = ["FSDPModule", "UnshardHandle", "add_mixin", "remove_mixin"]
 

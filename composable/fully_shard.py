@@ -15,21 +15,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.agreement import agreed, compare_ranks
-from composable.collectives import choose_transport
+from composable.collectives.choose import choose_transport
+from composable.collectives.mesh import device_of, resolve_mesh
+from composable.collectives.ranks import agreed, compare_ranks
 from composable.contract import contract, set_member
 from composable.errors import ConfigError
-from composable.flat_buffer import FlatBuffer
 from composable.fsdp_module import add_mixin
-from composable.handle import Handle
-from composable.hooks import register_fully_shard_hooks, register_load_check
-from composable.materialize import FirstValues, ParamInitFn, describe_buffers, move_buffers
-from composable.mesh import device_of, resolve_mesh
-from composable.plan import HandleMembers, ShardingStrategy, plan_with_members
+from composable.planning.replaced import mark_replaced
+from composable.planning.shard_plan import HandleMembers, ShardingStrategy, plan_with_members
 from composable.policies import PolicyLike
-from composable.readiness import managed_modules, name_modules
-from composable.replacement import mark_replaced
-from composable.state import FullyShardState
+from composable.runtime.hooks import register_fully_shard_hooks, register_load_check
+from composable.runtime.readiness import managed_modules, name_modules
+from composable.runtime.state import FullyShardState
+from composable.storage.first_values import FirstValues, ParamInitFn, describe_buffers, move_buffers
+from composable.storage.flat_buffer import FlatBuffer
+from composable.storage.handle import Handle
 
 __all__ = ["fully_shard"]
 

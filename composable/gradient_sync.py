@@ -7,10 +7,10 @@ from torch import nn
 
 from composable.contract import describe_module, get_registry, managing_state
 from composable.errors import UsageError, place_of_rank
-from composable.handle import Handle
-from composable.reducer import Reducer
 from composable.replicate import ReplicateState
-from composable.state import FullyShardState
+from composable.replication.reducer import Reducer
+from composable.runtime.state import FullyShardState
+from composable.storage.handle import Handle
 
 __all__ = ["no_sync"]
 

@@ -20,18 +20,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from composable.broadcasts import BufferSync, broadcast_tensors
-from composable.bucket import BucketOptions, ReducedParam
-from composable.collectives import make_transport
 from composable.collectives.base import Transport
+from composable.collectives.choose import make_transport
 from composable.collectives.deferred import DeferredTransport
-from composable.comm_hooks import CommHook
+from composable.collectives.mesh import resolve_mesh
 from composable.contract import contract, describe_module, get_registry
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
-from composable.extent import modules_of_copy
-from composable.hooks import register_arrival_hooks, register_load_check, register_replicate_hooks
-from composable.mesh import resolve_mesh
-from composable.reducer import Reducer
+from composable.replication.broadcasts import BufferSync, broadcast_tensors
+from composable.replication.bucket import BucketOptions, ReducedParam
+from composable.replication.comm_hooks import CommHook
+from composable.replication.reducer import Reducer
+from composable.runtime.hooks import register_arrival_hooks, register_load_check, register_replicate_hooks
+from composable.storage.copy_reach import modules_of_copy
 from composable.torch_private import queue_callback, timeout_of
 
 __all__ = ["ReplicateState", "register_comm_hook", "replicate"]

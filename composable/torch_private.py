@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup, ReduceScatterOptions, Work
 from torch._C._distributed_c10d import AllgatherOptions  # the only options that torch.distributed does not export
 
 # isort: split
-# -- ragged parameters: composable/ragged*.py
+# -- ragged parameters: composable/ragged/
 from torch import _foreach_copy_ as foreach_copy_  # fills many views in one call; gradients into buffers
 from torch import _foreach_mul_ as foreach_mul_  # scales many views in one call
 from torch import _foreach_norm as foreach_norm  # local norms of a list of pieces
@@ -34,11 +34,11 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every tensor 
 from torch.utils._pytree import tree_leaves, tree_map_only  # reach the tensors in an operation's arguments
 
 # isort: split
-# -- optimizers: composable/optimizer.py
+# -- optimizers: composable/optim/
 from torch._C import DisableTorchFunction  # reading gradients of a subclass costs a third
 
 # isort: split
-# -- runtime: composable/scheduler.py, hooks.py, state.py
+# -- runtime: composable/runtime/
 from torch._C import _current_autograd_node as current_autograd_node  # the node whose backward is running
 from torch._C import _current_graph_task_id as current_graph_task_id  # -1 outside a running backward
 from torch._C import _will_engine_execute_node as will_engine_execute_node  # whether the backward reaches a node

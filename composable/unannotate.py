@@ -13,21 +13,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.agreement import compare_ranks
-from composable.annotated_part import AnnotatedPart
-from composable.collectives import make_transport
+from composable.collectives.choose import make_transport
+from composable.collectives.mesh import device_of
+from composable.collectives.ranks import compare_ranks
 from composable.contract import describe_module, get_registry, managing_state, remove_annotation, remove_member
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
-from composable.extent import reaches_out
 from composable.fsdp_module import remove_mixin
-from composable.handle import Handle, handle_of
-from composable.mesh import device_of
-from composable.ragged_transfer import collect_full
-from composable.replacement import mark_replaced
+from composable.planning.replaced import mark_replaced
+from composable.ragged.transfer import collect_full
 from composable.replicate import ReplicateState
-from composable.scheduler import in_backward, modules_in_call
-from composable.sharded_param import ShardedParam
-from composable.state import FullyShardState
+from composable.runtime.part import AnnotatedPart
+from composable.runtime.scheduler import in_backward, modules_in_call
+from composable.runtime.state import FullyShardState
+from composable.storage.copy_reach import reaches_out
+from composable.storage.handle import Handle, handle_of
+from composable.storage.sharded_param import ShardedParam
 
 __all__ = ["unannotate"]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from composable.collectives.base import Pending, Transport
-from composable.state import RootState
+from composable.runtime.state import RootState
 
 __all__ = ["Collective", "CountingTransport"]
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable.layout import plan_layout
-from composable.ragged import RaggedDTensor, RaggedSpec, ragged_spec
+from composable.planning.layout import plan_layout
+from composable.ragged.tensor import RaggedDTensor, RaggedSpec, ragged_spec
 
 __all__ = ["CUTS", "SHAPES", "assert_equal", "cpu_mesh", "make_module", "pairs", "set_grads", "specs_of", "values"]
 

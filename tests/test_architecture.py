@@ -12,25 +12,35 @@ REPO = Path(__file__).resolve().parent.parent
 
 # Lowest layer first; a file imports only from files listed above it.
 LAYERS: dict[str, list[str]] = {
+    "folders": [
+        "composable.collectives",
+        "composable.planning",
+        "composable.ragged",
+        "composable.storage",
+        "composable.replication",
+        "composable.runtime",
+        "composable.optim",
+        "composable.saving",
+    ],
     "vocabulary": [
         "composable.errors",
         "composable.torch_private",
         "composable.contract",
-        "composable.replacement",
+        "composable.planning.replaced",
         "_traversal_utils",
         "composable.policies",
         "composable.precision",
         "composable.offload",
-        "composable.mesh",
-        "composable.agreement",
-        "composable.optimizer_groups",
-        "composable.extent",
+        "composable.collectives.mesh",
+        "composable.collectives.ranks",
+        "composable.optim.names",
+        "composable.storage.copy_reach",
     ],
     "planning": [
-        "composable.layout",
-        "composable.ragged_spec",
-        "composable.structure",
-        "composable.plan",
+        "composable.planning.layout",
+        "composable.ragged.spec",
+        "composable.planning.structure",
+        "composable.planning.shard_plan",
         "composable.memory",
     ],
     "transport": [
@@ -39,55 +49,55 @@ LAYERS: dict[str, list[str]] = {
         "composable.collectives.process_group",
         "composable.collectives.point_to_point",
         "composable.collectives.deferred",
-        "composable.collectives",
-        "composable.comm_hooks",
+        "composable.collectives.choose",
+        "composable.replication.comm_hooks",
     ],
     "storage": [
-        "composable.ragged_gather",
-        "composable.ragged_elementwise",
-        "composable.ragged_norms",
-        "composable.ragged_dispatch",
-        "composable.load_check",
-        "composable.ragged_checkpoint",
-        "composable.ragged",
-        "composable.ragged_transfer",
-        "composable.unfilled",
-        "composable.sharded_param",
-        "composable.flat_buffer",
-        "composable.handle",
-        "composable.broadcasts",
-        "composable.bucket",
-        "composable.reducer",
+        "composable.ragged.fallback",
+        "composable.ragged.elementwise",
+        "composable.ragged.norms",
+        "composable.ragged.dispatch",
+        "composable.saving.fit",
+        "composable.saving.torch_loads",
+        "composable.ragged.tensor",
+        "composable.ragged.transfer",
+        "composable.storage.unfilled",
+        "composable.storage.sharded_param",
+        "composable.storage.flat_buffer",
+        "composable.storage.handle",
+        "composable.replication.broadcasts",
+        "composable.replication.bucket",
+        "composable.replication.reducer",
     ],
     "runtime": [
-        "composable.scheduler",
-        "composable.readiness",
-        "composable.state",
-        "composable.hooks",
-        "composable.annotated_part",
-        "composable.copies",
+        "composable.runtime.scheduler",
+        "composable.runtime.readiness",
+        "composable.runtime.state",
+        "composable.runtime.hooks",
+        "composable.runtime.part",
+        "composable.runtime.copies",
     ],
     "entries": [
         "composable.fsdp_module",
-        "composable.materialize",
+        "composable.storage.first_values",
         "composable.fully_shard",
         "composable.replicate",
         "composable.gradient_sync",
         "composable.unannotate",
-        "composable.optimizer_state",
-        "composable.remembered_state",
-        "composable.local_step",
-        "composable.optimizer",
-        "composable.clip",
-        "composable.rebind",
-        "composable.full_params",
-        "composable.full_entries",
-        "composable.state_dict",
-        "composable.checkpoint_files",
-        "composable.checkpoint_state",
-        "composable.checkpoint_folder",
-        "composable.export",
-        "composable.safetensors_files",
+        "composable.optim.entries",
+        "composable.optim.watch",
+        "composable.optim.units",
+        "composable.optim.local_step",
+        "composable.optim.clip",
+        "composable.optim.rebind",
+        "composable.saving.unsharding",
+        "composable.saving.entries",
+        "composable.saving.full_state",
+        "composable.saving.run_folder",
+        "composable.saving.contents",
+        "composable.saving.checkpoint",
+        "composable.saving.full_params",
+        "composable.saving.safetensors",
         "composable",
     ],
 }
@@ -96,7 +106,7 @@ ORDER = [name for layer in LAYERS.values() for name in layer]
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
 HOOK_REGISTRATION = re.compile(r"_?register_\w*hook|queue_callback")
 # The second file gives names to what torch has; it registers nothing of its own accord.
-FILES_WITH_HOOKS = {"composable.hooks", "composable.torch_private"}
+FILES_WITH_HOOKS = {"composable.runtime.hooks", "composable.torch_private"}
 
 
 class Import(NamedTuple):
@@ -238,24 +248,24 @@ def test_only_the_hooks_file_registers_hooks(name: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import composable.handle",
-        "from composable.handle import Handle",
+        "import composable.storage.handle",
+        "from composable.storage.handle import Handle",
         "from composable import handle",
         "from composable import fully_shard, errors",
         "import composable",
-        "def late():\n    from composable.plan import plan",
-        "if TYPE_CHECKING:\n    from composable.layout import FlatLayout",
+        "def late():\n    from composable.planning.shard_plan import plan",
+        "if TYPE_CHECKING:\n    from composable.planning.layout import FlatLayout",
     ],
 )
 def test_an_upward_import_is_seen(source: str) -> None:
-    assert upward_imports("composable.layout", ast.parse(source))
+    assert upward_imports("composable.planning.layout", ast.parse(source))
 
 
 @pytest.mark.parametrize(
     "source", ["from composable import errors", "import _traversal_utils", "import torch.nn as nn"]
 )
 def test_a_downward_import_is_allowed(source: str) -> None:
-    assert upward_imports("composable.layout", ast.parse(source)) == []
+    assert upward_imports("composable.planning.layout", ast.parse(source)) == []
 
 
 @pytest.mark.parametrize(
@@ -272,7 +282,7 @@ def test_a_downward_import_is_allowed(source: str) -> None:
     ],
 )
 def test_a_forbidden_name_is_seen(source: str) -> None:
-    assert forbidden_names("composable.handle", ast.parse(source))
+    assert forbidden_names("composable.storage.handle", ast.parse(source))
 
 
 @pytest.mark.parametrize(
@@ -288,4 +298,4 @@ def test_a_forbidden_name_is_seen(source: str) -> None:
     ],
 )
 def test_a_hook_registration_is_seen(source: str) -> None:
-    assert hook_registrations("composable.handle", ast.parse(source))
+    assert hook_registrations("composable.storage.handle", ast.parse(source))

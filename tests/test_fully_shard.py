@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import _traversal_utils
 from composable import ConfigError, DesyncError, FSDPModule, ModuleWrapPolicy, UsageError, fully_shard, no_sync, plan
-from composable.ragged import RaggedDTensor
-from composable.scheduler import Scheduler
-from composable.state import RootState
+from composable.ragged.tensor import RaggedDTensor
+from composable.runtime.scheduler import Scheduler
+from composable.runtime.state import RootState
 from tests.counting import CountingTransport
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of

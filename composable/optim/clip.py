@@ -1,0 +1,308 @@
+"""One norm over any mix of parameters, and gradients clipped by it.
+
+torch's own ``clip_grad_norm_`` knows DTensors of one mesh only. Here each tensor is reduced on its
+rank, in its own device's memory; what the ranks then add up is a number for each group of ranks.
+
+Every element counts once: pieces are added over the mesh dims that a tensor is cut over, replicas
+are not. A plain tensor is taken to be the same on every rank, as ``replicate`` keeps it.
+
+Source: gradient clipping, arXiv 1211.5063.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from composable.errors import ConfigError, UsageError
+from composable.optim.local_step import LocalGradients, local_gradients
+from composable.ragged.fallback import LIVE_SOURCES, mark_stale
+from composable.ragged.norms import cut_dims
+from composable.ragged.spec import RaggedLayout, all_reduce
+from composable.ragged.tensor import RaggedDTensor
+from composable.torch_private import DeviceMesh, Placement, foreach_mul_, foreach_norm
+
+__all__ = ["clip_grad_norm_", "get_total_norm"]
+
+# Guards the division, as in torch.
+_EPSILON = 1e-6
+
+
+@torch.no_grad()
+def get_total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Return the norm of all tensors, seen as one vector: torch's ``get_total_norm`` for any mix of tensors.
+
+    Collective: all ranks of every mesh that a tensor is on, with the same list. One all-reduce of a few
+    numbers for each group of ranks that tensors are cut over.
+
+    Args:
+        tensors: Plain tensors (the same on every rank), ragged ones and torch's own DTensors, on any
+            meshes and devices. Pieces on the host meet on the device of their mesh. ``Partial`` ones are
+            reduced first, one by one.
+        norm_type: Above 0; ``math.inf`` for the largest magnitude.
+        error_if_nonfinite: Raise, on every rank, if the norm is NaN or infinite.
+        foreach: ``False`` takes the norms one by one.
+
+    Returns:
+        A plain tensor of one number, equal on every rank, on the first tensor's device and in the dtype that
+        the tensors promote to.
+
+    Raises:
+        ConfigError: ``norm_type`` is no number above 0, or this rank is not in the mesh of a tensor.
+        UsageError: The norm is not finite, and ``error_if_nonfinite``.
+    """
+    pieces = _Pieces()
+    for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+        pieces.add(tensor)
+    return pieces.total_norm(norm_type, error_if_nonfinite, foreach).to(pieces.dtype)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor] | torch.optim.Optimizer,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale all gradients so that their norm is at most ``max_norm``: torch's function for any mix of parameters.
+
+    Collective: all ranks of every mesh that a parameter is on, with the same list, as ``get_total_norm``.
+    Also where no parameter of a mesh has a gradient on some rank. A parameter listed twice counts once.
+
+    Args:
+        parameters: Plain (the same gradient on every rank), ragged and torch's own DTensor parameters, on any meshes.
+            Or an optimizer: all of its parameters; after ``accelerate_optimizer`` in as few tensors as it steps.
+        max_norm: 0 or above.
+        norm_type: Above 0; ``math.inf`` for the largest magnitude.
+        error_if_nonfinite: Raise, on every rank and before any gradient is changed, if the norm is NaN or infinite.
+        foreach: ``False`` works on the gradients one by one.
+
+    Returns:
+        The norm before clipping, as ``get_total_norm`` does.
+
+    Raises:
+        ConfigError: As ``get_total_norm``; or ``max_norm`` is negative or NaN.
+        UsageError: The norm is not finite, and ``error_if_nonfinite``.
+    """
+    max_norm = float(max_norm)
+    if not max_norm >= 0:
+        raise ConfigError(f"max_norm is {max_norm}", fix="give the largest norm that gradients may have, 0 or above")
+    pieces = _Pieces()
+    params, accelerated = _listed(parameters)
+    for parameter in params:
+        pieces.expect(parameter)
+    grads = [parameter.grad for parameter in params if parameter.grad is not None]
+    for grad in grads:
+        pieces.add(grad)
+    scaled = [_local(grad) for grad in grads]
+    for gradients in accelerated:
+        pieces.add_accelerated(gradients)
+        scaled += gradients.tensors
+    total = pieces.total_norm(norm_type, error_if_nonfinite, foreach)
+    norm = total.to(pieces.dtype)
+    # Half a mantissa is not enough for a factor.
+    exact = total.to(torch.promote_types(norm.dtype, torch.float32))
+    factor = (max_norm / (exact + _EPSILON)).clamp_(max=1.0)
+    for (device, _), locals_ in _by_kind(scaled).items():
+        if foreach is False:
+            for local in locals_:
+                local.mul_(factor.to(device))
+        else:
+            foreach_mul_(locals_, factor.to(device))
+    if LIVE_SOURCES:
+        every = _params_of(parameters) if isinstance(parameters, torch.optim.Optimizer) else params
+        mark_stale([parameter.grad for parameter in every if isinstance(parameter.grad, RaggedDTensor)])
+    return norm
+
+
+def _listed(
+    parameters: torch.Tensor | Iterable[torch.Tensor] | torch.optim.Optimizer,
+) -> tuple[list[torch.Tensor], list[LocalGradients]]:
+    """Return the parameters, each once, but those of an accelerated optimizer as the gradients that it steps with."""
+    if isinstance(parameters, torch.Tensor):
+        return [parameters], []
+    if isinstance(parameters, torch.optim.Optimizer):
+        accelerated = local_gradients(parameters)
+        params = _params_of(parameters)
+        if accelerated is None:
+            return params, []
+        return [parameter for parameter in params if type(parameter) is not RaggedDTensor], accelerated
+    return list({id(parameter): parameter for parameter in parameters}.values()), []
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class _Group(NamedTuple):
+    """Ranks that hold different pieces of a tensor, and where their numbers meet."""
+
+    ranks: tuple[int, ...]
+    device_type: str
+
+
+class _Groups:
+    """The groups of ranks that tensors are cut over; equal ranks of two meshes are one group."""
+
+    def __init__(self) -> None:
+        self._by_mesh: dict[tuple[int, int], _Group] = {}
+        self._by_placements: dict[tuple[int, tuple[Placement, ...]], tuple[_Group, ...]] = {}
+        self._mesh_dims: dict[_Group, tuple[DeviceMesh, int]] = {}
+
+    def of(self, tensor: torch.Tensor) -> tuple[_Group, ...]:
+        """Return the groups over which the pieces of a tensor have to be added."""
+        if type(tensor) is RaggedDTensor:
+            return self.of_layout(tensor._spec.layout)
+        if not isinstance(tensor, DTensor):
+            return ()
+        mesh, placements = tensor._spec.mesh, tensor._spec.placements
+        groups = self._by_placements.get((id(mesh), placements))
+        if groups is None:
+            if mesh.get_coordinate() is None:
+                raise ConfigError(
+                    f"this rank is not in the mesh {mesh} of a tensor of shape {list(tensor.shape)}",
+                    fix="list the tensors of this rank only",
+                )
+            groups = tuple(self._at(mesh, dim) for dim in cut_dims(tensor) if not placements[dim].is_partial())
+            self._by_placements[id(mesh), placements] = groups
+        return groups
+
+    def of_layout(self, layout: RaggedLayout) -> tuple[_Group, ...]:
+        """Return the one group over which ragged pieces have to be added."""
+        return (self._at(layout.mesh, layout.mesh_dim),)
+
+    def all_reduce(self, numbers: torch.Tensor, group: _Group, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        return all_reduce(numbers, *self._mesh_dims[group], op)
+
+    def _at(self, mesh: DeviceMesh, dim: int) -> _Group:
+        group = self._by_mesh.get((id(mesh), dim))
+        if group is None:
+            group = _Group(tuple(dist.get_process_group_ranks(mesh.get_group(dim))), mesh.device_type)
+            self._by_mesh[id(mesh), dim] = group
+            self._mesh_dims.setdefault(group, (mesh, dim))
+        return group
+
+
+class _Pieces:
+    """This rank's pieces of tensors, by the groups of ranks that the tensors are cut over."""
+
+    def __init__(self) -> None:
+        self._groups = _Groups()
+        self._by_cut: dict[tuple[_Group, ...], list[torch.Tensor]] = {}
+        self._home: torch.device | None = None
+        self._dtypes: set[torch.dtype] = set()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the tensors promote to."""
+        kinds = {dtype.to_real() if dtype.is_complex else dtype for dtype in self._dtypes}
+        return reduce(torch.promote_types, kinds) if kinds else torch.float32
+
+    def expect(self, tensor: torch.Tensor) -> None:
+        """Take part in what the groups of a tensor have to say, also without its gradient."""
+        self._by_cut.setdefault(self._groups.of(tensor), [])
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Add a whole tensor's piece."""
+        tensor = _without_partial(tensor)
+        self._add(self._groups.of(tensor), _local(tensor))
+
+    def add_accelerated(self, gradients: LocalGradients) -> None:
+        """Add what an accelerated optimizer steps with."""
+        cut = self._groups.of_layout(gradients.layout)
+        self._by_cut.setdefault(cut, [])
+        self._dtypes |= gradients.dtypes
+        for local in gradients.tensors:
+            self._add(cut, local)
+
+    def _add(self, cut: tuple[_Group, ...], local: torch.Tensor) -> None:
+        self._home = self._home or local.device
+        self._dtypes.add(local.dtype)
+        self._by_cut.setdefault(cut, []).append(local)
+
+    def total_norm(self, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> torch.Tensor:
+        """Return the norm of all in fp64. Collective over the groups."""
+        order, home = float(norm_type), self._home or torch.device("cpu")
+        if not order > 0:
+            raise ConfigError(f"norm_type is {norm_type}", fix="give a number above 0, or math.inf")
+        summaries = {cut: _summary(locals_, order, home, foreach) for cut, locals_ in self._by_cut.items()}
+        total = _norm_of(_add_over_ranks(summaries, self._groups, order, home), order)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise UsageError(
+                f"the norm of order {order:g} is {total.item()}",
+                fix="find the gradient that is not finite, or pass error_if_nonfinite=False",
+            )
+        return total
+
+
+def _without_partial(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is RaggedDTensor or not isinstance(tensor, DTensor):
+        return tensor
+    if any(placement.is_partial() for placement in tensor._spec.placements):
+        placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+        return tensor.redistribute(placements=placements)
+    return tensor
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Group tensors that have elements by device and dtype."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return kinds
+
+
+def _summary(locals_: Sequence[torch.Tensor], order: float, home: torch.device, foreach: bool | None) -> torch.Tensor:
+    """Return what pieces add to a norm, in fp64: the sum of powers; or the maximum, and whether there is a NaN."""
+    is_max = math.isinf(order)
+    found = torch.zeros(2 if is_max else 1, dtype=torch.float64, device=home)
+    for (_, dtype), tensors in _by_kind(locals_).items():
+        summed_in = torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
+        if foreach is False:
+            norms = [torch.linalg.vector_norm(tensor, order, dtype=summed_in) for tensor in tensors]
+        else:
+            norms = list(foreach_norm(tensors, order, dtype=summed_in))
+        terms = torch.stack(norms).double().to(home)
+        if is_max:
+            is_nan = terms.isnan()
+            found = torch.maximum(found, torch.stack([terms.where(~is_nan, 0.0).max(), is_nan.any().double()]))
+        else:
+            found += terms.pow_(order).sum()
+    return found
+
+
+def _add_over_ranks(
+    summaries: dict[tuple[_Group, ...], torch.Tensor], groups: _Groups, order: float, home: torch.device
+) -> torch.Tensor:
+    """Return the summary of all pieces of all ranks: one all-reduce a group, for all tensors that are cut over it."""
+    is_max = math.isinf(order)
+    combine, op = (torch.maximum, dist.ReduceOp.MAX) if is_max else (torch.add, dist.ReduceOp.SUM)
+    while left := [group for cut in summaries for group in cut]:
+        group = left[0]
+        cuts = [cut for cut in summaries if group in cut]
+        reduced = groups.all_reduce(torch.stack([summaries.pop(cut) for cut in cuts]), group, op).to(home)
+        for cut, summary in zip(cuts, reduced):
+            rest = tuple(other for other in cut if other != group)
+            summaries[rest] = combine(summaries[rest], summary) if rest in summaries else summary
+    return summaries.get((), torch.zeros(2 if is_max else 1, dtype=torch.float64, device=home))
+
+
+def _norm_of(summary: torch.Tensor, order: float) -> torch.Tensor:
+    if not math.isinf(order):
+        return summary[0].pow(1.0 / order)
+    return summary[0].where(summary[1] == 0, math.nan)

@@ -1,0 +1,1 @@
+"""What an annotation will do, decided before anything is changed: names and shapes in, numbers out."""

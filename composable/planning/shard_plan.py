@@ -1,0 +1,567 @@
+"""Handles, the parameters each owns and the reason for each; printable, comparable.
+
+A plan is made before anything is changed, from names and shapes alone: no process group,
+and parameters may be on the meta device. First the *structure*: which modules get a
+handle and which parameters each handle owns. Then the *layout* of each handle's buffers,
+which depends on the number of ranks. ``fully_shard`` executes the plan that ``plan`` shows.
+
+Byte counts are per rank unless they say otherwise.
+"""
+
+import enum
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from composable.contract import get_registry
+from composable.errors import ConfigError
+from composable.planning.layout import Align, FlatLayout, plan_layout
+from composable.planning.structure import FoundParam, find_structure, named_roots
+from composable.policies import PolicyLike
+
+__all__ = [
+    "BufferPlan",
+    "HandleCollectives",
+    "HandleMembers",
+    "HandlePlan",
+    "ParamPlan",
+    "ShardPlan",
+    "ShardingStrategy",
+    "plan",
+    "plan_with_members",
+]
+
+_FQNS_SHOWN = 3
+_LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
+
+
+class ShardingStrategy(enum.Enum):
+    """What is freed when.
+
+    Attributes:
+        FULL_SHARD: Parameters are freed after forward and gathered again for backward.
+        SHARD_GRAD_OP: Parameters stay unsharded from forward to backward.
+    """
+
+    FULL_SHARD = "FULL_SHARD"
+    SHARD_GRAD_OP = "SHARD_GRAD_OP"
+
+
+@dataclass(frozen=True)
+class ParamPlan:
+    """One unique parameter; ``shared_fqns`` are its other names."""
+
+    fqn: str
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+    shared_fqns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """The flat buffer for one (dtype, requires_grad) class of a handle's parameters."""
+
+    dtype: torch.dtype
+    requires_grad: bool
+    layout: FlatLayout
+
+    @property
+    def shard_bytes(self) -> int:
+        return self.layout.shard_numel * self.dtype.itemsize
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the whole buffer while it is unsharded."""
+        return self.layout.numel * self.dtype.itemsize
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of padding in the whole buffer."""
+        return self.layout.padding_numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class HandlePlan:
+    """Parameters that are unsharded and resharded together.
+
+    Attributes:
+        module_fqns: The fully sharded module, below the annotated one (``''`` is itself), or
+            the positions of several annotated together.
+        class_names: The classes of those modules.
+        reason: Why they have a handle.
+        params: In ``named_parameters()`` order.
+        buffers: One for each class of parameters.
+        reshard_after_forward: ``None``: only where the module is not the root.
+    """
+
+    module_fqns: tuple[str, ...]
+    class_names: tuple[str, ...]
+    reason: str
+    params: tuple[ParamPlan, ...]
+    buffers: tuple[BufferPlan, ...]
+    reshard_after_forward: bool | None
+
+    @property
+    def numel(self) -> int:
+        return sum(param.shape.numel() for param in self.params)
+
+    @property
+    def shard_bytes(self) -> int:
+        return sum(buffer.shard_bytes for buffer in self.buffers)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes while it is unsharded."""
+        return sum(buffer.buffer_bytes for buffer in self.buffers)
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of padding in the whole buffers."""
+        return sum(buffer.padding_bytes for buffer in self.buffers)
+
+    def renamed(self, roots: Mapping[str, str]) -> "HandlePlan":
+        """Return this plan with FQNs that begin below other modules; ``roots`` as in ``ShardPlan.part``."""
+
+        def rename(fqn: str) -> str:
+            for old, new in roots.items():
+                if fqn == old or fqn.startswith(f"{old}.") or not old:
+                    return ".".join(filter(None, [new, fqn[len(old) :].lstrip(".")]))
+            raise AssertionError(f"{fqn!r} is below none of {list(roots)}")
+
+        return replace(
+            self,
+            module_fqns=tuple(rename(fqn) for fqn in self.module_fqns),
+            params=tuple(
+                replace(param, fqn=rename(param.fqn), shared_fqns=tuple(map(rename, param.shared_fqns)))
+                for param in self.params
+            ),
+            buffers=tuple(
+                replace(
+                    buffer,
+                    layout=replace(
+                        buffer.layout,
+                        spans=tuple(replace(span, fqn=rename(span.fqn)) for span in buffer.layout.spans),
+                    ),
+                )
+                for buffer in self.buffers
+            ),
+        )
+
+    def is_resharded_after_forward(self, *, is_root: bool) -> bool:
+        """Return whether the handle is freed between forward and backward, if its module is (not) the root."""
+        return not is_root if self.reshard_after_forward is None else self.reshard_after_forward
+
+
+@dataclass(frozen=True)
+class HandleCollectives:
+    """What one handle's collectives amount to in one training step; bytes are of whole buffers."""
+
+    module_fqns: tuple[str, ...]
+    all_gathers: int
+    all_gather_bytes: int
+    reduce_scatters: int
+    reduce_scatter_bytes: int
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """What one annotation does.
+
+    Attributes:
+        world_size: Ranks that share each buffer.
+        transport: How the bytes travel.
+        class_names: The classes of the annotated modules.
+        handles: Left to right, depth first.
+        kept_fqns: Modules below that earlier annotations manage; left as they are.
+        ignored_fqns: Parameters that stay whole on every rank.
+    """
+
+    world_size: int
+    transport: str
+    class_names: tuple[str, ...]
+    handles: tuple[HandlePlan, ...]
+    kept_fqns: tuple[str, ...] = ()
+    ignored_fqns: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters, each counted once."""
+        return sum(handle.numel for handle in self.handles)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of parameters that a rank keeps between iterations."""
+        return sum(handle.shard_bytes for handle in self.handles)
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of padding in all whole buffers."""
+        return sum(handle.padding_bytes for handle in self.handles)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is likely not meant."""
+        if len(self.handles) != 1 or self.kept_fqns:
+            return ()
+        params = self.handles[0].params
+        if len(self.class_names) > 1 or len({param.fqn.rpartition(".")[0] for param in params}) < 2:
+            return ()
+        return ("the whole model is one handle: nothing can overlap; pass a policy",)
+
+    def bytes_per_rank_at_rest(self, optimizer_states: int = 2, state_dtype: torch.dtype | None = None) -> int:
+        """Return the bytes of shards and optimizer state between iterations, gradients freed.
+
+        Ignored parameters, module buffers and what else the model holds are not counted.
+
+        Args:
+            optimizer_states: Tensors of the parameter's size for each trainable parameter: 2 for Adam.
+            state_dtype: Their dtype; default: that of the parameter.
+        """
+        states = 0
+        for buffer in self._buffers():
+            if buffer.requires_grad:
+                itemsize = (state_dtype or buffer.dtype).itemsize
+                states += optimizer_states * buffer.layout.shard_numel * itemsize
+        return self.shard_bytes + states
+
+    def peak_unsharded_bytes(self, prefetch: int = 1, *, is_root: bool = True) -> int:
+        """Return the most bytes of unsharded parameters at a time.
+
+        Handles that are not resharded after forward all live at its end; of the others, those
+        of the modules that are running and of the ``prefetch`` that come next.
+
+        Args:
+            prefetch: Handles gathered ahead of their use.
+            is_root: Forward starts at the annotated module.
+        """
+        freed = [handle.is_resharded_after_forward(is_root=is_root) for handle in self.handles]
+        kept_bytes = sum(
+            handle.buffer_bytes for handle, is_freed in zip(self.handles, freed, strict=True) if not is_freed
+        )
+        passing = [handle.buffer_bytes if is_freed else 0 for handle, is_freed in zip(self.handles, freed, strict=True)]
+        peak = 0
+        open_bytes: list[int] = []  # of the handles around the current one, by depth
+        for index, depth in enumerate(self._depths()):
+            del open_bytes[depth:]
+            open_bytes.append(passing[index])
+            peak = max(peak, sum(open_bytes) + sum(passing[index + 1 : index + 1 + prefetch]))
+        return kept_bytes + peak
+
+    def expected_collectives(self, *, is_root: bool = True) -> tuple[HandleCollectives, ...]:
+        """Return each handle's collectives in one training step: forward, backward, gradients synchronised.
+
+        One all-gather of each buffer for forward, one more for backward if it was freed between,
+        and one reduce-scatter of each buffer that requires gradients. Empty buffers need none.
+
+        Args:
+            is_root: Forward starts at the annotated module.
+        """
+        found = []
+        for handle in self.handles:
+            gathers = 2 if handle.is_resharded_after_forward(is_root=is_root) else 1
+            buffers = [buffer for buffer in handle.buffers if buffer.layout.numel]
+            trainable = [buffer for buffer in buffers if buffer.requires_grad]
+            found.append(
+                HandleCollectives(
+                    handle.module_fqns,
+                    gathers * len(buffers),
+                    gathers * sum(buffer.buffer_bytes for buffer in buffers),
+                    len(trainable),
+                    sum(buffer.buffer_bytes for buffer in trainable),
+                )
+            )
+        return tuple(found)
+
+    def part(self, handles: Iterable[HandlePlan], roots: Mapping[str, str], class_names: Sequence[str]) -> "ShardPlan":
+        """Return the plan of some of the handles, as if the modules around them had been annotated on their own.
+
+        Args:
+            handles: Of this plan.
+            roots: For the FQN of each of those modules, its name in the new plan: ``''``, or a position in a list.
+            class_names: Their classes.
+        """
+        return ShardPlan(
+            self.world_size, self.transport, tuple(class_names), tuple(handle.renamed(roots) for handle in handles)
+        )
+
+    def without(self, handles: Sequence[HandlePlan]) -> "ShardPlan":
+        """Return the plan without some of its handles, whose parameters are whole again."""
+        fqns = (fqn for handle in handles for param in handle.params for fqn in (param.fqn, *param.shared_fqns))
+        gone = set(map(id, handles))
+        kept = tuple(handle for handle in self.handles if id(handle) not in gone)
+        return replace(self, handles=kept, ignored_fqns=(*self.ignored_fqns, *fqns))
+
+    def digest(self) -> str:
+        """Return a hash of all that must be equal on every rank."""
+        handles = [
+            {
+                "modules": handle.module_fqns,
+                "reshard_after_forward": handle.reshard_after_forward,
+                "params": [
+                    (param.fqn, tuple(param.shape), str(param.dtype), param.requires_grad, param.shared_fqns)
+                    for param in handle.params
+                ],
+                "buffers": [
+                    (
+                        str(buffer.dtype),
+                        buffer.requires_grad,
+                        buffer.layout.shard_numel,
+                        [(span.fqn, span.start) for span in buffer.layout.spans],
+                    )
+                    for buffer in handle.buffers
+                ],
+            }
+            for handle in self.handles
+        ]
+        return hashlib.sha256(json.dumps([self.world_size, self.transport, handles]).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        largest = max((handle.buffer_bytes for handle in self.handles), default=0)
+        handles, ranks = _count(len(self.handles), "handle"), _count(self.world_size, "rank")
+        lines = [
+            f"{' + '.join(self.class_names)}: {handles} over {ranks}, transport {self.transport}",
+            f"  {self.numel:,} elements; per rank {_format_bytes(self.shard_bytes)} at rest;"
+            f" largest handle {_format_bytes(largest)} unsharded; padding {_format_bytes(self.padding_bytes)}",
+        ]
+        lines += self._handle_lines()
+        if self.kept_fqns:
+            lines.append(f"  annotated before, left as they are: {_shorten(self.kept_fqns)}")
+        if self.ignored_fqns:
+            lines.append(f"  ignored parameters: {_shorten(self.ignored_fqns)}")
+        lines += [f"  warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+    def _buffers(self) -> Iterator[BufferPlan]:
+        return (buffer for handle in self.handles for buffer in handle.buffers)
+
+    def _depths(self) -> Iterator[int]:
+        """Yield how many handles of this plan are around each one, by their modules' names."""
+        around: list[str] = []
+        for handle in self.handles:
+            fqn = handle.module_fqns[0] if len(handle.module_fqns) == 1 else ""
+            while around and around[-1] and not fqn.startswith(f"{around[-1]}."):
+                around.pop()
+            yield len(around)
+            around.append(fqn)
+
+    def _handle_lines(self) -> list[str]:
+        """Return one line for each handle, or for a run of siblings that differ in one number only."""
+        runs: list[tuple[tuple[object, ...], int, int]] = []  # what is equal in a run, first and last number
+        for handle, depth in zip(self.handles, self._depths(), strict=True):
+            fqn = ", ".join(name or "(root)" for name in handle.module_fqns)
+            numbered = _LAST_NUMBER.fullmatch(fqn) if len(handle.module_fqns) == 1 else None
+            before, number, after = (numbered[1], int(numbered[2]), numbered[3]) if numbered else (fqn, -1, "")
+            classes = ", ".join(dict.fromkeys(handle.class_names))
+            key = ("  " * (depth + 1) + before, f"{after} ({classes})", _describe_handle(handle))
+            if runs and runs[-1][0] == key and runs[-1][2] + 1 == number:
+                runs[-1] = (key, runs[-1][1], number)
+            else:
+                runs.append((key, number, number))
+        lines = []
+        for (before, after, text), first, last in runs:
+            number_text = "" if first < 0 else str(first) if first == last else f"[{first}-{last}]"
+            times = f" x {last - first + 1}, each" if last > first else ""
+            lines.append(f"{before}{number_text}{after}{times}: {text}")
+        return lines
+
+
+@dataclass(frozen=True, eq=False)
+class HandleMembers:
+    """The objects that a ``HandlePlan`` names.
+
+    Attributes:
+        modules: The fully sharded modules.
+        originals: The handle's parameters by FQN, in the plan's order.
+        owners: For each FQN, every (module, attribute name) that holds the parameter.
+    """
+
+    modules: tuple[nn.Module, ...]
+    originals: Mapping[str, nn.Parameter]
+    owners: Mapping[str, tuple[tuple[nn.Module, str], ...]]
+
+
+def plan(
+    module: nn.Module | Sequence[nn.Module],
+    *,
+    world_size: int,
+    policy: PolicyLike | None = None,
+    strategy: ShardingStrategy | str | None = None,
+    reshard_after_forward: bool | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    align: Mapping[str, Align] | None = None,
+    transport: str = "auto",
+) -> ShardPlan:
+    """Say what ``fully_shard`` with the same arguments would do; nothing is changed or communicated.
+
+    Args:
+        module: An unannotated module, or several that share one handle; may be on the meta device.
+        world_size: Ranks that would share the parameters.
+        policy: Which submodules get handles of their own.
+        strategy: ``FULL_SHARD`` or ``SHARD_GRAD_OP``; instead of ``reshard_after_forward``.
+        reshard_after_forward: Free the parameters between forward and backward. ``None``: only
+            where the module is not the root.
+        ignored_params: Parameters to leave alone, under all their names.
+        ignored_modules: Modules to leave alone with all below them.
+        align: What a cut may do to a parameter, by FQN: see ``plan_layout``.
+        transport: The name to print.
+
+    Raises:
+        ConfigError: An argument is wrong; the message names the module or parameter and the fix.
+    """
+    for _, root in named_roots(module):
+        for api in ("fully_shard", "replicate"):
+            if api in get_registry(root):
+                raise ConfigError(
+                    f"{api} is already on this module",
+                    at=f"module {type(root).__name__}",
+                    fix="plan before annotating; an annotation keeps its own plan",
+                )
+    return plan_with_members(
+        module,
+        world_size=world_size,
+        policy=policy,
+        strategy=strategy,
+        reshard_after_forward=reshard_after_forward,
+        ignored_params=ignored_params,
+        ignored_modules=ignored_modules,
+        align=align,
+        transport=transport,
+    )[0]
+
+
+def plan_with_members(
+    module: nn.Module | Sequence[nn.Module],
+    *,
+    world_size: int,
+    policy: PolicyLike | None = None,
+    strategy: ShardingStrategy | str | None = None,
+    reshard_after_forward: bool | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    align: Mapping[str, Align] | None = None,
+    transport: str = "auto",
+) -> tuple[ShardPlan, tuple[HandleMembers, ...]]:
+    """Make the plan, and for each of its handles the objects that it names.
+
+    The annotated modules may carry this annotation already: it is entered before it plans.
+    Arguments and errors are those of ``plan``.
+    """
+    if world_size < 1:
+        raise ConfigError(f"world_size is {world_size}", fix="pass the number of ranks that share the parameters")
+    is_freed = _resolve_reshard(strategy, reshard_after_forward)
+    structure = find_structure(module, policy, ignored_params, ignored_modules)
+    handles = structure.handles
+    align = align or {}
+    unknown = set(align) - {found.fqns[0] for handle in handles for found in handle.params}
+    if unknown:
+        raise ConfigError(
+            f"align names parameters that no handle owns: {sorted(unknown)}",
+            fix="pass FQNs below the annotated module, as in named_parameters()",
+        )
+    handle_plans = tuple(
+        HandlePlan(
+            module_fqns=handle.fqns,
+            class_names=tuple(type(one).__name__ for one in handle.modules),
+            reason=handle.reason,
+            params=tuple(_plan_param(found) for found in handle.params),
+            buffers=_plan_buffers(handle.params, world_size, align),
+            reshard_after_forward=True if is_freed is None and handle.is_picked else is_freed,
+        )
+        for handle in handles
+    )
+    shard_plan = ShardPlan(
+        world_size=world_size,
+        transport=transport,
+        class_names=tuple(type(root).__name__ for _, root in named_roots(module)),
+        handles=handle_plans,
+        kept_fqns=structure.kept_fqns,
+        ignored_fqns=structure.ignored_fqns,
+    )
+    members = tuple(
+        HandleMembers(
+            handle.modules,
+            {found.fqns[0]: found.param for found in handle.params},
+            {found.fqns[0]: tuple(found.owners) for found in handle.params},
+        )
+        for handle in handles
+    )
+    return shard_plan, members
+
+
+def _resolve_reshard(strategy: ShardingStrategy | str | None, reshard_after_forward: bool | None) -> bool | None:
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise ConfigError(f"reshard_after_forward is {reshard_after_forward!r}", fix="pass True, False or None")
+    if strategy is None:
+        return reshard_after_forward
+    if reshard_after_forward is not None:
+        raise ConfigError("strategy and reshard_after_forward both say what is freed when", fix="pass one of them")
+    if strategy in (ShardingStrategy.FULL_SHARD, "FULL_SHARD"):
+        return True
+    if strategy in (ShardingStrategy.SHARD_GRAD_OP, "SHARD_GRAD_OP"):
+        return False
+    raise ConfigError(
+        f"strategy is {strategy!r}", fix=f"pass one of {', '.join(repr(one.value) for one in ShardingStrategy)}"
+    )
+
+
+def _plan_param(found: FoundParam) -> ParamPlan:
+    param = found.param
+    return ParamPlan(found.fqns[0], param.shape, param.dtype, param.requires_grad, tuple(found.fqns[1:]))
+
+
+def _plan_buffers(params: Sequence[FoundParam], world_size: int, align: Mapping[str, Align]) -> tuple[BufferPlan, ...]:
+    classes: dict[tuple[torch.dtype, bool], list[tuple[str, torch.Size]]] = {}
+    for found in params:
+        key = (found.param.dtype, found.param.requires_grad)
+        classes.setdefault(key, []).append((found.fqns[0], found.param.shape))
+    return tuple(
+        BufferPlan(
+            dtype,
+            requires_grad,
+            plan_layout(shapes, world_size, align={fqn: align[fqn] for fqn, _ in shapes if fqn in align}),
+        )
+        for (dtype, requires_grad), shapes in classes.items()
+    )
+
+
+def _describe_handle(handle: HandlePlan) -> str:
+    """Return what is said of a handle after its name and class."""
+    kinds = ", ".join(
+        str(buffer.dtype).removeprefix("torch.") + ("" if buffer.requires_grad else " frozen")
+        for buffer in handle.buffers
+    )
+    padding = f", padding {_format_bytes(handle.padding_bytes)}" if handle.padding_bytes else ""
+    tied = sum(bool(param.shared_fqns) for param in handle.params)
+    return (
+        f"{_count(len(handle.params), 'param')}"
+        f"{f' ({tied} tied)' if tied else ''}, {handle.numel:,} {kinds},"
+        f" {_format_bytes(handle.shard_bytes)} per rank{padding}; {handle.reason}"
+        f"{'; kept for backward' if handle.reshard_after_forward is False else ''}"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _format_bytes(number: int) -> str:
+    if number < 1024:
+        return f"{number} B"
+    value, unit = number / 1024, "KiB"
+    for larger in ("MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.1f} {unit}"
+
+
+def _shorten(fqns: Sequence[str]) -> str:
+    left_out = len(fqns) - _FQNS_SHOWN
+    return ", ".join(fqns[:_FQNS_SHOWN]) + (f" and {left_out} more" if left_out > 0 else "")

@@ -1,0 +1,1 @@
+"""The parameter that users see: a DTensor cut anywhere."""

@@ -1,0 +1,184 @@
+"""What ragged tensors reduce to without a gather: norms, whether any element is true, whether any is infinite.
+
+Each rank reduces its piece; what the ranks then exchange has the size of the result.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from composable.ragged.fallback import gather_and_run, replicate
+from composable.ragged.spec import RaggedLayout, all_reduce, replicated_spec
+from composable.torch_private import DeviceMesh, OpOverload, dtensor_new, foreach_norm
+
+__all__ = ["any_or_all", "cut_dims", "norm_of_list", "unscale", "vector_norm"]
+
+aten = torch.ops.aten
+
+
+def cut_dims(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dims of a DTensor's mesh over which ranks hold different elements; none for a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    return tuple(dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate))
+
+
+# -- the norm of each tensor
+
+
+def norm_of_list(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Run ``_foreach_norm``: ragged tensors together, others each on its own."""
+    tensors = args[0]
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    norms = iter(_norms([tensor for tensor in tensors if type(tensor) is cls], order, dtype))
+    return [next(norms) if type(tensor) is cls else op([tensor], order, dtype=dtype)[0] for tensor in tensors]
+
+
+def vector_norm(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``linalg_vector_norm``, over all dims or some."""
+    this, order, dims, keepdim = (*args, *(2, None, False)[len(args) - 1 :])[:4]
+    dtype = kwargs.get("dtype")
+    if type(this) is not cls:
+        return gather_and_run(cls, op, args, kwargs)
+    if dims is not None and len(dims) and this.dim() > 1 and 0 < order < math.inf:
+        return _norm_over_dims(this, order, [dim % this.dim() for dim in dims], keepdim, dtype)
+    if dims is not None or keepdim:
+        return gather_and_run(cls, op, args, kwargs)
+    return _norms([this], order, dtype)[0]
+
+
+def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[DTensor]:
+    """Return the norm of each tensor, replicated. Collective: one all-reduce for all tensors of one group.
+
+    Within a piece low precision is accumulated in fp32; over pieces everything is in fp64.
+    """
+    groups: list[tuple[RaggedLayout, list[int]]] = []
+    for index, tensor in enumerate(tensors):
+        layout: RaggedLayout = tensor._spec.layout
+        for known, members in groups:
+            if layout.mesh_dim == known.mesh_dim and (layout.mesh is known.mesh or layout.mesh == known.mesh):
+                members.append(index)
+                break
+        else:
+            groups.append((layout, [index]))
+    found: list[Any] = [None] * len(tensors)
+    for layout, members in groups:
+        whole = _norms_of_group(layout, [tensors[index] for index in members], order, dtype)
+        dtypes = [dtype or _real_of(tensors[index]._spec.dtype) for index in members]
+        kinds = {kind: whole.to(kind).unbind() for kind in set(dtypes)}
+        specs = {kind: replicated_spec(layout.mesh, scalars[0]) for kind, scalars in kinds.items()}
+        for position, (index, kind) in enumerate(zip(members, dtypes)):
+            found[index] = dtensor_new(DTensor, kinds[kind][position], specs[kind], requires_grad=False)
+    return found
+
+
+def _norms_of_group(
+    layout: RaggedLayout, tensors: Sequence[Any], order: float, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """Return the norms [len(tensors)] in fp64."""
+    device = tensors[0]._local_tensor.device
+    owned = [index for index, tensor in enumerate(tensors) if tensor._spec.layout.lo < tensor._spec.layout.hi]
+    pieces = [tensors[index]._local_tensor for index in owned]
+    if dtype is None and any(piece.dtype in (torch.bfloat16, torch.float16) for piece in pieces):
+        dtype = torch.float32
+    is_extreme, sign = math.isinf(order), -1.0 if order < 0 else 1.0
+    identity = 0.0 if sign > 0 or not is_extreme else -math.inf
+    summands = torch.full((len(tensors),), identity, dtype=torch.float64, device=device)
+    if pieces:
+        terms = torch.stack(foreach_norm(pieces, order, dtype=dtype)).double()
+        terms = terms * sign if is_extreme else terms if order in (0, 1) else terms.pow(order)
+        if len(owned) == len(tensors):
+            summands = terms
+        else:
+            summands[torch.tensor(owned, device=device)] = terms
+    if not is_extreme:
+        total = _all_reduce(summands, layout, dist.ReduceOp.SUM)
+        return total if order in (0, 1) else total.pow(1.0 / order)
+    # A maximum over ranks need not propagate NaN: send along who saw one.
+    is_nan = summands.isnan()
+    both = torch.stack([summands.where(~is_nan, identity), is_nan.double()])
+    extreme, saw_nan = _all_reduce(both, layout, dist.ReduceOp.MAX).unbind()
+    return (extreme * sign).where(saw_nan == 0, math.nan)
+
+
+def _norm_over_dims(this: Any, order: float, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None) -> DTensor:
+    """Return the norm over some dims, replicated; as Adafactor takes it of rows and columns.
+
+    Collective: one all-reduce of the result's size, in fp64.
+    """
+    layout: RaggedLayout = this._spec.layout
+    kind = dtype or _real_of(this._spec.dtype)
+    sums = _power_sums(this._local_tensor, layout, order, dims)
+    norms = _all_reduce(sums, layout, dist.ReduceOp.SUM).pow_(1.0 / order).to(kind)
+    return replicate(norms if keepdim else norms.squeeze(tuple(dims)), layout)
+
+
+def _power_sums(local: torch.Tensor, layout: RaggedLayout, order: float, dims: Sequence[int]) -> torch.Tensor:
+    """Return what a piece adds to the sums of powers over ``dims``, of the whole result's shape, in fp64."""
+    shape = layout.shape
+    sums = local.new_zeros([1 if dim in dims else size for dim, size in enumerate(shape)], dtype=torch.float64)
+    if layout.lo == layout.hi:
+        return sums
+    # Zeros fill the piece up to whole rows of the first dim.
+    width = shape.numel() // shape[0]
+    first, last = layout.lo // width, -(-layout.hi // width)
+    rows = local.reshape(-1)
+    if rows.numel() < (last - first) * width:
+        rows = local.new_zeros((last - first) * width)
+        rows[layout.lo - first * width : layout.hi - first * width] = local.reshape(-1)
+    # Half precision is summed in fp32, as torch does inside.
+    norms = torch.linalg.vector_norm(
+        rows.view(last - first, *shape[1:]), order, dim=list(dims), keepdim=True, dtype=_summed_in(local.dtype)
+    )
+    piece = sums if 0 in dims else sums[first:last]
+    piece.copy_(norms.double().pow_(order))
+    return sums
+
+
+def _summed_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _real_of(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+# -- truth, and the gradient scaler
+
+
+def any_or_all(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Reduce truth values to one; what in-place initialisers ask between draws."""
+    this = args[0]
+    layout: RaggedLayout = this._spec.layout
+    local = op(this._local_tensor)
+    reduce_op = dist.ReduceOp.MAX if op is aten.any.default else dist.ReduceOp.MIN
+    return replicate(_all_reduce(local.to(torch.uint8), layout, reduce_op).to(local.dtype), layout)
+
+
+def unscale(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Unscale gradients in place and tell every rank whether any rank found an inf or NaN.
+
+    Collective: one all-reduce for each mesh dim that some gradient is cut over.
+    """
+    grads, found_inf, inv_scale = args
+    locals_ = [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
+    found, scale = (t._local_tensor if isinstance(t, DTensor) else t for t in (found_inf, inv_scale))
+    locals_ = [local for local in locals_ if local.numel()]
+    if locals_:
+        op(locals_, found, scale)
+    shared: list[tuple[DeviceMesh, int]] = []
+    for grad in grads:
+        for dim in cut_dims(grad):
+            if (grad.device_mesh, dim) not in shared:
+                shared.append((grad.device_mesh, dim))
+    for mesh, dim in shared:
+        found.copy_(all_reduce(found.clone(), mesh, dim, dist.ReduceOp.MAX))
+
+
+def _all_reduce(tensor: torch.Tensor, layout: RaggedLayout, reduce_op: Any) -> torch.Tensor:
+    return all_reduce(tensor, layout.mesh, layout.mesh_dim, reduce_op)

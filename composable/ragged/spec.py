@@ -1,0 +1,353 @@
+"""How one parameter is cut over the ranks of a mesh dim, and what moves between cut and whole.
+
+A cut is ragged: every rank owns one contiguous range of the flattened parameter, of any
+length, also none. All ranks hold the same bounds, so each knows what the others own.
+Nothing here is a tensor subclass: local tensors in, local or full tensors out.
+
+Terms: a *local* tensor is this rank's piece, ``[rows, *rest]`` when every bound falls on a
+row and 1-D otherwise; a *full* tensor has the parameter's shape.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate
+
+from composable.errors import ConfigError, UsageError
+from composable.planning.layout import local_shape
+from composable.torch_private import DeviceMesh, DTensorSpec, Placement, TensorMeta, traceable_collectives
+
+__all__ = [
+    "RaggedLayout",
+    "RaggedShard",
+    "RaggedSpec",
+    "all_reduce",
+    "count_fallback",
+    "fallback_counts",
+    "gather_full",
+    "ragged_spec",
+    "replicated_spec",
+    "slice_full",
+    "strict_mode",
+]
+
+
+class RaggedShard(Placement):
+    """Cuts a flattened tensor at ``bounds``: rank ``r`` owns elements ``[bounds[r], bounds[r + 1])``.
+
+    Args:
+        bounds: One more than there are ranks; from 0 to the tensor's numel, never falling.
+
+    Raises:
+        ConfigError: The bounds do not start at 0, or fall.
+    """
+
+    def __init__(self, bounds: Sequence[int]) -> None:
+        # The base is a C++ object: without this call its first use is a segmentation fault.
+        super().__init__()
+        self.bounds = tuple(bounds)
+        if len(self.bounds) < 2 or self.bounds[0] != 0 or any(b < a for a, b in pairwise(self.bounds)):
+            raise ConfigError(f"bounds are {self.bounds}", fix="give one bound a rank and the end: 0, rising, numel")
+        self._hash = hash(self.bounds)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is RaggedShard and self.bounds == other.bounds)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"RaggedShard(bounds={self.bounds})"
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (RaggedShard, (self.bounds,))
+
+
+class RaggedLayout:
+    """Which elements of a parameter each rank owns; what casts of a parameter and its gradient share.
+
+    Attributes:
+        mesh: The ranks.
+        mesh_dim: The dim of it that the parameter is cut over; replicated over the others.
+        shape: Shape of the whole.
+        bounds: See ``RaggedShard``.
+        rank: This rank within ``mesh_dim``.
+        lo: First element that this rank owns.
+        hi: Past the last one.
+        local_shape: Shape of this rank's piece.
+    """
+
+    __slots__ = ("_placements", "bounds", "hi", "lo", "local_shape", "mesh", "mesh_dim", "rank", "shape")
+
+    def __init__(self, mesh: DeviceMesh, mesh_dim: int, shape: torch.Size, bounds: tuple[int, ...], rank: int) -> None:
+        self.mesh = mesh
+        self.mesh_dim = mesh_dim
+        self.shape = shape
+        self.bounds = bounds
+        self.rank = rank
+        self.lo = bounds[rank]
+        self.hi = bounds[rank + 1]
+        self.local_shape = local_shape(shape, bounds, rank)
+        ragged = RaggedShard(bounds)
+        self._placements: tuple[Placement, ...] = tuple(
+            ragged if dim == mesh_dim else Replicate() for dim in range(mesh.ndim)
+        )
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self._placements
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that share the parameter."""
+        return self.mesh.get_group(self.mesh_dim)
+
+    def matches(self, other: "RaggedLayout") -> bool:
+        """Say whether the pieces of two tensors cover the same elements on every rank."""
+        return self is other or (
+            self.bounds == other.bounds
+            and self.shape == other.shape
+            and self.mesh_dim == other.mesh_dim
+            and (self.mesh is other.mesh or self.mesh == other.mesh)
+        )
+
+
+class RaggedSpec(DTensorSpec):
+    """A ``DTensorSpec`` with one ``RaggedShard`` placement, and what the hot path wants precomputed.
+
+    A parameter, its gradient and its optimizer state share one object: equal layouts are
+    then recognised by identity.
+
+    Attributes:
+        layout: The cut, shared by every dtype.
+        dtype: Element type.
+        is_idle: This rank owns no element, and in-place arithmetic may skip it. Not for integers:
+            an operation that refuses them must do so on every rank.
+    """
+
+    def __init__(self, layout: RaggedLayout, dtype: torch.dtype) -> None:
+        strides = _contiguous_strides(layout.shape)
+        super().__init__(layout.mesh, layout.placements, tensor_meta=TensorMeta(layout.shape, strides, dtype))
+        self.layout = layout
+        self.dtype = dtype
+        self.is_idle = layout.lo == layout.hi and dtype.is_floating_point
+        self._casts: dict[torch.dtype, RaggedSpec] = {dtype: self}
+
+    # A dataclass with its own __eq__ in the base; without this line the subclass would not be hashable.
+    __hash__ = DTensorSpec.__hash__
+
+    def cast(self, dtype: torch.dtype) -> "RaggedSpec":
+        """Return the spec of the same cut in another dtype; the same object for the same dtype."""
+        spec = self._casts.get(dtype)
+        if spec is None:
+            spec = RaggedSpec(self.layout, dtype)
+            spec._casts = self._casts
+            self._casts[dtype] = spec
+        return spec
+
+    def __copy__(self) -> "RaggedSpec":
+        return RaggedSpec(self.layout, self.dtype)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "RaggedSpec":
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        layout = self.layout
+        return (
+            rebuild_spec,
+            (layout.mesh, layout.mesh_dim, tuple(layout.shape), self.dtype, layout.bounds, layout.rank),
+        )
+
+
+def ragged_spec(
+    mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype, bounds: Sequence[int], *, mesh_dim: int = -1
+) -> RaggedSpec:
+    """Describe a tensor that is cut at ``bounds`` over one dim of ``mesh`` and replicated over the others.
+
+    Every rank makes the same call; no communication.
+
+    Args:
+        mesh: The ranks.
+        shape: Shape of the whole tensor.
+        dtype: Element type.
+        bounds: One more than ``mesh_dim`` has ranks: rank ``r`` owns flat ``[bounds[r], bounds[r + 1])``.
+        mesh_dim: The dim of the mesh; the last one by default.
+
+    Raises:
+        ConfigError: The bounds do not fit the mesh or the shape, or this rank is not in the mesh.
+    """
+    mesh_dim = mesh_dim % mesh.ndim
+    size = torch.Size(shape)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ConfigError("this rank is not in the mesh", fix="make ragged tensors on the ranks of their mesh only")
+    bounds = tuple(bounds)
+    if len(bounds) != mesh.size(mesh_dim) + 1:
+        raise ConfigError(f"{len(bounds)} bounds for a mesh dim of {mesh.size(mesh_dim)} ranks", fix="give one more")
+    if bounds[-1] != size.numel():
+        raise ConfigError(f"bounds {bounds} end before or after the {size.numel()} elements of {list(size)}")
+    return RaggedSpec(RaggedLayout(mesh, mesh_dim, size, bounds, coordinate[mesh_dim]), dtype)
+
+
+def rebuild_spec(
+    mesh: DeviceMesh, mesh_dim: int, shape: tuple[int, ...], dtype: torch.dtype, bounds: tuple[int, ...], rank: int
+) -> RaggedSpec:
+    """Restore a pickled spec; keeps the rank that wrote it, whose piece it describes."""
+    return RaggedSpec(RaggedLayout(mesh, mesh_dim, torch.Size(shape), bounds, rank), dtype)
+
+
+def replicated_spec(mesh: DeviceMesh, full: torch.Tensor) -> DTensorSpec:
+    """Describe ``full`` as held whole by every rank of ``mesh``."""
+    meta = TensorMeta(full.shape, full.stride(), full.dtype)
+    return DTensorSpec(mesh, tuple(Replicate() for _ in range(mesh.ndim)), tensor_meta=meta)
+
+
+def slice_full(full: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
+    """Return this rank's piece of a full tensor, in the local shape; a view where ``full`` is contiguous."""
+    return full.reshape(-1)[layout.lo : layout.hi].view(layout.local_shape)
+
+
+def gather_full(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
+    """Return the full tensor on every rank, fresh and contiguous.
+
+    Collective: all ranks of the layout's group, same order.
+    """
+    bounds, world_size = layout.bounds, len(layout.bounds) - 1
+    device, home = torch.device(layout.mesh.device_type), local.device
+    if local.is_meta:
+        return torch.empty(layout.shape, dtype=local.dtype, device=home)
+    # Offloaded to the host: the group talks in device tensors only.
+    source = local.detach().reshape(-1)
+    source = source if home.type == device.type else source.to(device)
+    full = torch.empty(layout.shape, dtype=local.dtype, device=source.device)
+    if torch.compiler.is_compiling() and world_size > 1 and full.numel():
+        return _traceable_gather(source, layout).to(home)
+    # Bytes, because not every backend knows every dtype.
+    full_bytes, item = full.view(-1).view(torch.uint8), local.element_size()
+    source_bytes = source.contiguous().view(torch.uint8)
+    sizes = [hi - lo for lo, hi in pairwise(bounds)]
+    if not full_bytes.numel():
+        pass
+    elif world_size == 1:
+        full_bytes.copy_(source_bytes)
+    elif max(sizes) * world_size <= 2 * sum(sizes):
+        # Near equal pieces: one call, at the price of padding.
+        piece = max(sizes) * item
+        padded = source_bytes.new_zeros(piece)
+        padded[: source_bytes.numel()].copy_(source_bytes)
+        gathered = source_bytes.new_empty(world_size, piece).unbind()
+        dist.all_gather(list(gathered), padded, group=layout.group)
+        for start, size, got in zip(bounds, sizes, gathered):
+            full_bytes[start * item : (start + size) * item].copy_(got[: size * item])
+    else:
+        # Few owners, the common case: every byte is sent once and lands in place.
+        full_bytes[layout.lo * item : layout.hi * item].copy_(source_bytes)
+        works = [
+            dist.broadcast(
+                full_bytes[bounds[rank] * item : bounds[rank + 1] * item],
+                group=layout.group,
+                group_src=rank,
+                async_op=True,
+            )
+            for rank, size in enumerate(sizes)
+            if size
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
+    return full if home.type == device.type else full.to(home)
+
+
+def _traceable_gather(source: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
+    """Gather as a graph can hold it: torch.compile does not see what other collectives write into lists."""
+    sizes = [hi - lo for lo, hi in pairwise(layout.bounds)]
+    piece = max(sizes)
+    padded = torch.cat([source, source.new_zeros(piece - source.numel())])
+    gathered = traceable_collectives.all_gather_tensor(padded, 0, layout.group)
+    pieces = [gathered[rank * piece : rank * piece + size] for rank, size in enumerate(sizes)]
+    return torch.cat(pieces).view(layout.shape)
+
+
+def all_reduce(
+    tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, reduce_op: dist.ReduceOp.RedOpType
+) -> torch.Tensor:
+    """Reduce a small tensor over one mesh dim; may change it in place, the result counts.
+
+    Collective: all ranks of the mesh dim.
+    """
+    if mesh.size(mesh_dim) == 1 or tensor.is_meta:
+        return tensor
+    # Offloaded tensors: the group talks in tensors of the mesh's device only.
+    moved = tensor.to(mesh.device_type)
+    group = mesh.get_group(mesh_dim)
+    if torch.compiler.is_compiling():
+        moved = traceable_collectives.all_reduce(moved, _NAMES[reduce_op], group)
+    else:
+        dist.all_reduce(moved, op=reduce_op, group=group)
+    return moved.to(tensor.device)
+
+
+_NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
+
+
+class _Fallbacks:
+    """Counts operations that gathered a ragged tensor, or refuses them."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.strict_depth = 0
+
+
+_FALLBACKS = _Fallbacks()
+
+
+def count_fallback(op: str, layout: RaggedLayout) -> None:
+    """Note that ``op`` is about to gather a tensor of ``layout``.
+
+    Raises:
+        UsageError: ``strict_mode`` is on.
+    """
+    if _FALLBACKS.strict_depth:
+        raise UsageError(
+            f"{op} has no rule for ragged tensors and would gather all of {list(layout.shape)}",
+            at=f"rank {layout.rank} of {len(layout.bounds) - 1}",
+            fix="call full_tensor() where a gather is meant, or leave strict_mode()",
+        )
+    _FALLBACKS.counts[op] += 1
+
+
+def fallback_counts(*, reset: bool = False) -> dict[str, int]:
+    """Return how often each operation gathered ragged tensors behind the user's back, since the last reset.
+
+    ``full_tensor`` and ``redistribute`` are asked for, and not counted.
+    """
+    counts = dict(_FALLBACKS.counts)
+    if reset:
+        _FALLBACKS.counts.clear()
+    return counts
+
+
+@contextmanager
+def strict_mode() -> Iterator[None]:
+    """Raise ``UsageError`` instead of gathering a ragged tensor that nobody asked to gather."""
+    _FALLBACKS.strict_depth += 1
+    try:
+        yield
+    finally:
+        _FALLBACKS.strict_depth -= 1
+
+
+def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

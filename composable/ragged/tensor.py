@@ -1,0 +1,373 @@
+"""The parameter that users and optimizers see: a DTensor cut anywhere, not in equal rows.
+
+A ``RaggedDTensor`` has the full shape, and on each rank a local tensor that is one contiguous
+range of the flattened whole, often all of it or nothing. It never enters torch's own sharding
+propagation with its placement, which knows no such cut; it has its own rules
+(``ragged_dispatch.py``), so optimizers and gradient clipping run without a gather.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from composable.errors import ConfigError, UsageError
+from composable.ragged.dispatch import RULES, rule_for
+from composable.ragged.fallback import LIVE_SOURCES, is_replicated, mark_stale, written_ragged
+from composable.ragged.spec import (
+    RaggedLayout,
+    RaggedShard,
+    RaggedSpec,
+    fallback_counts,
+    gather_full,
+    ragged_spec,
+    rebuild_spec,
+    slice_full,
+    strict_mode,
+)
+from composable.saving.torch_loads import chunks_of, piece_at, support_full_state_dicts, write_items_of
+from composable.torch_private import (
+    DeviceMesh,
+    DTensorSpec,
+    OpOverload,
+    Placement,
+    TensorMeta,
+    all_op_names,
+    disabled_torch_function,
+    dtensor_new,
+    optim_foreach_types,
+    utils_foreach_types,
+)
+
+__all__ = [
+    "RaggedDTensor",
+    "RaggedShard",
+    "RaggedSpec",
+    "fallback_counts",
+    "hand_over_grad",
+    "ragged_spec",
+    "strict_mode",
+]
+
+# torch's own descriptors, whose stubs say Tensor.
+_GRAD: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
+
+
+class RaggedDTensor(DTensor):
+    """A tensor of which each rank holds one contiguous range of elements.
+
+    Optimizers, norms, casts and other element-wise work run on the local pieces. Whatever has no
+    rule of its own gathers, runs on the full tensor and gives a replicated DTensor: right, slow,
+    and counted by ``fallback_counts``.
+
+    Two things differ from a plain tensor: a view that changes the shape looks into a gathered copy
+    and is of use until the tensor is changed; and random fills assume equal seeds on all ranks.
+    """
+
+    _local_tensor: torch.Tensor
+    _spec: RaggedSpec
+
+    # In this class's own dict: torch looks it up for every tensor of every call, base by base.
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]  # stubs want a method
+
+    @staticmethod
+    def wrap(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> "RaggedDTensor":
+        """Show ``local``, this rank's piece in the layout's local shape, as the whole. No copy, no check, 1 us."""
+        return dtensor_new(RaggedDTensor, local, spec, requires_grad=requires_grad)  # type: ignore[return-value]
+
+    @staticmethod
+    def from_full(full: torch.Tensor, spec: RaggedSpec) -> "RaggedDTensor":
+        """Keep this rank's piece of a tensor that every rank holds whole; a copy.
+
+        Raises:
+            ConfigError: ``full`` has another shape than ``spec``.
+        """
+        if full.shape != spec.layout.shape:
+            raise ConfigError(f"tensor of shape {list(full.shape)} for a spec of shape {list(spec.layout.shape)}")
+        piece = slice_full(full.detach(), spec.layout).to(spec.dtype, copy=True)
+        return RaggedDTensor.wrap(piece, spec, full.requires_grad)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch leaves the arguments untyped
+        cls, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        rule = RULES.get(op)
+        if rule is None:
+            rule = rule_for(op)
+        kwargs = kwargs or {}
+        result = rule(RaggedDTensor, op, args, kwargs)
+        if LIVE_SOURCES:
+            mark_stale(written_ragged(RaggedDTensor, op, args, kwargs))
+        return result
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return the whole as a plain tensor on every rank. Differentiable.
+
+        Collective: all ranks of the mesh, same order.
+
+        Args:
+            grad_placements: How gradients of the result are spread over the mesh: replicated by default
+                (every rank computes the same), or ``Partial()`` where they have to be summed.
+        """
+        if torch.is_grad_enabled() and self.requires_grad:
+            full: torch.Tensor = _Gather.apply(self, grad_placements)  # type: ignore[no-untyped-call]
+            return full
+        return gather_full(self._local_tensor, self._spec.layout)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return this rank's piece: rows where every cut falls on a row, else one dimension. Differentiable."""
+        if grad_placements is not None and tuple(grad_placements) != self._spec.placements:
+            raise ConfigError(
+                f"gradients of a ragged piece are ragged, not {tuple(grad_placements)}", fix="leave grad_placements out"
+            )
+        if torch.is_grad_enabled() and self.requires_grad:
+            local: torch.Tensor = _ToLocal.apply(self)  # type: ignore[no-untyped-call]
+            return local
+        return self._local_tensor
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """Change the placements: to ``Replicate`` by a gather, to others from there. Differentiable.
+
+        Collective: all ranks of the mesh, same order. ``async_op`` is torch's hint; this call waits.
+
+        Raises:
+            ConfigError: Another mesh, no placements, or a dtype for the backward.
+        """
+        layout = self._spec.layout
+        if placements is None or (device_mesh is not None and device_mesh != layout.mesh):
+            raise ConfigError("a ragged tensor can change its placements, not its mesh", fix="pass placements only")
+        if backward_dtype is not None:
+            raise ConfigError("backward_dtype is not supported for ragged tensors", fix="cast with .to() instead")
+        source: Any = self if forward_dtype is None else self.to(forward_dtype)
+        if tuple(placements) == self._spec.placements:
+            same: RaggedDTensor = source
+            return same
+        replicas = [Replicate()] * layout.mesh.ndim
+        full = source.full_tensor()
+        whole = DTensor.from_local(full, layout.mesh, replicas, run_check=False)
+        return whole if list(placements) == replicas else whole.redistribute(placements=placements)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # stubs garble the name
+        layout = self._spec.layout
+        return (
+            f"RaggedDTensor(shape={list(layout.shape)}, local={self._local_tensor}, "
+            f"elements [{layout.lo}, {layout.hi}) on rank {layout.rank} of {len(layout.bounds) - 1}, "
+            f"placements={self._spec.placements})"
+        )
+
+    # -- attributes that torch would accept and then ignore or misuse
+
+    def _set_data(self, value: torch.Tensor) -> None:
+        if type(value) is not RaggedDTensor or not value._spec.layout.matches(self._spec.layout):
+            raise UsageError(
+                f".data of a ragged tensor of shape {list(self.shape)} cannot become {_name(value)}",
+                fix="with torch.no_grad(): tensor.copy_(value), which takes plain full tensors too",
+            )
+        if value.dtype != self.dtype:
+            raise UsageError(
+                f".data of a ragged {self.dtype} tensor cannot become {value.dtype}", fix="use module.to(dtype)"
+            )
+        if value.device != self.device:
+            raise UsageError(
+                f".data of a ragged tensor on {self.device} cannot become one on {value.device}",
+                fix="use module.to(device)",
+            )
+        if value._local_tensor is not self._local_tensor:
+            self._local_tensor.copy_(value._local_tensor)
+
+    def _set_grad(self, value: torch.Tensor | None) -> None:
+        if value is not None and getattr(value, "_spec", None) is not self._spec:
+            _check_grad(self, value)
+        _GRAD.__set__(self, value)
+
+    def _delete_grad(self) -> None:
+        _GRAD.__set__(self, None)
+
+    # The getters are torch's own C functions: reading a gradient must stay cheap.
+    data = property(_DATA.__get__, _set_data)
+    grad = property(_GRAD.__get__, _set_grad, _delete_grad)
+
+    # -- copies, pickles, torch.compile
+
+    def data_ptr(self) -> int:
+        """Return 0, as every tensor without a storage of its own: what copies storages looks at the piece then."""
+        return 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedDTensor":
+        if id(self) in memo:
+            known: RaggedDTensor = memo[id(self)]
+            return known
+        if not self.is_leaf:
+            raise UsageError("only leaves of the autograd graph can be deep-copied", fix="detach() the tensor first")
+        with torch.no_grad():
+            # Not the local tensor's storage, which holds the other parameters of its handle.
+            copied = RaggedDTensor.wrap(self._local_tensor.detach().clone(), self._spec, self.requires_grad)
+            memo[id(self)] = copied
+            if self.grad is not None:
+                copied.grad = deepcopy(self.grad, memo)
+            copied.__dict__.update(deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        local = self._local_tensor.detach()
+        marks = {name: value for name, value in self.__dict__.items() if not name.startswith("_composable_")}
+        return (rebuild_ragged, (local, self._spec, self.requires_grad, marks))
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
+        # What torch puts in the context differs between releases: let it rebuild, then re-class the result.
+        rebuild: Any = DTensor.__tensor_unflatten__
+        base = rebuild(inner_tensors, flatten_spec, outer_size, outer_stride)
+        spec = base._spec
+        ragged = [dim for dim, placement in enumerate(spec.placements) if isinstance(placement, RaggedShard)]
+        if not ragged:
+            return base
+        bounds = spec.placements[ragged[0]].bounds
+        rebuilt = ragged_spec(spec.mesh, base.shape, base.dtype, bounds, mesh_dim=ragged[0])
+        return RaggedDTensor.wrap(base._local_tensor, rebuilt, base.requires_grad)
+
+    def _stable_hash_for_caching(self) -> str:
+        # torch keeps compiled graphs on disk under this key. Ranks that own other ranges need other graphs.
+        layout = self._spec.layout
+        key = (layout.shape, self.dtype, layout.bounds, layout.rank, layout.mesh_dim, layout.mesh, self.requires_grad)
+        return sha256(repr((*key, layout.group.group_name)).encode()).hexdigest()
+
+    # -- torch.distributed.checkpoint
+
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:  # noqa: A002  # torch's name
+        return write_items_of(fqn, self._local_tensor, self._spec.layout)
+
+    def __create_chunk_list__(self) -> Any:
+        return chunks_of(self._spec.layout)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return piece_at(index, self._local_tensor, self._spec.layout)
+
+
+def rebuild_ragged(
+    local: torch.Tensor, spec: RaggedSpec, requires_grad: bool, attributes: dict[str, Any]
+) -> RaggedDTensor:
+    """Restore a pickled tensor, with the piece of the rank that wrote it."""
+    rebuilt = RaggedDTensor.wrap(local, spec, requires_grad)
+    rebuilt.__dict__.update(attributes)
+    return rebuilt
+
+
+def _name(value: object) -> str:
+    if isinstance(value, DTensor):
+        return f"{type(value).__name__} of shape {list(value.shape)} placed {value.placements}"
+    if isinstance(value, torch.Tensor):
+        return f"a plain tensor of shape {list(value.shape)}"
+    return type(value).__name__
+
+
+def _check_grad(tensor: RaggedDTensor, grad: object) -> None:
+    layout = tensor._spec.layout
+    if type(grad) is RaggedDTensor:
+        if grad._spec.layout.matches(layout):
+            return
+    # What autograd itself gives after operations that gathered.
+    elif isinstance(grad, DTensor) and grad.shape == layout.shape and is_replicated(grad, layout):
+        return
+    raise UsageError(
+        f".grad of a ragged tensor of shape {list(layout.shape)} cannot be {_name(grad)}",
+        fix="cut it the same way: distribute_tensor(full_grad, tensor.device_mesh, tensor.placements)",
+    )
+
+
+class _Gather(torch.autograd.Function):
+    """``full_tensor`` with a gradient: this rank's piece of the full one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedDTensor, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
+        ctx.spec = tensor._spec
+        ctx.grad_placements = grad_placements
+        return gather_full(tensor._local_tensor, tensor._spec.layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        layout: RaggedLayout = ctx.spec.layout
+        for dim, placement in enumerate(ctx.grad_placements or ()):
+            if placement.is_partial():
+                # A copy: the incoming gradient may have other readers.
+                grad = grad.contiguous().clone()
+                dist.all_reduce(grad, group=layout.mesh.get_group(dim))
+                if placement.reduce_op == "avg":
+                    grad /= layout.mesh.size(dim)
+        piece = slice_full(grad, layout).clone()
+        return RaggedDTensor.wrap(piece, ctx.spec.cast(piece.dtype)), None
+
+
+class _ToLocal(torch.autograd.Function):
+    """``to_local`` with a gradient: the local one, wrapped."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
+        ctx.spec = tensor._spec
+        # A fresh tensor object: autograd writes its own marks on it.
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return RaggedDTensor.wrap(grad.contiguous(), ctx.spec.cast(grad.dtype))
+
+
+def _is_dispatched_here() -> bool:
+    meta = TensorMeta(torch.Size([1]), (1,), torch.float32)
+    spec = DTensorSpec(None, (RaggedShard((0, 1)),), tensor_meta=meta)  # type: ignore[arg-type]  # no mesh needed
+    probe = dtensor_new(RaggedDTensor, torch.zeros(1), spec, requires_grad=False)
+    try:
+        return type(probe.detach()) is RaggedDTensor
+    except RuntimeError:
+        return False  # torch's own path, which wants a mesh
+
+
+def _register_every_op(dispatch: Any) -> None:
+    """Give every operation of torch's own a rule for this class by name; takes 0.2 s.
+
+    For torch 2.11, whose C++ path for DTensor takes subclasses along and skips their ``__torch_dispatch__``.
+    """
+
+    def rule(cls: Any, op: OpOverload, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return dispatch(RaggedDTensor, op, types, args, kwargs)
+
+    for name in all_op_names():
+        if name.startswith(("aten::", "prims::")):
+            torch.library.register_torch_dispatch(name, RaggedDTensor, rule)
+
+
+def _set_up() -> None:
+    if not _is_dispatched_here():
+        _register_every_op(RaggedDTensor.__dict__["__torch_dispatch__"].__func__)
+        if not _is_dispatched_here():
+            raise UsageError(
+                f"torch {torch.__version__} gives operations on a DTensor subclass to DTensor",
+                fix="install torch 2.12 or newer",
+            )
+    # torch compares parameter types with these lists; one that is missing gets the slow loop.
+    for types in (optim_foreach_types, utils_foreach_types):
+        if RaggedDTensor not in types:
+            types.append(RaggedDTensor)
+    torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, RaggedSpec, rebuild_ragged, rebuild_spec])
+    support_full_state_dicts(RaggedDTensor)
+
+
+def hand_over_grad(param: torch.Tensor, grad: RaggedDTensor) -> None:
+    """Assign to ``param`` a gradient that is known to have its spec, without checking it again."""
+    _GRAD.__set__(param, grad)
+
+
+_set_up()

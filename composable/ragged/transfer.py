@@ -1,0 +1,195 @@
+"""Moves ragged tensors to and from the ranks that hold them whole, piece by piece.
+
+Every large piece goes straight from where it is owned to where it is wanted; small ones of one owner travel
+together. Beside the whole tensors nothing is allocated, except for what travels together and where dtype or
+device change, and then no more than one list's pieces.
+
+An *owner* is a rank in the tensors' shard group; pieces without elements are not sent.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from composable.ragged.spec import RaggedLayout
+from composable.ragged.tensor import RaggedDTensor
+
+__all__ = ["cast_dtype", "collect_full", "spread_full"]
+
+# Pieces below this many bytes travel together: a message costs as much as copying this much.
+_PACKED_BYTES = 128 * 2**10
+# Pieces in one message start at multiples of this, so that they can be viewed in any dtype.
+_PACKED_ALIGN = 16
+
+
+class _Piece(NamedTuple):
+    """Elements ``[lo, hi)`` of tensor number ``which``, held by one owner."""
+
+    which: int
+    lo: int
+    hi: int
+
+
+def collect_full(
+    tensors: Sequence[RaggedDTensor],
+    *,
+    dst: int | None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> list[torch.Tensor] | None:
+    """Return the full values of ``tensors`` on rank ``dst``, fresh, contiguous and independent of each other.
+
+    Collective: all ranks of the shard group, with the same tensors in the same order.
+
+    Args:
+        tensors: Of one shard group; none on the meta device.
+        dst: Rank in the shard group that gets the values, the others get ``None``; ``None``: every rank.
+        dtype: Of the values of floating-point tensors; default: the tensors' own.
+        device: Of the values; default: the tensors' own.
+    """
+    if not tensors:
+        return None
+    layout = tensors[0]._spec.layout
+    takers = range(len(layout.bounds) - 1) if dst is None else (dst,)
+    fulls: list[torch.Tensor] | None = None
+    if layout.rank in takers:
+        fulls = [
+            torch.empty(tensor.shape, dtype=cast_dtype(tensor, dtype), device=device or tensor._local_tensor.device)
+            for tensor in tensors
+        ]
+        for tensor, full in zip(tensors, fulls, strict=True):
+            own = tensor._spec.layout
+            full.view(-1)[own.lo : own.hi].copy_(tensor._local_tensor.detach().reshape(-1))
+    exchange = _Exchange(layout)
+    for owner in range(len(layout.bounds) - 1):
+        if fulls is None and owner != layout.rank:
+            continue
+        for parcel in _parcels(tensors, owner):
+            if owner == layout.rank:
+                locals_ = [tensors[piece.which]._local_tensor.detach().reshape(-1) for piece in parcel]
+                exchange.send(locals_, [taker for taker in takers if taker != owner])
+            elif fulls is not None:
+                targets = [fulls[piece.which].view(-1)[piece.lo : piece.hi] for piece in parcel]
+                exchange.receive(targets, [tensors[piece.which].dtype for piece in parcel], owner)
+    exchange.run()
+    return fulls
+
+
+def spread_full(tensors: Sequence[RaggedDTensor], values: Callable[[int], torch.Tensor] | None, *, src: int) -> None:
+    """Overwrite every rank's pieces with full values that only rank ``src`` has.
+
+    Collective: all ranks of the shard group, with the same tensors in the same order.
+
+    Args:
+        tensors: Of one shard group; none on the meta device.
+        values: On rank ``src``: gives the full value of ``tensors[index]``, of its shape, in any dtype and on any
+            device; asked once for each, in order. On other ranks not used.
+        src: Rank in the shard group that has the values.
+    """
+    if not tensors:
+        return
+    layout = tensors[0]._spec.layout
+    exchange = _Exchange(layout)
+    if layout.rank == src:
+        assert values is not None, "the source has the values"
+        fulls = [values(index).detach().reshape(-1) if tensor.numel() else None for index, tensor in enumerate(tensors)]
+        for owner in range(len(layout.bounds) - 1):
+            for parcel in _parcels(tensors, owner):
+                pieces = [full[piece.lo : piece.hi] for piece in parcel if (full := fulls[piece.which]) is not None]
+                if owner == src:
+                    for piece, value in zip(parcel, pieces, strict=True):
+                        _own_piece(tensors[piece.which]).copy_(value)
+                else:
+                    dtypes = [tensors[piece.which].dtype for piece in parcel]
+                    cast = [value.to(dtype) for value, dtype in zip(pieces, dtypes, strict=True)]
+                    exchange.send(cast, [owner])
+    else:
+        for parcel in _parcels(tensors, layout.rank):
+            targets = [_own_piece(tensors[piece.which]) for piece in parcel]
+            exchange.receive(targets, [target.dtype for target in targets], src)
+    exchange.run()
+
+
+def cast_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of ``tensor`` where floating-point tensors are cast to ``dtype``."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _own_piece(tensor: RaggedDTensor) -> torch.Tensor:
+    # `.data` leaves the version counter alone: nothing that autograd saved is changed.
+    return tensor._local_tensor.data.view(-1)
+
+
+def _parcels(tensors: Sequence[RaggedDTensor], owner: int) -> list[list[_Piece]]:
+    """Return what each message from or to ``owner`` holds: one large piece, or all small ones."""
+    parcels: list[list[_Piece]] = []
+    small: list[_Piece] = []
+    for index, tensor in enumerate(tensors):
+        lo, hi = tensor._spec.layout.bounds[owner : owner + 2]
+        if lo == hi:
+            continue
+        if (hi - lo) * tensor.dtype.itemsize < _PACKED_BYTES:
+            small.append(_Piece(index, lo, hi))
+        else:
+            parcels.append([_Piece(index, lo, hi)])
+    return [*parcels, small] if small else parcels
+
+
+class _Exchange:
+    """The messages of one call: what this rank sends, and where what it gets goes."""
+
+    def __init__(self, layout: RaggedLayout) -> None:
+        self._group = layout.group
+        self._device_type = layout.mesh.device_type
+        self._ops: list[dist.P2POp] = []
+        self._arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def send(self, pieces: Sequence[torch.Tensor], peers: Iterable[int]) -> None:
+        """Send flat tensors, in one message to each peer."""
+        peers = list(peers)
+        if not peers:
+            return
+        if len(pieces) == 1:
+            message = pieces[0].to(self._device_type).contiguous().view(torch.uint8)
+        else:
+            spans, total = _spans(pieces, [piece.dtype for piece in pieces])
+            message = torch.empty(total, dtype=torch.uint8, device=self._device_type)
+            for piece, (start, stop) in zip(pieces, spans, strict=True):
+                message[start:stop].view(piece.dtype).copy_(piece)
+        self._ops += [dist.P2POp(dist.isend, message, group=self._group, group_peer=peer) for peer in peers]
+
+    def receive(self, targets: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], peer: int) -> None:
+        """Receive one message into flat tensors; ``dtypes`` are those it was sent in."""
+        only = targets[0]
+        if len(targets) == 1 and only.dtype == dtypes[0] and only.device.type == self._device_type:
+            # As bytes: not every backend knows every dtype.
+            message = only.view(torch.uint8)
+        else:
+            spans, total = _spans(targets, dtypes)
+            message = torch.empty(total, dtype=torch.uint8, device=self._device_type)
+            self._arrivals += [
+                (target, message[start:stop].view(dtype))
+                for target, dtype, (start, stop) in zip(targets, dtypes, spans, strict=True)
+            ]
+        self._ops.append(dist.P2POp(dist.irecv, message, group=self._group, group_peer=peer))
+
+    def run(self) -> None:
+        """Exchange the messages and put what arrived in its place."""
+        for work in dist.batch_isend_irecv(self._ops) if self._ops else ():
+            work.wait()
+        for target, piece in self._arrivals:
+            target.copy_(piece)
+
+
+def _spans(pieces: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> tuple[list[tuple[int, int]], int]:
+    """Return the bytes ``[start, stop)`` of each piece in a message, and the message's length."""
+    sizes = [piece.numel() * dtype.itemsize for piece, dtype in zip(pieces, dtypes, strict=True)]
+    if len(sizes) == 1:
+        return [(0, sizes[0])], sizes[0]
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // _PACKED_ALIGN) * _PACKED_ALIGN)
+    return [(start, start + size) for (start, _), size in zip(pairwise(starts), sizes)], starts[-1]

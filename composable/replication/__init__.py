@@ -1,0 +1,1 @@
+"""The gradient buckets of ``replicate``, and their averaging."""

@@ -1,0 +1,1 @@
+"""When handles unshard, reshard and reduce, and on which stream."""

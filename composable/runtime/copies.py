@@ -1,0 +1,156 @@
+"""Deep copies of modules that ``fully_shard`` manages: independent, annotated, trained on their own.
+
+``copy.deepcopy`` walks the modules; states and handles are made beforehand, so that whatever the
+walk meets (hooks, registries, optimizers) finds them in its memo. A copy shares meshes and process
+groups with the original and nothing else. It decides its root, and connects to a transport, at its
+own first forward. Copying does not communicate.
+
+States and handles refer to modules outside of what is copied; those are never followed.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable.contract import Annotation, describe_module, get_registry, promote_member
+from composable.errors import UsageError, place_of_rank
+from composable.planning.shard_plan import ShardPlan
+from composable.runtime.part import AnnotatedPart
+from composable.runtime.scheduler import in_backward
+from composable.runtime.state import FullyShardState
+from composable.storage.copy_reach import modules_of_copy
+from composable.storage.handle import FIX_COPY
+
+__all__ = ["copy_module"]
+
+_SESSION = "composable copies"
+
+
+def copy_module(module: nn.Module, plain_class: type[nn.Module], memo: dict[Any, Any]) -> nn.Module:
+    """Return the deep copy of a fully sharded module, with all that is below it.
+
+    Args:
+        module: The module.
+        plain_class: Its class before it was annotated.
+        memo: Of the running ``copy.deepcopy``.
+
+    Raises:
+        UsageError: Inside a backward; a handle owns parameters inside and outside of what is copied; or the
+            class has a way of its own to be copied.
+    """
+    _check(module, plain_class)
+    session: _Session | None = memo.get(_SESSION)
+    if session is None or module not in session.part.modules:
+        session = memo[_SESSION] = _Session(module, memo)
+    return session.copy_of(module)
+
+
+def _check(module: nn.Module, plain_class: type[nn.Module]) -> None:
+    if in_backward():
+        raise UsageError(
+            "a sharded module cannot be copied inside a backward",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix="copy it before or after",
+        )
+    for base in plain_class.__mro__[: plain_class.__mro__.index(nn.Module)]:
+        for name in ("__deepcopy__", "__reduce__", "__reduce_ex__"):
+            if name in vars(base):
+                raise UsageError(
+                    f"{base.__name__} has a {name} of its own, which knows nothing of shards",
+                    at=f"{place_of_rank()}, {describe_module(module)}",
+                    fix="copy it before fully_shard, and annotate both",
+                )
+
+
+class _Session:
+    """States and handles of one ``copy.deepcopy``."""
+
+    def __init__(self, module: nn.Module, memo: dict[Any, Any]) -> None:
+        # `module.__deepcopy__(memo)` may be called without `copy.deepcopy`.
+        self.part = AnnotatedPart(modules_of_copy(memo) or module.modules(), "copied", FIX_COPY)
+        self._memo = memo
+        self._depth = 0
+        self._is_complete = False
+        self._roots = {state: self.part.roots_of(state) for state in self.part.states}
+        with torch.no_grad():
+            for handle in self.part.handles:
+                handle.copied(memo)
+        for state in self.part.states:
+            self._copy_state(state)
+
+    def _copy_state(self, state: FullyShardState) -> None:
+        handles = self.part.handles_of(state)
+        roots = self._roots[state]
+        twin = self._memo[id(state)] = copy.copy(state)
+        twin.forget_root()
+        twin._handles = [self._memo[id(handle)] for handle in handles]
+        twin.modules = ()
+        twin.marked_buffers = []
+        twin.ignored_modules = frozenset()
+        twin._module_to_handle = {}
+        twin.hook_handles = []
+        if roots != state.modules:
+            twin.plan = self._plan_of_part(state, roots)
+            for handle, plan in zip(twin._handles, twin.plan.handles, strict=True):
+                handle.plan = plan
+                for flat, buffer_plan in zip(handle.buffers, plan.buffers, strict=True):
+                    flat.plan = buffer_plan
+
+    def _plan_of_part(self, state: FullyShardState, roots: tuple[nn.Module, ...]) -> ShardPlan:
+        names: dict[nn.Module, str] = {}
+        for position, module in enumerate(state.modules):
+            prefix = str(position) if len(state.modules) > 1 else ""
+            for name, submodule in module.named_modules(prefix=prefix):
+                names.setdefault(submodule, name)
+        renamed = {names[root]: "" if len(roots) == 1 else str(index) for index, root in enumerate(roots)}
+        handles = [handle.plan for handle in self.part.handles_of(state)]
+        class_names = [type(root).__name__.removeprefix("FSDP") for root in roots]
+        return state.plan.part(handles, renamed, class_names)
+
+    def copy_of(self, module: nn.Module) -> nn.Module:
+        memo = self._memo
+        twin: nn.Module = object.__new__(type(module))
+        memo[id(module)] = twin
+        self._depth += 1
+        # As `copy.deepcopy` does it, except that `__new__` of an annotated class makes a plain module.
+        contents: Any = object.__reduce_ex__(module, 4)[2]
+        twin.__setstate__(copy.deepcopy(contents, memo))
+        self._depth -= 1
+        if not self._depth and not self._is_complete:
+            self._is_complete = True
+            self._complete()
+        return twin
+
+    def _complete(self) -> None:
+        """Let states and handles know the copied modules, also those that the walk has yet to meet."""
+        memo = self._memo
+        for handle in self.part.handles:
+            memo[id(handle)].adopt_modules(memo)
+        for state in self.part.states:
+            twin = memo[id(state)]
+            twin.modules = tuple(self._twin_of(root) for root in self._roots[state])
+            twin.ignored_modules = frozenset(map(self._twin_of, filter(self._is_inside, state.ignored_modules)))
+            twin.marked_buffers = [
+                (self._twin_of(module), name) for module, name in state.marked_buffers if self._is_inside(module)
+            ]
+            managed = self.part.managed_by(state)
+            for module in managed:
+                own = state._module_to_handle.get(module)
+                if own is not None:
+                    twin._module_to_handle[self._twin_of(module)] = memo[id(own)]
+            for root, copied in zip(self._roots[state], twin.modules, strict=True):
+                if root not in state.modules:
+                    annotation = get_registry(state.modules[0])["fully_shard"]
+                    promote_member(copied, Annotation(annotation.name, twin, annotation.incompatible))
+            own_dicts = {id(value) for module in managed for value in vars(module).values()}
+            twin.hook_handles = [
+                copy.deepcopy(hook, memo) for hook in state.hook_handles if id(hook.hooks_dict_ref()) in own_dicts
+            ]
+
+    def _is_inside(self, module: nn.Module) -> bool:
+        return module in self.part.modules
+
+    def _twin_of(self, module: nn.Module) -> nn.Module:
+        return copy.deepcopy(module, self._memo)

@@ -1,0 +1,164 @@
+"""Full parameters one after the other, out of a sharded model and into it, in bounded memory.
+
+Source of the need: export to inference engines parameter by parameter spends its time on many small
+collectives; here small parameters share one exchange.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from composable.collectives.ranks import agreed
+from composable.errors import ConfigError, place_of_rank
+from composable.saving.entries import Entries, Ranks, batches, entries_of, ranks_of
+from composable.saving.fit import Differences, find_differences
+from composable.saving.full_state import IncompatibleKeys, check_float, gather_values, max_bytes_of, spread_values
+
+__all__ = ["iter_full_params", "load_full_params"]
+
+
+def iter_full_params(
+    model: nn.Module,
+    *,
+    max_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    rank0_only: bool = False,
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield every parameter by FQN, in full, as the plain model's ``named_parameters()`` would.
+
+    Collective: the call, and each step of the iteration, by all ranks of the shard group. Ranks may stop
+    early, all at the same parameter. A rank that stops alone leaves those that go on waiting for it until
+    the process group's timeout. Between steps of the iteration the model may be used; values are those
+    at the time when the batch they are in was gathered.
+
+    Args:
+        model: Annotated by ``fully_shard`` or ``replicate``, or with annotated modules below it.
+        max_bytes: How much may be allocated at once beside what the caller keeps, or one parameter where
+            that is larger. Parameters share exchanges up to half of it. Default: twice the largest handle.
+        dtype: Of floating-point values; default: each parameter's own.
+        device: Of the values; default: each parameter's own.
+        rank0_only: Only the first rank of the shard group gets values; the others get ``None`` with each FQN.
+
+    Yields:
+        FQN and a fresh tensor that nobody else holds. A tied parameter comes once, under its first FQN.
+
+    Raises:
+        UsageError: The model is not annotated, a forward or backward runs, or parameters are on the meta device.
+        ConfigError: ``max_bytes`` is no positive number of bytes, or ``dtype`` no floating-point type.
+        DesyncError: The ranks made different calls.
+    """
+    ranks = ranks_of(model)
+    check_float(dtype)
+    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
+        raise ConfigError(f"max_bytes is {max_bytes!r}", fix="pass a positive number of bytes, or None")
+    limit = max_bytes_of(model) if max_bytes is None else max(max_bytes // 2, 1)
+    entries_of(model, ranks, ("iter_full_params", limit, dtype, rank0_only))
+    target = None if device is None else torch.device(device)
+    return _iterate(list(model.named_parameters()), ranks, limit, dtype, target, 0 if rank0_only else None)
+
+
+def _iterate(
+    named: Sequence[tuple[str, torch.Tensor]],
+    ranks: Ranks,
+    max_bytes: int,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    dst: int | None,
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    for batch in batches(named, max_bytes):
+        with torch.no_grad():
+            fulls = gather_values([param for _, param in batch], ranks, dst, dtype=dtype, device=device)
+        for fqn, _ in batch:
+            # Popped: what the caller drops is free at once.
+            yield fqn, None if fulls is None else fulls.pop(0)
+
+
+@torch.no_grad()
+def load_full_params(
+    model: nn.Module, pairs: Iterable[tuple[str, torch.Tensor]] | None, *, src: int = 0, strict: bool = True
+) -> IncompatibleKeys:
+    """Load pairs of FQN and full tensor that one rank produces, in any order: the inverse of ``iter_full_params``.
+
+    Collective: all ranks of the shard group, between steps. ``src`` holds no more values at once than the
+    largest handle has, or one; the other ranks never hold a full value of a sharded parameter.
+
+    Args:
+        model: Annotated by ``fully_shard`` or ``replicate``, or with annotated modules below it.
+        pairs: On ``src``: FQNs, any of those of a tied parameter, also of persistent buffers, and values. Values of
+            other dtypes are cast. On other ranks it is not used; ``None`` will do.
+        src: Rank in the shard group that has the pairs.
+        strict: Every parameter has to come, and nothing that the model does not have.
+
+    Returns:
+        FQNs of parameters that did not come and FQNs that the model does not have, on every rank; empty if ``strict``.
+
+    Raises:
+        ConfigError: On every rank: a value has another shape than its parameter, an FQN comes twice; with
+            ``strict`` also an unknown FQN, and at the end missing ones. Each pair is checked before it is
+            written, but a stream cannot be checked ahead: what came in batches before is loaded.
+        UsageError: The model is not annotated, a forward or backward runs, or parameters are on the meta device.
+        DesyncError: The ranks made different calls, or the iteration failed on ``src``, which raises what happened.
+    """
+    ranks = ranks_of(model)
+    ranks.check_member("src", src)
+    entries = entries_of(model, ranks, ("load_full_params", src, strict))
+    is_source = ranks.rank == src
+    reader = _Reader(entries, pairs if is_source and pairs is not None else (), max_bytes_of(model), strict=strict)
+    arrived: set[int] = set()
+    while True:
+        batch: list[tuple[str, torch.Tensor]] = []
+        with agreed(ranks.group, ranks.device):
+            if is_source:
+                batch = reader.read_batch()
+        keys = ranks.broadcast([key for key, _ in batch], src)
+        if not keys:
+            break
+        targets = [entries.values[key] for key in keys]
+        spread_values(targets, [value for _, value in batch] if is_source else None, ranks, src)
+        arrived |= {id(target) for target in targets}
+    missing = [fqn for fqn, param in model.named_parameters() if id(param) not in arrived]
+    error = Differences(missing=tuple(missing)).error(strict=strict, loaded="what came was loaded")
+    if error is not None:
+        raise error
+    return IncompatibleKeys(missing, ranks.broadcast(reader.unexpected, src))
+
+
+class _Reader:
+    """Takes pairs from an iterable, checked, a batch at a time."""
+
+    def __init__(
+        self, entries: Entries, pairs: Iterable[tuple[str, torch.Tensor]], max_bytes: int, *, strict: bool
+    ) -> None:
+        self.unexpected: list[str] = []
+        self._targets = entries.tensors()
+        self._pairs = iter(pairs)
+        self._max_bytes = max_bytes
+        self._strict = strict
+        self._seen: set[str] = set()
+
+    def read_batch(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the next pairs; none at the end. Of two names of one tensor the later pair counts."""
+        batch: dict[int, tuple[str, torch.Tensor]] = {}
+        total = 0
+        for key, value in self._pairs:
+            if not self._accept(key, value):
+                continue
+            batch[id(self._targets[key])] = (key, value)
+            total += value.nbytes
+            if total >= self._max_bytes:
+                break
+        return list(batch.values())
+
+    def _accept(self, key: str, value: torch.Tensor) -> bool:
+        if key in self._seen:
+            raise ConfigError(f"{key!r} comes twice", at=place_of_rank(), fix="give each FQN once")
+        self._seen.add(key)
+        expected = {key: self._targets[key]} if key in self._targets else {}
+        differences = find_differences(expected, [key], lambda _: value)
+        error = differences.error(strict=self._strict, loaded="only what came before was loaded")
+        if error is not None:
+            raise error
+        self.unexpected += differences.unexpected
+        return not differences.unexpected

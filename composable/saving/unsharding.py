@@ -1,0 +1,343 @@
+"""A context in which modules hold full, plain parameters, to read or to change.
+
+Values are gathered handle by handle. Where every rank shows them they stay in the handles'
+own buffers, and forward and backward may run; where only one rank does, or the host, they
+are copies, of which only one handle passes through a device at a time.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import _traversal_utils
+from composable.collectives.ranks import raise_together
+from composable.contract import describe_module
+from composable.errors import ConfigError, DesyncError, UsageError, place_of_rank
+from composable.ragged.spec import slice_full
+from composable.ragged.tensor import RaggedDTensor, hand_over_grad
+from composable.ragged.transfer import collect_full, spread_full
+from composable.runtime.scheduler import Scheduler
+from composable.storage.handle import Handle
+from composable.storage.sharded_param import ShardedParam
+
+__all__ = ["unshard_params"]
+
+
+@dataclass(frozen=True)
+class _Options:
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not isinstance(getattr(self, field.name), bool):
+                raise ConfigError(
+                    f"{field.name} is {getattr(self, field.name)!r}, not a bool", fix="pass True or False"
+                )
+
+    @property
+    def copies(self) -> bool:
+        """Parameters are tensors of their own, not the handles' unsharded ones."""
+        return self.rank0_only or self.offload_to_cpu
+
+
+@contextmanager
+def unshard_params(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Let ``module`` and what is below it hold full, plain parameters inside the block.
+
+    Collective on entry and, for ``writeback`` with ``rank0_only``, on exit: all ranks of the shard
+    group, with equal arguments. Outside of forward and backward. In the block ``parameters()``,
+    ``state_dict()`` and ``load_state_dict()`` are those of the plain module. Change values in place.
+
+    Without ``rank0_only``, ``offload_to_cpu`` and ``with_grads`` the module may run in the block,
+    without communication. Calls may nest with equal options; the outermost one gathers and writes back.
+
+    An exception in the block restores the values from before it.
+
+    Args:
+        module: A module that is annotated, or contains annotated ones. One without is left alone.
+        recurse: Also modules below ``module`` that have handles of their own.
+        writeback: Keep changes: each rank its own elements of what it holds, with ``rank0_only`` those
+            of the first rank, handle by handle.
+        rank0_only: Only the first rank of the shard group holds full parameters, as copies; the
+            others keep what they have.
+        offload_to_cpu: Full parameters are copies on the host.
+        with_grads: Also show gradients in full, and write them back with ``writeback``.
+
+    Raises:
+        UsageError: In a forward or backward; parameters belong to a handle further up; nested with other
+            options; at the exit, if sharded parameters were changed at the same time, or parameters replaced.
+        DesyncError: With ``with_grads``, a parameter has a gradient on some ranks only.
+        ConfigError: An option is not a bool.
+    """
+    options = _Options(writeback, rank0_only, offload_to_cpu, with_grads)
+    found = _find(module, recurse=recurse, options=options)
+    if with_grads:
+        _check_gradients([handle for handle, _ in found])
+    shown = [_Shown(handle, scheduler, options) for handle, scheduler in found]
+    entered: list[_Shown] = []
+    try:
+        for one in shown:
+            entered.append(one)
+            one.show()
+        yield
+    except BaseException as error:
+        for one in entered:
+            one.restore()
+        if options.rank0_only and options.writeback and shown and isinstance(error, Exception):
+            # The other ranks are about to receive.
+            raise_together(error, shown[0].group, shown[0].device)
+        raise
+    _leave(shown, options)
+
+
+def _leave(shown: Sequence["_Shown"], options: _Options) -> None:
+    """End the block: write back, then restore, whatever happens."""
+    failure: Exception | None = None
+    try:
+        for one in shown:
+            one.check()
+    except UsageError as error:
+        failure = error
+    try:
+        if options.rank0_only and options.writeback and shown:
+            raise_together(failure, shown[0].group, shown[0].device)
+        elif failure is not None:
+            raise failure
+        if options.writeback:
+            for one in shown:
+                one.write_back()
+                one.restore()
+    finally:
+        for one in shown:
+            one.restore()
+
+
+def _find(module: nn.Module, *, recurse: bool, options: _Options) -> list[tuple[Handle, Scheduler]]:
+    """Return the handles to show, and who runs each; those that an outer context shows already are left out."""
+    states = _traversal_utils._get_fully_sharded_module_to_states(module)
+    roots = [state.lazy_init(owner) for owner, state in states.items()]
+    for root in roots:
+        if not root.scheduler.is_idle:
+            raise UsageError(
+                "unshard_params was entered in the middle of a forward or backward",
+                at=f"{place_of_rank()}, {describe_module(module)}",
+                fix="enter it between steps",
+            )
+    found: dict[Handle, Scheduler] = {}
+    for (owner, state), root in zip(states.items(), roots, strict=True):
+        handle = state._module_to_handle.get(owner)
+        if handle is not None and (recurse or owner is module):
+            found[handle] = root.scheduler
+    _check_owners(module, found, recurse=recurse)
+    for handle in found:
+        held = handle.held_with
+        if held is not None and held != options:
+            raise UsageError(
+                "unshard_params is entered again with other options",
+                at=f"{place_of_rank()}, module {handle.fqn!r}",
+                fix="use the options of the outer block, or leave it first",
+            )
+    return [(handle, scheduler) for handle, scheduler in found.items() if handle.held_with is None]
+
+
+def _check_owners(module: nn.Module, handles: Iterable[Handle], *, recurse: bool) -> None:
+    """Refuse to show a module of which an ancestor's handle owns parameters."""
+    known = {id(param.sharded) for handle in handles for param in handle.params}
+    named = module.named_parameters(recurse=recurse)
+    outside = [fqn for fqn, param in named if isinstance(param, RaggedDTensor) and id(param) not in known]
+    if outside:
+        raise UsageError(
+            f"{len(outside)} parameters belong to a handle of another module: {', '.join(outside[:5])}",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix="call unshard_params on that module, further up, or on the root",
+        )
+
+
+def _check_gradients(handles: Sequence[Handle]) -> None:
+    """Make sure that gathering gradients is the same collectives on every rank."""
+    members: dict[dist.ProcessGroup, list[tuple[str, ShardedParam]]] = {}
+    for handle in handles:
+        if handle.has_unsynced_gradients:
+            raise UsageError(
+                "gradients that no_sync left on their ranks cannot be shown",
+                at=f"{place_of_rank()}, module {handle.fqn!r}",
+                fix="run a backward outside of no_sync first",
+            )
+        for param in handle.params:
+            members.setdefault(param.layout.group, []).append((_join(handle.fqn, param.fqn), param))
+    for group, named in members.items():
+        mine = torch.tensor([param.sharded.grad is not None for _, param in named], dtype=torch.uint8)
+        both = torch.stack([mine, 1 - mine]).to(named[0][1].layout.mesh.device_type)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+        torn = [fqn for (fqn, _), is_torn in zip(named, (both.sum(0) == 2).tolist(), strict=True) if is_torn]
+        if torn:
+            raise DesyncError(
+                f"{len(torn)} parameters have a gradient on some ranks only: {', '.join(torn[:5])}",
+                at=place_of_rank(),
+                fix="set and clear gradients alike on every rank",
+            )
+
+
+class _Shown:
+    """One handle in the block.
+
+    Attributes:
+        group: Its shard group.
+        device: Of the tensors that the group talks in.
+    """
+
+    def __init__(self, handle: Handle, scheduler: Scheduler, options: _Options) -> None:
+        self.handle = handle
+        self.scheduler = scheduler
+        self.options = options
+        self.params = handle.params
+        layout = self.params[0].layout
+        self.group = layout.group
+        self.is_first = layout.rank == 0
+        self.device = torch.device(layout.mesh.device_type)
+        self._placed: list[nn.Parameter] | None = None
+        self._before = self._versions()
+
+    def show(self) -> None:
+        """Gather, and let the modules hold the full parameters. Collective."""
+        options, handle, scheduler = self.options, self.handle, self.scheduler
+        grads = self._gather_grads() if options.with_grads else None
+        # What an earlier forward left unsharded may be older than the shard.
+        scheduler.reshard(handle)
+        if not options.copies:
+            scheduler.shards_written()
+            scheduler.unshard(handle)
+            self._placed = [param.leaf() for param in self.params]
+        else:
+            copies = self._copy()
+            if copies is not None:
+                self._placed = [param.make_stand_in(copy) for param, copy in zip(self.params, copies, strict=True)]
+                for param, stand_in in zip(self.params, self._placed, strict=True):
+                    param.place(stand_in)
+        handle.held_with = options
+        handle.is_lent = options.copies or options.with_grads
+        if self._placed is not None and grads is not None:
+            for placed, grad in zip(self._placed, grads, strict=True):
+                placed.grad = grad
+
+    def check(self) -> None:
+        """Raise if what the block did cannot be written back.
+
+        Raises:
+            UsageError: Sharded parameters were changed too, or full ones were replaced.
+        """
+        if not self.options.writeback:
+            return
+        if self._versions() != self._before:
+            raise UsageError(
+                "sharded parameters were changed while unshard_params showed full ones, which would overwrite them",
+                at=f"{place_of_rank()}, module {self.handle.fqn!r}",
+                fix="step the optimizer outside of the block, or pass writeback=False",
+            )
+        for param, placed in zip(self.params, self._placed or ()):
+            if not param.is_placed(placed) or placed.shape != param.shape or placed.dtype != param.sharded.dtype:
+                raise UsageError(
+                    "a parameter was replaced while unshard_params showed it",
+                    at=f"{place_of_rank()}, parameter {_join(self.handle.fqn, param.fqn)!r}",
+                    fix="change it in place, with copy_()",
+                )
+
+    def write_back(self) -> None:
+        """Take over what the block changed. Collective with ``rank0_only``."""
+        if not self.options.copies:
+            for flat in self.handle.buffers:
+                flat.write_back()
+            for param in self.params:
+                param.sharded.requires_grad_(param.leaf().requires_grad)
+        elif self.options.rank0_only:
+            spread_full([param.ragged for param in self.params], self._placed_at, src=0)
+        else:
+            for param, placed in zip(self.params, self._placed or ()):
+                param.ragged._local_tensor.data.copy_(slice_full(placed.detach(), param.layout))
+        if self.options.with_grads:
+            self._write_grads_back()
+
+    def restore(self) -> None:
+        """Let the modules hold sharded parameters again; nothing if they do."""
+        self.handle.held_with = None
+        self.handle.is_lent = False
+        for param, placed in zip(self.params, self._placed or ()):
+            if self.options.with_grads:
+                placed.grad = None
+            param.place(param.sharded)
+        self._placed = None
+        if self.handle.is_unsharded:
+            for flat in self.handle.buffers:
+                flat.mend_leaves()
+        self.scheduler.reshard(self.handle)
+
+    def _versions(self) -> list[int]:
+        # An operation on a ragged tensor counts there, one on its local tensor at the shard.
+        shards = [flat.shard._version for flat in self.handle.buffers]
+        return shards + [param.sharded._version for param in self.params]
+
+    def _placed_at(self, index: int) -> torch.Tensor:
+        assert self._placed is not None, "the first rank holds them"
+        return self._placed[index]
+
+    def _copy(self) -> list[torch.Tensor] | None:
+        host = torch.device("cpu") if self.options.offload_to_cpu else None
+        if self.options.rank0_only:
+            return collect_full([param.ragged for param in self.params], dst=0, device=host)
+        self.scheduler.shards_written()
+        self.scheduler.unshard(self.handle)
+        copies = [param.leaf().detach().to(host or self.device, copy=True) for param in self.params]
+        self.scheduler.reshard(self.handle)
+        return copies
+
+    def _gather_grads(self) -> list[torch.Tensor | None] | None:
+        """Return the full gradients, where this rank is to show them."""
+        held = [param.sharded.grad for param in self.params]
+        ragged = [grad for grad in held if grad is not None]
+        device = torch.device("cpu") if self.options.offload_to_cpu else self.device
+        fulls = collect_full(ragged, dst=0 if self.options.rank0_only else None, device=device)  # type: ignore[arg-type]
+        if fulls is None:
+            return [None] * len(held) if self.is_first or not self.options.rank0_only else None
+        remaining = iter(fulls)
+        return [None if grad is None else next(remaining) for grad in held]
+
+    def _write_grads_back(self) -> None:
+        grads = [placed.grad for placed in self._placed] if self._placed is not None else [None] * len(self.params)
+        if not self.options.rank0_only:
+            for param, grad in zip(self.params, grads, strict=True):
+                param.sharded.grad = None
+                if grad is not None:
+                    piece = slice_full(grad, param.layout).to(param.ragged._local_tensor, copy=True)
+                    hand_over_grad(param.sharded, RaggedDTensor.wrap(piece, param.spec))
+            return
+        is_there = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8, device=self.device)
+        dist.broadcast(is_there, group=self.group, group_src=0)
+        filled: list[Any] = []
+        for param, has_grad in zip(self.params, is_there.tolist(), strict=True):
+            param.sharded.grad = None
+            if has_grad:
+                piece = torch.empty_like(param.ragged._local_tensor)
+                hand_over_grad(param.sharded, RaggedDTensor.wrap(piece, param.spec))
+                filled.append(param.sharded.grad)
+        full = [grad for grad in grads if grad is not None]
+        spread_full(filled, full.__getitem__, src=0)
+
+
+def _join(fqn: str, name: str) -> str:
+    return f"{fqn}.{name}" if fqn else name

@@ -1,0 +1,404 @@
+"""One (dtype, requires_grad) class of a handle's parameters, laid out in one flat buffer.
+
+Owns three tensors: the rank's *shard* [S], alive for good; the unsharded *buffer* [W * S],
+whose storage is allocated and freed in place so that views saved by autograd stay right;
+and, during backward, the *gradient buffer* [W * S] that is reduced into a fresh shard [S].
+
+Sizes are in elements. Nothing here decides when, or on which stream, anything runs.
+
+Source: flat parameters, arXiv 2304.11277.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable.collectives.base import Pending, Transport
+from composable.errors import UsageError, place_of_rank
+from composable.planning.layout import local_shape
+from composable.planning.shard_plan import BufferPlan, HandleMembers
+from composable.ragged.tensor import RaggedDTensor, hand_over_grad, ragged_spec
+from composable.storage.sharded_param import ShardedParam
+from composable.storage.unfilled import META_FIX
+from composable.torch_private import foreach_copy_
+
+__all__ = ["FlatBuffer", "GradientBuffer", "GradientPool"]
+
+
+class GradientBuffer:
+    """Where the gradients of one flat buffer are gathered before they are reduced.
+
+    Attributes:
+        source: [W * S], padding zero.
+        views: One per parameter, in its full shape.
+    """
+
+    __slots__ = ("source", "views")
+
+    def __init__(self, flat: "FlatBuffer") -> None:
+        layout = flat.plan.layout
+        self.source = torch.empty(layout.numel, dtype=flat.dtype, device=flat.shard.device)
+        self.views = [self.source[span.start : span.stop].view(span.shape) for span in layout.spans]
+        filled = 0
+        for span in layout.spans:
+            if span.start > filled:
+                self.source[filled : span.start].zero_()
+            filled = span.stop
+        if filled < layout.numel:
+            self.source[filled:].zero_()
+
+
+class GradientPool:
+    """Gradient buffers of one backward, reused between handles of equal layout."""
+
+    def __init__(self) -> None:
+        self._free: dict[object, list[GradientBuffer]] = {}
+
+    def take(self, flat: "FlatBuffer") -> GradientBuffer:
+        """Return a buffer of the layout of ``flat``; its contents are undefined."""
+        free = self._free.get(flat.pool_key)
+        return free.pop() if free else GradientBuffer(flat)
+
+    def give(self, flat: "FlatBuffer", gradient: GradientBuffer) -> None:
+        """Take back a buffer whose reduction has finished."""
+        self._free.setdefault(flat.pool_key, []).append(gradient)
+
+    def release(self) -> None:
+        """Drop every buffer: between backwards a gradient pool is dead weight."""
+        self._free.clear()
+
+
+class FlatBuffer:
+    """Storage and collectives of one class of a handle's parameters.
+
+    Args:
+        plan: Layout, dtype and trainability of the class.
+        module_fqn: The handle's module, as the plan names it.
+        members: The parameters and every place that holds them, by the plan's FQNs.
+        mesh: 1-D mesh of the shard group.
+        device: Where shards and buffers live.
+        is_deferred: The values come later: the shard is on ``device`` and zero, also where
+            the originals are real. Without it, it is on meta as long as one of them is.
+
+    Attributes:
+        is_away: The shard rests on another device than the ranks talk on.
+        is_marked: Part of the shard may hold the mark of memory that nobody has written to.
+    """
+
+    def __init__(
+        self,
+        plan: BufferPlan,
+        module_fqn: str,
+        members: HandleMembers,
+        mesh: DeviceMesh,
+        device: torch.device,
+        *,
+        is_deferred: bool = False,
+    ) -> None:
+        layout = plan.layout
+        rank = mesh.get_local_rank()
+        self.plan = plan
+        self.dtype = plan.dtype
+        self.is_empty = layout.numel == 0
+        self.pool_key: object = (
+            tuple((span.start, span.shape) for span in layout.spans),
+            layout.numel,
+            plan.dtype,
+            device,
+        )
+        self.device = device
+        self.is_marked = False
+        is_on_meta = not is_deferred and any(members.originals[span.fqn].is_meta for span in layout.spans)
+        self.shard = torch.zeros(layout.shard_numel, dtype=plan.dtype, device="meta" if is_on_meta else device)
+        self.is_away = is_on_meta
+        self.params: list[ShardedParam] = []
+        self._piece_sizes: list[int] = []
+        self._pieces: list[tuple[ShardedParam, int]] = []
+        filled = 0
+        for span in layout.spans:
+            original = members.originals[span.fqn]
+            bounds = layout.bounds(span)
+            start, stop = layout.local_range(span, rank)
+            spec = ragged_spec(mesh, original.shape, plan.dtype, bounds)
+            param = ShardedParam(
+                span.fqn.removeprefix(f"{module_fqn}."),
+                members.owners[span.fqn],
+                original,
+                spec,
+                self.shard,
+                start,
+                stop,
+                local_shape(span.shape, bounds, rank),
+            )
+            if is_on_meta and not original.is_meta:
+                param.take(original)
+            elif not (is_on_meta or is_deferred):
+                param.write_full(original)
+            self.params.append(param)
+            if start < stop:
+                if start > filled:
+                    self._piece_sizes.append(start - filled)
+                self._pieces.append((param, len(self._piece_sizes)))
+                self._piece_sizes.append(stop - start)
+                filled = stop
+            else:
+                self._pieces.append((param, -1))
+        if filled < layout.shard_numel:
+            self._piece_sizes.append(layout.shard_numel - filled)
+        self.transport: Transport | None = None
+        self.key = -1
+        self._buffer: torch.Tensor | None = None
+        self._storage: torch.UntypedStorage | None = None
+        self._buffer_bytes = layout.numel * self.shard.element_size()
+
+    @property
+    def is_trainable(self) -> bool:
+        """Some parameter requires a gradient now; users freeze and unfreeze between steps, alike on all ranks."""
+        return any(param.sharded.requires_grad for param in self.params)
+
+    def connect(self, transport: Transport) -> None:
+        """Choose who moves the bytes. All ranks of the shard group, same order."""
+        if self.transport is not transport:
+            self.transport = transport
+            self.key = transport.allocate_key()
+            transport.adopt_shard(self.shard)
+
+    def begin_unshard(self) -> Pending:
+        """Allocate the buffer and start the all-gather into it, on the current stream.
+
+        Raises:
+            UsageError: The parameters are on another device than the ranks talk on, or of another dtype.
+        """
+        if not self.is_usable:
+            self.attach()
+            self.check_usable()
+        if self._storage is None:
+            self._make_buffer()
+        assert self._buffer is not None and self._storage is not None and self.transport is not None
+        self._storage.resize_(self._buffer_bytes)
+        return self.transport.begin_all_gather(self._buffer, self.shard, self.key)
+
+    @property
+    def is_usable(self) -> bool:
+        """Every sharded parameter shows the shard, and the shard is where the ranks talk."""
+        for param in self.params:
+            if param.sharded._local_tensor is not param.local:  # type: ignore[attr-defined]  # cheaper than a check
+                return False
+        return not self.is_away
+
+    def check_usable(self) -> None:
+        """Raise ``UsageError`` if parameters are on another device than the ranks talk on."""
+        away = [param for param in self.params if param.sharded.device.type != self.device.type]
+        if away:
+            device = away[0].sharded.device
+            raise UsageError(
+                f"parameters are on {device}, and the ranks talk on {self.device}",
+                at=f"{place_of_rank()}, parameter {', '.join(repr(param.fqn) for param in away[:3])}",
+                fix=META_FIX if device.type == "meta" else f"model.to({self.device.type!r})",
+            )
+
+    def attach(self) -> None:
+        """Bring pieces to which torch gave other memory back into the shard, with their values.
+
+        ``to_empty`` of a single module and loads that assign do that. Nothing happens while one of
+        the parameters is still on the meta device. Not collective.
+
+        Raises:
+            UsageError: A parameter was cast to another dtype.
+        """
+        pieces = [param.ragged._local_tensor for param in self.params]
+        if all(param.is_attached for param in self.params) or any(piece.is_meta for piece in pieces):
+            return
+        for param, piece in zip(self.params, pieces, strict=True):
+            if piece.dtype != self.dtype:
+                raise _cannot_cast(param.fqn, self.dtype, piece.dtype)
+        if self.shard.is_meta or self.is_away:
+            self._rest_on(torch.zeros(self.shard.shape, dtype=self.dtype, device=self.device))
+        for param, piece in zip(self.params, pieces, strict=True):
+            if piece is not param.local:
+                param.local.data.copy_(piece)
+                param.show(param.local)
+
+    def check_convertible(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Raise ``UsageError`` if ``fn`` cannot be applied: it changes the dtype, or the device of what others hold."""
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self.shard.device))
+        if probe.dtype != self.dtype:
+            raise _cannot_cast(self.params[0].fqn, self.dtype, probe.dtype)
+        held = [param.fqn for param in self.params if weakref.getweakrefs(param.sharded)]
+        if probe.device != self.shard.device and held:
+            raise UsageError(
+                "the device of a parameter to which something holds a weak reference cannot change",
+                at=f"parameter {', '.join(map(repr, held))}",
+                fix="drop views of it and other weak references first",
+            )
+
+    @torch.no_grad()
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Do to the shard and the gradients what ``Module._apply`` does to tensors; every parameter is attached."""
+        was_meta = self.shard.is_meta
+        shard = fn(self.shard)
+        if shard is self.shard:
+            return
+        grads = [param.sharded.grad for param in self.params]
+        for param in self.params:
+            param.sharded.grad = None
+        self._rest_on(shard)
+        for param, grad in zip(self.params, grads, strict=True):
+            param.show(param.local)
+            if grad is not None:
+                param.sharded.grad = fn(grad)
+        if was_meta:
+            used = {index for _, index in self._pieces}
+            for index, part in enumerate(shard.split_with_sizes(self._piece_sizes)):
+                if index not in used:
+                    part.zero_()
+
+    def _rest_on(self, shard: torch.Tensor) -> None:
+        """Make ``shard`` [S] the place of the pieces; the parameters still show the old one."""
+        self.shard = shard
+        # Remembered, since asking a tensor for its device costs microseconds.
+        self.is_away = shard.device.type != self.device.type
+        for param in self.params:
+            param.local = param.piece_of(shard)
+        if self.transport is not None and not self.is_away:
+            self.transport.adopt_shard(shard)
+
+    def make_leaves(self) -> None:
+        """Create the unsharded parameters of a class without elements: nothing is ever gathered."""
+        if self._buffer is None:
+            self._make_buffer()
+
+    def free_buffer(self) -> None:
+        """Release the buffer's memory; its views stay valid for the next unshard."""
+        if self._storage is not None:
+            self._storage.resize_(0)
+
+    def write_back(self) -> None:
+        """Make this rank's part of the unsharded values the values of the shard; the buffer is full."""
+        if self._buffer is None or self.is_empty:
+            return
+        for leaf, view in self._moved_leaves():
+            view.copy_(leaf.data)
+        rank = self.params[0].layout.rank
+        self.shard.data.copy_(self._buffer[self.plan.layout.shard_of(rank)])
+
+    def mend_leaves(self) -> None:
+        """Put leaves that were given other data (``leaf.data = values``) back on the buffer."""
+        for leaf, view in self._moved_leaves():
+            leaf.data = view
+
+    def _moved_leaves(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        if self._buffer is None:
+            return []
+        views = [self._buffer[span.start : span.stop].view(span.shape) for span in self.plan.layout.spans]
+        pairs = zip([param.leaf() for param in self.params], views, strict=True)
+        return [(leaf, view) for leaf, view in pairs if leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape]
+
+    def take_gradients(self, gradient: GradientBuffer) -> None:
+        """Move the leaves' gradients into ``gradient``; a missing one counts as zero."""
+        views: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
+        for param, view in zip(self.params, gradient.views, strict=True):
+            leaf = param.unsharded
+            grad = None if leaf is None else leaf.grad
+            if leaf is None or grad is None:
+                view.zero_()
+            else:
+                views.append(view)
+                grads.append(grad)
+                leaf.grad = None
+        if not grads:
+            return
+        try:
+            foreach_copy_(views, grads)
+        except RuntimeError as error:
+            sparse = [view.shape for view, grad in zip(views, grads, strict=True) if grad.layout != torch.strided]
+            if not sparse:
+                raise
+            names = [param.fqn for param in self.params if param.shape in sparse]
+            raise UsageError(
+                "a gradient is sparse, and a flat buffer holds dense ones only",
+                at=f"{place_of_rank()}, parameter {', '.join(map(repr, names))}",
+                fix="build the embedding with sparse=False, or pass it in ignored_modules",
+            ) from error
+
+    def copied(self, memo: dict[int, Any], *, with_kept_gradients: bool) -> "FlatBuffer":
+        """Return a deep copy with a shard of its own, not connected to a transport.
+
+        Args:
+            memo: Of the running ``copy.deepcopy``.
+            with_kept_gradients: Also copy gradients that wait on the unsharded parameters to be reduced.
+        """
+        twin = copy.copy(self)
+        twin.shard = self.shard.clone()
+        twin.params = [param.copied(twin.shard, memo) for param in self.params]
+        twin._pieces = [(param, index) for param, (_, index) in zip(twin.params, self._pieces, strict=True)]
+        twin.transport, twin.key = None, -1
+        twin._buffer = twin._storage = None
+        if with_kept_gradients and self.has_gradients():
+            twin._make_buffer()
+            twin.free_buffer()
+            for param, own in zip(self.params, twin.params, strict=True):
+                if param.unsharded is not None and param.unsharded.grad is not None:
+                    own.leaf().grad = param.unsharded.grad.clone()
+        return twin
+
+    def has_gradients(self) -> bool:
+        """Say whether any leaf holds a gradient."""
+        return any(param.unsharded is not None and param.unsharded.grad is not None for param in self.params)
+
+    def drop_gradients(self) -> None:
+        """Forget what the leaves hold."""
+        for param in self.params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+
+    def begin_reduce(self, gradient: GradientBuffer, *, scale: float) -> tuple[Pending, torch.Tensor]:
+        """Start the reduce-scatter of ``gradient`` into a new shard [S], on the current stream."""
+        assert self.transport is not None
+        reduced = torch.empty_like(self.shard)
+        return self.transport.begin_reduce_scatter(gradient.source, reduced, self.key, scale=scale), reduced
+
+    def accumulate(self, reduced: torch.Tensor) -> None:
+        """Make ``reduced`` [S] the gradient of the sharded parameters, or add it to what they have."""
+        pieces = reduced.split_with_sizes(self._piece_sizes)
+        for param, index in self._pieces:
+            sharded = param.sharded
+            if not sharded.requires_grad:
+                continue
+            grad = param.wrap_grad(pieces[index]) if index >= 0 else param.empty_grad()
+            held = sharded.grad
+            if held is None:
+                hand_over_grad(sharded, grad)
+            elif isinstance(held, RaggedDTensor) and held._spec is param.spec:
+                if index >= 0:
+                    held._local_tensor.add_(grad._local_tensor)
+            else:
+                sharded.grad = held + grad
+
+    def accumulate_nothing(self) -> None:
+        """Give the parameters of a class without elements their gradients, which need no reduction."""
+        self.drop_gradients()
+        if self.is_trainable:
+            self.accumulate(self.shard.new_empty(0))
+
+    def _make_buffer(self) -> None:
+        layout = self.plan.layout
+        buffer = torch.empty(layout.numel, dtype=self.dtype, device=self.shard.device)
+        for span, param in zip(layout.spans, self.params, strict=True):
+            param.make_unsharded(buffer.data[span.start : span.stop].view(span.shape))
+        self._buffer = buffer.data
+        self._storage = buffer.untyped_storage()
+
+
+def _cannot_cast(fqn: str, old: torch.dtype, new: torch.dtype) -> UsageError:
+    return UsageError(
+        f"a sharded parameter of {str(old)[6:]} cannot become {str(new)[6:]}",
+        at=f"parameter {fqn!r}",
+        fix="convert the model before fully_shard; for another dtype in computation use torch.autocast",
+    )

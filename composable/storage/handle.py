@@ -1,0 +1,244 @@
+"""A handle owns the parameters of one fully sharded module: unshard, reshard, reduce.
+
+A handle has one flat buffer per (dtype, requires_grad) class of its parameters. It knows
+its own state and swaps the modules' parameters between their two faces; the scheduler
+decides when each call is made.
+"""
+
+import copy
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from composable.collectives.base import Pending
+from composable.planning.shard_plan import HandlePlan
+from composable.storage.copy_reach import is_part_of_module, modules_of_copy, reaches_out
+from composable.storage.flat_buffer import FlatBuffer
+from composable.storage.sharded_param import ShardedParam, has_own_setattr
+
+__all__ = ["FIX_COPY", "Handle", "handle_of"]
+
+FIX_COPY = "deep-copy {names} or a module around, in one call"
+
+
+class _Managed:
+    """The mark of a handle on its parameters, sharded and unsharded; copies of a parameter have none."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: "Handle") -> None:
+        self.handle = weakref.ref(handle)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> None:
+        handle = self.handle()
+        if handle is None or not is_part_of_module(memo):
+            return
+        modules = modules_of_copy(memo)
+        if not all(module in modules for module in handle.modules):
+            # A module that would be left with parameters that nothing gathers.
+            raise reaches_out("copied", handle.modules, FIX_COPY)
+
+
+def handle_of(param: nn.Parameter) -> "Handle | None":
+    """Return the handle that manages a parameter, either face of it."""
+    mark = getattr(param, "_composable_managed", None)
+    return None if mark is None else mark.handle()
+
+
+class Handle:
+    """The parameters that are unsharded and resharded together, and where they are in a step.
+
+    Attributes:
+        plan: What was decided before anything was built.
+        fqn: Name of the fully sharded module from the root; set when the root is known.
+        modules: The fully sharded module, or several that share the handle.
+        is_gathering: An unshard was started and is not in use yet.
+        is_unsharded: The modules hold the unsharded parameters.
+        held_with: Options of the context that shows full parameters to the user; ``reshard`` has to wait.
+        is_lent: That context shows them in a way that forward and backward cannot use.
+        reshard_option: What the user asked for; ``None``: free between forward and backward unless root.
+        reshard_after_forward: What that means now that the root is known.
+        requires_gradient_sync: Reduce gradients at the end of this handle's backward.
+        sync_after_context: What ``requires_gradient_sync`` is after the ``no_sync`` that runs; ``None``: none runs.
+        has_unsynced_gradients: A backward without synchronisation left gradients on the leaves.
+        first_pre: Clock of the first forward call since the last backward; -1: none.
+        forward_prefetch: Handles to unshard after this one in forward, or ``None``: as recorded.
+        backward_prefetch: The same for backward.
+        next_forward: Handle that followed in the latest forward, a hint.
+        previous_forward: Handle that went before in the latest forward, a hint.
+        next_backward: Handle that followed in the latest backward, a hint.
+    """
+
+    def __init__(self, plan: HandlePlan, modules: Sequence[nn.Module], buffers: Sequence[FlatBuffer]) -> None:
+        self.plan = plan
+        self.fqn = plan.module_fqns[0]
+        self.modules = tuple(modules)
+        self.buffers = tuple(buffers)
+        self.reshard_option = plan.reshard_after_forward
+        self.reshard_after_forward = True
+        self.requires_gradient_sync = True
+        self.sync_after_context: bool | None = None
+        self.has_unsynced_gradients = False
+        self.forward_prefetch: tuple[Handle, ...] | None = None
+        self.backward_prefetch: tuple[Handle, ...] | None = None
+        self._start_sharded()
+        self._place_sharded()
+
+    def _start_sharded(self) -> None:
+        """Begin a life in which nothing was unsharded yet."""
+        self.is_gathering = False
+        self.is_unsharded = False
+        self.held_with: object | None = None
+        self.is_lent = False
+        self.modules_left: set[nn.Module] = set()
+        self._gathers: list[Pending] = []
+        self._plain_owners: list[tuple[nn.Module, str, ShardedParam]] = []
+        self._swaps: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
+        self._watched: list[ShardedParam] = []
+        self.forget_steps()
+
+    def forget_steps(self) -> None:
+        """Forget the place in a step and the order of the last one: another scheduler counts anew."""
+        self.first_pre = -1
+        self.entered_at = -1
+        self.backward_id = -1
+        self.completed_id = -1
+        self.is_late = False
+        self.modules_left.clear()
+        self.next_forward: Handle | None = None
+        self.previous_forward: Handle | None = None
+        self.next_backward: Handle | None = None
+
+    def _place_sharded(self) -> None:
+        mark = _Managed(self)
+        for param in self.params:
+            for face in (param.sharded, param.unsharded):
+                if face is not None:
+                    face._composable_managed = mark  # type: ignore[attr-defined]  # read by handle_of
+            param.place(param.sharded)
+            if any(has_own_setattr(module) for module, _ in param.owners):
+                self._watched.append(param)
+            else:
+                self._plain_owners += [(module, name, param) for module, name in param.owners]
+
+    def attach(self) -> None:
+        """Bring back what torch replaced: parameters that a load assigned, and memory that it gave to parameters.
+
+        Their values stay; parameters are the same objects as before. Not collective.
+
+        Raises:
+            UsageError: A parameter has another dtype or shape now.
+        """
+        if self.is_unsharded or self.held_with is not None:
+            return
+        for param in self.params:
+            for module, name in param.owners:
+                held = module._parameters.get(name)
+                if held is not None and held is not param.sharded:
+                    param.take(held)
+            param.place(param.sharded)
+        for flat in self.buffers:
+            flat.attach()
+
+    def copied(self, memo: dict[int, Any]) -> "Handle":
+        """Return a deep copy with shards of its own; ``adopt_modules`` completes it."""
+        self.attach()
+        twin = memo[id(self)] = copy.copy(self)
+        if self.sync_after_context is not None:
+            # The context that runs ends for this handle only.
+            twin.requires_gradient_sync, twin.sync_after_context = self.sync_after_context, None
+        twin._start_sharded()
+        twin.buffers = tuple(
+            flat.copied(memo, with_kept_gradients=self.has_unsynced_gradients) for flat in self.buffers
+        )
+        return twin
+
+    def adopt_modules(self, memo: dict[int, Any]) -> None:
+        """Let a copied handle manage the copies of the modules, and prefetch copied handles."""
+        self.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
+        for param in self.params:
+            param.owners = tuple((copy.deepcopy(module, memo), name) for module, name in param.owners)
+        self._place_sharded()
+        for name in ("forward_prefetch", "backward_prefetch"):
+            ahead = getattr(self, name)
+            if ahead is not None:
+                setattr(self, name, tuple(memo[id(handle)] for handle in ahead if id(handle) in memo))
+
+    def release(self) -> None:
+        """Let go of modules and shards for good. Nothing is left to gather: unsharding does nothing from now on."""
+        self._start_sharded()
+        self.modules = ()
+        self.buffers = ()
+        self.is_unsharded = True
+
+    @property
+    def params(self) -> list[ShardedParam]:
+        """Every parameter of the handle, buffer by buffer."""
+        return [param for flat in self.buffers for param in flat.params]
+
+    @property
+    def is_trainable(self) -> bool:
+        """Some parameter requires a gradient now."""
+        return any(flat.is_trainable for flat in self.buffers)
+
+    @property
+    def _fqns(self) -> list[str]:
+        """FQNs of the parameters, prefixed from the fully sharded module."""
+        return [param.fqn for param in self.params]
+
+    def begin_unshard(self) -> None:
+        """Start filling the buffers. Collective: all ranks of the shard group, same order."""
+        for flat in self.buffers:
+            if flat.is_empty:
+                flat.make_leaves()
+            else:
+                self._gathers.append(flat.begin_unshard())
+        self.is_gathering = True
+
+    def finish_gathers(self) -> None:
+        """Wait for the all-gathers: the thread on CPU, the current stream on CUDA."""
+        for gather in self._gathers:
+            gather.finish()
+
+    def use_unsharded(self) -> None:
+        """Make the modules hold the unsharded parameters; the gathers are finished."""
+        self._gathers = []
+        self.is_gathering = False
+        self.is_unsharded = True
+        if self._swaps is None:
+            self._swaps = [(module, name, param.sharded, param.leaf()) for module, name, param in self._plain_owners]
+        for module, name, sharded, leaf in self._swaps:
+            trainable = sharded.requires_grad
+            if leaf.requires_grad is not trainable:
+                leaf.requires_grad_(trainable)
+            module._parameters[name] = leaf
+        for param in self._watched:
+            param.leaf().requires_grad_(param.sharded.requires_grad)
+            param.place(param.leaf())
+
+    def reshard(self) -> None:
+        """Make the modules hold the sharded parameters and free the buffers."""
+        self._gathers = []
+        self.is_gathering = False
+        self.is_unsharded = False
+        for module, name, param in self._plain_owners:
+            module._parameters[name] = param.sharded
+        for param in self._watched:
+            param.place(param.sharded)
+        for flat in self.buffers:
+            flat.free_buffer()
+
+    def has_gradients(self) -> bool:
+        """Say whether any unsharded parameter holds a gradient."""
+        return any(flat.has_gradients() for flat in self.buffers)
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that were not reduced."""
+        self.has_unsynced_gradients = False
+        for flat in self.buffers:
+            flat.drop_gradients()
+
+    def __repr__(self) -> str:
+        return f"Handle({self.fqn!r}, {len(self.params)} parameters)"

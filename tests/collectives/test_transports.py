@@ -1,0 +1,571 @@
+"""What every transport does, each rule over both transports, 1 to 4 ranks and two dtypes."""
+
+import datetime
+import os
+import random
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from composable.collectives.base import Pending, Transport
+from composable.collectives.choose import choose_transport, make_transport, transport_of
+from composable.errors import ConfigError
+from tests.world import RankErrors, run_ranks
+
+TRANSPORTS = ["process_group", "point_to_point"]
+WORLD_SIZES = [1, 2, 3, 4]
+DTYPES = [torch.float32, torch.bfloat16]
+
+# Shards that point_to_point leaves to gloo's collectives, and shards that it moves itself, at every world size.
+SMALL, LARGE = 1001, 262_147
+
+each_transport = pytest.mark.parametrize("name", TRANSPORTS)
+each_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+
+
+def make(name: str) -> Transport:
+    assert dist.group.WORLD is not None
+    return make_transport(name, dist.group.WORLD)
+
+
+def slice_of(rank: int, numel: int, dtype: torch.dtype, *, seed: int = 0) -> torch.Tensor:
+    """Return small whole numbers that differ by rank, seed and place: sums of them are exact, also in bf16."""
+    numbers = (torch.arange(numel) * (rank + 2) + 7 * rank + seed) % 17 - 8
+    return numbers.to(dtype)
+
+
+def source_of(rank: int, world_size: int, numel: int, dtype: torch.dtype, *, seed: int = 0) -> torch.Tensor:
+    return torch.cat([slice_of(rank, numel, dtype, seed=31 * seed + 5 * part) for part in range(world_size)])
+
+
+def gathered(world_size: int, numel: int, dtype: torch.dtype, *, seed: int = 0) -> torch.Tensor:
+    return torch.cat([slice_of(rank, numel, dtype, seed=seed) for rank in range(world_size)])
+
+
+def reduced(rank: int, world_size: int, numel: int, dtype: torch.dtype, *, seed: int = 0) -> torch.Tensor:
+    sources = [source_of(peer, world_size, numel, torch.float64, seed=seed) for peer in range(world_size)]
+    return torch.stack(sources).sum(0)[rank * numel : (rank + 1) * numel].to(dtype)
+
+
+# The four operations
+
+
+def gather(name: str, dtype: torch.dtype, numel: int) -> None:
+    transport = make(name)
+    rank, world_size = transport.rank, transport.world_size
+    assert (rank, world_size) == (dist.get_rank(), dist.get_world_size())
+    shard = slice_of(rank, numel, dtype)
+    buffer = torch.full((world_size * numel,), 99).to(dtype)
+    transport.begin_all_gather(buffer, shard, transport.allocate_key()).finish()
+    torch.testing.assert_close(buffer, gathered(world_size, numel, dtype), rtol=0, atol=0)
+    torch.testing.assert_close(shard, slice_of(rank, numel, dtype), rtol=0, atol=0)
+
+
+@each_transport
+@each_world_size
+@each_dtype
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+def test_an_all_gather_fills_the_buffer_in_rank_order(
+    name: str, world_size: int, dtype: torch.dtype, numel: int
+) -> None:
+    run_ranks(gather, world_size, name, dtype, numel)
+
+
+def gather_many_dtypes(name: str) -> None:
+    for dtype in (torch.bool, torch.int8, torch.int16, torch.float16, torch.float64, torch.float8_e4m3fn):
+        gather(name, dtype, 5)
+    gather(name, torch.complex64, 5)
+
+
+@each_transport
+def test_any_dtype_can_be_gathered(name: str) -> None:
+    run_ranks(gather_many_dtypes, 2, name)
+
+
+@each_transport
+@each_world_size
+def test_an_empty_shard_needs_no_traffic(name: str, world_size: int) -> None:
+    run_ranks(gather, world_size, name, torch.float32, 0)
+    run_ranks(reduce_to_shards, world_size, name, torch.float32, 0)
+
+
+def reduce_to_shards(name: str, dtype: torch.dtype, numel: int) -> None:
+    transport = make(name)
+    rank, world_size = transport.rank, transport.world_size
+    for scale in (1.0, 0.25, 1 / world_size):
+        shard = torch.full((numel,), 99).to(dtype)
+        source = source_of(rank, world_size, numel, dtype)
+        transport.begin_reduce_scatter(source, shard, transport.allocate_key(), scale=scale).finish()
+        torch.testing.assert_close(shard, reduced(rank, world_size, numel, dtype) * scale)
+
+
+@each_transport
+@each_world_size
+@each_dtype
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+def test_a_reduce_scatter_gives_the_scaled_sum_of_slices(
+    name: str, world_size: int, dtype: torch.dtype, numel: int
+) -> None:
+    run_ranks(reduce_to_shards, world_size, name, dtype, numel)
+
+
+@each_transport
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])
+def test_other_dtypes_of_gradients_can_be_reduced(name: str, dtype: torch.dtype) -> None:
+    run_ranks(reduce_to_shards, 3, name, dtype, 5)
+
+
+def reduce_in_place(name: str, dtype: torch.dtype) -> None:
+    transport = make(name)
+    for scale in (1.0, 0.5, 1 / transport.world_size):
+        tensor = slice_of(transport.rank, 101, dtype)
+        transport.begin_all_reduce(tensor, transport.allocate_key(), scale=scale).finish()
+        total = torch.stack([slice_of(rank, 101, torch.float64) for rank in range(transport.world_size)]).sum(0)
+        torch.testing.assert_close(tensor, (total * scale).to(dtype))
+
+
+@each_transport
+@each_world_size
+@each_dtype
+def test_an_all_reduce_gives_every_rank_the_scaled_sum(name: str, world_size: int, dtype: torch.dtype) -> None:
+    run_ranks(reduce_in_place, world_size, name, dtype)
+
+
+def broadcast(name: str) -> None:
+    transport = make(name)
+    key = transport.allocate_key()
+    for dtype in (*DTYPES, torch.bool, torch.int64, torch.int16):
+        for source_rank in range(transport.world_size):
+            tensor = slice_of(transport.rank, 101, dtype)
+            transport.begin_broadcast(tensor, source_rank, key).finish()
+            torch.testing.assert_close(tensor, slice_of(source_rank, 101, dtype), rtol=0, atol=0)
+
+
+@each_transport
+@each_world_size
+def test_a_broadcast_gives_every_rank_the_tensor_of_its_source(name: str, world_size: int) -> None:
+    run_ranks(broadcast, world_size, name)
+
+
+# Many at once
+
+
+class Exchange:
+    """One buffer's collectives under way, and what must come of them."""
+
+    def __init__(self, transport: Transport, key: int, numel: int, dtype: torch.dtype, seed: int) -> None:
+        rank, world_size = transport.rank, transport.world_size
+        self.buffer = torch.full((world_size * numel,), 99).to(dtype)
+        self.shard = slice_of(rank, numel, dtype, seed=seed)
+        self.source = source_of(rank, world_size, numel, dtype, seed=seed)
+        self.result = torch.full((numel,), 99).to(dtype)
+        self.pendings: list[Pending] = [
+            transport.begin_all_gather(self.buffer, self.shard, key),
+            transport.begin_reduce_scatter(self.source, self.result, key, scale=0.5),
+        ]
+        self.expected = (
+            gathered(world_size, numel, dtype, seed=seed),
+            reduced(rank, world_size, numel, dtype, seed=seed) * 0.5,
+        )
+
+    def check(self) -> None:
+        torch.testing.assert_close((self.buffer, self.result), self.expected)
+
+
+def exchange_in_disorder(name: str, dtype: torch.dtype, rounds: int) -> None:
+    transport = make(name)
+    numels = [1, LARGE, SMALL, LARGE, 17]
+    keys = [transport.allocate_key() for _ in numels]
+    assert len(set(keys)) == len(keys)
+    # Each rank computes and waits in an order of its own; collectives start in the same order on all.
+    chance = random.Random(transport.rank)
+    shared_chance = random.Random(0)
+    for round_ in range(rounds):
+        in_flight = []
+        for key, numel in shared_chance.sample(list(zip(keys, numels, strict=True)), len(keys)):
+            in_flight.append(Exchange(transport, key, numel, dtype, seed=round_))
+            if chance.random() < 0.3:
+                side = chance.choice([10, 100, 200])
+                torch.mm(torch.ones(side, side), torch.ones(side, side))
+            if chance.random() < 0.3:
+                chance.choice(in_flight).pendings[chance.randrange(2)].finish()
+        pendings = [pending for exchange in in_flight for pending in exchange.pendings]
+        chance.shuffle(pendings)
+        for pending in pendings:
+            pending.finish()
+            assert pending.is_done()
+        for exchange in in_flight:
+            exchange.check()
+
+
+@each_transport
+@each_world_size
+@each_dtype
+def test_collectives_in_flight_together_do_not_mix(name: str, world_size: int, dtype: torch.dtype) -> None:
+    run_ranks(exchange_in_disorder, world_size, name, dtype, 5)
+
+
+def run_ahead(name: str, rounds: int) -> None:
+    transport = make(name)
+    key = transport.allocate_key()
+    # Rank 0 starts every collective before it waits for the first; the others go one by one.
+    started = []
+    for round_ in range(rounds):
+        started.append(Exchange(transport, key, (SMALL, LARGE)[round_ % 2], torch.float32, seed=round_))
+        if transport.rank != 0:
+            for pending in started[-1].pendings:
+                pending.finish()
+    for exchange in started:
+        for pending in exchange.pendings:
+            pending.finish()
+        exchange.check()
+
+
+@each_transport
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_may_run_ahead_with_one_key(name: str, world_size: int) -> None:
+    run_ranks(run_ahead, world_size, name, 12)
+
+
+def finish_twice(name: str, numel: int) -> None:
+    transport = make(name)
+    exchange = Exchange(transport, transport.allocate_key(), numel, torch.float32, seed=0)
+    for pending in exchange.pendings * 2:
+        pending.finish()
+        assert pending.is_done()
+    exchange.check()
+
+
+@each_transport
+@each_world_size
+def test_finishing_twice_changes_nothing(name: str, world_size: int) -> None:
+    run_ranks(finish_twice, world_size, name, SMALL)
+    run_ranks(finish_twice, world_size, name, LARGE)
+
+
+def exchange_beside_user_traffic(name: str) -> None:
+    transport = make(name)
+    key = transport.allocate_key()
+    peer = 1 - transport.rank
+    # The same peers and the tags that the first key might use, on the user's own group.
+    received = [torch.zeros(8) for _ in range(2)]
+    works = [dist.irecv(tensor, src=peer, tag=tag) for tag, tensor in enumerate(received)]
+    exchange = Exchange(transport, key, LARGE, torch.float32, seed=3)
+    works += [dist.isend(torch.full((8,), 50.0 + tag), dst=peer, tag=tag) for tag in range(2)]
+    for pending in exchange.pendings:
+        pending.finish()
+    for work in works:
+        assert work is not None
+        work.wait()
+    exchange.check()
+    assert [tensor[0].item() for tensor in received] == [50.0, 51.0]
+
+
+@each_transport
+def test_user_messages_do_not_reach_the_transport(name: str) -> None:
+    run_ranks(exchange_beside_user_traffic, 2, name)
+
+
+# Groups
+
+
+def exchange_in_part_of_the_world(name: str, groups: list[list[int]]) -> tuple[int, int] | None:
+    made = {tuple(ranks): dist.new_group(ranks) for ranks in groups}
+    mine = [ranks for ranks in made if dist.get_rank() in ranks]
+    if not mine:
+        return None
+    transport = make_transport(name, made[mine[0]])
+    for round_ in range(3):
+        exchange = Exchange(transport, transport.allocate_key(), (SMALL, LARGE, 1)[round_], torch.float32, seed=round_)
+        for pending in exchange.pendings:
+            pending.finish()
+        exchange.check()
+    tensor = torch.tensor([float(dist.get_rank())])
+    transport.begin_broadcast(tensor, transport.world_size - 1, transport.allocate_key()).finish()
+    assert tensor.item() == mine[0][-1]
+    return transport.rank, transport.world_size
+
+
+@each_transport
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([[1, 3]], [None, (0, 2), None, (1, 2)]),
+        ([[0, 2], [1, 3]], [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        ([[0, 1, 3], [2]], [(0, 3), (1, 3), (0, 1), (2, 3)]),
+    ],
+)
+def test_groups_that_are_parts_of_the_world(
+    name: str, groups: list[list[int]], expected: list[tuple[int, int] | None]
+) -> None:
+    assert run_ranks(exchange_in_part_of_the_world, 4, name, groups) == expected
+
+
+def exchange_in_an_unsorted_group(name: str) -> None:
+    group = dist.new_group([2, 0, 1], sort_ranks=False)
+    transport = make_transport(name, group)
+    assert transport.rank == [2, 0, 1].index(dist.get_rank())
+    for numel in (SMALL, LARGE):
+        exchange = Exchange(transport, transport.allocate_key(), numel, torch.float32, seed=0)
+        for pending in exchange.pendings:
+            pending.finish()
+        exchange.check()
+    tensor = torch.tensor([float(dist.get_rank())])
+    transport.begin_broadcast(tensor, 0, transport.allocate_key()).finish()
+    assert tensor.item() == 2
+
+
+@each_transport
+def test_slices_follow_the_order_of_the_group(name: str) -> None:
+    run_ranks(exchange_in_an_unsorted_group, 3, name)
+
+
+def share(name: str) -> tuple[bool, bool]:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    first, second = transport_of(group, name), transport_of(group, name)
+    return first is second, first is transport_of(dist.group.WORLD, name)
+
+
+def test_roots_on_one_group_share_a_transport_that_owns_connections() -> None:
+    assert run_ranks(share, 2, "point_to_point") == [(True, False)] * 2
+
+
+def leave_a_transport(name: str) -> bool:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    transport = weakref.ref(transport_of(group, name))
+    alive = weakref.ref(group)
+    dist.barrier()
+    dist.destroy_process_group()
+    del group
+    return alive() is None and transport() is None
+
+
+@each_transport
+@each_world_size
+def test_a_destroyed_group_leaves_no_transport_behind(name: str, world_size: int) -> None:
+    assert run_ranks(leave_a_transport, world_size, name) == [True] * world_size
+
+
+def pretend() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    transport = make("process_group")
+    key = transport.allocate_key()
+    shard, buffer = torch.ones(4), torch.zeros(32)
+    transport.begin_all_gather(buffer, shard, key).finish()
+    transport.begin_reduce_scatter(buffer, shard, key, scale=1 / 8).finish()
+    transport.begin_all_reduce(buffer, key, scale=1 / 8).finish()
+    transport.begin_broadcast(buffer, 5, key).finish()
+
+
+def test_collectives_run_on_the_fake_backend() -> None:
+    run_ranks(pretend, 1)
+
+
+# Numbers
+
+
+def sum_thirds(name: str, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    transport = make(name)
+    torch.manual_seed(0)
+    # Low precision is summed by the transport itself also when it is small.
+    numel = LARGE if dtype == torch.float32 else SMALL
+    sources = [torch.randn(transport.world_size * numel).to(dtype) for _ in range(transport.world_size)]
+    shard = torch.empty(numel, dtype=dtype)
+    source = sources[transport.rank].clone()
+    transport.begin_reduce_scatter(source, shard, transport.allocate_key(), scale=1 / 3).finish()
+    return shard, [whole.chunk(transport.world_size)[transport.rank] for whole in sources]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_point_to_point_adds_in_rank_order(world_size: int) -> None:
+    for shard, (first, *others) in run_ranks(sum_thirds, world_size, "point_to_point", torch.float32):
+        for other in others:
+            first = first + other
+        assert torch.equal(shard, first * (1 / 3))
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_point_to_point_rounds_a_low_precision_sum_once(world_size: int, dtype: torch.dtype) -> None:
+    for shard, (first, *others) in run_ranks(sum_thirds, world_size, "point_to_point", dtype):
+        total = first.float()
+        for other in others:
+            total = total + other.float()
+        assert torch.equal(shard, (total * (1 / 3)).to(dtype))
+
+
+def average_large_numbers() -> torch.Tensor:
+    transport = make("point_to_point")
+    shard = torch.empty(3, dtype=torch.float16)
+    source = torch.full((3 * transport.world_size,), 60_000.0, dtype=torch.float16)
+    transport.begin_reduce_scatter(source, shard, transport.allocate_key(), scale=1 / transport.world_size).finish()
+    return shard
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_mean_within_range_does_not_overflow_on_the_way(world_size: int) -> None:
+    for shard in run_ranks(average_large_numbers, world_size):
+        assert shard.tolist() == [60_000.0] * 3
+
+
+# Autograd
+
+
+def gather_into_leaves(name: str, numel: int) -> None:
+    transport = make(name)
+    key = transport.allocate_key()
+    shard = torch.full((numel,), 2.0)
+    buffer = torch.empty(numel * transport.world_size)
+    # Shares the buffer's version counter, which autograd compares.
+    leaf = buffer.detach()[:4].requires_grad_()
+    transport.begin_all_gather(buffer, shard, key).finish()
+    version = leaf._version
+    loss = (leaf * leaf).sum()
+    # Between forward and backward the storage is freed and filled again.
+    storage = buffer.untyped_storage()
+    nbytes = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(nbytes)
+    transport.begin_all_gather(buffer, shard, key).finish()
+    assert leaf._version == version
+    loss.backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [4.0] * 4
+
+
+@each_transport
+@each_world_size
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+def test_gathering_again_does_not_count_as_a_change_of_saved_parameters(name: str, world_size: int, numel: int) -> None:
+    run_ranks(gather_into_leaves, world_size, name, numel)
+
+
+# Trouble
+
+
+def exchange_once(transport: Transport, key: int) -> None:
+    for pending in Exchange(transport, key, LARGE, torch.float32, seed=0).pendings:
+        pending.finish()
+
+
+def leave_a_peer_alone(name: str) -> None:
+    transport = make(name)
+    key = transport.allocate_key()
+    exchange_once(transport, key)
+    if transport.rank == 1:
+        os._exit(0)
+    with pytest.raises(RuntimeError, match=r"(?i)connection|closed|reset"):
+        exchange_once(transport, key)
+
+
+@each_transport
+def test_a_peer_that_dies_is_an_error_and_no_hang(name: str) -> None:
+    with pytest.raises(RankErrors) as caught:
+        run_ranks(leave_a_peer_alone, 2, name)
+    assert sorted(caught.value.errors) == [1]
+
+
+def wait_for_a_late_peer(name: str) -> float:
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
+    transport = make_transport(name, group)
+    waited_s = 0.0
+    if transport.rank == 0:
+        start = time.perf_counter()
+        pending = transport.begin_all_gather(torch.zeros(2 * LARGE), torch.zeros(LARGE), transport.allocate_key())
+        with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
+            pending.finish()
+        waited_s = time.perf_counter() - start
+    dist.barrier()
+    return waited_s
+
+
+@each_transport
+def test_waiting_ends_with_the_timeout_of_the_group(name: str) -> None:
+    assert 1.9 < run_ranks(wait_for_a_late_peer, 2, name)[0] < 20
+
+
+# Choice
+
+
+@pytest.mark.parametrize(
+    ("device_type", "backend", "world_size", "expected"),
+    [
+        ("cpu", "gloo", 1, "process_group"),
+        ("cpu", "gloo", 2, "point_to_point"),
+        ("cpu", "gloo", 8, "point_to_point"),
+        ("cpu", "gloo", 9, "process_group"),
+        ("cpu", "cpu:gloo,cuda:nccl", 2, "point_to_point"),
+        ("cpu", "cpu:mpi,cuda:gloo", 2, "process_group"),
+        ("cpu", "mpi", 2, "process_group"),
+        ("cpu", "fake", 2, "process_group"),
+        ("cuda", "nccl", 2, "process_group"),
+        ("cuda", "gloo", 2, "process_group"),
+        ("cuda", "cpu:gloo,cuda:nccl", 2, "process_group"),
+    ],
+)
+def test_the_transport_follows_device_backend_and_world_size(
+    device_type: str, backend: str, world_size: int, expected: str
+) -> None:
+    assert choose_transport(device_type, backend, world_size) == expected
+
+
+@each_transport
+def test_the_users_choice_is_kept(name: str) -> None:
+    assert choose_transport("cpu", "gloo", 1, name) == name
+
+
+def test_an_unknown_transport_is_an_error_that_lists_the_known() -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_transport("cpu", "gloo", 2, "pigeon")
+    assert str(caught.value) == ("transport is 'pigeon'\n  fix: pass one of 'auto', 'process_group', 'point_to_point'")
+
+
+def make_unknown() -> None:
+    make("pigeon")
+
+
+def test_making_an_unknown_transport_is_an_error_on_every_rank() -> None:
+    with pytest.raises(RankErrors) as caught:
+        run_ranks(make_unknown, 2)
+    assert [str(error) for error in caught.value.errors.values()] == [
+        "transport is 'pigeon'\n  fix: pass one of 'process_group', 'point_to_point'"
+    ] * 2
+
+
+@pytest.mark.parametrize(("device_type", "backend"), [("cuda", "nccl"), ("cuda", "cpu:gloo,cuda:nccl"), ("cpu", "mpi")])
+def test_a_transport_that_does_not_fit_is_an_error(device_type: str, backend: str) -> None:
+    with pytest.raises(ConfigError, match="moves CPU tensors over gloo") as caught:
+        choose_transport(device_type, backend, 2, "point_to_point")
+    assert caught.value.fix == "pass transport='auto'"
+
+
+# CUDA
+
+
+@pytest.fixture
+def nccl() -> Iterator[Transport]:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield make("process_group")
+    dist.destroy_process_group()
+
+
+@pytest.mark.cuda
+def test_collectives_run_on_the_stream_of_the_caller(nccl: Transport) -> None:
+    shard, buffer, result = (torch.zeros(1 << 20, device="cuda") for _ in range(3))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        shard.fill_(3.0)
+        nccl.begin_all_gather(buffer, shard, 0).finish()
+        nccl.begin_reduce_scatter(buffer, result, 0, scale=0.5).finish()
+    torch.cuda.current_stream().wait_stream(stream)
+    assert result.unique().tolist() == [1.5]

@@ -1,0 +1,591 @@
+"""Accelerated optimizers: to the bit what the optimizer does without, and nothing else to see between steps.
+
+Two oracles: the same optimizer on the same sharded model, not accelerated, must agree to the bit;
+and a single process that trains the plain model on the global batch must agree but for rounding.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from composable import (
+    ConfigError,
+    RaggedDTensor,
+    UsageError,
+    accelerate_optimizer,
+    clip_grad_norm_,
+    fully_shard,
+    replicate,
+)
+from composable.optim.local_step import local_gradients
+from tests.parity import full
+from tests.world import run_ranks
+
+BATCH = 4
+STEPS = 5
+MODES = ("plain", "local", "flat")
+
+CONFIGS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum foreach": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
+    "momentum fused": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "adam foreach": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "maximize": True, "foreach": True}),
+    "adamw foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "adamw fused": (torch.optim.AdamW, {"lr": torch.tensor(0.01), "fused": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.01, "lr_decay": 0.1}),
+    "adagrad fused": (torch.optim.Adagrad, {"lr": 0.01, "fused": True}),
+    "adadelta foreach": (torch.optim.Adadelta, {"foreach": True}),
+    "adamax foreach": (torch.optim.Adamax, {"foreach": True}),
+    "asgd": (torch.optim.ASGD, {"t0": 1}),
+    "nadam foreach": (torch.optim.NAdam, {"lr": 0.01, "foreach": True}),
+    "radam foreach": (torch.optim.RAdam, {"lr": 0.01, "foreach": True}),
+    "rmsprop foreach": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.9, "foreach": True}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.01}),
+}
+
+
+class Net(nn.Module):
+    """Pieces of whole vectors, of other sizes, of one element and of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(5, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 13), nn.Linear(13, 16)) for _ in range(2)
+        )
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = x + self.scale * block(x).tanh()
+        return self.out(x)
+
+
+def make_net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def sharded_net() -> Net:
+    return fully_shard(make_net(), policy={nn.Sequential})
+
+
+def batch_of(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def backward(model: nn.Module, step: int, *, scale: float = 1.0) -> None:
+    (model(batch_of(step, dist.get_rank())).square().mean() * scale).backward()
+
+
+def drop_some(model: nn.Module, step: int) -> None:
+    """Take the gradients of two parameters, the same on every rank, in the second step."""
+    if step == 1:
+        for name, param in model.named_parameters():
+            if name in ("blocks.0.1.weight", "inp.bias"):
+                param.grad = None
+
+
+def make_optimizer(name: str, params: Any) -> torch.optim.Optimizer:
+    kind, options = CONFIGS[name]
+    return kind(params, **copy.deepcopy(options))
+
+
+def train_reference(name: str, world_size: int) -> dict[str, torch.Tensor]:
+    model = make_net()
+    optimizer = make_optimizer(name, model.parameters())
+    for step in range(STEPS):
+        model(torch.cat([batch_of(step, rank) for rank in range(world_size)])).square().mean().backward()
+        drop_some(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {fqn: param.detach() for fqn, param in model.named_parameters()}
+
+
+def local_of(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def assert_same_state(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
+    """Compare two state dicts: keys and their order, types, shapes and every bit of this rank's values."""
+    assert found["param_groups"] == expected["param_groups"], where
+    assert list(found["state"]) == list(expected["state"]), where
+    for index, entry in expected["state"].items():
+        assert type(found["state"][index]) is dict and list(found["state"][index]) == list(entry), f"{where}, {index}"
+        for key, value in entry.items():
+            other = found["state"][index][key]
+            place = f"{where}, parameter {index}, {key}"
+            assert type(other) is type(value) and other.shape == value.shape and other.dtype == value.dtype, place
+            assert torch.equal(local_of(other), local_of(value)), place
+
+
+def assert_same_params(found: nn.Module, expected: nn.Module, where: str) -> None:
+    for (fqn, param), other in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(param.to_local(), other.to_local()), f"{where}, {fqn}"
+
+
+def train(name: str, mode: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = sharded_net()
+    optimizer = make_optimizer(name, model.parameters())
+    if mode != "plain":
+        assert accelerate_optimizer(optimizer, model, flat=mode == "flat") is optimizer
+    for step in range(STEPS):
+        backward(model, step)
+        drop_some(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def trained_in_every_mode(names: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for name in names:
+        model, optimizer = train(name, "plain")
+        for mode in MODES[1:]:
+            other, accelerated = train(name, mode)
+            where = f"{name}, {mode}"
+            assert_same_params(other, model, where)
+            assert_same_state(accelerated.state_dict(), optimizer.state_dict(), where)
+            assert all(type(param) is RaggedDTensor for param in accelerated.param_groups[0]["params"])
+        found[name] = {fqn: full(param) for fqn, param in model.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [
+        (1, ["adamw fused", "nadam foreach"]),
+        (2, list(CONFIGS)),
+        (3, ["momentum fused", "adamw foreach"]),
+        (4, ["momentum foreach", "adamw fused", "nadam foreach"]),
+    ],
+)
+def test_element_wise_optimizers_to_the_bit(world_size: int, names: list[str]) -> None:
+    found = run_ranks(trained_in_every_mode, world_size, names)[0]
+    for name, params in found.items():
+        for fqn, expected in train_reference(name, world_size).items():
+            torch.testing.assert_close(
+                params[fqn], expected, rtol=1e-3, atol=1e-4, msg=lambda text, where=f"{name}, {fqn}": f"{where}: {text}"
+            )
+
+
+def clip_by_optimizer() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for order in (2.0, 1.0, math.inf):
+        plain = make_net()
+        plain(torch.cat([batch_of(0, other) for other in range(world_size)])).square().mean().backward()
+        extra = nn.Parameter(torch.ones(3))
+        extra.grad = torch.full((3,), 0.25)
+        expected = nn.utils.clip_grad_norm_([*plain.parameters(), extra], 0.1, order)
+        for mode in MODES:
+            model, outside = sharded_net(), nn.Parameter(torch.ones(3))
+            optimizer = torch.optim.AdamW([*model.parameters(), outside], foreach=True)
+            if mode != "plain":
+                accelerate_optimizer(optimizer, model, flat=mode == "flat")
+            backward(model, 0)
+            outside.grad = torch.full((3,), 0.25)
+            first = model.inp.weight.grad
+            assert first is not None
+            view = first[0]
+            norm = clip_grad_norm_(optimizer, 0.1, order)
+            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0.0)
+            for param, other in zip([*model.parameters(), outside], [*plain.parameters(), extra], strict=True):
+                torch.testing.assert_close(full(param.grad), other.grad, rtol=1e-5, atol=1e-7)
+            with pytest.raises(UsageError, match="no longer has"):
+                view + 1
+            if rank == world_size - 1:
+                next(param.grad for param in model.parameters() if param.to_local().numel()).to_local()[:] = math.nan
+            assert clip_grad_norm_(optimizer, 0.1, order).isnan()
+            with pytest.raises(UsageError, match="is nan"):
+                clip_grad_norm_(optimizer, 0.1, order, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_are_clipped_in_as_few_tensors_as_are_stepped(world_size: int) -> None:
+    run_ranks(clip_by_optimizer, world_size)
+
+
+def clip_two_dtypes() -> torch.dtype:
+    model = nn.Linear(4, 4)
+    model.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    fully_shard(model)
+    optimizer = accelerate_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    return clip_grad_norm_(optimizer, 1.0).dtype
+
+
+def test_the_norm_has_one_dtype_on_all_ranks_also_where_one_owns_nothing_of_it() -> None:
+    assert run_ranks(clip_two_dtypes, 2) == [torch.float64, torch.float64]
+
+
+def flattened() -> list[int]:
+    """Return how many tensors are stepped: with all gradients, with scattered ones, and with all again."""
+    model = sharded_net()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    assert local_gradients(optimizer) is None
+    accelerate_optimizer(optimizer, model, flat=True)
+    counts = []
+    for step in range(6):
+        backward(model, step)
+        if step in (2, 3):
+            for param in model.parameters():
+                param.grad = param.grad * 1.0
+        found = local_gradients(optimizer)
+        assert found is not None
+        (local,) = found
+        grads = local.tensors
+        counts.append(len(grads))
+        owned = torch.cat([param.grad.to_local().reshape(-1) for param in model.parameters()])
+        torch.testing.assert_close(sum(grad.square().sum() for grad in grads), owned.square().sum())
+        optimizer.step()
+        memory = StorageWeakRef(grads[0].untyped_storage())
+        del found, local, grads, owned
+        optimizer.zero_grad()
+        assert memory.expired(), "gradients live on after zero_grad"
+    return counts
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_neighbours_are_stepped_as_one_tensor_while_their_gradients_are_one(world_size: int) -> None:
+    for counts in run_ranks(flattened, world_size):
+        handles = 3
+        assert counts[0] == counts[1] == counts[4] == counts[5] <= handles
+        assert counts[2] == counts[3] > handles
+
+
+def twins(mode: str, name: str = "adamw foreach") -> list[tuple[nn.Module, torch.optim.Optimizer]]:
+    """Return two models with optimizers, the second one's accelerated."""
+    found = []
+    for is_accelerated in (False, True):
+        model = sharded_net()
+        optimizer = make_optimizer(name, model.parameters())
+        if is_accelerated:
+            accelerate_optimizer(optimizer, model, flat=mode == "flat")
+        found.append((model, optimizer))
+    return found
+
+
+def step_twins(pairs: list[tuple[nn.Module, torch.optim.Optimizer]], step: int, where: str) -> None:
+    for model, optimizer in pairs:
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    compare_twins(pairs, where)
+
+
+def compare_twins(pairs: list[tuple[nn.Module, torch.optim.Optimizer]], where: str) -> None:
+    (model, optimizer), (other, accelerated) = pairs
+    assert_same_params(other, model, where)
+    assert_same_state(accelerated.state_dict(), optimizer.state_dict(), where)
+
+
+def state_changed_by_hand(mode: str) -> None:
+    pairs = twins(mode)
+    for step in range(3):
+        step_twins(pairs, step, "before")
+    held = [optimizer.state[model.out.weight]["exp_avg"] for model, optimizer in pairs]
+    entries = [optimizer.state[model.out.bias] for model, optimizer in pairs]
+    changes: list[Callable[[nn.Module, torch.optim.Optimizer], Any]] = [
+        lambda model, optimizer: optimizer.state[model.out.weight]["exp_avg"].mul_(2.0),
+        lambda model, optimizer: optimizer.state[model.blocks[0][0].weight]["step"].add_(3),
+        lambda model, optimizer: optimizer.state.pop(model.inp.weight),
+        lambda model, optimizer: optimizer.param_groups[0].update(lr=0.5, weight_decay=0.2),
+        lambda model, optimizer: optimizer.param_groups[0].update(foreach=False, fused=True),
+        lambda model, optimizer: optimizer.state[model.blocks[1][2].weight].update(
+            exp_avg=optimizer.state[model.blocks[1][2].weight]["exp_avg"] * 3
+        ),
+    ]
+    for index, change in enumerate(changes):
+        for model, optimizer in pairs:
+            change(model, optimizer)
+        compare_twins(pairs, f"change {index}")
+        step_twins(pairs, index, f"after change {index}")
+        step_twins(pairs, index, f"long after change {index}")
+    for (model, optimizer), tensor, entry in zip(pairs, held, entries, strict=True):
+        assert optimizer.state[model.out.weight]["exp_avg"] is tensor
+        assert optimizer.state[model.out.bias] is entry
+    for model, optimizer in pairs:
+        entries[pairs.index((model, optimizer))]["exp_avg"] = optimizer.state[model.out.bias]["exp_avg"] * 0.5
+    step_twins(pairs, 7, "after a change to an entry that was held")
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_changes_to_state_and_options_between_steps_count(mode: str) -> None:
+    run_ranks(state_changed_by_hand, 2, mode)
+
+
+def checkpoints(mode: str) -> None:
+    pairs = twins(mode)
+    for step in range(2):
+        step_twins(pairs, step, "before")
+    options = [StateDictOptions(), StateDictOptions(full_state_dict=True)]
+    for is_full, option in enumerate(options):
+        found, expected = (get_optimizer_state_dict(other, one, options=option) for other, one in reversed(pairs))
+        assert list(found["state"]) == list(expected["state"])
+        for fqn, entry in expected["state"].items():
+            for key, value in entry.items():
+                assert torch.equal(local_of(found["state"][fqn][key]), local_of(value)), (fqn, key)
+        fresh = twins(mode)
+        for (model, _), (other, optimizer) in zip(pairs, fresh, strict=True):
+            other.load_state_dict(copy.deepcopy(model.state_dict()))
+            set_optimizer_state_dict(other, optimizer, copy.deepcopy(expected), options=option)
+        compare_twins(fresh, f"loaded before the first step, full: {is_full}")
+        step_twins(fresh, 2, f"one step after loading, full: {is_full}")
+        for model, optimizer in fresh:
+            set_optimizer_state_dict(model, optimizer, copy.deepcopy(expected), options=option)
+        step_twins(fresh, 3, f"loaded after a step, full: {is_full}")
+    saved = copy.deepcopy(pairs[0][1].state_dict())
+    # As torch.distributed.checkpoint loads: in place, into a state dict that was just taken.
+    for _, optimizer in pairs:
+        targets = optimizer.state_dict()["state"]
+        for index, entry in saved["state"].items():
+            for number, (key, value) in enumerate(entry.items()):
+                targets[index][key].copy_(value + (index if key == "step" else number))
+    step_twins(pairs, 4, "loaded in place")
+    step_twins(pairs, 5, "a step later")
+    for _, optimizer in pairs:
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    step_twins(pairs, 6, "loaded by load_state_dict")
+    step_twins(pairs, 7, "a step later")
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_checkpoints_load_before_and_after_the_first_step(mode: str) -> None:
+    run_ranks(checkpoints, 3, mode)
+
+
+def closures_and_errors(mode: str) -> None:
+    pairs = twins(mode, "adamw fused")
+    losses: list[list[float]] = [[], []]
+    for step in range(3):
+        for (model, optimizer), seen in zip(pairs, losses, strict=True):
+
+            def closure(
+                model: nn.Module = model,
+                optimizer: torch.optim.Optimizer = optimizer,
+                seen: list[float] = seen,
+                step: int = step,
+            ) -> torch.Tensor:
+                optimizer.zero_grad()
+                assert all(type(param) is RaggedDTensor for param in optimizer.param_groups[0]["params"])
+                loss = model(batch_of(step, dist.get_rank())).square().mean()
+                loss.backward()
+                seen.append(loss.item())
+                return loss
+
+            returned = optimizer.step(closure) if step else optimizer.step(closure=closure)
+            assert returned is not None and returned.item() == seen[-1]
+        compare_twins(pairs, f"closure, step {step}")
+    assert losses[0] == losses[1]
+
+    def failing() -> float:
+        raise ZeroDivisionError
+
+    for model, optimizer in pairs:
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(failing)
+        backward(model, 3)
+        # The first group steps, the second one fails.
+        optimizer.param_groups[0]["params"], rest = (
+            optimizer.param_groups[0]["params"][:4],
+            optimizer.param_groups[0]["params"][4:],
+        )
+        optimizer.add_param_group({"params": rest})
+        optimizer.param_groups[1]["betas"] = (0.9, "no number")
+        with pytest.raises(TypeError):
+            optimizer.step()
+        optimizer.param_groups[1]["betas"] = (0.9, 0.999)
+        assert all(type(param) is RaggedDTensor for group in optimizer.param_groups for param in group["params"])
+    compare_twins(pairs, "after a step that failed half way")
+    for step in range(2):
+        step_twins(pairs, step, "after errors")
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_closures_see_sharded_parameters_and_a_failed_step_leaves_what_it_did(mode: str) -> None:
+    run_ranks(closures_and_errors, 2, mode)
+
+
+def scaled(mode: str) -> None:
+    for name in ("adamw fused", "momentum foreach"):
+        pairs = twins(mode, name)
+        for index, (model, optimizer) in enumerate(pairs):
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+            for step in range(5):
+                loss = model(batch_of(step, dist.get_rank())).square().mean()
+                scaler.scale(loss).backward()
+                if step == 2:
+                    model.out.weight.grad.to_local().fill_(float("inf"))
+                if step % 2:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+                optimizer.zero_grad()
+            assert scaler.get_scale() == 16.0, (name, index)
+        compare_twins(pairs, name)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_gradient_scalers_and_schedulers(mode: str) -> None:
+    run_ranks(scaled, 2, mode)
+
+
+class Mixed(nn.Module):
+    """A sharded part, a replicated one, a plain parameter and one that is a stock DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sharded = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        self.copied = nn.Linear(16, 16)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.rows = nn.Parameter(distribute_tensor(torch.ones(16, 16), mesh, [Shard(0)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.copied(self.sharded(x)) @ self.rows.full_tensor()
+
+
+def mixed(mode: str) -> None:
+    pairs = []
+    for is_accelerated in (False, True):
+        torch.manual_seed(0)
+        model = Mixed()
+        fully_shard(model.sharded)
+        replicate(model.copied)
+        optimizer = torch.optim.AdamW([*model.sharded.parameters(), model.rows], foreach=True)
+        if is_accelerated:
+            accelerate_optimizer(optimizer, model.sharded, flat=mode == "flat")
+        pairs.append((model, optimizer))
+    for step in range(5):
+        for model, optimizer in pairs:
+            if step == 2:
+                optimizer.add_param_group({"params": list(model.copied.parameters()), "lr": 0.05})
+            model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (model, optimizer), (other, accelerated) = pairs
+    assert_same_state(accelerated.state_dict(), optimizer.state_dict(), mode)
+    for fqn, param in other.named_parameters():
+        assert torch.equal(local_of(param), local_of(model.get_parameter(fqn))), fqn
+    assert len(accelerated.state_dict()["state"]) == 7
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_parameters_that_are_not_sharded_go_along(mode: str) -> None:
+    run_ranks(mixed, 2, mode)
+
+
+def casts_and_copies(mode: str) -> None:
+    pairs = twins(mode, "adam foreach")
+    for step in range(2):
+        step_twins(pairs, step, "before")
+    copies = [copy.deepcopy(optimizer) for _, optimizer in pairs]
+    assert_same_state(copies[1].state_dict(), copies[0].state_dict(), "copies")
+    step_twins(pairs, 2, "after a copy")
+    for before, optimizer in zip(copies, (pairs[0][1], pairs[1][1]), strict=True):
+        old, new = before.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+        assert local_of(old).numel() == 0 or not torch.equal(local_of(old), local_of(new))
+    # An entry of one parameter may go, a group may come and go.
+    for _, optimizer in pairs:
+        optimizer.state.clear()
+        last = optimizer.param_groups[0]["params"].pop()
+        optimizer.add_param_group({"params": [last], "lr": 0.3})
+    for step in range(3):
+        step_twins(pairs, step, "after a new start")
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_copies_are_independent_and_state_can_be_cleared(mode: str) -> None:
+    run_ranks(casts_and_copies, 2, mode)
+
+
+def initial_state_from_torch(mode: str) -> None:
+    """Torch initialises missing state by a step with zero gradients that are made one by one."""
+    pairs = twins(mode)
+    for model, optimizer in pairs:
+        get_optimizer_state_dict(model, optimizer)
+    compare_twins(pairs, "initialised")
+    for step in range(3):
+        step_twins(pairs, step, "after")
+
+
+def test_state_that_torch_initialises() -> None:
+    run_ranks(initial_state_from_torch, 2, "flat")
+
+
+def low_precision() -> None:
+    pairs = []
+    for is_accelerated in (False, True):
+        model = fully_shard(make_net().bfloat16(), policy={nn.Sequential})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+        if is_accelerated:
+            accelerate_optimizer(optimizer, model, flat=True)
+        pairs.append((model, optimizer))
+    for step in range(3):
+        for model, optimizer in pairs:
+            model(batch_of(step, dist.get_rank()).bfloat16()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        compare_twins(pairs, f"step {step}")
+
+
+def test_low_precision_is_stepped_parameter_by_parameter_on_the_cpu() -> None:
+    run_ranks(low_precision, 2)
+
+
+class OwnAdam(torch.optim.Adam):
+    """May do anything."""
+
+
+def refused() -> dict[str, str]:
+    model, other = sharded_net(), sharded_net()
+    params = list(model.parameters())
+    accelerated = accelerate_optimizer(torch.optim.SGD(params, lr=0.1), model)
+    unsharded = make_net()
+    stale = torch.optim.SGD(unsharded.parameters(), lr=0.1)
+    fully_shard(unsharded)
+    calls: dict[str, Callable[[], object]] = {
+        "muon": lambda: accelerate_optimizer(torch.optim.Muon([p for p in params if p.dim() == 2]), model),
+        "adafactor": lambda: accelerate_optimizer(torch.optim.Adafactor(params), model),
+        "lbfgs": lambda: accelerate_optimizer(torch.optim.LBFGS(params), model),
+        "sparse": lambda: accelerate_optimizer(torch.optim.SparseAdam(params), model),
+        "subclass": lambda: accelerate_optimizer(OwnAdam(params), model),
+        "differentiable": lambda: accelerate_optimizer(torch.optim.Adam(params, differentiable=True), model),
+        "other model": lambda: accelerate_optimizer(torch.optim.SGD(params, lr=0.1), other),
+        "twice": lambda: accelerate_optimizer(accelerated, model, flat=True),
+        "flat": lambda: accelerate_optimizer(torch.optim.SGD(params, lr=0.1), model, flat="yes"),  # type: ignore[arg-type]
+        "stale": lambda: accelerate_optimizer(stale, unsharded),
+    }
+    texts = {}
+    for name, call in calls.items():
+        with pytest.raises((ConfigError, UsageError)) as caught:
+            call()
+        assert "fix:" in str(caught.value)
+        texts[name] = str(caught.value)
+    return texts
+
+
+def test_what_cannot_be_accelerated_is_an_error_that_says_what_can() -> None:
+    texts = run_ranks(refused, 1)[0]
+    for name in ("muon", "adafactor", "lbfgs", "sparse", "subclass"):
+        assert "AdamW" in texts[name] and "cannot be accelerated" in texts[name]
+    assert "differentiable" in texts["differentiable"]
+    assert "no sharded parameter of this model" in texts["other model"]
+    assert "already" in texts["twice"]
+    assert "not a bool" in texts["flat"]
+    assert "rebind_optimizer" in texts["stale"]

@@ -1,0 +1,301 @@
+"""Layouts of flat buffers: examples, and properties over many shapes and world sizes."""
+
+import math
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composable.errors import ConfigError
+from composable.planning.layout import Align, FlatLayout, boxes, local_shape, plan_layout
+
+quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+
+shapes = st.lists(st.integers(0, 12), max_size=3).map(torch.Size)
+aligns = st.one_of(st.sampled_from(["row", "element", "tensor"]), st.integers(1, 5))
+named_shapes = st.lists(shapes, max_size=8).map(lambda found: [(f"p{i}", shape) for i, shape in enumerate(found)])
+world_sizes = st.integers(1, 40)
+
+
+def sizes(*dims: tuple[int, ...]) -> list[tuple[str, torch.Size]]:
+    return [(f"p{i}", torch.Size(shape)) for i, shape in enumerate(dims)]
+
+
+def gpt_block(dim: int) -> list[tuple[str, torch.Size]]:
+    vector = (dim,)
+    return sizes(
+        vector, vector, (3 * dim, dim), (3 * dim,), (dim, dim), vector,
+        vector, vector, (4 * dim, dim), (4 * dim,), (dim, 4 * dim), vector,
+    )  # fmt: skip
+
+
+def owners_of(layout: FlatLayout) -> list[list[list[int]]]:
+    """For each parameter and element, the ranks whose shard holds it, by ``bounds``."""
+    found = []
+    for span in layout.spans:
+        owners: list[list[int]] = [[] for _ in range(span.numel)]
+        bounds = layout.bounds(span)
+        for rank in range(layout.world_size):
+            for element in range(bounds[rank], bounds[rank + 1]):
+                owners[element].append(rank)
+        found.append(owners)
+    return found
+
+
+@quick
+@given(named_shapes, world_sizes)
+def test_every_element_has_one_owner_and_its_place_in_the_shard_agrees(
+    params: list[tuple[str, torch.Size]], world_size: int
+) -> None:
+    layout = plan_layout(params, world_size)
+    owners = owners_of(layout)
+    assert all(len(ranks) == 1 for element_owners in owners for ranks in element_owners)
+    for span, element_owners in zip(layout.spans, owners, strict=True):
+        bounds = layout.bounds(span)
+        assert len(bounds) == world_size + 1
+        for rank in range(world_size):
+            lo, hi = layout.local_range(span, rank)
+            assert 0 <= lo <= hi <= layout.shard_numel
+            assert hi - lo == bounds[rank + 1] - bounds[rank]
+            if hi > lo:
+                assert rank * layout.shard_numel + lo == span.start + bounds[rank]
+        by_place = [(span.start + element) // layout.shard_numel for element in range(span.numel)]
+        assert by_place == [ranks[0] for ranks in element_owners]
+
+
+@quick
+@given(named_shapes, world_sizes, st.data())
+def test_parameters_lie_whole_in_order_and_apart_whatever_is_promised(
+    params: list[tuple[str, torch.Size]], world_size: int, data: st.DataObject
+) -> None:
+    align = {fqn: data.draw(aligns) for fqn, _ in params}
+    layout = plan_layout(params, world_size, align=align)
+    assert [(span.fqn, span.shape) for span in layout.spans] == params
+    assert all(span.numel == span.shape.numel() for span in layout.spans)
+    ends = [0, *(span.stop for span in layout.spans)]
+    assert all(span.start >= end for span, end in zip(layout.spans, ends[:-1], strict=True))
+    assert ends[-1] <= layout.numel == layout.world_size * layout.shard_numel
+
+
+@quick
+@given(named_shapes, world_sizes)
+def test_padding_is_the_least_there_is_or_at_most_one_percent(
+    params: list[tuple[str, torch.Size]], world_size: int
+) -> None:
+    layout = plan_layout(params, world_size)
+    total = sum(shape.numel() for _, shape in params)
+    least = -total % world_size
+    assert layout.padding_numel == layout.numel - total
+    assert layout.padding_numel <= max(least, total // 100)
+
+
+@quick
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=12), st.integers(1, 16))
+def test_padding_keeps_its_bound_where_it_buys_row_cuts(dims: list[tuple[int, int]], world_size: int) -> None:
+    params = sizes(*dims)
+    total = sum(rows * columns for rows, columns in dims)
+    assert plan_layout(params, world_size).padding_numel <= max(-total % world_size, total // 100)
+
+
+@quick
+@given(named_shapes, world_sizes, st.data())
+def test_promised_alignment_is_kept(params: list[tuple[str, torch.Size]], world_size: int, data: st.DataObject) -> None:
+    align: dict[str, Align] = {fqn: data.draw(aligns) for fqn, _ in params}
+    layout = plan_layout(params, world_size, align=align)
+    for span in layout.spans:
+        kind = align[span.fqn]
+        bounds = layout.bounds(span)
+        if kind == "tensor":
+            assert set(bounds) <= {0, span.numel}
+        elif isinstance(kind, int):
+            block = kind * math.prod(span.shape[1:])
+            assert all(bound == span.numel or bound % block == 0 for bound in bounds)
+
+
+@quick
+@given(named_shapes, world_sizes)
+def test_row_aligned_means_that_every_bound_is_a_multiple_of_the_row(
+    params: list[tuple[str, torch.Size]], world_size: int
+) -> None:
+    layout = plan_layout(params, world_size)
+    for span in layout.spans:
+        row = math.prod(span.shape[1:])
+        expected = bool(span.shape) and row > 0 and all(bound % row == 0 for bound in layout.bounds(span))
+        assert layout.is_row_aligned(span) == expected
+
+
+@quick
+@given(named_shapes, world_sizes)
+def test_local_shapes_have_the_same_number_of_dims_on_every_rank(
+    params: list[tuple[str, torch.Size]], world_size: int
+) -> None:
+    layout = plan_layout(params, world_size)
+    for span in layout.spans:
+        bounds = layout.bounds(span)
+        found = [local_shape(span.shape, bounds, rank) for rank in range(world_size)]
+        assert [math.prod(shape) for shape in found] == [b - a for a, b in pairwise(bounds)]
+        if layout.is_row_aligned(span):
+            assert all(shape[1:] == tuple(span.shape[1:]) for shape in found)
+            assert sum(shape[0] for shape in found) == span.shape[0]
+        else:
+            assert all(len(shape) == 1 for shape in found)
+
+
+@quick
+@given(st.lists(st.integers(0, 5), max_size=4), st.data())
+def test_boxes_tile_a_flat_range_exactly_and_in_order(shape: list[int], data: st.DataObject) -> None:
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    lo = data.draw(st.integers(0, whole.numel()))
+    hi = data.draw(st.integers(lo, whole.numel()))
+    found = boxes(shape, lo, hi)
+    pieces = [
+        whole[tuple(slice(at, at + n) for at, n in zip(offsets, lengths, strict=True))] for offsets, lengths in found
+    ]
+    assert [tuple(piece.shape) for piece in pieces] == [lengths for _, lengths in found]
+    assert [number for piece in pieces for number in piece.reshape(-1).tolist()] == list(range(lo, hi))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def test_boxes_of_whole_rows_are_one_box() -> None:
+    assert boxes([6, 4, 2], 8, 24) == [((1, 0, 0), (2, 4, 2))]
+
+
+def test_boxes_reach_their_largest_number_for_a_range_with_two_ragged_ends() -> None:
+    assert boxes([4, 3, 2], 3, 22) == [
+        ((0, 1, 1), (1, 1, 1)),
+        ((0, 2, 0), (1, 1, 2)),
+        ((1, 0, 0), (2, 3, 2)),
+        ((3, 0, 0), (1, 2, 2)),
+    ]
+
+
+def test_boxes_of_a_scalar_are_the_scalar() -> None:
+    assert boxes([], 0, 1) == [((), ())]
+    assert boxes([], 0, 0) == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_shards_cover_a_small_buffer_with_least_padding(world_size: int) -> None:
+    layout = plan_layout(sizes((5, 3), (5,)), world_size)
+    assert 0 <= layout.padding_numel < world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("dim", [64, 512])
+def test_a_transformer_block_is_cut_on_rows(dim: int, world_size: int) -> None:
+    layout = plan_layout(gpt_block(dim), world_size)
+    assert all(layout.is_row_aligned(span) for span in layout.spans)
+    assert layout.padding_numel * 100 <= layout.numel
+
+
+def test_row_cuts_cost_no_more_padding_than_they_need() -> None:
+    # 49984 elements over 2 ranks: the middle cuts rows of 64, half a row away from the nearest bound.
+    assert plan_layout(gpt_block(64), 2).padding_numel == 64
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 64])
+def test_a_huge_embedding_is_cut_on_rows_by_every_rank(world_size: int) -> None:
+    layout = plan_layout(sizes((50257, 768)), world_size)
+    assert layout.is_row_aligned(layout.spans[0])
+    assert layout.shard_numel % 768 == 0
+
+
+def test_a_gap_moves_the_only_cut_onto_a_row() -> None:
+    # One cut, at half of the buffer: no multiple of 35 is near enough, a gap before the matrix is.
+    layout = plan_layout(sizes((1001,), (200, 35), (900,)), 2)
+    assert layout.is_row_aligned(layout.spans[1])
+    assert layout.spans[1].start > layout.spans[0].stop
+    assert layout.padding_numel * 100 <= layout.numel
+
+
+def test_rows_are_cut_anywhere_where_one_percent_does_not_pay_for_them() -> None:
+    layout = plan_layout(sizes((16, 16), (16,)), 8)
+    assert not layout.is_row_aligned(layout.spans[0])
+    assert layout.padding_numel == 0
+    assert local_shape(layout.spans[0].shape, layout.bounds(layout.spans[0]), 0) == (34,)
+
+
+def test_element_alignment_spends_nothing_on_rows() -> None:
+    by_row, by_element = (plan_layout(sizes((101, 64)), 2, align={"p0": align}) for align in ("row", "element"))
+    assert by_row.is_row_aligned(by_row.spans[0])
+    assert not by_element.is_row_aligned(by_element.spans[0])
+    assert (by_row.padding_numel, by_element.padding_numel) == (64, 0)
+
+
+def test_starts_are_vector_aligned_where_one_percent_pays_for_it() -> None:
+    layout = plan_layout(sizes((1001,), (64, 64), (1003,), (64, 64)), 2)
+    assert [span.start % 8 for span in layout.spans] == [0, 0, 0, 0]
+    assert layout.shard_numel % 8 == 0
+
+
+def test_whole_tensors_stay_whole_at_the_least_shard_that_holds_the_largest() -> None:
+    layout = plan_layout(sizes((10, 10), (3, 10), (7, 10)), 2, align=dict.fromkeys(["p0", "p1", "p2"], "tensor"))
+    assert layout.shard_numel == 100
+    assert [layout.bounds(span) for span in layout.spans] == [(0, 100, 100), (0, 0, 30), (0, 0, 70)]
+
+
+def test_a_promise_of_blocks_costs_as_little_as_the_blocks_allow() -> None:
+    layout = plan_layout(
+        sizes(
+            (100, 10),
+        ),
+        3,
+        align={"p0": 32},
+    )
+    assert layout.bounds(layout.spans[0]) == (0, 640, 1000, 1000)
+
+
+def test_more_ranks_than_elements_leaves_ranks_empty() -> None:
+    layout = plan_layout(sizes((3,), ()), 7)
+    assert layout.shard_numel == 1
+    assert [layout.bounds(span) for span in layout.spans] == [(0, 1, 2, 3, 3, 3, 3, 3), (0, 0, 0, 0, 1, 1, 1, 1)]
+
+
+def test_scalars_and_empty_parameters_need_no_special_place() -> None:
+    layout = plan_layout(sizes((), (0, 3), (3, 0), (0,), (2, 2)), 2)
+    assert layout.padding_numel <= 1
+    assert [local_shape(span.shape, layout.bounds(span), 0) for span in layout.spans[:4]] == [(1,), (0, 3), (0,), (0,)]
+
+
+@pytest.mark.parametrize("params", [[], sizes((0,), (4, 0))])
+def test_a_buffer_without_elements_is_empty(params: list[tuple[str, torch.Size]]) -> None:
+    layout = plan_layout(params, 3)
+    assert (layout.numel, layout.padding_numel, layout.shard_of(2)) == (0, 0, slice(0, 0))
+    assert all(layout.bounds(span) == (0, 0, 0, 0) for span in layout.spans)
+
+
+def test_equal_arguments_give_equal_layouts() -> None:
+    params = gpt_block(48)
+    align: dict[str, Align] = {"p2": "tensor", "p8": 5}
+    assert plan_layout(params, 6, align=align) == plan_layout(params, 6, align=dict(reversed(align.items())))
+
+
+def test_a_thousand_parameters_over_a_thousand_ranks_are_planned_at_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    dims = torch.randint(1, 300, (1000, 2), generator=generator).tolist()
+    elapsed_s = []
+    for _ in range(3):
+        start = time.perf_counter()
+        plan_layout(sizes(*map(tuple, dims)), 1024)
+        elapsed_s.append(time.perf_counter() - start)
+    # 20 ms on an idle core; the bound leaves room for a busy machine, and still rules out work per rank.
+    assert min(elapsed_s) < 0.2
+
+
+def test_a_world_size_below_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="world_size is 0"):
+        plan_layout([], 0)
+
+
+@pytest.mark.parametrize("align", ["rows", 0, -1, True, 1.5, None])
+def test_an_unknown_alignment_is_refused_by_name(align: object) -> None:
+    with pytest.raises(ConfigError, match=r"align of 'p0' is .*"):
+        plan_layout(sizes((4, 4)), 2, align={"p0": align})  # type: ignore[dict-item]
+
+
+def test_an_alignment_for_a_parameter_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"not there: \['weight'\]"):
+        plan_layout(sizes((4, 4)), 2, align={"weight": "tensor"})

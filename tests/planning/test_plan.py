@@ -1,0 +1,619 @@
+"""Plans: which handles there are, what each owns and why, what it costs, and what is refused."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+from composable.contract import contract, get_registry
+from composable.errors import ConfigError
+from composable.planning.replaced import mark_replaced
+from composable.planning.shard_plan import HandlePlan, ShardingStrategy, ShardPlan, plan, plan_with_members
+from composable.policies import SizePolicy
+from composable.ragged.spec import ragged_spec
+from composable.ragged.tensor import RaggedDTensor
+from tests.models import MLP, Block, FrozenMixed, MixedDtypes, MLPBlock, Scalars, TiedAcross, TiedWithin, TinyGPT
+
+
+@contract()
+def fully_shard(module: nn.Module) -> nn.Module:
+    """Stand for the annotation: the registry entry alone."""
+    return module
+
+
+@contract()
+def replicate(module: nn.Module) -> nn.Module:
+    return module
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def shard_by_hand(module: nn.Module) -> None:
+    """Do to the parameters of ``module`` what an earlier annotation would have done."""
+    mesh = init_device_mesh("cpu", (1,))
+    for fqn, original in list(module.named_parameters()):
+        spec = ragged_spec(mesh, original.shape, original.dtype, (0, original.numel()))
+        owner, _, name = fqn.rpartition(".")
+        sharded = nn.Parameter(RaggedDTensor.wrap(original.detach().clone(), spec))
+        setattr(module.get_submodule(owner), name, sharded)
+        mark_replaced(original, fqn, module.get_submodule(owner), name)
+    fully_shard(module)
+
+
+def owned(shard_plan: ShardPlan) -> dict[str, list[str]]:
+    """The FQNs of the parameters of each handle, by the FQN of its module."""
+    return {", ".join(handle.module_fqns): [param.fqn for param in handle.params] for handle in shard_plan.handles}
+
+
+def handle_at(shard_plan: ShardPlan, fqn: str) -> HandlePlan:
+    return next(handle for handle in shard_plan.handles if handle.module_fqns == (fqn,))
+
+
+# -- what is printed
+
+
+def test_a_plan_by_policy_prints_its_tree_with_equal_siblings_in_one_line() -> None:
+    assert_expected_inline(
+        str(plan(TinyGPT(layers=4), policy={Block}, world_size=2, transport="point_to_point")),
+        """\
+TinyGPT: 5 handles over 2 ranks, transport point_to_point
+  14,304 elements; per rank 28.1 KiB at rest; largest handle 12.9 KiB unsharded; padding 256 B
+  (root) (TinyGPT): 5 params, 1,184 float32, 2.3 KiB per rank; root
+    blocks.[0-3] (Block) x 4, each: 12 params, 3,280 float32, 6.4 KiB per rank, padding 64 B; policy: Block""",
+    )
+
+
+def test_a_plan_without_policy_warns_that_nothing_can_overlap() -> None:
+    assert_expected_inline(
+        str(plan(TinyGPT(tied=True), world_size=4)),
+        """\
+TinyGPT: 1 handle over 4 ranks, transport auto
+  7,232 elements; per rank 7.1 KiB at rest; largest handle 28.5 KiB unsharded; padding 256 B
+  (root) (TinyGPT): 28 params (1 tied), 7,232 float32, 7.1 KiB per rank, padding 256 B; annotated
+  warning: the whole model is one handle: nothing can overlap; pass a policy""",
+    )
+
+
+def test_a_plan_prints_frozen_parts_what_is_kept_and_what_is_ignored() -> None:
+    model = FrozenMixed()
+    fully_shard(model.trainable)
+    assert_expected_inline(
+        str(
+            plan(
+                model,
+                policy=lambda module: isinstance(module, MLPBlock | nn.Linear),
+                world_size=3,
+                strategy="SHARD_GRAD_OP",
+                ignored_params=[model.frozen.up.weight],
+                ignored_modules=[model.frozen_tail],
+            )
+        ),
+        """\
+FrozenMixed: 5 handles over 3 ranks, transport auto
+  360 elements; per rank 488 B at rest; largest handle 552 B unsharded; padding 24 B
+  (root) (FrozenMixed): 4 params, 64 float32, 88 B per rank, padding 8 B; root; kept for backward
+    frozen.up (Linear): 1 param, 16 float32 frozen, 24 B per rank, padding 8 B; policy: <lambda>; kept for backward
+    frozen.down (Linear): 2 params, 136 float32 frozen, 184 B per rank, padding 8 B; policy: <lambda>; kept for backward
+    lora.[0-1].base (Linear) x 2, each: 2 params, 72 float32 frozen, 96 B per rank; policy: <lambda>; kept for backward
+  annotated before, left as they are: trainable
+  ignored parameters: frozen_tail.up.weight, frozen_tail.up.bias, frozen_tail.down.weight and 2 more""",
+    )
+
+
+def test_a_plan_of_a_list_prints_every_module_of_the_handle() -> None:
+    assert_expected_inline(
+        str(plan([nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)], world_size=1)),
+        """\
+Linear + LayerNorm + Linear: 1 handle over 1 rank, transport auto
+  38 elements; per rank 152 B at rest; largest handle 152 B unsharded; padding 0 B
+  0, 1, 2 (Linear, LayerNorm): 6 params, 38 float32, 152 B per rank; annotated""",
+    )
+
+
+def test_a_single_layer_is_not_warned_about() -> None:
+    assert plan(nn.Linear(4, 4), world_size=2).warnings == ()
+
+
+def test_an_outer_module_of_annotated_ones_is_not_warned_about() -> None:
+    model = TinyGPT()
+    for block in model.blocks:
+        fully_shard(block)
+    shard_plan = plan(model, world_size=2)
+    assert shard_plan.warnings == ()
+    assert shard_plan.kept_fqns == ("blocks.0", "blocks.1")
+
+
+# -- which handle owns what
+
+
+def test_without_policy_one_handle_owns_every_parameter_in_order() -> None:
+    model = MLP()
+    shard_plan = plan(model, world_size=2)
+    assert owned(shard_plan) == {"": [fqn for fqn, _ in model.named_parameters()]}
+    assert shard_plan.handles[0].reason == "annotated"
+
+
+def test_a_policy_gives_handles_left_to_right_and_the_rest_to_the_root() -> None:
+    shard_plan = plan(MLP(layers=2), policy={MLPBlock}, world_size=2)
+    assert owned(shard_plan) == {
+        "": ["inp.weight", "inp.bias", "out.weight", "out.bias"],
+        "blocks.0": [f"blocks.0.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")],
+        "blocks.1": [f"blocks.1.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")],
+    }
+    assert [handle.reason for handle in shard_plan.handles] == ["root", "policy: MLPBlock", "policy: MLPBlock"]
+
+
+def test_picks_below_picks_nest() -> None:
+    shard_plan = plan(TinyGPT(layers=1), policy=lambda module: isinstance(module, Block | nn.Linear), world_size=2)
+    assert list(owned(shard_plan)) == [
+        "", "blocks.0", "blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.0.mlp.0", "blocks.0.mlp.2", "head",
+    ]  # fmt: skip
+    assert owned(shard_plan)["blocks.0"] == [
+        f"blocks.0.{norm}.{name}" for norm in ("norm1", "norm2") for name in ("weight", "bias")
+    ]
+
+
+def test_a_pick_whose_parameters_all_have_deeper_handles_gets_none() -> None:
+    shard_plan = plan(MLP(layers=1), policy=lambda module: isinstance(module, MLPBlock | nn.Linear), world_size=2)
+    assert list(owned(shard_plan)) == ["inp", "blocks.0.up", "blocks.0.down", "out"]
+
+
+def test_a_size_policy_plans_too() -> None:
+    shard_plan = plan(MLP(layers=2), policy=SizePolicy(200), world_size=2)
+    assert list(owned(shard_plan)) == ["", "blocks.0", "blocks.1"]
+
+
+def test_a_list_shares_one_handle_and_names_start_with_the_position() -> None:
+    shard_plan, members = plan_with_members([nn.Linear(2, 2), nn.LayerNorm(2)], world_size=2)
+    assert owned(shard_plan) == {"0, 1": ["0.weight", "0.bias", "1.weight", "1.bias"]}
+    assert [len(one.modules) for one in members] == [2]
+
+
+def test_a_parameter_tied_within_a_handle_is_listed_once_with_its_other_names() -> None:
+    shard_plan = plan(TiedWithin(), policy={TiedWithin.Pair}, world_size=2)
+    first = handle_at(shard_plan, "blocks.0").params[0]
+    assert (first.fqn, first.shared_fqns) == ("blocks.0.first.weight", ("blocks.0.second.weight",))
+    assert [param.fqn for param in handle_at(shard_plan, "blocks.0").params] == [
+        "blocks.0.first.weight", "blocks.0.first.bias", "blocks.0.second.bias",
+    ]  # fmt: skip
+
+
+def test_a_parameter_tied_across_handles_belongs_to_their_lowest_common_ancestor() -> None:
+    tied = "pair.blocks.0.up.weight"
+    below_pair = plan(TiedAcross(), policy=lambda module: isinstance(module, MLPBlock | TiedAcross.Pair), world_size=2)
+    assert owned(below_pair)["pair"] == [tied]
+    below_root = plan(TiedAcross(), policy={MLPBlock}, world_size=2)
+    assert tied in owned(below_root)[""]
+    assert tied not in owned(below_root)["pair.blocks.0"]
+
+
+def test_a_tied_parameter_knows_every_owner_once() -> None:
+    model = TinyGPT(tied=True)
+    _, members = plan_with_members(model, policy={Block}, world_size=2)
+    assert members[0].originals["tokens.weight"] is model.tokens.weight
+    assert members[0].owners["tokens.weight"] == ((model.tokens, "weight"), (model.head, "weight"))
+
+
+def test_a_module_in_two_places_is_planned_once_under_both_names() -> None:
+    model = MLP(layers=2)
+    model.blocks[1] = model.blocks[0]
+    shard_plan, members = plan_with_members(model, policy={MLPBlock}, world_size=2)
+    assert list(owned(shard_plan)) == ["", "blocks.0"]
+    assert handle_at(shard_plan, "blocks.0").params[0].shared_fqns == ("blocks.1.up.weight",)
+    assert members[1].owners["blocks.0.up.weight"] == ((model.blocks[0].up, "weight"),)
+
+
+def test_a_module_inside_two_picked_ones_belongs_to_the_handle_around_both() -> None:
+    model = MLP(layers=2)
+    model.blocks[1].up = model.blocks[0].up
+    shard_plan = plan(model, policy={MLPBlock}, world_size=2)
+    assert "blocks.0.up.weight" in owned(shard_plan)[""]
+    assert owned(shard_plan)["blocks.0"] == ["blocks.0.down.weight", "blocks.0.down.bias"]
+
+
+def test_a_module_that_contains_itself_ends_the_walk() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].again = model[0]
+    assert owned(plan(model, world_size=2)) == {"": ["0.weight", "0.bias"]}
+
+
+def test_parameters_of_one_handle_are_split_by_dtype_and_by_requires_grad() -> None:
+    mixed = plan(MixedDtypes(), policy={MixedDtypes.MixedBlock}, world_size=2)
+    block = handle_at(mixed, "blocks.0")
+    assert [(buffer.dtype, [span.fqn for span in buffer.layout.spans]) for buffer in block.buffers] == [
+        (torch.bfloat16, ["blocks.0.low.weight", "blocks.0.low.bias"]),
+        (torch.float32, ["blocks.0.norm.weight", "blocks.0.norm.bias"]),
+        (torch.float64, ["blocks.0.high.weight", "blocks.0.high.bias"]),
+    ]
+    lora = handle_at(plan(FrozenMixed(), policy=lambda module: hasattr(module, "base"), world_size=2), "lora.0")
+    assert [buffer.requires_grad for buffer in lora.buffers] == [True, False]
+
+
+def test_scalars_are_planned_like_others() -> None:
+    assert plan(Scalars(), world_size=3).numel == sum(param.numel() for param in Scalars().parameters())
+
+
+def test_alignment_reaches_the_layout_of_the_parameter() -> None:
+    shard_plan = plan(nn.Linear(8, 8), world_size=2, align={"weight": "tensor"})
+    layout = shard_plan.handles[0].buffers[0].layout
+    assert layout.bounds(layout.spans[0]) in ((0, 64, 64), (0, 0, 64))
+
+
+def test_frozen_parameters_that_are_not_floating_are_planned() -> None:
+    module = nn.Linear(4, 4)
+    module.table = nn.Parameter(torch.arange(4), requires_grad=False)
+    assert plan(module, world_size=2).handles[0].buffers[1].dtype == torch.int64
+
+
+def test_a_module_without_parameters_has_no_handle() -> None:
+    assert plan(nn.ReLU(), world_size=2).handles == ()
+
+
+# -- what is left alone
+
+
+def test_ignored_parameters_are_left_under_all_their_names() -> None:
+    model = TinyGPT(tied=True)
+    shard_plan = plan(model, world_size=2, ignored_params=[model.head.weight])
+    assert not {"tokens.weight", "head.weight"} & set(owned(shard_plan)[""])
+    assert shard_plan.ignored_fqns == ("tokens.weight",)
+
+
+def test_an_ignored_module_is_left_with_all_below_it() -> None:
+    model = TinyGPT(layers=2)
+    shard_plan = plan(model, policy={Block}, world_size=2, ignored_modules=[model.blocks[0]])
+    assert list(owned(shard_plan)) == ["", "blocks.1"]
+    assert len(shard_plan.ignored_fqns) == len(list(model.blocks[0].parameters()))
+
+
+def test_a_replicated_module_is_left_with_the_fully_sharded_modules_in_it() -> None:
+    model = TinyGPT(layers=2)
+    fully_shard(model.blocks[0].attn)
+    replicate(model.blocks[0])
+    shard_plan = plan(model, policy={Block}, world_size=2)
+    assert list(owned(shard_plan)) == ["", "blocks.1"]
+    assert shard_plan.kept_fqns == ()
+
+
+def test_a_module_annotated_before_is_left_and_not_entered() -> None:
+    model = TinyGPT(layers=2)
+    fully_shard(model.blocks[0])
+    replicate(model.blocks[0].mlp)
+    shard_plan = plan(model, policy=lambda module: isinstance(module, Block | nn.LayerNorm), world_size=2)
+    assert list(owned(shard_plan)) == ["", "blocks.1", "blocks.1.norm1", "blocks.1.norm2", "norm"]
+    assert shard_plan.kept_fqns == ("blocks.0",)
+    assert shard_plan.ignored_fqns == ()
+
+
+def test_sharded_parameters_are_not_planned_again(one_rank: None) -> None:
+    model = MLP(layers=1)
+    shard_by_hand(model.blocks[0])
+    outer = nn.Sequential(model.blocks[0].up, nn.Linear(2, 2))
+    assert owned(plan(outer, world_size=1)) == {"": ["1.weight", "1.bias"]}
+
+
+def test_planning_leaves_no_trace() -> None:
+    model = TinyGPT()
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    params = list(model.parameters())
+    plan(model, policy={Block}, world_size=2)
+    assert all(module.__dict__ == attributes for module, attributes in before)
+    assert all(a is b and a.__dict__ == {} for a, b in zip(model.parameters(), params, strict=True))
+    assert not get_registry(model)
+
+
+def test_a_model_on_the_meta_device_is_planned_without_a_process_group() -> None:
+    with torch.device("meta"):
+        model = TinyGPT()
+    assert not dist.is_initialized()
+    assert plan(model, policy={Block}, world_size=512) == plan(TinyGPT(), policy={Block}, world_size=512)
+
+
+# -- reshard_after_forward and strategy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, [None, True, True]),
+        ({"reshard_after_forward": True}, [True, True, True]),
+        ({"reshard_after_forward": False}, [False, False, False]),
+        ({"strategy": "FULL_SHARD"}, [True, True, True]),
+        ({"strategy": ShardingStrategy.FULL_SHARD}, [True, True, True]),
+        ({"strategy": "SHARD_GRAD_OP"}, [False, False, False]),
+    ],
+)
+def test_a_strategy_is_a_preset_of_reshard_after_forward(arguments: dict[str, object], expected: list[object]) -> None:
+    shard_plan = plan(MLP(layers=2), policy={MLPBlock}, world_size=2, **arguments)  # type: ignore[arg-type]
+    assert [handle.reshard_after_forward for handle in shard_plan.handles] == expected
+
+
+# -- what it costs
+
+
+def test_bytes_at_rest_are_shards_and_the_optimizer_states_of_what_is_trained() -> None:
+    module = nn.Linear(8, 8)
+    module.bias.requires_grad_(requires_grad=False)
+    shard_plan = plan(module, world_size=2)
+    assert shard_plan.shard_bytes == 4 * (32 + 4)
+    assert shard_plan.bytes_per_rank_at_rest() == 4 * (32 + 4) + 2 * 4 * 32
+    assert shard_plan.bytes_per_rank_at_rest(1, torch.float64) == 4 * (32 + 4) + 8 * 32
+    assert shard_plan.bytes_per_rank_at_rest(0) == shard_plan.shard_bytes
+
+
+def test_peak_of_unsharded_parameters_is_the_root_the_running_handle_and_the_prefetched_ones() -> None:
+    shard_plan = plan(MLP(layers=3), policy={MLPBlock}, world_size=2)
+    root, block = (shard_plan.handles[index].buffer_bytes for index in (0, 1))
+    assert shard_plan.peak_unsharded_bytes(prefetch=0) == root + block
+    assert shard_plan.peak_unsharded_bytes() == root + 2 * block
+    assert shard_plan.peak_unsharded_bytes(prefetch=9) == root + 3 * block
+
+
+def test_peak_counts_the_handles_around_the_running_one() -> None:
+    shard_plan = plan(TinyGPT(layers=2), policy=lambda module: isinstance(module, Block | nn.Sequential), world_size=2)
+    root, block, mlp = (shard_plan.handles[index].buffer_bytes for index in (0, 1, 2))
+    assert shard_plan.peak_unsharded_bytes(prefetch=0) == root + block + mlp
+
+
+def test_peak_without_resharding_is_everything() -> None:
+    shard_plan = plan(MLP(), policy={MLPBlock}, world_size=2, reshard_after_forward=False)
+    assert shard_plan.peak_unsharded_bytes() == sum(handle.buffer_bytes for handle in shard_plan.handles)
+
+
+def test_collectives_are_two_all_gathers_and_a_reduce_scatter_or_one_all_gather_less() -> None:
+    shard_plan = plan(MLP(layers=1), policy={MLPBlock}, world_size=2)
+    root, block = shard_plan.expected_collectives()
+    assert (root.all_gathers, root.reduce_scatters) == (1, 1)
+    assert (block.all_gathers, block.reduce_scatters) == (2, 1)
+    whole = shard_plan.handles[1].buffer_bytes
+    assert (block.all_gather_bytes, block.reduce_scatter_bytes) == (2 * whole, whole)
+    assert shard_plan.expected_collectives(is_root=False)[0].all_gathers == 2
+
+
+def test_collectives_are_counted_for_each_buffer_and_frozen_ones_are_not_reduced() -> None:
+    lora = plan(FrozenMixed().lora[0], world_size=2, reshard_after_forward=True)
+    (found,) = lora.expected_collectives()
+    assert (found.all_gathers, found.reduce_scatters) == (4, 1)
+
+
+def test_empty_buffers_need_no_collectives() -> None:
+    module = nn.Linear(4, 4)
+    module.empty = nn.Parameter(torch.empty(0, dtype=torch.float64))
+    (found,) = plan(module, world_size=2).expected_collectives()
+    assert (found.all_gathers, found.reduce_scatters) == (1, 1)
+
+
+# -- the digest
+
+
+def test_equal_models_have_equal_digests() -> None:
+    first, second = (plan(TinyGPT(), policy={Block}, world_size=4) for _ in range(2))
+    assert first.digest() == second.digest()
+    assert len(first.digest()) == 64
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: plan(TinyGPT(), policy={Block}, world_size=3),
+        lambda: plan(TinyGPT(), policy={Block}, world_size=4, transport="point_to_point"),
+        lambda: plan(TinyGPT(), policy={Block}, world_size=4, reshard_after_forward=True),
+        lambda: plan(TinyGPT(), policy={Block, nn.LayerNorm}, world_size=4),
+        lambda: plan(TinyGPT(layers=3), policy={Block}, world_size=4),
+        lambda: plan(TinyGPT(dim=32), policy={Block}, world_size=4),
+        lambda: plan(TinyGPT(tied=True), policy={Block}, world_size=4),
+        lambda: plan(TinyGPT().bfloat16(), policy={Block}, world_size=4),
+        lambda: plan(TinyGPT().requires_grad_(requires_grad=False), policy={Block}, world_size=4),
+        lambda: plan(TinyGPT(), policy={Block}, world_size=4, align={"tokens.weight": "tensor"}),
+    ],
+)
+def test_every_difference_that_matters_changes_the_digest(change: Callable[[], ShardPlan]) -> None:
+    assert change().digest() != plan(TinyGPT(), policy={Block}, world_size=4).digest()
+
+
+# -- speed
+
+
+def test_a_thousand_layers_are_planned_in_well_under_a_second() -> None:
+    with torch.device("meta"):
+        model = TinyGPT(layers=1000)
+    elapsed_s = []
+    for _ in range(2):
+        start = time.perf_counter()
+        str(plan(model, policy={Block}, world_size=8))
+        elapsed_s.append(time.perf_counter() - start)
+    # 0.4 s on an idle core; the bound leaves room for a busy machine, and still rules out quadratic work.
+    assert min(elapsed_s) < 2
+
+
+# -- what is refused
+
+
+class NoForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("linear", "str is not an nn.Module"),
+        (None, "NoneType is not an nn.Module"),
+        ([nn.Linear(2, 2), 3], "int is not an nn.Module"),
+        ([], "the list of modules is empty"),
+        (nn.ModuleList([nn.Linear(2, 2)]), "ModuleList has no forward"),
+        (nn.ModuleDict({"a": nn.Linear(2, 2)}), "ModuleDict has no forward"),
+        (nn.ParameterList([torch.zeros(2)]), "ParameterList has no forward"),
+        (NoForward(), "NoForward has no forward"),
+        ([nn.Linear(2, 2), nn.ModuleList()], "ModuleList has no forward"),
+    ],
+)
+def test_what_is_not_a_module_with_forward_is_refused(module: nn.Module, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(module, world_size=2)
+
+
+def test_a_forward_set_on_the_object_counts() -> None:
+    module = NoForward()
+    module.forward = lambda x: x * module.weight  # type: ignore[assignment]
+    assert owned(plan(module, world_size=2)) == {"": ["weight"]}
+
+
+def test_a_module_twice_in_a_list_is_refused() -> None:
+    module = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="in the list twice"):
+        plan([module, module], world_size=2)
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_a_module_of_a_list_inside_another_is_refused(is_reversed: bool) -> None:
+    model = MLP(layers=1)
+    modules = [model, model.blocks[0].up]
+    with pytest.raises(ConfigError, match="inside another one of the same call") as caught:
+        plan(modules[::-1] if is_reversed else modules, world_size=2)
+    assert caught.value.at == f"module '{int(is_reversed)}.blocks.0.up' (Linear)"
+
+
+def test_a_policy_with_a_list_is_refused() -> None:
+    with pytest.raises(ConfigError, match="policy with a list of modules"):
+        plan([MLP(), MLP()], policy={MLPBlock}, world_size=2)
+
+
+def test_a_policy_that_picks_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="picks nothing"):
+        plan(MLP(), policy={Block}, world_size=2)
+
+
+def test_a_policy_that_picks_only_modules_without_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ModuleWrapPolicy\(\{Dropout\}\) picks only modules that own no parameters"):
+        plan(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), policy={nn.Dropout}, world_size=2)
+
+
+def test_a_policy_that_picks_a_container_is_refused() -> None:
+    with pytest.raises(ConfigError, match="without forward"):
+        plan(MLP(), policy={nn.ModuleList}, world_size=2)
+
+
+@pytest.mark.parametrize("annotate", [fully_shard, replicate])
+def test_a_module_annotated_already_is_refused(annotate: Callable[[nn.Module], nn.Module]) -> None:
+    model = annotate(MLP())
+    with pytest.raises(ConfigError, match=f"{annotate.__name__} is already on this module"):
+        plan(model, world_size=2)
+
+
+def test_a_module_below_an_annotated_one_is_refused(one_rank: None) -> None:
+    model = MLP(layers=1)
+    shard_by_hand(model)
+    with pytest.raises(ConfigError, match="an earlier annotation shards every parameter of this module"):
+        plan(model.blocks[0], world_size=1)
+
+
+def test_a_tie_to_a_module_annotated_before_names_both_places(one_rank: None) -> None:
+    model = TinyGPT(tied=True)
+    shard_by_hand(model.tokens)
+    with pytest.raises(ConfigError) as caught:
+        plan(model, policy={Block}, world_size=1)
+    assert_expected_inline(
+        str(caught.value),
+        """\
+parameter 'head.weight' is tied to 'tokens.weight', which an earlier annotation has taken and sharded
+  at:  parameter 'head.weight' [32, 16] float32
+  fix: annotate the module around both of them, with a policy, or all modules that share it in one list""",
+    )
+
+
+def test_a_tie_to_a_parameter_that_an_earlier_annotation_ignores_names_both_places() -> None:
+    model = TinyGPT(tied=True)
+    fully_shard(model.head)  # the stand-in leaves the weight as it is, as if ignored
+    with pytest.raises(ConfigError) as caught:
+        plan(model, world_size=1)
+    assert_expected_inline(
+        str(caught.value),
+        """\
+parameter 'tokens.weight' is tied to 'head.weight', which an earlier annotation ignores
+  at:  parameter 'tokens.weight' [32, 16] float32
+  fix: name it in ignored_params here too, or in neither call""",
+    )
+
+
+class Quantised(torch.Tensor):
+    pass
+
+
+class PackedParameter(nn.Parameter):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("param", "message"),
+    [
+        (nn.Parameter(torch.zeros(2).as_subclass(Quantised)), "Quantised is a tensor subclass"),
+        (PackedParameter(torch.zeros(2)), "PackedParameter is a tensor subclass"),
+        (nn.UninitializedParameter(), "a lazy parameter has no shape yet"),
+        (nn.Parameter(torch.eye(2).to_sparse()), "not dense"),
+        (nn.Parameter(torch.zeros(2, dtype=torch.complex64)), "complex parameters"),
+    ],
+)
+def test_a_parameter_that_a_flat_buffer_cannot_hold_is_refused_by_name(param: nn.Parameter, message: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].odd = param
+    with pytest.raises(ConfigError, match=message) as caught:
+        plan(model, world_size=2)
+    assert caught.value.at is not None
+    assert caught.value.at.startswith("parameter '0.odd' [")
+    assert plan(model, world_size=2, ignored_params=[param]).ignored_fqns == ("0.odd",)
+
+
+def test_a_dtensor_parameter_is_refused(one_rank: None) -> None:
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), init_device_mesh("cpu", (1,)), [Replicate()]))
+    with pytest.raises(ConfigError, match="a DTensor parameter"):
+        plan(module, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"world_size": 0}, "world_size is 0"),
+        ({"strategy": "NO_SUCH"}, "strategy is 'NO_SUCH'\n  fix: pass one of 'FULL_SHARD', 'SHARD_GRAD_OP'"),
+        ({"strategy": "FULL_SHARD", "reshard_after_forward": True}, "strategy and reshard_after_forward"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward is 2"),
+        ({"align": {"nothing": "tensor"}}, r"align names parameters that no handle owns: \['nothing'\]"),
+        ({"align": {"inp.weight": "rows"}}, "align of 'inp.weight' is 'rows'"),
+        ({"policy": "Block"}, "is not a policy"),
+        ({"ignored_params": [nn.Parameter(torch.zeros(2, 3))]}, "an ignored parameter is not in the module"),
+        ({"ignored_params": nn.Parameter(torch.zeros(2))}, "ignored_params is one Parameter"),
+        ({"ignored_params": ["inp.weight"]}, r"ignored_params\[0\] is str"),
+        ({"ignored_modules": [nn.Linear(2, 2)]}, "an ignored module, Linear, is not in the module"),
+        ({"ignored_modules": nn.ModuleList()}, "ignored_modules is one ModuleList"),
+        ({"ignored_modules": ["inp"]}, r"ignored_modules\[0\] is str"),
+        ({"ignored_modules": 3}, "ignored_modules is one int"),
+    ],
+)
+def test_a_wrong_argument_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(MLP(), **{"world_size": 2, **arguments})  # type: ignore[arg-type]
+
+
+def test_an_ignored_parameter_outside_the_module_is_described() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(MLP(), world_size=2, ignored_params=[nn.Parameter(torch.zeros(2, 3))])
+    assert caught.value.at == "ignored_params[0] [2, 3] float32"
+
+
+def test_the_module_itself_cannot_be_ignored() -> None:
+    model = MLP()
+    with pytest.raises(ConfigError, match="has the annotated module itself"):
+        plan(model, world_size=2, ignored_modules=[model])

@@ -1,0 +1,96 @@
+"""Every row of the table in ``docs/ragged.md`` is proved, and the table says what came out."""
+
+import functools
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import optim
+
+from tests.ragged_matrix import CHEAP, PAGE, ROWS, WORLD_SIZES, Outcome, compile_step, prove, table_of, with_table
+from tests.ragged_pairs import CUTS
+from tests.world import run_ranks
+
+# Operations that must never gather, by the start of their names.
+WITHOUT_GATHERS = [
+    *("`SGD`", "`Adam`", "`AdamW`", "`Adagrad`", "`RMSprop`", "`NAdam`"),
+    *("`SGD` (", "`Adam` (", "`AdamW` (", "`RMSprop` ("),
+    *("torch's `clip_grad_norm_`, 2-norm", "`composable.clip_grad_norm_`"),
+]
+
+
+@functools.cache
+def proved(world_size: int, cut: str) -> dict[str, Outcome]:
+    outcomes = run_ranks(prove, world_size, cut, timeout_s=240)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    return outcomes[0]
+
+
+@pytest.mark.timeout(300)  # many rows in one run; seconds on a quiet machine
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_ranks_do_what_one_process_does(world_size: int, cut: str) -> None:
+    outcomes = proved(world_size, cut)
+    assert list(outcomes) == [row.name for row in ROWS if world_size in row.world_sizes]
+    gathering = [name for name in outcomes if name.startswith(tuple(WITHOUT_GATHERS)) and outcomes[name].gathers]
+    assert gathering == []
+
+
+@pytest.mark.timeout(600)  # alone it proves all rows itself
+def test_the_table_in_the_docs_is_what_came_out() -> None:
+    page = PAGE.read_text()
+    found = {(size, cut): proved(size, cut) for size in WORLD_SIZES for cut in CUTS}
+    # To write it anew: python -m tests.ragged_matrix
+    assert with_table(page, found) == page
+
+
+def test_a_row_that_came_out_differently_at_two_world_sizes_is_no_row() -> None:
+    found = {(size, cut): {row.name: Outcome("equal", 0) for row in ROWS} for size in WORLD_SIZES for cut in CUTS}
+    assert table_of(found).count("| equal | equal | 0 |") == len(ROWS)
+    found[3, "row"][ROWS[0].name] = Outcome("equal", 1)
+    with pytest.raises(AssertionError, match="SGD"):
+        table_of(found)
+
+
+def step_in_one_kernel(cut: str) -> None:
+    with torch._inductor.config.patch(compile_threads=1):
+        compile_step(cut, optim.AdamW, {"lr": 0.1, "foreach": True}, "inductor")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_step_compiled_by_inductor_is_that_of_one_process() -> None:
+    run_ranks(step_in_one_kernel, 2, "row", timeout_s=110)
+
+
+def test_rules_by_operation_stand_in_where_torch_skips_the_subclass() -> None:
+    script = f"""
+        import torch, torch.distributed as dist
+        import composable.ragged.tensor as ragged
+        from tests.ragged_matrix import prove
+
+        # What torch 2.11 does: its own C++ path takes the subclass along.
+        kept = ragged.RaggedDTensor.__dict__["__torch_dispatch__"]
+        del ragged.RaggedDTensor.__torch_dispatch__
+        assert not ragged._is_dispatched_here()
+        ragged._register_every_op(kept.__func__)
+        assert ragged._is_dispatched_here()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        for cut in {CUTS}:
+            found = prove(cut, {CHEAP})
+            assert len(found) == {len(CHEAP)}
+            assert found["`AdamW` (amsgrad, maximize): loop, foreach, fused"].gathers == 0
+        dist.destroy_process_group()
+        print("passed")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        cwd=PAGE.parent.parent,
+    )
+    assert done.stdout.strip() == "passed", done.stderr

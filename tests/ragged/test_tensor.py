@@ -1,0 +1,624 @@
+"""Ragged tensors against plain ones: the same arithmetic, whichever rank owns which elements."""
+
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from composable.errors import ConfigError, UsageError
+from composable.planning.layout import local_shape
+from composable.ragged.tensor import RaggedDTensor, RaggedShard, fallback_counts, ragged_spec, strict_mode
+from tests.ragged_pairs import CUTS, SHAPES, assert_equal, cpu_mesh, make_module, pairs, set_grads, values
+from tests.world import RankErrors, run_ranks
+
+WORLD_SIZES = [1, 2, 3, 4]
+
+
+# -- the placement and the spec
+
+
+def test_a_placement_is_its_bounds() -> None:
+    placement = RaggedShard((0, 3, 3, 8))
+    assert placement == RaggedShard([0, 3, 3, 8]) and hash(placement) == hash(RaggedShard([0, 3, 3, 8]))
+    assert placement != RaggedShard((0, 3, 4, 8)) and placement != Shard(0) and placement != Replicate()
+    assert not placement.is_shard() and not placement.is_replicate() and not placement.is_partial()
+    assert repr(placement) == "RaggedShard(bounds=(0, 3, 3, 8))"
+    assert pickle.loads(pickle.dumps(placement)) == placement
+
+
+@pytest.mark.parametrize("bounds", [(), (0,), (1, 4), (0, 4, 3)])
+def test_bounds_that_do_not_rise_from_zero_are_refused(bounds: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError):
+        RaggedShard(bounds)
+
+
+def make_bad_specs() -> None:
+    mesh = cpu_mesh()
+    with pytest.raises(ConfigError, match="2 bounds for a mesh dim of 2 ranks"):
+        ragged_spec(mesh, (4,), torch.float32, (0, 4))
+    with pytest.raises(ConfigError, match="end before or after"):
+        ragged_spec(mesh, (4,), torch.float32, (0, 2, 3))
+    with pytest.raises(ConfigError, match="shape"):
+        RaggedDTensor.from_full(torch.zeros(3), ragged_spec(mesh, (4,), torch.float32, (0, 2, 4)))
+
+
+def test_bounds_that_do_not_fit_mesh_or_shape_are_refused() -> None:
+    run_ranks(make_bad_specs, 2)
+
+
+# -- whole and piece
+
+
+def show_whole_and_piece(cut: str) -> None:
+    fallback_counts(reset=True)
+    ragged, plain = pairs(cut)
+    assert_equal(ragged, plain)
+    rank = dist.get_rank()
+    for r, p in zip(ragged, plain, strict=True):
+        bounds = r._spec.layout.bounds
+        piece = p.detach().reshape(-1)[bounds[rank] : bounds[rank + 1]]
+        assert r.to_local().shape == local_shape(p.shape, bounds, rank)
+        assert torch.equal(r.to_local().reshape(-1), piece)
+        assert type(r) is RaggedDTensor and isinstance(r, nn.Parameter) and isinstance(r, DTensor)
+        assert (r.shape, r.stride(), r.dtype, r.numel()) == (p.shape, p.stride(), p.dtype, p.numel())
+        assert r.placements == (RaggedShard(bounds),) and r.device_mesh == cpu_mesh()
+        whole = r.redistribute(placements=[Replicate()])
+        assert type(whole) is DTensor and torch.equal(whole.to_local(), p)
+        assert r.redistribute(placements=r.placements) is r
+        if p.dim() and p.numel():
+            assert torch.equal(r.redistribute(placements=[Shard(0)]).full_tensor(), p)
+    assert fallback_counts(reset=True) == {}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_whole_and_piece_hold_the_same_elements(world_size: int, cut: str) -> None:
+    run_ranks(show_whole_and_piece, world_size, cut)
+
+
+def gather_each_dtype() -> None:
+    world_size, mesh = dist.get_world_size(), cpu_mesh()
+    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64):
+        full = (torch.arange(24) % 5).to(dtype).view(6, 4)
+        for bounds in ((0,) * world_size + (24,), (*(8 * min(rank, 3) for rank in range(world_size)), 24)):
+            ragged = RaggedDTensor.from_full(full, ragged_spec(mesh, (6, 4), dtype, bounds))
+            assert torch.equal(ragged.full_tensor(), full) and ragged.full_tensor().dtype == dtype
+
+
+def test_every_dtype_and_every_balance_of_pieces_is_gathered() -> None:
+    run_ranks(gather_each_dtype, 3)
+
+
+def print_rank_local() -> list[str]:
+    spec = ragged_spec(cpu_mesh(), (3, 2), torch.float32, (0, 4, 6))
+    with strict_mode():
+        return [repr(RaggedDTensor.from_full(torch.arange(6.0).view(3, 2), spec))]
+
+
+def test_printing_shows_the_piece_and_does_not_communicate() -> None:
+    assert run_ranks(print_rank_local, 2)[1] == [
+        "RaggedDTensor(shape=[3, 2], local=tensor([[4., 5.]]), elements [4, 6) on rank 1 of 2, "
+        "placements=(RaggedShard(bounds=(0, 4, 6)),))"
+    ]
+
+
+def differentiate(cut: str) -> None:
+    ragged, plain = pairs(cut)
+    weights = values(3)
+    for r, p, w in zip(ragged, plain, weights, strict=True):
+        (p * w).sum().backward()
+        (r.full_tensor() * w).sum().backward()
+        # Two uses: gradients add up.
+        (r.redistribute(placements=[Replicate()]).to_local() * w).sum().backward()
+        (r.to_local() * RaggedDTensor.from_full(w, r._spec).to_local()).sum().backward()
+        assert type(r.grad) is RaggedDTensor
+        p.grad *= 3
+        share = w / dist.get_world_size()
+        (r.full_tensor(grad_placements=[Partial()]) * share).sum().backward()
+        p.grad += w
+    grads = [r.grad for r in ragged]
+    assert_equal(grads, [p.grad for p in plain], rtol=1e-6, atol=1e-6)  # type: ignore[arg-type, misc]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_gathering_and_unwrapping_are_differentiable(world_size: int, cut: str) -> None:
+    run_ranks(differentiate, world_size, cut)
+
+
+def penalise_weights() -> None:
+    ragged, plain = pairs("row")
+    for params in (ragged, plain):
+        sum(p.pow(2).sum() * 0.5 for p in params).backward()  # type: ignore[union-attr]
+    for r, p in zip(ragged, plain, strict=True):
+        assert r.grad is not None and torch.equal(r.grad.full_tensor(), p.grad)
+        # Autograd stored a replicated gradient here, or a ragged one; optimizers take both.
+    torch.optim.AdamW(ragged, foreach=True).step()
+    torch.optim.AdamW(plain, foreach=True).step()
+    assert_equal(ragged, plain)
+
+
+def test_a_penalty_on_the_weights_has_the_right_gradient() -> None:
+    run_ranks(penalise_weights, 2)
+
+
+# -- optimizers, clipping, zeroing
+
+
+def run_low_precision() -> None:
+    for mode in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        ragged, plain = pairs("row", torch.bfloat16)
+        optimizers = [torch.optim.AdamW(params, lr=0.1, **mode) for params in (ragged, plain)]
+        for step in range(2):
+            set_grads(ragged, plain, step)
+            with strict_mode():
+                norm = nn.utils.clip_grad_norm_(ragged, 1.0)
+            expected = nn.utils.clip_grad_norm_(plain, 1.0)
+            assert norm.dtype == expected.dtype
+            torch.testing.assert_close(norm.full_tensor(), expected, rtol=1e-2, atol=0.0)  # type: ignore[attr-defined]
+            for optimizer in optimizers:
+                optimizer.step()
+        assert_equal(ragged, plain, rtol=3e-2, atol=3e-2)
+
+
+def test_bf16_parameters_are_clipped_and_stepped() -> None:
+    run_ranks(run_low_precision, 2)
+
+
+def take_odd_norms() -> None:
+    spec = ragged_spec(cpu_mesh(), (6,), torch.float32, (0, 4, 4, 6))
+    full = torch.tensor([1.0, -3.0, 0.5, 2.0, 0.25, -8.0])
+    for order in (0, 0.5, 1, 2, 3, math.inf, -math.inf):
+        for bad in (None, math.nan, math.inf):
+            for at in (0, 5):
+                plain = full.clone()
+                if bad is not None:
+                    plain[at] = bad
+                found = torch.linalg.vector_norm(RaggedDTensor.from_full(plain, spec), order)
+                expected = torch.linalg.vector_norm(plain, order)
+                torch.testing.assert_close(found.full_tensor(), expected, equal_nan=True)  # type: ignore[attr-defined]
+    # fp32 squares would overflow between ranks.
+    large = torch.full((6,), 1e19)
+    found = torch._foreach_norm([RaggedDTensor.from_full(large, spec)])[0]
+    torch.testing.assert_close(found.full_tensor(), large.norm())
+
+
+def test_norms_of_every_order_agree_on_every_rank_with_nan_and_inf() -> None:
+    run_ranks(take_odd_norms, 3)
+
+
+def foreach_exactly() -> None:
+    # Kernels are swapped for cheaper ones here; the bits must not notice.
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        ragged, plain = pairs("row", dtype)
+        with torch.no_grad(), strict_mode():
+            for numbers in (0.999, 3, [0.3] * len(plain), [0.1 * i + 0.7 for i in range(len(plain))]):
+                for op in (torch._foreach_mul_, torch._foreach_div_, torch._foreach_add_, torch._foreach_sub_):
+                    op(ragged, numbers)  # type: ignore[arg-type]
+                    op(plain, numbers)  # type: ignore[arg-type]
+            for op in (torch._foreach_mul, torch._foreach_div, torch._foreach_add):
+                assert_equal(op(ragged, 1.7), op(plain, 1.7))  # type: ignore[arg-type]
+            # Powers at the end of a piece, where no vector fits, have other roundings.
+            powers = torch._foreach_pow(ragged, 3.0), torch._foreach_pow(plain, 3.0)  # type: ignore[arg-type]
+            assert_equal(*powers, rtol=1e-6)  # type: ignore[arg-type]
+            assert_equal(
+                torch._foreach_addcdiv(ragged, ragged, ragged, 0.1), torch._foreach_addcdiv(plain, plain, plain, 0.1)
+            )
+            scalars = torch.arange(1.0, len(plain) + 1)
+            torch._foreach_addcmul_(ragged, ragged, ragged, scalars)
+            torch._foreach_addcmul_(plain, plain, plain, scalars)
+        assert_equal(ragged, plain)
+
+
+def test_list_operations_give_the_bits_of_plain_tensors() -> None:
+    run_ranks(foreach_exactly, 3)
+
+
+def find_an_inf_over_two_mesh_dims() -> float:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    grads: list[torch.Tensor] = []
+    for dim, last in enumerate((1.0, math.inf)):
+        spec = ragged_spec(grid, (4,), torch.float32, (0, 2, 4), mesh_dim=dim)
+        full = torch.tensor([4.0, 4.0, 4.0, last])
+        # Of the second, the fourth rank alone has the inf: its replica differs, as after an overflow.
+        grads.append(RaggedDTensor.from_full(full if dist.get_rank() == 3 else full.clamp(max=4.0), spec))
+    found = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor([0.25]))
+    assert grads[0].full_tensor()[0].item() == 1.0  # type: ignore[attr-defined]
+    return found.item()
+
+
+def test_the_scaler_looks_at_every_mesh_dim() -> None:
+    assert run_ranks(find_an_inf_over_two_mesh_dims, 4) == [1.0] * 4
+
+
+# -- layouts are compared before anything is computed
+
+
+def mix_layouts() -> None:
+    mesh = cpu_mesh()
+    full, other = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), torch.arange(12.0).view(4, 3)
+    # Equal local sizes on both ranks, other elements.
+    a = RaggedDTensor.from_full(full, ragged_spec(mesh, (4, 3), torch.float32, (0, 6, 12)))
+    b = RaggedDTensor.from_full(other.view(3, 4), ragged_spec(mesh, (3, 4), torch.float32, (0, 6, 12)))
+    c = RaggedDTensor.from_full(other, ragged_spec(mesh, (4, 3), torch.float32, (0, 3, 12)))
+    equal = RaggedDTensor.from_full(other, ragged_spec(mesh, (4, 3), torch.float32, (0, 6, 12)))
+    with pytest.raises(RuntimeError, match="must match"):
+        a + b
+    fallback_counts(reset=True)
+    assert torch.equal((a + c).full_tensor(), full + other)
+    assert fallback_counts(reset=True) == {"aten.add.Tensor": 1}
+    with strict_mode():
+        assert torch.equal((a + equal).full_tensor(), full + other)
+        with pytest.raises(UsageError, match=r"aten.mul.Tensor has no rule"):
+            a * c
+    added = [t.clone() for t in (a, equal)]
+    torch._foreach_add_(added, [c, equal])
+    assert torch.equal(added[0].full_tensor(), full + other) and torch.equal(added[1].full_tensor(), other + other)
+    assert fallback_counts(reset=True) == {"aten._foreach_add_.List": 1}
+    results = torch._foreach_mul([a, equal], [c, equal])
+    assert [type(result) for result in results] == [DTensor, RaggedDTensor]
+    assert torch.equal(results[0].full_tensor(), full * other) and torch.equal(results[1].full_tensor(), other * other)
+    a.copy_(c)
+    assert torch.equal(a.full_tensor(), other)
+
+
+def test_equal_sizes_of_other_elements_are_never_combined() -> None:
+    run_ranks(mix_layouts, 2)
+
+
+def mix_kinds() -> None:
+    ragged, plain = pairs("row")
+    mesh = cpu_mesh()
+    replicated = distribute_tensor(plain[1].detach().clone(), mesh, [Replicate()])
+    sharded = distribute_tensor(plain[0].detach(), mesh, [Shard(0)])
+    with torch.no_grad():
+        got = torch._foreach_add([ragged[0], replicated], [ragged[0], replicated])
+        assert [type(g) for g in got] == [RaggedDTensor, DTensor]
+        assert torch.equal(got[1].full_tensor(), plain[1] * 2)
+        fallback_counts(reset=True)
+        with strict_mode():
+            assert torch.equal((ragged[1] + replicated).full_tensor(), plain[1] * 2)
+            assert torch.equal((replicated - ragged[1]).full_tensor(), plain[1] * 0)
+        assert torch.equal((ragged[0] + sharded).full_tensor(), plain[0] * 2)
+        # A replicated tensor changed by a ragged one stays whole on every rank.
+        replicated.mul_(ragged[1])
+        assert type(replicated) is DTensor and torch.equal(replicated.to_local(), plain[1] ** 2)
+        assert set(fallback_counts(reset=True)) == {"aten.add.Tensor", "aten.mul_.Tensor"}
+        copied = torch.zeros(37, 8)
+        copied.copy_(ragged[0])
+        assert torch.equal(copied, plain[0])
+        assert nn.utils.get_total_norm([ragged[0], replicated.clone()]).full_tensor().isfinite()  # type: ignore[attr-defined]
+
+
+def test_ragged_replicated_and_sharded_tensors_meet() -> None:
+    run_ranks(mix_kinds, 2)
+
+
+def broadcast_plain(cut: str) -> None:
+    ragged, plain = pairs(cut)
+    r, p = ragged[0].detach(), plain[0].detach()
+    row, column, whole = torch.randn(8), torch.arange(37.0).view(37, 1), torch.arange(296.0).view(37, 8)
+    with strict_mode():
+        for other in (2, 2.5, torch.tensor(3.0), torch.tensor(2.0, dtype=torch.float64), row.sign(), column, whole):
+            assert_equal(
+                [r * other, other - r, r == other, torch.where(r > 0, r, other)],
+                [p * other, other - p, p == other, torch.where(p > 0, p, other)],
+            )
+        assert_equal(
+            [r.clone().add_(whole), r.clone().fill_(2), torch.add(r, whole, out=torch.empty_like(r))],
+            [p + whole, p * 0 + 2, p + whole],
+        )
+        assert_equal([*torch.frexp(r), r.to(torch.int32)], [*torch.frexp(p), p.to(torch.int32)])
+        scalar, plain_scalar = ragged[7].detach(), plain[7].detach()
+        assert_equal([scalar * 2, scalar + torch.tensor(1.0)], [plain_scalar * 2, plain_scalar + 1])
+    with pytest.raises(UsageError, match=r"plain one of shape \[3\]"):
+        r + torch.randn(3)
+    with pytest.raises(UsageError, match=r"plain one of shape \[2, 37, 8\], which may differ between ranks"):
+        r + torch.randn(2, 37, 8)
+    with pytest.raises(UsageError, match=r"plain one of shape \[4, 37\]"):
+        torch.randn(4, 37) @ r
+    # A 0-d tensor of a wider dtype decides the result, as it does in one process.
+    assert (scalar + torch.tensor(1.0, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_plain_operands_are_cut_like_the_whole_or_refused(cut: str) -> None:
+    run_ranks(broadcast_plain, 3, cut)
+
+
+# -- everything else gathers, and says so
+
+
+def fall_back() -> None:
+    ragged, plain = pairs("row")
+    r, p = ragged[0].detach(), plain[0].detach()
+    fallback_counts(reset=True)
+    cases: list[Callable[[Any], Any]] = [
+        lambda t: t.t() @ t,
+        lambda t: t.sum(),
+        lambda t: t.mean(0),
+        lambda t: t[3],
+        lambda t: t[1:5, ::2],
+        lambda t: t.tril(),
+        lambda t: t.view(-1),
+        lambda t: torch.cat([t, t]),
+        lambda t: t.max(dim=1).values,
+        lambda t: torch.linalg.vector_norm(t, math.inf, dim=0),
+        lambda t: t.split(10)[2],
+    ]
+    for case in cases:
+        found, expected = case(r), case(p)
+        assert isinstance(found, DTensor) and found.placements == (Replicate(),)
+        assert torch.equal(found.full_tensor(), expected)
+        assert sum(fallback_counts(reset=True).values()) > 0
+    assert r.sum().item() == p.sum().item() and torch.equal(r, r.clone()) and torch.equal(r, p)
+    assert bool((r == r).all()) and torch.allclose(r, r)
+    changed = r.clone()
+    changed.tril_()
+    assert_equal([changed], [p.tril()])
+    changed.index_fill_(0, distribute_tensor(torch.tensor([0, 36]), cpu_mesh(), [Replicate()]), 5.0)
+    assert torch.equal(changed.full_tensor()[36], torch.full((8,), 5.0))
+    fallback_counts(reset=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_has_no_rule_gathers_and_is_counted(world_size: int) -> None:
+    run_ranks(fall_back, world_size)
+
+
+def write_to_views() -> None:
+    ragged, plain = pairs("row")
+    r, p = ragged[0].detach(), plain[0].detach().clone()
+    writes: list[Callable[[Any], object]] = [
+        lambda t: t[3].fill_(0),
+        lambda t: t.__setitem__(5, 1.0),
+        lambda t: t.__setitem__((slice(None), 2), torch.arange(37.0)),
+        lambda t: t.t()[2].mul_(2),
+        lambda t: t.view(-1)[3:40].add_(t.view(-1)[:1]),
+        lambda t: t[1:3].copy_(t[7:9]),
+        lambda t: t[1:].add_(t[:-1].clone() if type(t) is torch.Tensor else t[:-1].clone().full_tensor()),
+        lambda t: t.view(37, 4, 2).permute(0, 2, 1)[0].sub_(1),
+        lambda t: t.t().div_(t.norm().clamp(min=1e-7)),
+    ]
+    for write in writes:
+        write(r)
+        write(p)
+        torch.testing.assert_close(r.full_tensor(), p)
+    # A view of the same shape is the tensor itself.
+    with strict_mode():
+        r.view(37, -1).view_as(r).expand(-1, 8).mul_(2)
+    assert_equal([r], [p * 2], rtol=1e-6)
+    for forbidden in (r.resize_, lambda size: r.t_(), lambda size: r.set_(torch.zeros(3)), lambda size: r[1:3].t_()):
+        with pytest.raises(UsageError, match=r"would change the shape"):
+            forbidden((3,))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_writing_to_a_view_writes_to_the_whole(world_size: int) -> None:
+    run_ranks(write_to_views, world_size)
+
+
+def read_stale_views() -> None:
+    ragged = pairs("row")[0]
+    r = ragged[0].detach()
+    changes: list[Callable[[Any], object]] = [
+        lambda t: t.mul_(2),
+        lambda t: torch._foreach_mul_([t], 2.0),
+        lambda t: t.data.normal_(),
+        lambda t: t.detach().copy_(torch.zeros(37, 8)),
+        lambda t: t[1].zero_(),
+    ]
+    uses: list[Callable[[Any, Any, Any], object]] = [
+        lambda r, view, sibling: view + 1,
+        lambda r, view, sibling: view.fill_(0),
+        lambda r, view, sibling: r + view,
+        lambda r, view, sibling: sibling[0],
+    ]
+    for change in changes:
+        view, sibling = r[0], r.view(-1)
+        torch.add(view, 1)
+        change(r)
+        for use in uses:
+            with pytest.raises(UsageError, match="no longer has"):
+                use(r, view, sibling)
+    first = r.view(-1)
+    first[:8].fill_(7)
+    # Views of one copy see what the others write.
+    assert first[0].item() == 7 and r[0, 0].item() == 7
+    with pytest.raises(UsageError, match="has no gradient"):
+        (ragged[1] * 2)[0].mul_(2)
+
+
+def test_a_view_of_changed_values_raises_instead_of_showing_old_ones() -> None:
+    run_ranks(read_stale_views, 2)
+
+
+def leave_strict_mode() -> None:
+    r = pairs("row")[0][0]
+    fallback_counts(reset=True)
+    with pytest.raises(UsageError, match=r"would gather all of \[37, 8\]"), strict_mode():
+        r.sum()
+    assert fallback_counts(reset=True) == {}
+    r.sum()
+    assert fallback_counts(reset=True) == {"aten.sum.default": 1}
+
+
+def test_strict_mode_ends_with_its_block() -> None:
+    run_ranks(leave_strict_mode, 2)
+
+
+# -- random numbers
+
+
+def fill_randomly(cut: str) -> None:
+    fills: list[Callable[[torch.Tensor], object]] = [
+        lambda t: t.copy_(torch.rand_like(t) + torch.randint_like(t, 7)),
+        lambda t: t.normal_(generator=torch.Generator().manual_seed(3)),
+    ]
+    ragged, plain = pairs(cut)
+    for index in (0, 1, 3):
+        for fill in fills:
+            with torch.no_grad(), strict_mode():
+                torch.manual_seed(11)
+                fill(ragged[index])
+                after = torch.get_rng_state()
+                torch.manual_seed(11)
+                fill(plain[index])
+            assert torch.equal(after, torch.get_rng_state())
+            assert_equal([ragged[index]], [plain[index]])
+    with pytest.raises(UsageError, match="draws random numbers"):
+        torch.bernoulli(ragged[0].detach().abs().clamp(max=1))
+    dropped = []
+    for params in (ragged, plain):
+        torch.manual_seed(12)
+        dropped.append(nn.functional.dropout(params[0].detach()))
+    assert_equal(dropped[:1], dropped[1:])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_one_seed_fills_as_in_one_process(cut: str) -> None:
+    run_ranks(fill_randomly, 3, cut)
+
+
+# -- copies, casts, pickles
+
+
+def make_alike(cut: str) -> None:
+    ragged, plain = pairs(cut)
+    set_grads(ragged, plain, 2)
+    with strict_mode():
+        for r, p in zip(ragged, plain, strict=True):
+            assert_equal([r, r.detach(), r.clone(), r.data], [p, p, p, p])
+            assert r.detach().requires_grad is False and r.clone().requires_grad is True
+            assert r.detach()._local_tensor.data_ptr() == r._local_tensor.data_ptr()
+            likes = [torch.zeros_like(r), torch.ones_like(r), torch.full_like(r, 2.5), r.new_zeros(r.shape)]
+            assert_equal(
+                likes, [torch.zeros_like(p), torch.ones_like(p), torch.full_like(p, 2.5), p.new_zeros(p.shape)]
+            )
+            assert torch.zeros_like(r, memory_format=torch.preserve_format)._spec is r._spec
+            assert_equal([r.new_ones(p.numel(), 1)], [p.new_ones(p.numel(), 1)])
+            other = r.new_ones((2, 3))
+            assert type(other) is DTensor and torch.equal(other.to_local(), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_what_is_made_like_a_tensor_keeps_its_cut(cut: str) -> None:
+    run_ranks(make_alike, 3, cut)
+
+
+def use_module() -> None:
+    ragged, plain = make_module()
+    params = list(ragged.parameters())
+    states = {name: value + 1 for name, value in plain.state_dict().items()}
+    ragged.load_state_dict(states)
+    plain.load_state_dict(states)
+    assert next(iter(ragged.parameters())) is params[0]
+    assert_equal(list(ragged.parameters()), list(plain.parameters()))  # type: ignore[arg-type]
+    assert all(type(value) is RaggedDTensor for value in ragged.state_dict().values())
+    ragged.load_state_dict({name: value * 2 for name, value in ragged.state_dict().items()})
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.mul_(2)
+    assert_equal(list(ragged.parameters()), list(plain.parameters()))  # type: ignore[arg-type]
+    for model in (ragged, plain):
+        torch.manual_seed(5)
+        model[0].reset_parameters()  # type: ignore[operator, index]
+        model[2].reset_parameters()  # type: ignore[operator, index]
+    ragged.double()
+    plain.double()
+    assert_equal(list(ragged.parameters()), list(plain.parameters()))  # type: ignore[arg-type]
+
+
+def test_a_module_loads_resets_and_casts_ragged_parameters() -> None:
+    run_ranks(use_module, 2)
+
+
+# -- what torch would accept without a word
+
+
+def assign_rightly() -> None:
+    ragged, plain = pairs("row")
+    r, p = ragged[0], plain[0]
+    assert r.grad is None
+    r.grad = distribute_tensor(p.detach(), cpu_mesh(), [Replicate()])
+    r.grad = None
+    r.grad = r.detach().clone()
+    del r.grad
+    assert r.grad is None
+    r.data = r.detach() * 2
+    assert_equal([r], [p * 2])
+    with pytest.raises(ConfigError, match="not its mesh"):
+        r.redistribute()
+    with pytest.raises(ConfigError, match="backward_dtype"):
+        r.redistribute(placements=[Replicate()], backward_dtype=torch.float64)
+    replica = distribute_tensor(p.detach(), cpu_mesh(), [Replicate()]).requires_grad_()
+    with pytest.raises(ConfigError, match="not the mesh"):
+        replica.redistribute(init_device_mesh("cpu", (1, 2)), r.placements)
+    with pytest.raises(ConfigError, match="does not cast"):
+        replica.redistribute(placements=r.placements, forward_dtype=torch.float64)
+    with pytest.raises(UsageError, match="no gradient"):
+        replica.redistribute(placements=r.placements)
+    with pytest.raises(ConfigError, match="ragged, not"):
+        r.to_local(grad_placements=[Replicate()])
+
+
+def test_a_gradient_or_data_of_the_same_cut_is_taken() -> None:
+    run_ranks(assign_rightly, 2)
+
+
+def raise_on_one_rank() -> None:
+    pairs("row")[0][0].grad = torch.zeros(37, 8)
+
+
+def test_the_error_says_what_to_do() -> None:
+    with pytest.raises(RankErrors) as caught:
+        run_ranks(raise_on_one_rank, 1)
+    assert str(caught.value.errors[0]) == (
+        ".grad of a ragged tensor of shape [37, 8] cannot be a plain tensor of shape [37, 8]\n"
+        "  fix: cut it the same way: distribute_tensor(full_grad, tensor.device_mesh, tensor.placements)"
+    )
+
+
+# -- meshes of two dims, torch.compile, older torch
+
+
+def use_two_dims() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    spec = ragged_spec(mesh, (5, 4), torch.float32, (0, 8, 20))
+    full = torch.arange(20.0).view(5, 4)
+    r = RaggedDTensor.from_full(full, spec)
+    assert r.placements == (Replicate(), RaggedShard((0, 8, 20)))
+    assert torch.equal(r.full_tensor(), full) and torch.equal((r * 2).full_tensor(), full * 2)
+    norm = torch.linalg.vector_norm(r)
+    assert norm.placements == (Replicate(), Replicate())  # type: ignore[attr-defined]
+    torch.testing.assert_close(norm.full_tensor(), full.norm())  # type: ignore[attr-defined]
+    assert torch.equal(r.sum(0).full_tensor(), full.sum(0))  # type: ignore[attr-defined]
+
+
+def test_a_replicated_mesh_dim_changes_nothing() -> None:
+    run_ranks(use_two_dims, 4)
+
+
+def flatten_and_rebuild() -> list[str]:
+    ragged, plain = pairs("element")
+    for r, p in zip(ragged, plain, strict=True):
+        names, context = r.__tensor_flatten__()
+        inner = {name: getattr(r, name) for name in names}
+        rebuilt = RaggedDTensor.__tensor_unflatten__(inner, context, r.shape, r.stride())
+        assert_equal([rebuilt], [p])
+        assert rebuilt._spec == r._spec and rebuilt.requires_grad == r.requires_grad
+        assert rebuilt._stable_hash_for_caching() == r._stable_hash_for_caching()
+    return [r._stable_hash_for_caching() for r in ragged]
+
+
+def test_torch_compile_can_take_a_tensor_apart_and_rebuild_it() -> None:
+    # Ranks share the compiler's cache on disk, not what is in it: their pieces have other sizes.
+    assert len({key for keys in run_ranks(flatten_and_rebuild, 2) for key in keys}) == 2 * len(SHAPES)

@@ -1,0 +1,340 @@
+"""Buckets and their reducer, without ranks: a transport that remembers what it was asked for."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from composable.collectives.base import Pending, Transport
+from composable.errors import UsageError
+from composable.replication.bucket import Bucket, BucketOptions, ReducedParam, plan_buckets
+from composable.replication.reducer import Reducer
+from composable.torch_private import queue_callback
+from tests.models import MLP, random_input, seeded
+
+MB = 2**20
+
+
+class Recorded:
+    """A collective of a ``RecordingTransport``; its result appears when it is waited for."""
+
+    def __init__(self, tensor: torch.Tensor, factor: float) -> None:
+        self._tensor: torch.Tensor | None = tensor
+        self._factor = factor
+
+    def is_done(self) -> bool:
+        return self._tensor is None
+
+    def finish(self) -> None:
+        if self._tensor is not None:
+            self._tensor.mul_(self._factor)
+            self._tensor = None
+
+
+class RecordingTransport(Transport):
+    """Acts as if every rank had this rank's tensors.
+
+    Attributes:
+        sent: Elements of each all-reduce, in order.
+    """
+
+    name = "recording"
+
+    def __init__(self, world_size: int) -> None:
+        self.rank = 0
+        self.world_size = world_size
+        self.sent: list[int] = []
+
+    def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
+        raise NotImplementedError
+
+    def begin_reduce_scatter(
+        self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
+    ) -> Pending:
+        raise NotImplementedError
+
+    def begin_all_reduce(self, tensor: torch.Tensor, key: int, *, scale: float = 1.0) -> Pending:
+        self.sent.append(tensor.numel())
+        return Recorded(tensor, self.world_size * scale)
+
+    def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
+        return Recorded(tensor, 1)
+
+
+def attach(model: nn.Module, world_size: int = 2, **options: object) -> tuple[Reducer, RecordingTransport]:
+    transport = RecordingTransport(world_size)
+    params = [ReducedParam(fqn, param) for fqn, param in model.named_parameters()]
+    choices = BucketOptions(**options)  # type: ignore[arg-type]  # each test names options of the right types
+    reducer = Reducer(params, transport, range(world_size), choices, queue_callback)
+    for item, arrive in zip(params, reducer.arrivals(), strict=True):
+        item.param.register_post_accumulate_grad_hook(arrive)
+    return reducer, transport
+
+
+def backward(model: nn.Module, seed: int = 0) -> None:
+    model(random_input(seed, 4, 8)).square().mean().backward()
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    return [param.grad.clone() for param in model.parameters() if param.grad is not None]
+
+
+# -- plan_buckets
+
+
+def plan(sizes: Sequence[int], cap: int, *, first: int | None = None, keys: str | None = None) -> list[list[int]]:
+    return plan_buckets(
+        range(len(sizes)),
+        keys or "a" * len(sizes),
+        sizes,
+        first_cap_bytes=cap if first is None else first,
+        cap_bytes=cap,
+    )
+
+
+def test_a_bucket_is_closed_before_it_exceeds_its_capacity() -> None:
+    assert plan([4, 4, 4, 4, 4], 10) == [[0, 1], [2, 3], [4]]
+
+
+def test_a_parameter_above_the_capacity_has_a_bucket_of_its_own() -> None:
+    assert plan([4, 40, 4, 4], 10) == [[0], [1], [2, 3]]
+
+
+def test_the_first_bucket_is_small() -> None:
+    assert plan([4, 4, 4, 4, 4], 12, first=4) == [[0], [1, 2, 3], [4]]
+
+
+def test_the_first_bucket_is_never_larger_than_the_others() -> None:
+    assert plan([4, 4, 4], 4, first=100) == [[0], [1], [2]]
+
+
+def test_a_bucket_holds_one_dtype_and_device() -> None:
+    assert plan([1, 1, 1, 1], 10, keys="abab") == [[0, 2], [1, 3]]
+
+
+def test_buckets_are_ordered_by_their_last_gradient() -> None:
+    # The bucket of a is begun first and complete last.
+    assert plan([1, 1, 1], 10, keys="aba") == [[1], [0, 2]]
+
+
+def test_buckets_follow_the_order_of_arrival() -> None:
+    assert plan_buckets([2, 0, 1], "aaa", [4, 4, 4], first_cap_bytes=8, cap_bytes=8) == [[2, 0], [1]]
+
+
+# -- Bucket
+
+
+def make_bucket(*params: torch.Tensor, tail_numel: int = 0) -> Bucket:
+    members = [(index, nn.Parameter(param)) for index, param in enumerate(params)]
+    return Bucket(0, members, tail_numel=tail_numel, is_last=True, key=0)
+
+
+def test_a_bucket_has_the_methods_of_torchs_grad_bucket() -> None:
+    theirs = {name for name in dir(torch.distributed.GradBucket) if not name.startswith("_")}
+    assert theirs <= set(dir(Bucket))
+
+
+def test_the_views_of_a_bucket_are_its_buffer() -> None:
+    bucket = make_bucket(torch.zeros(2, 3), torch.zeros(()), torch.zeros(0, 4), torch.zeros(5), tail_numel=7)
+    for number, view in enumerate(bucket.gradients()):
+        view.fill_(number + 1)
+    assert [view.shape for view in bucket.gradients()] == [param.shape for param in bucket.parameters()]
+    assert bucket.buffer().sum() == 6 * 1 + 2 + 5 * 4
+    assert bucket.tail.tolist() == [0] * 7
+
+
+@pytest.mark.parametrize(
+    "param",
+    [
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(3, 4).t(),
+        torch.randn(8, 4)[::2],
+        torch.randn(4, 1).expand(4, 3),
+        torch.randn(2, 3, dtype=torch.complex64),
+        torch.randn(2, 3, dtype=torch.complex128).t(),
+    ],
+    ids=["channels last", "transposed", "with gaps", "expanded", "complex", "complex transposed"],
+)
+def test_a_gradient_of_any_layout_survives_a_bucket(param: torch.Tensor) -> None:
+    bucket = make_bucket(torch.zeros(3, dtype=param.dtype), param)
+    _, stored = bucket.parameters()
+    grad = torch.randn(param.shape, dtype=param.dtype)
+    stored.grad = grad.clone()
+    bucket.pack(0.5, grads_as_views=True)
+    assert stored.grad is bucket.views[1]
+    torch.testing.assert_close(stored.grad, grad / 2, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("numel", [10, 2**17], ids=["small", "large"])
+def test_a_gradient_is_scaled_once_whether_it_is_new_or_lies_in_the_bucket(numel: int) -> None:
+    bucket = make_bucket(*(torch.zeros(numel) for _ in range(3)))
+    first, second, third = bucket.parameters()
+    first.grad = torch.full((numel,), 8.0)
+    bucket.pack(0.5, grads_as_views=True)
+    second.grad = torch.full((numel,), 6.0)
+    third.grad = None
+    bucket.views[2].fill_(5)
+    bucket.pack(0.5, grads_as_views=True)
+    assert [view.unique().tolist() for view in bucket.views] == [[2], [3], [0]]
+    assert third.grad is None
+
+
+def test_a_sparse_gradient_is_an_error() -> None:
+    bucket = make_bucket(torch.zeros(4, 2))
+    bucket.parameters()[0].grad = torch.zeros(4, 2).to_sparse()
+    with pytest.raises(UsageError, match="a gradient is sparse"):
+        bucket.pack(0.5, grads_as_views=True)
+
+
+def test_a_buffer_set_by_a_hook_lasts_for_one_round() -> None:
+    bucket = make_bucket(torch.zeros(4))
+    bucket.set_buffer(torch.ones(16, dtype=torch.float16))
+    assert bucket.buffer().dtype == torch.float16
+    bucket.take_result(bucket.buffer())
+    assert bucket.buffer().dtype == torch.float32
+    assert bucket.views[0].tolist() == [1, 1, 1, 1]
+
+
+# -- Reducer
+
+
+def test_the_first_round_has_one_bucket_and_the_next_ones_follow_the_order_of_arrival() -> None:
+    model = seeded(MLP, 0)
+    reducer, transport = attach(model, cap_bytes=1)
+    arrived: list[str] = []
+    for fqn, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, fqn=fqn: arrived.append(fqn))
+    backward(model)
+    assert len(transport.sent) == len(reducer.buckets) == 1
+    first_round = arrived.copy()
+    backward(model)
+    assert len(transport.sent) == 1 + len(arrived) // 2
+    assert [reducer.params[bucket.param_indices[0]].fqn for bucket in reducer.buckets] == first_round
+
+
+def test_a_round_sends_every_gradient_once_and_a_flag_per_parameter_and_rank() -> None:
+    model = nn.Linear(16, 16, bias=False)
+    _, transport = attach(model, world_size=3)
+    model(torch.ones(1, 16)).sum().backward()
+    assert transport.sent == [16 * 16 + 1 + 3]
+
+
+def test_a_bucket_is_sent_as_soon_as_it_is_full() -> None:
+    model = seeded(MLP, 0)
+    _, transport = attach(model, cap_bytes=1)
+    backward(model)
+    transport.sent.clear()
+    sent_at: list[int] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda _: sent_at.append(len(transport.sent)))
+    backward(model)
+    assert sent_at == list(range(1, len(sent_at) + 1))
+
+
+def test_a_full_bucket_waits_for_the_one_before_it() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.ones(40))
+            self.second = nn.Parameter(torch.ones(80))
+
+        def forward(self, *, swap: bool) -> torch.Tensor:
+            outer, inner = (self.second, self.first) if swap else (self.first, self.second)
+            return (inner.sum().sin() * outer).sum()
+
+    model = Pair()
+    _, transport = attach(model, cap_bytes=1)
+    model(swap=False).backward()
+    arrived: list[str] = []
+    for fqn, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, fqn=fqn: arrived.append(fqn))
+    for swap in (False, True):
+        transport.sent.clear()
+        model(swap=swap).backward()
+        # The last bucket carries the flags.
+        assert transport.sent == [48, 80 + 2 + 2]
+    assert arrived == ["first", "second", "second", "first"]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("grads_as_views", [True, False])
+def test_gradients_equal_those_of_the_plain_module_in_every_round(*, set_to_none: bool, grads_as_views: bool) -> None:
+    model, plain = seeded(MLP, 0), seeded(MLP, 0)
+    reducer, _ = attach(model, world_size=4, grads_as_views=grads_as_views, cap_bytes=600)
+    for step in range(3):
+        model.zero_grad(set_to_none=set_to_none)
+        plain.zero_grad(set_to_none=set_to_none)
+        backward(model, step)
+        backward(plain, step)
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    views = [view for bucket in reducer.buckets for view in bucket.views]
+    assert any(param.grad is view for param in model.parameters() for view in views) == grads_as_views
+
+
+@pytest.mark.parametrize("grads_as_views", [True, False])
+def test_gradients_add_up_over_rounds_and_local_backwards(*, grads_as_views: bool) -> None:
+    model, plain = seeded(MLP, 0), seeded(MLP, 0)
+    reducer, transport = attach(model, cap_bytes=600, grads_as_views=grads_as_views)
+    for step, syncs in enumerate([True, False, False, True, True]):
+        reducer.requires_gradient_sync = syncs
+        sent_before = len(transport.sent)
+        backward(model, step)
+        backward(plain, step)
+        assert (len(transport.sent) > sent_before) == syncs
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+
+
+def test_a_gradient_held_by_the_user_keeps_its_value_when_gradients_are_no_views() -> None:
+    model = seeded(MLP, 0)
+    attach(model, grads_as_views=False)
+    backward(model, 0)
+    held = [param.grad for param in model.parameters() if param.grad is not None]
+    values = gradients_of(model)
+    model.zero_grad()
+    backward(model, 1)
+    torch.testing.assert_close(held, values, rtol=0, atol=0)
+
+
+def test_gradients_preset_by_the_user_take_part() -> None:
+    model, plain = seeded(MLP, 0), seeded(MLP, 0)
+    attach(model)
+    for one in (model, plain):
+        for param in one.parameters():
+            param.grad = torch.ones_like(param)
+        backward(one)
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+
+
+def test_a_graph_of_the_gradients_is_no_obstacle() -> None:
+    model, plain = seeded(MLP, 0), seeded(MLP, 0)
+    attach(model)
+    for one in (model, plain):
+        x = random_input(0, 4, 8).requires_grad_()
+        (slope,) = torch.autograd.grad(one(x).sum(), x, create_graph=True)
+        (one(x).square().mean() + slope.square().sum()).backward()
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+
+
+def test_a_second_gradient_after_the_first_was_sent_is_an_error() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    reducer, _ = attach(layer)
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            for _ in range(2):
+                with torch.enable_grad():
+                    layer(torch.ones(1, 2)).sum().backward()
+            return grad
+
+    # The outer backward opens the round, so that both inner ones belong to it.
+    start = torch.ones(1, 2, requires_grad=True)
+    out = Twice.apply(start)
+    out.register_hook(lambda _: reducer.arm(0))
+    with pytest.raises(UsageError, match="a second gradient in one backward"):
+        out.sum().backward()

@@ -1,0 +1,762 @@
+"""Checkpoints of whole runs: bit-exact at any number of ranks, checked before use, never half there."""
+
+import copy
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from composable import fully_shard, replicate
+from composable.errors import ComposableError, ConfigError, DesyncError, UsageError
+from composable.ragged.tensor import RaggedDTensor, fallback_counts
+from composable.saving.checkpoint import SavedCheckpoint, find_checkpoint, load_checkpoint, save_checkpoint
+from composable.saving.run_folder import SummedFiles
+from tests.world import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 7)
+        self.down = nn.Linear(7, 5, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x))) * self.scale
+
+
+class Net(nn.Module):
+    """Tied, frozen, scalar, unused and empty parameters; buffers that are saved and that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 5)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.unused = nn.Parameter(torch.randn(3))
+        self.frozen = nn.Parameter(torch.randn(2, 5), requires_grad=False)
+        self.empty = nn.Parameter(torch.empty(0, 5))
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.tokens.weight
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.frozen.sum() + self.empty.sum()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make(parallel: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = Net()
+    if parallel == "nested":
+        replicate(model.blocks[0])
+    if parallel in ("fully_shard", "nested"):
+        fully_shard(model.blocks[1])
+        fully_shard(model)
+    elif parallel == "replicate":
+        replicate(model, find_unused_parameters=True)
+    return model
+
+
+def optimizers(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
+    matrices = [param for param in model.parameters() if param.ndim >= 2 and param.requires_grad]
+    others = [param for param in model.parameters() if param.ndim < 2 or not param.requires_grad]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    if kind == "adamw":
+        return [torch.optim.AdamW(groups, lr=0.1, foreach=True)]
+    if kind == "sgd":
+        return [torch.optim.SGD(groups, lr=0.1, momentum=0.9, dampening=0.5)]
+    return [torch.optim.AdamW(matrices, lr=0.1, amsgrad=True), torch.optim.SGD(others, lr=0.2, momentum=0.9)]
+
+
+def train(model: nn.Module, kind: list[torch.optim.Optimizer], steps: range) -> None:
+    """Step with gradients that depend on the step alone, so that one process can follow to the bit."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 + step)
+        for name, param in model.named_parameters():
+            grad = torch.randn(param.shape, generator=generator)
+            if param.requires_grad and name != "unused":
+                param.grad = RaggedDTensor.from_full(grad, param._spec) if isinstance(param, RaggedDTensor) else grad
+        for optimizer in kind:
+            optimizer.step()
+        model.count += 1
+
+
+def full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def snapshot(model: nn.Module, kind: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return everything that training goes on from, whole and by FQN."""
+    values = {name: full(value).clone() for name, value in model.state_dict().items()}
+    names = {param: name for name, param in model.named_parameters()}
+    for index, optimizer in enumerate(kind):
+        for group, settings in enumerate(optimizer.param_groups):
+            # torch turns tuples in full state dicts into lists.
+            rest = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items() if k != "params"}
+            values[f"{index}.{group}"] = [names[param] for param in settings["params"]], rest
+        for param, state in optimizer.state.items():
+            for key, value in state.items():
+                values[f"{index}.{names[param]}.{key}"] = full(value).clone()
+    return values
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[name], value) and found[name].dtype == value.dtype, name
+        else:
+            assert found[name] == value, name
+
+
+def expected_after(steps: int, kind: str) -> dict[str, Any]:
+    """What one process without annotations has."""
+    model = make("none")
+    by_hand = optimizers(model, kind)
+    train(model, by_hand, range(steps))
+    return snapshot(model, by_hand)
+
+
+# -- from one number of ranks to another
+
+
+def save(run: Path, parallel: str, kind: str) -> None:
+    model = make(parallel)
+    trained = optimizers(model, kind)
+    train(model, trained, range(2))
+    trained[0].param_groups[0]["lr"] = 0.07
+    fallback_counts(reset=True)
+    handle = save_checkpoint(run, 2, model, trained, extra={"position": torch.arange(3), "at": (1, "x")})
+    assert handle.is_done() and handle.wait() == run / "step-000002"
+    assert fallback_counts(reset=True) == {}
+
+
+def load(run: Path, parallel: str, kind: str) -> None:
+    model = make(parallel, seed=1)
+    fresh = optimizers(model, kind)
+    params, storages = list(model.parameters()), [full_local(param).data_ptr() for param in model.parameters()]
+    checkpoint = load_checkpoint(run, model, fresh if len(fresh) > 1 else fresh[0])
+    assert checkpoint.step == 2 and checkpoint.path == run / "step-000002"
+    assert torch.equal(checkpoint.extra["position"], torch.arange(3)) and checkpoint.extra["at"] == (1, "x")
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    assert storages == [full_local(param).data_ptr() for param in model.parameters()]
+    assert fresh[0].param_groups[0]["lr"] == 0.07
+    fresh[0].param_groups[0]["lr"] = 0.1
+    assert_equal(snapshot(model, fresh), expected_after(2, kind))
+    assert model.unused not in fresh[-1].state
+    # A scalar parameter's moments are cut as it is; the step counter of the same shape is not.
+    assert not any(isinstance(state.get("step"), DTensor) for each in fresh for state in each.state.values())
+    train(model, fresh, range(2, 3))
+    assert_equal(snapshot(model, fresh), expected_after(3, kind))
+    # The model alone, as for inference.
+    other = make(parallel, seed=2)
+    load_checkpoint(run / "step-000002", other)
+    assert_equal(snapshot(other, []), {k: v for k, v in expected_after(2, kind).items() if k in other.state_dict()})
+
+
+def full_local(param: torch.Tensor) -> torch.Tensor:
+    return param._local_tensor if isinstance(param, DTensor) else param
+
+
+@pytest.mark.parametrize(
+    ("saved_at", "saved_by", "loaded_at", "loaded_by", "kind"),
+    [
+        (4, "nested", 2, "fully_shard", "adamw"),
+        (2, "fully_shard", 3, "nested", "sgd"),
+        (1, "none", 4, "fully_shard", "both"),
+        (3, "fully_shard", 1, "none", "adamw"),
+        (3, "replicate", 2, "fully_shard", "both"),
+        (4, "fully_shard", 4, "replicate", "sgd"),
+    ],
+)
+def test_training_goes_on_to_the_bit(
+    saved_at: int, saved_by: str, loaded_at: int, loaded_by: str, kind: str, tmp_path: Path
+) -> None:
+    run_ranks(save, saved_at, tmp_path, saved_by, kind)
+    run_ranks(load, loaded_at, tmp_path, loaded_by, kind)
+
+
+def test_a_plain_model_needs_no_process_group(tmp_path: Path) -> None:
+    save(tmp_path, "none", "adamw")
+    load(tmp_path, "none", "adamw")
+    run_ranks(load, 2, tmp_path, "fully_shard", "adamw")
+    model = make("none")
+    trained = optimizers(model, "adamw")
+    train(model, trained, range(2))
+    handle = save_checkpoint(tmp_path, 3, model, trained, asynchronous=True)
+    expected = snapshot(model, trained)
+    train(model, trained, range(2, 3))
+    handle.wait()
+    load_checkpoint(tmp_path, model, trained)
+    assert_equal(snapshot(model, trained), expected)
+
+
+def save_untrained(run: Path) -> None:
+    model = make("fully_shard")
+    fresh = optimizers(model, "adamw")
+    save_checkpoint(run, 0, model, fresh)
+    assert not fresh[0].state
+    loaded = make("fully_shard", seed=1)
+    trained = optimizers(loaded, "adamw")
+    train(loaded, trained, range(3))
+    load_checkpoint(run, loaded, trained)
+    assert not trained[0].state
+    train(loaded, trained, range(1))
+    loaded.count -= 3  # what `train` counts is no parameter's
+    loaded.count += 3
+    assert_equal(snapshot(loaded, trained), expected_after(1, "adamw"))
+
+
+def test_an_optimizer_that_has_not_stepped_is_not_made_to(tmp_path: Path) -> None:
+    run_ranks(save_untrained, 2, tmp_path)
+
+
+# -- to and from torch alone
+
+
+def save_with_torch(folder: Path, kind: str) -> None:
+    model = make("none")
+    trained = optimizers(model, kind)
+    train(model, trained, range(2))
+    # torch makes state for what has had none; with it both sides must agree.
+    trained[0].state[model.unused] = {}
+    model.unused.requires_grad_(False)
+    states, optimizer_states = get_state_dict(model, trained)
+    dcp.save({"model": states, "optimizer": optimizer_states}, checkpoint_id=folder / "dcp")
+    torch.save({"model": states, "optimizer": optimizer_states}, folder / "plain.pt")
+
+
+def load_with_torch(folder: Path, kind: str) -> None:
+    expected = {name: value for name, value in expected_after(2, kind).items() if "foreach" not in name}
+    for source in ("dcp", "full", "rank 0"):
+        model = make("fully_shard", seed=1)
+        model.unused.requires_grad_(False)
+        fresh = optimizers(model, kind)
+        if source == "dcp":
+            states, optimizer_states = get_state_dict(model, fresh)
+            state: dict[str, Any] = {"model": states, "optimizer": optimizer_states}
+            dcp.load(state, checkpoint_id=folder / "dcp")
+            set_state_dict(model, fresh, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        else:
+            is_here = source == "full" or dist.get_rank() == 0
+            state = torch.load(folder / "plain.pt", weights_only=True) if is_here else {"model": {}, "optimizer": {}}
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=source == "rank 0")
+            set_model_state_dict(model, state["model"], options=options)
+            set_optimizer_state_dict(model, fresh, state["optimizer"], options=options)
+        assert_equal(snapshot(model, fresh), expected)
+
+
+@pytest.mark.parametrize(("loaded_at", "kind"), [(3, "adamw"), (2, "sgd")])
+def test_what_torch_saved_from_one_process_is_loaded(loaded_at: int, kind: str, tmp_path: Path) -> None:
+    run_ranks(save_with_torch, 1, tmp_path, kind)
+    run_ranks(load_with_torch, loaded_at, tmp_path, kind)
+
+
+def read_with_torch(run: Path, kind: str) -> None:
+    expected = expected_after(2, kind)
+    folder = run / "step-000002"
+    model = make("none", seed=1)
+    fresh = optimizers(model, kind)
+    state: dict[str, Any] = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    assert_equal(snapshot(model, []), {name: expected[name] for name in model.state_dict()})
+
+    dcp_to_torch_save(folder, run / "plain.pt")
+    saved = torch.load(run / "plain.pt", weights_only=True)
+    model = make("none", seed=1)
+    fresh = optimizers(model, kind)
+    model.load_state_dict(saved["model"])
+    names = [name for group in saved["optimizer"]["param_groups"] for name in group["params"]]
+    by_index = {names.index(name): value for name, value in saved["optimizer"]["state"].items()}
+    groups, start = [], 0
+    for group in saved["optimizer"]["param_groups"]:
+        groups.append({**group, "params": list(range(start, start := start + len(group["params"])))})
+    fresh[0].load_state_dict({"state": by_index, "param_groups": groups})
+    fresh[0].param_groups[0]["lr"] = 0.1
+    assert_equal(snapshot(model, fresh), expected)
+
+
+def test_torch_alone_reads_what_was_saved(tmp_path: Path) -> None:
+    run_ranks(save, 3, tmp_path, "nested", "adamw")
+    run_ranks(read_with_torch, 1, tmp_path, "adamw")
+
+
+# -- in the background
+
+
+@contextmanager
+def slow_disk(step: int) -> Iterator[threading.Event]:
+    """Hold every write of a checkpoint back until the event is set."""
+    may_write = threading.Event()
+    create_stream = SummedFiles.create_stream
+
+    def held_back(self: SummedFiles, path: Any, mode: str) -> Any:
+        assert f"{step:06d}" not in str(path) or may_write.wait(30)
+        return create_stream(self, path, mode)
+
+    with mock.patch.object(SummedFiles, "create_stream", held_back):
+        try:
+            yield may_write
+        finally:
+            may_write.set()
+
+
+def save_while_training(run: Path, parallel: str) -> None:
+    model = make(parallel)
+    trained = optimizers(model, "adamw")
+    tokens = torch.arange(6).view(2, 3)
+    expected = []
+    for step in range(1, 4):
+        train(model, trained, range(step))
+        expected.append(snapshot(model, trained))
+        with slow_disk(step) as may_write:
+            handle = save_checkpoint(run, step, model, trained, keep=5, asynchronous=True)
+            assert not handle.is_done()
+            # The main thread communicates while the write waits.
+            model(tokens).sum().backward()
+            for optimizer in trained:
+                optimizer.step()
+                optimizer.zero_grad()
+            may_write.set()
+            if step == 1:
+                assert handle.wait() == run / "step-000001"
+    handle.wait()
+    groups = set(dist.distributed_c10d._world.pg_map)
+    save_checkpoint(run, 4, model, trained, keep=5, asynchronous=True)
+    assert set(dist.distributed_c10d._world.pg_map) == groups  # one group serves them all
+    # Loading waits for the save that is under way.
+    latest = snapshot(model, trained)
+    for step, state in [(None, latest), (1, expected[0]), (2, expected[1]), (3, expected[2])]:
+        load_checkpoint(run if step is None else run / f"step-{step:06d}", model, trained)
+        assert_equal(snapshot(model, trained), state)
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), [(2, "fully_shard"), (3, "nested"), (2, "replicate")])
+def test_training_goes_on_while_a_checkpoint_is_written(world_size: int, parallel: str, tmp_path: Path) -> None:
+    run_ranks(save_while_training, world_size, tmp_path, parallel)
+
+
+def fail_in_background(run: Path) -> None:
+    model = make("fully_shard")
+    trained = optimizers(model, "adamw")
+    save_checkpoint(run, 1, model, trained, asynchronous=True).wait()
+
+    def full_disk(self: SummedFiles, path: Any, mode: str) -> Any:
+        raise OSError(28, "No space left on device", str(path))
+
+    is_bad = dist.get_rank() == 1
+    for collects in (True, False):
+        with mock.patch.object(SummedFiles, "create_stream", full_disk if is_bad else SummedFiles.create_stream):
+            handle = save_checkpoint(run, 2, model, trained, asynchronous=True)
+            while not handle.is_done():
+                threading.Event().wait(0.01)
+        with pytest.raises(UsageError, match=r"rank 1: OSError: .*No space left") as caught:
+            handle.wait() if collects else save_checkpoint(run, 3, model, trained)
+        assert "earlier checkpoints are as they were" in str(caught.value)
+        assert find_checkpoint(run).step == 1
+    with (
+        mock.patch.object(SummedFiles, "create_stream", full_disk if is_bad else SummedFiles.create_stream),
+        pytest.raises(UsageError, match=r"rank 1: OSError: .*No space left"),
+    ):
+        save_checkpoint(run, 3, model, trained)
+    load_checkpoint(run, model, trained)
+    save_checkpoint(run, 3, model, trained)
+    assert find_checkpoint(run).step == 3 and not list(run.glob(".*"))
+
+
+def test_a_failed_write_is_an_error_on_every_rank_and_leaves_what_was(tmp_path: Path) -> None:
+    run_ranks(fail_in_background, 2, tmp_path)
+
+
+def save_async_with_torch(folder: Path) -> None:
+    model = make("nested")
+    trained = optimizers(model, "adamw")
+    train(model, trained, range(2))
+    for param in model.parameters():
+        trained[0].state.setdefault(param, {})
+    states, optimizer_states = get_state_dict(model, trained)
+    expected = snapshot(model, trained)
+    group = dist.new_group(backend="gloo")
+    future = dcp.async_save({"model": states, "optimizer": optimizer_states}, checkpoint_id=folder, process_group=group)
+    with torch.no_grad():
+        for optimizer in trained:
+            for param, state in optimizer.state.items():
+                for value in [param, *state.values()]:
+                    value.fill_(7)
+    future.result()  # type: ignore[union-attr]
+    state: dict[str, Any] = {"model": states, "optimizer": optimizer_states}
+    dcp.load(state, checkpoint_id=folder)
+    assert_equal(snapshot(model, trained), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_torchs_async_save_copies_before_training_goes_on(world_size: int, tmp_path: Path) -> None:
+    run_ranks(save_async_with_torch, world_size, tmp_path)
+
+
+# -- damage
+
+
+def attempt(path: Path, model: nn.Module, kind: list[torch.optim.Optimizer]) -> list[str]:
+    """Load, and return what every rank says; nothing may have changed."""
+    before = snapshot(model, kind)
+    said = "no error"
+    try:
+        load_checkpoint(path, model, kind)
+    except ComposableError as error:
+        said = f"{type(error).__name__}: {error}"
+    assert_equal(snapshot(model, kind), before)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, said)
+    return everyone
+
+
+def on_first(call: Any) -> None:
+    if dist.get_rank() == 0:
+        call()
+    dist.barrier()
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def damage_everything(run: Path) -> None:
+    model = make("fully_shard")
+    trained = optimizers(model, "adamw")
+    for step in range(1, 4):
+        train(model, trained, range(step))
+        save_checkpoint(run, step, model, trained, extra={"a": 1}, keep=3)
+    train(model, trained, range(1))
+    folder, older = run / "step-000003", run / "step-000002"
+    files = sorted(path.name for path in folder.iterdir())
+    assert files == [".metadata", *(f"__{rank}_0.distcp" for rank in range(2)), "checkpoint.json", "extra.pt"]
+    for name in files:
+        path, content = folder / name, (folder / name).read_bytes()
+        for harm in (
+            lambda path=path: flip(path, 0),
+            lambda path=path: flip(path, path.stat().st_size // 2),
+            lambda path=path: flip(path, path.stat().st_size - 1),
+            lambda path=path, content=content: path.write_bytes(content[:-1]),
+            lambda path=path: path.write_bytes(b""),
+            lambda path=path, content=content: path.write_bytes(content + b"x"),
+            lambda path=path: path.unlink(),
+        ):
+            on_first(harm)
+            for said in attempt(run, model, trained):
+                assert said.startswith("ConfigError: ") and str(path) in said, said
+                assert f"load {older} instead" in said, said
+                assert not any(str(folder / other) in said for other in files if other != name), said
+            on_first(lambda path=path, content=content: path.write_bytes(content))
+    # What still reads as a description is not believed.
+    path, content = folder / "checkpoint.json", (folder / "checkpoint.json").read_bytes()
+    assert dist.get_rank() or content.count(b'"step": 3') == 1  # the others may read what the first changed
+    on_first(lambda: path.write_bytes(content.replace(b'"step": 3', b'"step": 7')))
+    assert all(f"{path} cannot be read: its contents changed" in said for said in attempt(run, model, trained))
+    on_first(lambda: path.write_bytes(content))
+    # Two at once are named in one message; an older one that is damaged too is no advice.
+    on_first(lambda: ((folder / "__0_0.distcp").unlink(), flip(folder / "extra.pt", 9), flip(older / ".metadata", 9)))
+    for said in attempt(run, model, trained):
+        assert "__0_0.distcp is missing" in said and "extra.pt has changed" in said
+        assert f"load {run / 'step-000001'} instead" in said
+    on_first(lambda: shutil.rmtree(run / "step-000001"))
+    assert all("no older checkpoint is whole" in said for said in attempt(run, model, trained))
+    # As a user's half copy, and as a kill leaves it.
+    on_first(lambda: ((folder / "checkpoint.json").unlink(), folder.rename(run / ".partial-000003")))
+    on_first(lambda: shutil.rmtree(older))
+    assert all(f"no checkpoint in {run}" in said for said in attempt(run, model, trained))
+    assert all("there is no checkpoint" in said for said in attempt(folder, model, trained))
+    save_checkpoint(run, 3, model, trained)
+    assert attempt(run, model, trained) == ["no error"] * dist.get_world_size()
+
+
+def test_every_kind_of_damage_is_one_error_on_every_rank_that_names_the_file(tmp_path: Path) -> None:
+    run_ranks(damage_everything, 2, tmp_path)
+
+
+def change_while_reading(run: Path) -> None:
+    model = make("fully_shard")
+    save_checkpoint(run, 1, model)
+    real = torch.load
+
+    def vanishing(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    with mock.patch.object(torch, "load", vanishing if dist.get_rank() == 1 else real):
+        said = attempt(run, model, [])
+    assert all("step-000001 was not loaded to its end" in each and "Input/output error" in each for each in said), said
+
+
+def test_a_disk_that_fails_late_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(change_while_reading, 2, tmp_path)
+
+
+# -- differences
+
+
+def shapes_differ(run: Path) -> list[str]:
+    model = make("fully_shard")
+    save_checkpoint(run, 1, model, optimizers(model, "adamw"))
+    torch.manual_seed(1)
+    other = Net()
+    other.blocks[0].up = nn.Linear(5, 9)
+    other.blocks[1].extra = nn.Parameter(torch.zeros(2))
+    del other.unused
+    fully_shard(other)
+    return attempt(run, other, optimizers(other, "sgd"))
+
+
+def test_all_differences_are_in_one_message(tmp_path: Path) -> None:
+    for said in run_ranks(shapes_differ, 2, tmp_path)[0]:
+        assert said.splitlines()[:9] == [
+            f"ConfigError: {tmp_path}/step-000001 does not fit:",
+            "  - only in the model: blocks.1.extra",
+            "  - only in the checkpoint: unused",
+            "  - blocks.0.up.bias is [7] in the checkpoint, [9] in the model",
+            "  - blocks.0.up.weight is [7, 5] in the checkpoint, [9, 5] in the model",
+            "  - optimizer is AdamW in the checkpoint, SGD here",
+            "  - optimizer, settings of group 0: only in the checkpoint: amsgrad, betas, capturable, decoupled_weight_decay, eps",
+            "  - optimizer, settings of group 0: only here: dampening, momentum, nesterov",
+            "  - optimizer, group 1: only in the checkpoint: unused",
+        ]
+        assert "fix: make model and optimizer as they were" in said
+
+
+def groups_differ(run: Path) -> list[list[str]]:
+    model = make("fully_shard")
+    saved = optimizers(model, "adamw")
+    # What a scheduler writes into a group is no difference.
+    torch.optim.lr_scheduler.StepLR(saved[0], 10)
+    save_checkpoint(run, 1, model, saved)
+    load_checkpoint(run, model, optimizers(model, "adamw"))
+    one_group = torch.optim.AdamW(model.parameters(), lr=0.1)
+    swapped = torch.optim.AdamW(list(reversed(saved[0].param_groups)), lr=0.1)
+    said = [attempt(run, model, candidates) for candidates in ([one_group], [swapped], optimizers(model, "both"))]
+    save_checkpoint(run, 2, model)
+    return [each[-1] for each in [*said, attempt(run, model, saved)]]
+
+
+def test_differing_groups_and_optimizers_are_listed(tmp_path: Path) -> None:
+    one_group, swapped, two, none = run_ranks(groups_differ, 3, tmp_path)[0]
+    vectors = "blocks.0.scale, blocks.0.up.bias, blocks.1.scale, blocks.1.up.bias"
+    assert "optimizer, 2 param groups in the checkpoint, 1 param group here" in one_group
+    assert "optimizer, group 0: only here: unused, frozen, blocks.0.scale, blocks.0.up.bias" in one_group
+    assert "optimizer, group 1: only in the checkpoint: unused, frozen" in one_group
+    assert "optimizer, group 0: only in the checkpoint: empty, tokens.weight" in swapped
+    assert "optimizer, group 1: only here: empty, tokens.weight" in swapped
+    assert "the checkpoint holds AdamW; here: AdamW, SGD" in two
+    assert "the checkpoint holds no optimizer; here: AdamW" in none
+    assert vectors.split(", ")[0] in swapped
+
+
+def set_what_differs(from_first: bool) -> dict[str, str]:
+    """Give torch's own functions a dict that differs in some way; return what every rank says."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
+    source = make("none")
+    source.unused.requires_grad_(False)
+    told: dict[str, str] = {}
+
+    def load_from(optimizer: torch.optim.Optimizer, how: str, change: Any = None, flattened: bool = False) -> None:
+        get = StateDictOptions(flatten_optimizer_state_dict=flattened)
+        state = get_state_dict(source, optimizer, options=get)[1]
+        if change is not None:
+            change(state)
+        model = make("fully_shard", seed=1)
+        model.unused.requires_grad_(False)
+        fresh = optimizers(model, "adamw")
+        given: Any = state if not from_first or dist.get_rank() == 0 else {}
+        before = snapshot(model, fresh)
+        try:
+            set_optimizer_state_dict(model, fresh, given, options=options)
+            told[how] = "no error"
+        except ConfigError as error:
+            told[how] = str(error)
+            assert_equal(snapshot(model, fresh), before)
+
+    (adamw,) = optimizers(source, "adamw")
+    load_from(adamw, "same")
+    load_from(optimizers(source, "sgd")[0], "class")
+    load_from(torch.optim.AdamW(source.parameters()), "groups")
+    load_from(adamw, "state", lambda state: state["state"].pop("blocks.0.up.weight"))
+    load_from(adamw, "stranger", lambda state: state["state"].update({"gone.weight": {}}))
+    load_from(adamw, "flattened", lambda state: state.pop("param_groups.blocks.0.scale.lr"), flattened=True)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {how: said.partition("\n  at:")[0] for how, said in told.items()})
+    for how in told:
+        # Every rank says the same, but for where it happened.
+        assert len({other[how].partition("\n  fix:")[0] for other in everyone}) == 1, how
+    return told
+
+
+@pytest.mark.parametrize("from_first", [False, True])
+def test_torchs_functions_list_differing_groups_on_every_rank(from_first: bool) -> None:
+    told = run_ranks(set_what_differs, 2, from_first)[0]
+    assert told["same"] == "no error"
+    assert "settings of group 1: only in the state dict: dampening, momentum, nesterov" in told["class"]
+    assert "settings of group 1: only here: amsgrad, betas" in told["class"]
+    assert "1 param group in the state dict, 2 param groups here" in told["groups"]
+    assert "group 1: only here: unused, frozen, blocks.0.scale" in told["groups"]
+    assert "no state for: blocks.0.up.weight" in told["state"]
+    assert "state for what is not in the model: gone.weight" in told["stranger"]
+    assert "settings of group 1: only here: lr" in told["flattened"]
+
+
+def load_one_of_two() -> None:
+    model = make("fully_shard")
+    model.unused.requires_grad_(False)
+    trained = optimizers(model, "both")
+    train(model, trained, range(2))
+    both = copy.deepcopy(get_state_dict(model, trained)[1])
+    expected = snapshot(model, trained)
+    train(model, trained, range(2))
+    # One after the other, each from the dict of both.
+    for optimizer in trained:
+        set_optimizer_state_dict(model, optimizer, both)
+    found = snapshot(model, trained)
+    assert_equal({k: v for k, v in found.items() if k[0] in "01"}, {k: v for k, v in expected.items() if k[0] in "01"})
+
+
+def test_the_groups_of_another_optimizer_are_no_difference() -> None:
+    run_ranks(load_one_of_two, 2)
+
+
+# -- arguments
+
+
+def misuse(run: Path) -> None:
+    model = make("fully_shard")
+    trained = optimizers(model, "adamw")
+    rank = dist.get_rank()
+    for message, arguments in {
+        "step is -1": {"step": -1},
+        "step is 2.0": {"step": 2.0},
+        "keep is 0": {"keep": 0},
+        "extra is more than data": {"extra": {"function": print}},
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            save_checkpoint(run, **{"step": 1, "model": model, "optimizer": trained, **arguments})  # type: ignore[arg-type]
+    for differing in (
+        {"step": 1 + rank},
+        {"keep": 1 + rank},
+        {"asynchronous": bool(rank)},
+        {"folder": run / str(rank)},
+    ):
+        arguments = {"folder": run, "step": 1, "model": model, "optimizer": trained, **differing}
+        with pytest.raises(DesyncError, match=f"ranks differ in {next(iter(differing))}"):
+            save_checkpoint(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="1 of 1 parameters in group 0 of SGD are not the model's"):
+        save_checkpoint(run, 1, model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    with pytest.raises(ConfigError, match=r"in two param groups or optimizers: .*tokens\.weight"):
+        save_checkpoint(run, 1, model, trained + optimizers(model, "sgd"))
+    trained[0].param_groups[0]["note"] = print
+    with pytest.raises(ConfigError, match=r"optimizer\.param_groups\.0\.note is more than data"):
+        save_checkpoint(run, 1, model, trained)
+    with torch.device("meta"):
+        empty = Net()
+    for call in (lambda: save_checkpoint(run, 1, empty), lambda: load_checkpoint(run, empty)):
+        with pytest.raises((UsageError, ConfigError), match=r"on the meta device: unused|no checkpoint in"):
+            call()
+    assert not run.exists()
+    # Where only one rank fails, all do.
+    with pytest.raises(ConfigError, match="extra is more than data"):
+        save_checkpoint(run, 1, model, extra=print if rank == 1 else None)
+
+
+def test_wrong_arguments_are_errors_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(misuse, 2, tmp_path / "run")
+
+
+# -- a kill at any moment
+
+
+class Killed(BaseException):
+    """Ends a save on the spot."""
+
+
+_REMOVALS, _CHANGES = {"os.remove", "os.rmdir"}, {"open", "os.rename", "os.mkdir"}
+
+
+class Killer:
+    """Counts what a save does to the files of a folder, and ends it at one of these moments."""
+
+    def __init__(self) -> None:
+        self.folder = ""
+        self.left: int | None = None
+        self.seen = 0
+        sys.addaudithook(self._look)
+
+    def _look(self, event: str, args: tuple[Any, ...]) -> None:
+        # Within `rmtree` names are relative to an open folder.
+        is_of_ours = event in _REMOVALS or (event in _CHANGES and str(args[0]).startswith(self.folder))
+        if self.folder and is_of_ours:
+            self.seen += 1
+            if self.seen == self.left:
+                raise Killed
+
+    @contextmanager
+    def after(self, moments: int | None, folder: Path) -> Iterator[None]:
+        self.folder, self.left, self.seen = str(folder), moments, 0
+        try:
+            yield
+        finally:
+            self.folder = ""
+
+
+@pytest.mark.parametrize(("step", "keep"), [(3, 1), (2, 1), (2, 2)], ids=["next", "same", "same, keep 2"])
+def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(step: int, keep: int, tmp_path: Path) -> None:
+    """A save of step 2 is followed by one of ``step``; whatever is under a final name then can be loaded."""
+    model, killer = nn.Linear(2, 2), Killer()
+
+    def save_value(run: Path, at: int, value: float) -> None:
+        nn.init.constant_(model.weight, value)
+        save_checkpoint(run, at, model, keep=keep)
+
+    before, moments = tmp_path / "before", 0
+    save_value(before, 1, 1.0)
+    save_value(before, 2, 2.0)
+    while True:
+        moments += 1
+        run = tmp_path / f"run{moments}"
+        shutil.copytree(before, run)
+        try:
+            with killer.after(moments, run):
+                save_value(run, step, 3.0)
+            break
+        except Killed:
+            pass
+        loaded: SavedCheckpoint = load_checkpoint(run, model)
+        assert float(model.weight.detach().mean()) in (2.0, 3.0) and loaded.step in (2, step), moments
+        for whole in run.glob("step-*"):
+            load_checkpoint(whole, model)
+        # And the run goes on.
+        save_value(run, step + 1, 4.0)
+        assert load_checkpoint(run, model).step == step + 1
+        expected = [step + 1] if keep == 1 else [loaded.step if loaded.step == step else 2, step + 1]
+        assert sorted(int(path.name[5:]) for path in run.glob("step-*")) == expected
+        assert not list(run.glob(".*"))
+    assert moments > 10
+    assert load_checkpoint(run, model).step == step and float(model.weight.detach().mean()) == 3.0

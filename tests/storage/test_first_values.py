@@ -1,0 +1,789 @@
+"""Models that begin on the meta device: only shards are made, values and buffers are right, or it is an error."""
+
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.tensor as dtensor
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from composable import ConfigError, DesyncError, UsageError, fully_shard, replicate, unshard_params
+from composable.storage.handle import Handle
+from composable.storage.unfilled import mark_unfilled
+from tests.models import make_model
+from tests.parity import full_params
+from tests.world import run_ranks
+
+DIM = 8
+
+
+class Rope(nn.Module):
+    """Holds a table that is not saved, and that ``reset_parameters`` computes."""
+
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__()
+        self.dim = dim
+        self.register_buffer("table", self.compute(), persistent=False)
+
+    def compute(self) -> torch.Tensor:
+        return 1.0 / 100.0 ** (torch.arange(self.dim) / self.dim)
+
+    def reset_parameters(self) -> None:
+        with torch.device("cpu"):
+            self.table = self.compute()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.table
+
+
+class Layer(nn.Module):
+    """Scalar, low-precision and frozen parameters, running statistics, and a mask that other layers share."""
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(DIM)
+        self.up = nn.Linear(DIM, 3 * DIM)
+        self.down = nn.Linear(3 * DIM, DIM, dtype=torch.bfloat16)
+        self.frozen = nn.Linear(DIM, DIM).requires_grad_(requires_grad=False)
+        self.gain = nn.Parameter(torch.rand(()))
+        self.register_buffer("mask", mask, persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.gain)
+        with torch.no_grad():
+            self.mask.copy_(torch.arange(DIM) % 2 == 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.frozen(torch.tanh(self.up(self.norm(x))[:, :DIM] * self.mask))
+        return x + self.gain * y + self.down(torch.cat([y, y, y], dim=1).bfloat16()).float()
+
+
+class Zoo(nn.Module):
+    """A bit of everything; the head is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, DIM, padding_idx=0)
+        self.rope = Rope()
+        mask = torch.arange(DIM) % 2 == 0
+        self.layers = nn.ModuleList(Layer(mask) for _ in range(2))
+        self.head = nn.Linear(DIM, 11, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.rope(self.tokens(x))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+TOKENS = torch.arange(10) % 11
+
+
+def on_meta(build: Callable[[], nn.Module] = Zoo) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def initialise(model: nn.Module, seed: int = 3) -> None:
+    torch.manual_seed(seed)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def reference(seed: int = 3) -> nn.Module:
+    """The same model in one process, never on meta."""
+    model = Zoo()
+    initialise(model, seed)
+    return model
+
+
+def shard(model: nn.Module, way: str, **options: Any) -> nn.Module:
+    if way == "policy":
+        return fully_shard(model, policy={Layer}, **options)
+    for layer in model.layers[: 1 if way == "mixed" else 2]:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def handles_of(model: nn.Module) -> list[Handle]:
+    states = [state for module in model.modules() if (state := fully_shard.member_state(module)) is not None]
+    return list(dict.fromkeys(handle for state in states for handle in state._handles))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    loss = model(TOKENS).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def assert_same_model(model: nn.Module, expected: nn.Module) -> None:
+    """Values of all parameters and buffers, ties, and views of the shards."""
+    assert {fqn: t for fqn, t in full_params(model).items() if not torch.equal(t, expected.get_parameter(fqn))} == {}
+    buffers = dict(expected.named_buffers())
+    assert {fqn: t for fqn, t in model.named_buffers() if not torch.equal(t, buffers[fqn])} == {}
+    assert model.head.weight is model.tokens.weight
+    assert model.layers[0].mask is model.layers[1].mask
+    assert_views(model)
+
+
+def assert_views(model: nn.Module) -> None:
+    for handle in handles_of(model):
+        for flat in handle.buffers:
+            for param in flat.params:
+                assert param.is_placed(param.sharded)
+                assert param.ragged._local_tensor.untyped_storage() is not None
+                if param.local.numel():
+                    assert param.ragged.to_local().untyped_storage().data_ptr() == flat.shard.data_ptr()
+
+
+def assert_trains_alike(model: nn.Module, optimizer: torch.optim.Optimizer, expected: nn.Module) -> None:
+    other = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for _ in range(2):
+        torch.testing.assert_close(train_step(model, optimizer), train_step(expected, other))
+    for fqn, param in full_params(model).items():
+        torch.testing.assert_close(param, expected.get_parameter(fqn).detach(), rtol=1e-2, atol=1e-5)
+
+
+class Allocations:
+    """Bytes of the memory that was allocated meanwhile."""
+
+    def __init__(self) -> None:
+        self.largest_bytes = 0
+        self.peak_bytes = 0
+
+
+@contextmanager
+def allocations() -> Iterator[Allocations]:
+    found = Allocations()
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        yield found
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    held = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        found.largest_bytes = max(found.largest_bytes, event.nbytes())
+        found.peak_bytes = max(found.peak_bytes, held)
+
+
+# to_empty, then initialisation
+
+
+def to_empty_and_train(way: str) -> None:
+    model = shard(on_meta(), way)
+    params = dict(model.named_parameters())
+    params["layers.0.up.weight"].no_decay = True
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.to_empty(device="cpu")
+    assert all(param is params[fqn] and param.device.type == "cpu" for fqn, param in model.named_parameters())
+    assert params["layers.0.up.weight"].no_decay
+    initialise(model)
+    expected = reference()
+    assert_same_model(model, expected)
+    assert_trains_alike(model, optimizer, expected)
+
+
+@pytest.mark.parametrize("way", ["hand", "policy"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_to_empty_and_reset_give_the_values_of_one_process(world_size: int, way: str) -> None:
+    run_ranks(to_empty_and_train, world_size, way)
+
+
+def build_wide() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(4)))
+
+
+def bytes_of_to_empty() -> None:
+    model = fully_shard(on_meta(build_wide), policy={nn.Linear})
+    shards = [flat.plan.shard_bytes for handle in handles_of(model) for flat in handle.buffers]
+    with allocations() as made:
+        model.to_empty(device="cpu")
+    assert max(shards) <= made.largest_bytes < max(shards) + 1024
+    assert made.peak_bytes < sum(shards) + 4096
+    with allocations() as made:
+        initialise(model)
+    # One parameter in full, while its random numbers are drawn.
+    assert made.peak_bytes < 2 * 64 * 64 * 4 + 1024
+
+
+def test_to_empty_allocates_the_shards_and_initialisers_one_parameter() -> None:
+    run_ranks(bytes_of_to_empty, 2)
+
+
+def one_by_one() -> None:
+    model = shard(on_meta(), "hand")
+    params = dict(model.named_parameters())
+    torch.manual_seed(3)
+    for module in model.modules():
+        module.to_empty(device="cpu", recurse=False)
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    # torch gives a shared buffer new memory under each name.
+    model.layers[0].mask = model.layers[1].mask
+    assert all(param is params[fqn] for fqn, param in model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = reference()
+    fully_shard.state(model).lazy_init(model)
+    assert_same_model(model, expected)
+    assert_trains_alike(model, optimizer, expected)
+
+
+def test_modules_may_be_made_empty_and_initialised_one_by_one() -> None:
+    run_ranks(one_by_one, 2)
+
+
+class Recurrent(nn.Module):
+    """Modules that watch their parameters, and initialisers that do more than one draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+        self.conv = nn.Conv1d(4, 4, 3)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(self.lstm(x)[0].transpose(1, 2)).mean(dim=2))
+
+
+def recurrent() -> None:
+    model = fully_shard(on_meta(Recurrent))
+    model.to_empty(device="cpu")
+    expected = Recurrent()
+    for one in (model, expected):
+        torch.manual_seed(3)
+        for module in one.modules():
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if reset is not None:
+                reset()
+    for fqn, param in full_params(model).items():
+        assert torch.equal(param, expected.get_parameter(fqn)), fqn
+    x = torch.randn(5, 2, 4)
+    torch.testing.assert_close(model(x.new_ones(5, 4, 4)), expected(x.new_ones(5, 4, 4)))
+
+
+def test_modules_that_watch_their_parameters_are_initialised_too() -> None:
+    run_ranks(recurrent, 2)
+
+
+# What nobody filled
+
+
+def error_of(call: Callable[[], object], kind: type[Exception] = UsageError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def use_too_early() -> dict[str, str]:
+    model = shard(on_meta(), "policy")
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    found = {
+        "forward": error_of(lambda: model(TOKENS)),
+        "unshard": error_of(model.unshard),
+        "state_dict": error_of(model.state_dict),
+        "step": error_of(optimizer.step),
+    }
+    model.to_empty(device="cpu")
+    found["unfilled"] = error_of(lambda: model(TOKENS))
+    initialise(model)
+    # On one rank only, and a buffer that `__init__` computed.
+    if dist.get_rank() == 1:
+        mark_unfilled(model.rope.table)
+    found["one rank"] = error_of(lambda: model(TOKENS))
+    model.rope.reset_parameters()
+    expected = reference()
+    assert_same_model(model, expected)
+    assert_trains_alike(model, optimizer, expected)
+    return found
+
+
+def test_the_first_use_names_all_that_has_no_values_and_leaves_nothing_half_done() -> None:
+    for rank, found in enumerate(run_ranks(use_too_early, 2)):
+        start = "parameters and buffers are still on the meta device\n  at:  "
+        first = "'tokens.weight', 'layers.0.gain', 'layers.0.norm.weight'"
+        for call in ("forward", "unshard", "state_dict"):
+            assert found[call].startswith(f"{start}rank {rank}, {first}"), call
+            assert "and 23 more\n  fix: model.to_empty(device=...)" in found[call]
+            assert "param_init_fn" in found[call] and "sync_module_states" in found[call]
+        assert f"rank {rank}, parameters 'tokens.weight', 'layers.0.gain'" in found["step"]
+        assert found["unfilled"].startswith("to_empty() made room for parameters or buffers, and nothing has filled it")
+        assert "'tokens.weight', 'layers.0." in found["unfilled"] and "more" in found["unfilled"]
+        assert "nothing has filled it\n  at:  rank 1, 'rope.table'\n" in found["one rank"]
+
+
+def partly_meta() -> str:
+    model = nn.Sequential(nn.Linear(4, 4), on_meta(lambda: nn.Linear(4, 4)))
+    weight = model[0].weight.detach().clone()
+    fully_shard(model)
+    text = error_of(lambda: model(torch.ones(1, 4)))
+    model[1].to_empty(device="cpu")
+    with torch.no_grad():
+        model[1].weight.zero_()
+        model[1].bias.fill_(2.0)
+    assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 2.0))
+    model.reshard()
+    assert torch.equal(model[0].weight.full_tensor(), weight)
+    assert_views(model)
+    return text
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_real_values_beside_meta_ones_are_kept(world_size: int) -> None:
+    for rank, text in enumerate(run_ranks(partly_meta, world_size)):
+        assert f"rank {rank}, '1.weight', '1.bias'\n" in text
+
+
+# Conversions
+
+
+def convert() -> dict[str, str]:
+    model = shard(reference(), "policy")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = reference()
+    assert_trains_alike(model, optimizer, expected)
+    values = full_params(model)
+    found = {}
+    for name in ("double", "half", "bfloat16"):
+        found[name] = error_of(getattr(model, name))
+    found["to"] = error_of(lambda: model.to(torch.float64))
+    for param in model.parameters():
+        assert param.dtype in (torch.float32, torch.bfloat16)
+    model.to("cpu").cpu().share_memory()
+    view = model.layers[0].up.weight
+    reference_to_view = weakref.ref(view)
+    found["held"] = error_of(lambda: model.to("meta"))
+    del reference_to_view
+    with torch.no_grad():
+        model.layers[0].frozen.double()
+    found["inner"] = error_of(lambda: model(TOKENS))
+    model.layers[0].frozen.float()
+    model.tokens.to("cpu")
+    assert all(torch.equal(param, values[fqn]) for fqn, param in full_params(model).items())
+    assert_trains_alike(model, optimizer, expected)
+    assert_views(model)
+    with unshard_params(model):
+        found["in use"] = error_of(lambda: model.to("meta"))
+    model.to("meta")
+    found["away"] = error_of(lambda: model(TOKENS))
+    model.to_empty(device="cpu")
+    initialise(model)
+    assert_same_model(model, reference())
+    assert_trains_alike(model, optimizer, reference())
+    return found
+
+
+def test_conversions_keep_the_shards_or_say_what_to_do() -> None:
+    for rank, found in enumerate(run_ranks(convert, 2)):
+        assert found["double"] == (
+            "a sharded parameter of float32 cannot become float64\n"
+            f"  at:  rank {rank}, module '', parameter 'tokens.weight'\n"
+            "  fix: convert the model before fully_shard; for another dtype in computation use torch.autocast"
+        )
+        assert "cannot become float16" in found["half"] and "cannot become bfloat16" in found["bfloat16"]
+        assert "cannot become float64" in found["to"]
+        assert "weak reference" in found["held"] and "up.weight" in found["held"]
+        assert "cannot become float64" in found["inner"] and "frozen.weight" in found["inner"]
+        assert found["in use"].startswith("a module cannot be converted while its parameters are in use")
+        assert found["away"].startswith("parameters are on meta, and the ranks talk on cpu")
+        assert "fix: model.to_empty(device=...)" in found["away"]
+
+
+# Loading
+
+
+def plain_state() -> dict[str, torch.Tensor]:
+    return reference().state_dict()
+
+
+def recompute(model: nn.Module) -> None:
+    """Make again what no state dict has."""
+    model.rope.reset_parameters()
+    mask = torch.arange(DIM) % 2 == 0
+    for layer in model.layers:
+        layer.mask = mask
+
+
+def load(how: str) -> None:
+    model = shard(on_meta(), "policy")
+    params = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = plain_state()
+    if how == "plain":
+        model.load_state_dict(state)
+    elif how == "assign full":
+        model.load_state_dict(state, assign=True)
+    elif how == "assign ragged":
+        for fqn, param in model.named_parameters(remove_duplicate=False):
+            state[fqn] = nn.Parameter(dtensor.distribute_tensor(state[fqn], param.device_mesh, param.placements))
+        model.load_state_dict(state, assign=True)
+    elif how == "swap":
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        model.load_state_dict(state)
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    else:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about a call of its own
+            set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)
+    assert "'rope.table', 'layers.0.mask', 'layers.1.mask'\n" in error_of(lambda: model(TOKENS))
+    recompute(model)
+    assert all(param is params[fqn] for fqn, param in model.named_parameters())
+    expected = reference()
+    assert_same_model(model, expected)
+    assert_trains_alike(model, optimizer, expected)
+    # The same onto a model that has values.
+    model.load_state_dict(plain_state(), assign=how.startswith("assign"))
+    assert all(param is params[fqn] for fqn, param in model.named_parameters())
+    assert all(torch.equal(param, plain_state()[fqn]) for fqn, param in full_params(model).items())
+
+
+@pytest.mark.parametrize("how", ["plain", "assign full", "assign ragged", "swap", "rank 0"])
+def test_a_load_onto_meta_fills_the_shards(how: str) -> None:
+    run_ranks(load, 3, how)
+
+
+def load_in_part() -> str:
+    model = shard(on_meta(), "policy")
+    state = plain_state()
+    del state["layers.1.up.bias"], state["layers.0.norm.running_var"]
+    model.load_state_dict(state, strict=False)
+    recompute(model)
+    text = error_of(lambda: model(TOKENS))
+    model.load_state_dict(plain_state())
+    assert_same_model(model, reference())
+    return text
+
+
+def test_what_a_load_leaves_out_is_named() -> None:
+    for text in run_ranks(load_in_part, 2):
+        assert "'layers.1.up.bias', 'layers.0.norm.running_var'\n" in text
+
+
+def load_checkpoint(folder: str) -> None:
+    saved = shard(reference(), "policy")
+    dcp.save({"model": saved.state_dict()}, checkpoint_id=folder)
+    model = shard(on_meta(), "hand")
+    model.to_empty(device="cpu")
+    dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+    recompute(model)
+    assert_same_model(model, reference())
+
+
+def test_a_sharded_checkpoint_loads_after_to_empty() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(load_checkpoint, 2, folder)
+
+
+# param_init_fn
+
+
+def give_values(module: nn.Module) -> None:
+    """What users pass: memory for what the module owns, then its own initialisation."""
+    module.to_empty(device="cpu", recurse=False)
+    module.reset_parameters()  # type: ignore[operator]  # every module of the zoo that owns something has it
+
+
+class Counting:
+    """Calls another function and notes the modules it was called with."""
+
+    def __init__(self, fn: Callable[[nn.Module], object]) -> None:
+        self.fn = fn
+        self.modules: list[nn.Module] = []
+
+    def __call__(self, module: nn.Module) -> None:
+        self.modules.append(module)
+        self.fn(module)
+
+
+def init_while_annotating(way: str) -> None:
+    model, fn = on_meta(), Counting(give_values)
+    torch.manual_seed(3)
+    shard(model, way, param_init_fn=fn)
+    assert_views(model)
+    assert len(fn.modules) == len(set(fn.modules)) == 13
+    expected = Zoo()
+    torch.manual_seed(3)
+    order = list(expected.modules())
+    if way != "policy":
+        # Annotation by annotation.
+        annotated = expected.layers if way == "hand" else expected.layers[:1]
+        order = list(dict.fromkeys([module for layer in annotated for module in layer.modules()] + order))
+    for module in order:
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert_same_model(model, expected)
+    assert_trains_alike(model, torch.optim.SGD(model.parameters(), lr=0.1), expected)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "way"), [(1, "policy"), (2, "hand"), (2, "policy"), (3, "mixed"), (4, "policy"), (4, "hand")]
+)
+def test_param_init_fn_gives_the_values_of_one_process(world_size: int, way: str) -> None:
+    run_ranks(init_while_annotating, world_size, way)
+
+
+def bytes_of_init() -> None:
+    model = on_meta(build_wide)
+    with allocations() as made:
+        fully_shard(model, policy={nn.Sequential}, param_init_fn=give_values)
+    plan = fully_shard.state(model).plan
+    handle_bytes = max(handle.buffer_bytes for handle in plan.handles)
+    assert made.largest_bytes <= handle_bytes
+    assert made.peak_bytes <= plan.shard_bytes + handle_bytes
+
+
+def test_param_init_fn_holds_one_module_in_full() -> None:
+    run_ranks(bytes_of_init, 4)
+
+
+class TiedBuffers(nn.Module):
+    """A weight and a table under two names each, of which the second owner knows nothing."""
+
+    class Owner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4))
+            self.register_buffer("table", torch.arange(4.0))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.Owner()
+        self.second = self.Owner()
+        self.second.weight = self.first.weight
+        self.second.table = self.first.table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.second.table @ self.first.weight.t()
+
+
+def first_owner_only() -> None:
+    model = on_meta(TiedBuffers)
+
+    def fn(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        if module is model.first:
+            with torch.no_grad():
+                module.weight.fill_(2.0)
+                module.table.fill_(3.0)
+
+    fully_shard(model, param_init_fn=fn)
+    assert model.first.weight is model.second.weight and model.first.table is model.second.table
+    assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 3), 24.0))
+
+    model = on_meta(TiedBuffers)
+
+    def scale_second(module: nn.Module) -> None:
+        if module is model.first:
+            fn(module)
+        else:
+            with torch.no_grad():
+                module.weight.mul_(2)
+
+    fully_shard(model, param_init_fn=scale_second)
+    assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 3), 48.0))
+
+
+def test_ties_survive_a_function_that_fills_one_owner() -> None:
+    run_ranks(first_owner_only, 2)
+
+
+def skip_rope(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    if not isinstance(module, Rope):
+        module.reset_parameters()  # type: ignore[operator]  # see give_values
+
+
+def leave_on_meta(module: nn.Module) -> None:
+    if not isinstance(module, nn.BatchNorm1d):
+        give_values(module)
+
+
+def go_deep(module: nn.Module) -> None:
+    module.to_empty(device="cpu")
+
+
+def change_dtype(module: nn.Module) -> None:
+    give_values(module)
+    module.double()
+
+
+def fail_on_rank_1(module: nn.Module) -> None:
+    if dist.get_rank() == 1 and isinstance(module, Layer):
+        raise ValueError("no such file")
+    give_values(module)
+
+
+def bad_init(fn: Callable[[nn.Module], object]) -> str:
+    model = on_meta()
+    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    kinds = {module: type(module) for module in model.modules()}
+    with pytest.raises((ConfigError, DesyncError, ValueError)) as caught:
+        shard(model, "policy", param_init_fn=fn)
+    after = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    assert list(after) == list(tensors) and all(after[fqn] is tensor for fqn, tensor in tensors.items())
+    assert all(type(module) is kind for module, kind in kinds.items()) and fully_shard.state(model) is None
+    torch.manual_seed(3)
+    shard(model, "policy", param_init_fn=give_values)
+    assert_same_model(model, reference())
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_wrong_param_init_fn_is_an_error_on_every_rank_and_changes_nothing() -> None:
+    for rank, text in enumerate(run_ranks(bad_init, 2, skip_rope)):
+        start = "ConfigError: param_init_fn left parameters or buffers without values\n"
+        assert text.startswith(f"{start}  at:  rank {rank}, 'rope.table'\n")
+    for text in run_ranks(bad_init, 2, leave_on_meta):
+        assert "'layers.0.norm.weight', 'layers.0.norm.bias', 'layers.0.norm.running_mean'" in text
+    assert "changed a module before its turn" in run_ranks(bad_init, 2, go_deep)[0]
+    assert "changed [11, 8] float32 to [11, 8] float64" in run_ranks(bad_init, 2, change_dtype)[0]
+    here, there = run_ranks(bad_init, 2, fail_on_rank_1)[::-1]
+    assert here == "ValueError: no such file"
+    assert there.startswith("DesyncError: another rank raised ValueError: no such file\n  at:  rank 1")
+
+
+def not_called() -> None:
+    model, fn = reference(), Counting(give_values)
+    shard(model, "policy", param_init_fn=fn)
+    assert not fn.modules
+    assert_same_model(model, reference())
+
+
+def test_param_init_fn_is_not_called_without_meta_tensors() -> None:
+    run_ranks(not_called, 2)
+
+
+# sync_module_states
+
+
+def sync(way: str, others: str) -> None:
+    is_first = dist.get_rank() == 0
+    fn = give_values if others == "param_init_fn" and not is_first else None
+    if is_first:
+        model = reference()
+    elif others == "real":
+        model = reference(seed=10 + dist.get_rank())
+        model.rope.table.mul_(2)
+    else:
+        model = on_meta()
+    shard(model, way, sync_module_states=True, param_init_fn=fn)
+    expected = reference()
+    assert_same_model(model, expected)
+    assert_trains_alike(model, torch.optim.SGD(model.parameters(), lr=0.1), expected)
+
+
+@pytest.mark.parametrize("others", ["real", "meta", "param_init_fn"])
+@pytest.mark.parametrize(("world_size", "way"), [(1, "hand"), (2, "hand"), (3, "mixed"), (4, "policy")])
+def test_every_rank_gets_what_the_first_has(world_size: int, way: str, others: str) -> None:
+    run_ranks(sync, world_size, way, others)
+
+
+def sync_from_init() -> None:
+    model = on_meta()
+    torch.manual_seed(3 + dist.get_rank())
+    shard(model, "policy", sync_module_states=True, param_init_fn=give_values)
+    assert_same_model(model, reference())
+
+
+def test_the_first_rank_may_make_what_it_sends() -> None:
+    run_ranks(sync_from_init, 3)
+
+
+def bytes_of_sync() -> None:
+    model = build_wide() if dist.get_rank() == 0 else on_meta(build_wide)
+    with allocations() as made:
+        fully_shard(model, policy={nn.Sequential}, sync_module_states=True)
+    plan = fully_shard.state(model).plan
+    if dist.get_rank():
+        # Pieces land in the shards: nothing is ever whole, and nothing is allocated besides.
+        assert made.largest_bytes < max(handle.buffer_bytes for handle in plan.handles)
+        # And one handle's small pieces on their way.
+        assert made.peak_bytes < plan.shard_bytes + max(handle.shard_bytes for handle in plan.handles) + 4096
+
+
+def test_other_ranks_allocate_their_shards_only() -> None:
+    run_ranks(bytes_of_sync, 4)
+
+
+def bad_sync(case: str) -> str:
+    rank = dist.get_rank()
+    model = reference() if (rank == 0) != (case == "first on meta") else on_meta()
+    tensors = list(model.parameters()) + list(model.buffers())
+    options: dict[str, Any] = {"sync_module_states": True}
+    if case == "buffers" and rank == 1:
+        model.rope.register_buffer("table", torch.zeros(DIM + 1), persistent=False)
+        tensors = list(model.parameters()) + list(model.buffers())
+    if case == "option" and rank == 1:
+        options, model = {}, reference()
+    if case == "function" and rank == 1:
+        options = {"param_init_fn": give_values}
+    if case == "value":
+        options = {"sync_module_states": 1} if rank == 1 else options
+    if case == "policy" and rank == 1:
+        options["policy"] = {nn.Conv2d}
+
+    def annotate_and_run() -> None:
+        fully_shard(model, **options)
+        model(TOKENS)
+
+    with pytest.raises((ConfigError, DesyncError)) as caught:
+        annotate_and_run()
+    if options:
+        after = list(model.parameters()) + list(model.buffers())
+        assert all(new is old for new, old in zip(after, tensors, strict=True)) and fully_shard.state(model) is None
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_ranks_that_do_not_fit_are_an_error_on_every_rank() -> None:
+    for text in run_ranks(bad_sync, 2, "first on meta"):
+        assert "ConfigError: sync_module_states sends what the first rank has" in text
+        assert "rank 0, 'tokens.weight'" in text
+    for text in run_ranks(bad_sync, 2, "buffers"):
+        assert "DesyncError" in text and "rank 1: buffer 'rope.table' [9] float32" in text
+    for text in run_ranks(bad_sync, 2, "option"):
+        assert "DesyncError" in text and "rank 0: sync_module_states=True" in text and "rank 1: Zoo: 1 handle" in text
+    for text in run_ranks(bad_sync, 2, "function"):
+        assert "DesyncError" in text and "rank 1: param_init_fn=True" in text
+    for text in run_ranks(bad_sync, 2, "value"):
+        assert "ConfigError: sync_module_states is 1\n" in text
+    for text in run_ranks(bad_sync, 2, "policy"):
+        assert "ConfigError" in text and "Conv2d" in text
+
+
+def sync_beside_ignored() -> None:
+    is_first = dist.get_rank() == 0
+    model = nn.Sequential(reference() if is_first else on_meta(), nn.BatchNorm1d(11))
+    with torch.no_grad():
+        model[1].running_mean.fill_(dist.get_rank())
+    fully_shard(model, sync_module_states=True, ignored_modules=[model[1]])
+    assert_same_model(model[0], reference())
+    assert torch.equal(model[1].running_mean, torch.full((11,), float(dist.get_rank())))
+    assert type(model[1].weight) is nn.Parameter
+
+
+def test_ignored_modules_are_not_synchronised() -> None:
+    run_ranks(sync_beside_ignored, 2)
+
+
+def replicate_on_meta() -> str:
+    model = make_model("mlp") if dist.get_rank() == 0 else on_meta(lambda: make_model("mlp"))
+    with pytest.raises((ConfigError, DesyncError)) as caught:
+        replicate(model)
+    return str(caught.value)
+
+
+def test_replicate_refuses_meta_on_every_rank() -> None:
+    first, second = run_ranks(replicate_on_meta, 2)
+    assert second.startswith("parameter is on the meta device\n  at:  rank 1, parameter 'inp.weight'")
+    assert "rank 1: raised ConfigError: parameter is on the meta device" in first
