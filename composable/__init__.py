@@ -5,24 +5,26 @@ from composable.errors import ComposableError, ConfigError, DesyncError, UsageEr
 from composable.fsdp_module import FSDPModule, UnshardHandle
 from composable.fully_shard import fully_shard
 from composable.gradient_sync import no_sync
-from composable.optim.clip import clip_grad_norm_, get_total_norm
-from composable.optim.local_step import accelerate_optimizer
-from composable.optim.rebind import rebind_optimizer
-from composable.planning.shard_plan import ShardingStrategy, ShardPlan, plan
+from composable.installation import install
+from composable.optim import accelerate_optimizer, clip_grad_norm_, get_total_norm, rebind_optimizer
+from composable.planning import RaggedShard, ShardingStrategy, ShardPlan, plan
 from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
-from composable.ragged.tensor import RaggedDTensor, RaggedShard, fallback_counts, strict_mode
+from composable.ragged import RaggedDTensor, fallback_counts, strict_mode
 from composable.replicate import replicate
-from composable.saving.checkpoint import (
+from composable.saving import (
     SavedCheckpoint,
     SaveHandle,
     find_checkpoint,
+    full_state_dict,
+    iter_full_params,
     load_checkpoint,
+    load_full_params,
+    load_full_state_dict,
+    load_safetensors,
     save_checkpoint,
+    save_safetensors,
+    unshard_params,
 )
-from composable.saving.full_params import iter_full_params, load_full_params
-from composable.saving.full_state import full_state_dict, load_full_state_dict
-from composable.saving.safetensors import load_safetensors, save_safetensors
-from composable.saving.unsharding import unshard_params
 from composable.unannotate import unannotate
 
 __all__ = [
@@ -64,3 +66,5 @@ __all__ = [
     "unannotate",
     "unshard_params",
 ]
+
+install()

@@ -12,13 +12,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from composable.contract import describe_module, managing_state
 from composable.errors import ConfigError, UsageError, located, place_of_rank
-from composable.runtime.copies import copy_module
-from composable.runtime.state import FullyShardState
-from composable.storage.handle import Handle
-from composable.storage.sharded_param import ShardedParam
-from composable.storage.unfilled import MarkedMemory
+from composable.fqns import describe_module
+from composable.runtime import FullyShardState, copy_module, handle_of_module, sharded_state_of
+from composable.storage import Handle, MarkedMemory, ShardedParam
 
 __all__ = ["FSDPModule", "UnshardHandle", "add_mixin", "remove_mixin"]
 
@@ -82,7 +79,7 @@ class FSDPModule:
         """
         handles = _handles(self, recurse=False)
         for handle in _handles(self, recurse=True):
-            _check_convertible(self, handle, fn)
+            _check_convertible(handle, fn)
         # A handle that other modules share, or of which this call sees a part, takes torch's way: one by one.
         whole = [
             flat
@@ -193,9 +190,9 @@ def _class_with_mixin(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
-def _check_convertible(module: object, handle: Handle, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    state = managing_state(handle.modules[0], "fully_shard")
-    assert isinstance(state, FullyShardState)
+def _check_convertible(handle: Handle, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    state = sharded_state_of(handle.modules[0])
+    assert state is not None, "a handle's modules are managed"
     if state.root is not None:
         if state.root.scheduler.is_idle:
             state.root.scheduler.reshard(handle)
@@ -240,8 +237,8 @@ def _once_per_buffer(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[to
 
 def _managed(module: object) -> tuple[nn.Module, FullyShardState]:
     assert isinstance(module, nn.Module)
-    state = managing_state(module, "fully_shard")
-    if not isinstance(state, FullyShardState):
+    state = sharded_state_of(module)
+    if state is None:
         raise UsageError(
             "the module is no longer annotated", at=describe_module(module), fix="call fully_shard on it again"
         )
@@ -253,9 +250,9 @@ def _handles(module: object, *, recurse: bool) -> list[Handle]:
     own, _ = _managed(module)
     found: dict[Handle, None] = {}
     for submodule in own.modules() if recurse else (own,):
-        state = managing_state(submodule, "fully_shard")
-        if isinstance(state, FullyShardState) and submodule in state._module_to_handle:
-            found[state._module_to_handle[submodule]] = None
+        handle = handle_of_module(submodule)
+        if handle is not None:
+            found[handle] = None
     return list(found)
 
 

@@ -11,25 +11,26 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.collectives.choose import choose_transport
-from composable.collectives.mesh import device_of, resolve_mesh
-from composable.collectives.ranks import agreed, compare_ranks
+from composable.collectives import Grid, choose_transport_for, resolve_mesh
 from composable.contract import contract, set_member
 from composable.errors import ConfigError
 from composable.fsdp_module import add_mixin
-from composable.planning.replaced import mark_replaced
-from composable.planning.shard_plan import HandleMembers, ShardingStrategy, plan_with_members
+from composable.planning import (
+    HandleMembers,
+    ShardingStrategy,
+    ShardOptions,
+    make_plan,
+    managed_modules,
+    mark_replaced,
+    name_modules,
+)
 from composable.policies import PolicyLike
-from composable.runtime.hooks import register_fully_shard_hooks, register_load_check
-from composable.runtime.readiness import managed_modules, name_modules
-from composable.runtime.state import FullyShardState
-from composable.storage.first_values import FirstValues, ParamInitFn, describe_buffers, move_buffers
-from composable.storage.flat_buffer import FlatBuffer
-from composable.storage.handle import Handle
+from composable.runtime import FullyShardState, register_fully_shard_hooks
+from composable.saving import register_load_check, register_room
+from composable.storage import FirstValues, FlatBuffer, Handle, ParamInitFn, describe_buffers, move_buffers
 
 __all__ = ["fully_shard"]
 
@@ -101,25 +102,24 @@ def fully_shard(
     assert state is not None
     state.modules = tuple(modules)
     state.mesh = resolve_mesh(mesh, (param for one in modules for param in one.parameters()), caller="fully_shard")
-    group = state.mesh.get_group()
-    device = device_of(state.mesh)
-    state.transport_name = choose_transport(device.type, dist.get_backend(group), group.size(), transport)
+    state.grid = Grid.of(state.mesh)
+    state.transport_name = choose_transport_for(state.grid.shard, transport)
     is_collective = sync_module_states is not False or param_init_fn is not None
     members: Sequence[HandleMembers] = ()
     with _collector_paused():
         failure: ConfigError | None = None
         try:
             _check_first_values(param_init_fn, sync_module_states)
-            state.plan, members = plan_with_members(
-                module,
+            options = ShardOptions(
+                world_size=state.grid.shard.size,
                 policy=policy,
-                world_size=group.size(),
                 strategy=strategy,
                 reshard_after_forward=reshard_after_forward,
                 ignored_params=ignored_params,
                 ignored_modules=ignored_modules,
                 transport=state.transport_name,
             )
+            state.plan, members = make_plan(module, options)
             state.ignored_modules = frozenset(ignored_modules or ())
         except ConfigError as error:
             if not is_collective:
@@ -167,11 +167,9 @@ def _compare_calls(
         options = [f"sync_module_states={is_synced}" if is_synced else f"param_init_fn={param_init_fn is not None}"]
         options.append(f"on {state.mesh.device_type}")
         plan_text, digest, buffers = str(state.plan), state.plan.digest(), describe_buffers(_managed(state))
-    compare_ranks(
+    state.grid.everyone.compare(
         "\n".join([*options, digest, *buffers]),
         failure,
-        state.mesh.get_group(),
-        device_of(state.mesh),
         shown="\n".join([*options, plan_text, *buffers]),
         what="the ranks call fully_shard with different options or on different models",
         fix="call it with the same arguments on the same model, which may be on the meta device on some ranks",
@@ -186,7 +184,7 @@ def _managed(state: FullyShardState) -> dict[nn.Module, str]:
 def _build(
     state: FullyShardState, members: Sequence[HandleMembers], *, is_deferred: bool = False
 ) -> list[list[FlatBuffer]]:
-    device = device_of(state.mesh)
+    device = state.grid.shard.device
     return [
         [
             FlatBuffer(buffer_plan, handle_plan.module_fqns[0], member, state.mesh, device, is_deferred=is_deferred)
@@ -200,18 +198,18 @@ def _build_filled(
     state: FullyShardState, members: Sequence[HandleMembers], param_init_fn: ParamInitFn | None, *, is_synced: bool
 ) -> list[list[FlatBuffer]]:
     """Build every shard with its values; after an error on any rank the modules are as before. Collective."""
-    group, device = state.mesh.get_group(), device_of(state.mesh)
+    ranks = state.grid.everyone
     first: FirstValues | None = None
     try:
-        with agreed(group, device):
+        with ranks.agreed():
             built = _build(state, members, is_deferred=True)
-            first = FirstValues(_managed(state), members, built, device)
+            first = FirstValues(_managed(state), members, built, ranks.device)
             if is_synced:
-                first.prepare(param_init_fn, is_source=group.rank() == 0)
+                first.prepare(param_init_fn, is_source=ranks.rank == 0)
             else:
                 first.make(param_init_fn)
         if is_synced:
-            first.send(group)
+            first.send(ranks)
     except BaseException:
         if first is not None:
             first.undo()
@@ -231,9 +229,11 @@ def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Se
             state._module_to_handle[module] = handle
             if module not in state.modules:
                 set_member(module, "fully_shard", state)
-    state.hook_handles += [register_load_check(module) for module in state.modules]
+    for module in state.modules:
+        state.hook_handles += register_load_check(module)
     for module in dict.fromkeys((*state.modules, *state._module_to_handle)):
         state.hook_handles += register_fully_shard_hooks(module, state, state._module_to_handle.get(module))
+        state.hook_handles += register_room(module)
         add_mixin(module)
     if state.mesh.device_type != "cpu":
-        move_buffers(_managed(state), device_of(state.mesh))
+        move_buffers(_managed(state), state.grid.shard.device)

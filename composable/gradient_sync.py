@@ -5,12 +5,12 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from composable.contract import describe_module, get_registry, managing_state
+from composable.contract import get_registry
 from composable.errors import UsageError, place_of_rank
-from composable.replicate import ReplicateState
-from composable.replication.reducer import Reducer
-from composable.runtime.state import FullyShardState
-from composable.storage.handle import Handle
+from composable.fqns import describe_module
+from composable.replication import Reducer, ReplicateState
+from composable.runtime import handle_of_module
+from composable.storage import Handle
 
 __all__ = ["no_sync"]
 
@@ -28,9 +28,9 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """
     found: dict[Handle | Reducer, None] = {}
     for visited in module.modules():
-        sharded = managing_state(visited, "fully_shard")
-        if isinstance(sharded, FullyShardState) and visited in sharded._module_to_handle:
-            found[sharded._module_to_handle[visited]] = None
+        handle = handle_of_module(visited)
+        if handle is not None:
+            found[handle] = None
         annotation = get_registry(visited).get("replicate")
         if annotation is not None and isinstance(annotation.state, ReplicateState):
             found[annotation.state.reducer] = None

@@ -5,29 +5,26 @@ handle, each shard freed as its parameters are whole, so the most that is held i
 and one handle's buffer.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
-from composable.collectives.choose import make_transport
-from composable.collectives.mesh import device_of
-from composable.collectives.ranks import compare_ranks
-from composable.contract import describe_module, get_registry, managing_state, remove_annotation, remove_member
+from composable.collectives import Grid, Ranks
+from composable.contract import get_registry, managing_state, remove_annotation, remove_member
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
+from composable.fqns import describe_module
+from composable.frames import in_backward, modules_in_call
 from composable.fsdp_module import remove_mixin
-from composable.planning.replaced import mark_replaced
-from composable.ragged.transfer import collect_full
-from composable.replicate import ReplicateState
-from composable.runtime.part import AnnotatedPart
-from composable.runtime.scheduler import in_backward, modules_in_call
-from composable.runtime.state import FullyShardState
-from composable.storage.copy_reach import reaches_out
-from composable.storage.handle import Handle, handle_of
-from composable.storage.sharded_param import ShardedParam
+from composable.planning import mark_replaced
+from composable.ragged import collect_full
+from composable.replication import ReplicateState
+from composable.runtime import AnnotatedPart, FullyShardState
+from composable.storage import Handle, ShardedParam, handle_of, reaches_out
+from composable.wording import join_fqn
 
 __all__ = ["unannotate"]
 
@@ -76,7 +73,7 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
         except ComposableError as error:
             # The other ranks are about to communicate: they must hear of it first.
             failure = error
-        _agree(_groups_of(roots, states), [] if removal is None else removal.lines(), failure)
+        _agree(_everyone(roots, states), [] if removal is None else removal.lines(), failure)
     assert removal is not None, "a failure has been raised"
     with torch.no_grad():
         removal.run()
@@ -124,7 +121,7 @@ class _Removal:
                 raise reaches_out("unannotated", annotation.modules, _FIX_PART)
         self._check_idle(modules)
         for one in states:
-            one.end_broken_step()
+            one.abandon_step()
         for handle in self._handles():
             handle.attach()
             for flat in handle.buffers:
@@ -133,7 +130,7 @@ class _Removal:
     def _check_idle(self, modules: Iterable[nn.Module]) -> None:
         involved = {*modules}
         for state in self._sharded:
-            for other in (state,) if state.root is None else state.root._all_states:
+            for other in (state,) if state.root is None else state.root.states:
                 involved.update(other.modules, other._module_to_handle)
         running = [module for module in modules_in_call() if module in involved]
         if running or in_backward():
@@ -159,14 +156,14 @@ class _Removal:
 
     def run(self) -> None:
         for root in {state.root: None for state in self._sharded if state.root is not None}:
-            root.dissolve()
+            root.close()
         for state in self._sharded:
             handles = self._part.handles_of(state)
             for handle in handles:
-                _make_whole(handle)
+                _make_whole(handle, state.grid)
             self._take_off(state, handles)
         for annotation in self._replicated:
-            annotation.retire()
+            annotation.close()
             for module in annotation.modules:
                 remove_annotation(module, "replicate")
 
@@ -191,53 +188,45 @@ class _Removal:
             remove_member(module, "fully_shard")
 
 
-def _make_whole(handle: Handle) -> None:
+def _make_whole(handle: Handle, grid: Grid) -> None:
     """Replace the handle's parameters by ordinary ones and free its shards. Collective."""
     fqn, has_kept_gradients = handle.fqn, handle.has_unsynced_gradients
     buffers = list(handle.buffers)
-    handle.release()
+    handle.close()
     while buffers:
         flat = buffers.pop(0)
         values = collect_full([param.ragged for param in flat.params], dst=None)
         assert values is not None, "every rank takes them"
         for param, value in zip(flat.params, values, strict=True):
-            param.place(param.plain_copy(value, _full_gradient(param, has_kept=has_kept_gradients)))
+            param.place(param.plain_copy(value, _full_gradient(param, grid, has_kept=has_kept_gradients)))
             param.sharded.grad = None
-            mark_replaced(param.sharded, f"{fqn}.{param.fqn}" if fqn else param.fqn, *param.owners[0])
+            mark_replaced(param.sharded, join_fqn(fqn, param.fqn), *param.owners[0])
 
 
-def _full_gradient(param: ShardedParam, *, has_kept: bool) -> torch.Tensor | None:
+def _full_gradient(param: ShardedParam, grid: Grid, *, has_kept: bool) -> torch.Tensor | None:
     """Return the full gradient, if there is one, with the mean of those that ``no_sync`` kept. Collective."""
     sharded, leaf = param.sharded, param.unsharded
     full = sharded.grad.full_tensor() if isinstance(sharded.grad, DTensor) else None
     if not has_kept or not sharded.requires_grad or not sharded.numel():
         return full
-    group = param.layout.group
     kept = torch.zeros(param.shape, dtype=sharded.dtype, device=sharded.device)
     if leaf is not None and leaf.grad is not None:
         kept.copy_(leaf.grad)
-    make_transport("process_group", group).begin_all_reduce(kept.view(-1), 0, scale=1.0 / group.size()).finish()
+    real = torch.view_as_real(kept) if kept.is_complex() else kept
+    real.copy_(grid.everyone.reduce(real, ReduceOp.SUM).div_(grid.divisor))
     return kept if full is None else full.add_(kept)
 
 
-def _groups_of(roots: Sequence[nn.Module], states: Sequence[_State]) -> dict[dist.ProcessGroup, torch.device]:
-    """Return the ranks that have a say, and the device of what they exchange."""
-    groups: dict[dist.ProcessGroup, torch.device] = {}
-    for state in states:
-        if isinstance(state, FullyShardState):
-            groups[state.mesh.get_group()] = device_of(state.mesh)
-        else:
-            groups[state.group] = state.device
+def _everyone(roots: Sequence[nn.Module], states: Sequence[_State]) -> list[Ranks]:
+    """Return the ranks that have a say, group by group."""
+    found = [state.grid.everyone for state in states]
     for handle in {handle_of(param): None for root in roots for param in root.parameters()}:
         if handle is not None:
-            layout = handle.params[0].layout
-            groups[layout.group] = device_of(layout.mesh)
-    return groups
+            found.append(handle.params[0].layout.ranks)
+    return list(dict.fromkeys(found))
 
 
-def _agree(
-    groups: Mapping[dist.ProcessGroup, torch.device], lines: Sequence[str], failure: ComposableError | None
-) -> None:
+def _agree(everyone: Sequence[Ranks], lines: Sequence[str], failure: ComposableError | None) -> None:
     """Go on only if every rank of every annotation can and has the same before it. Collective.
 
     Raises:
@@ -245,13 +234,11 @@ def _agree(
         DesyncError: The ranks differ.
     """
     text = "\n".join(lines)
-    for group, device in groups.items():
+    for ranks in everyone:
         try:
-            compare_ranks(
+            ranks.compare(
                 text,
                 failure,
-                group,
-                device,
                 shown=text,
                 what="the ranks call unannotate on different parameters or gradients",
                 fix="do the same on every rank: the same module, and gradients set or dropped everywhere",

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from composable.collectives.base import Pending, Transport
-from composable.runtime.state import RootState
+from composable.runtime.state import Root
 
 __all__ = ["Collective", "CountingTransport"]
 
@@ -34,14 +34,14 @@ class CountingTransport(Transport):
         self._inner = inner
 
     @classmethod
-    def install(cls, root: RootState) -> "CountingTransport":
+    def install(cls, root: Root) -> "CountingTransport":
         """Put itself between the handles of ``root`` and their transports; returns one that has all records."""
         records: list[Collective] = []
         wrapped: dict[Transport, CountingTransport] = {}
-        for handle in root._all_handles:
+        for handle in root.handles:
             for flat in handle.buffers:
-                assert flat.transport is not None
-                flat.transport = wrapped.setdefault(flat.transport, cls(flat.transport, records))
+                for path in (flat.gather_path, flat.gradient_path):
+                    path.transport = wrapped.setdefault(path.transport, cls(path.transport, records))
         return next(iter(wrapped.values()))
 
     def counts(self) -> dict[str, int]:
@@ -79,9 +79,6 @@ class CountingTransport(Transport):
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
         self._record("broadcast", key, tensor)
         return self._inner.begin_broadcast(tensor, source_rank, key)
-
-    def adopt_shard(self, shard: torch.Tensor) -> None:
-        self._inner.adopt_shard(shard)
 
     def _record(self, op: str, key: int, tensor: torch.Tensor) -> None:
         self.records.append(Collective(op, key, tensor.numel() * tensor.element_size()))

@@ -28,7 +28,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from composable import clip_grad_norm_
 from composable.errors import UsageError
-from composable.ragged.tensor import RaggedDTensor, fallback_counts, ragged_spec, strict_mode
+from composable.ragged.fallback_log import fallback_counts, strict_mode
+from composable.ragged.spec import ragged_spec
+from composable.ragged.tensor import RaggedDTensor
 from tests.ragged_pairs import CUTS, assert_equal, cpu_mesh, make_module, pairs, set_grads, specs_of, values
 from tests.world import run_ranks
 

@@ -1,6 +1,8 @@
 """Holds the layers: what may import what, and who may register hooks."""
 
 import ast
+import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,103 +12,50 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 
-# Lowest layer first; a file imports only from files listed above it.
-LAYERS: dict[str, list[str]] = {
-    "folders": [
-        "composable.collectives",
-        "composable.planning",
-        "composable.ragged",
-        "composable.storage",
-        "composable.replication",
-        "composable.runtime",
-        "composable.optim",
-        "composable.saving",
-    ],
-    "vocabulary": [
-        "composable.errors",
-        "composable.torch_private",
-        "composable.contract",
-        "composable.planning.replaced",
-        "_traversal_utils",
-        "composable.policies",
-        "composable.precision",
-        "composable.offload",
-        "composable.collectives.mesh",
-        "composable.collectives.ranks",
-        "composable.optim.names",
-        "composable.storage.copy_reach",
-    ],
-    "planning": [
-        "composable.planning.layout",
-        "composable.ragged.spec",
-        "composable.planning.structure",
-        "composable.planning.shard_plan",
-        "composable.memory",
-    ],
-    "transport": [
-        "composable.collectives.base",
-        "composable.collectives.loop_threads",
-        "composable.collectives.process_group",
-        "composable.collectives.point_to_point",
-        "composable.collectives.deferred",
-        "composable.collectives.choose",
-        "composable.replication.comm_hooks",
-    ],
-    "storage": [
-        "composable.ragged.fallback",
-        "composable.ragged.elementwise",
-        "composable.ragged.norms",
-        "composable.ragged.dispatch",
-        "composable.saving.fit",
-        "composable.saving.torch_loads",
-        "composable.ragged.tensor",
-        "composable.ragged.transfer",
-        "composable.storage.unfilled",
-        "composable.storage.sharded_param",
-        "composable.storage.flat_buffer",
-        "composable.storage.handle",
-        "composable.replication.broadcasts",
-        "composable.replication.bucket",
-        "composable.replication.reducer",
-    ],
-    "runtime": [
-        "composable.runtime.scheduler",
-        "composable.runtime.readiness",
-        "composable.runtime.state",
-        "composable.runtime.hooks",
-        "composable.runtime.part",
-        "composable.runtime.copies",
-    ],
-    "entries": [
-        "composable.fsdp_module",
-        "composable.storage.first_values",
-        "composable.fully_shard",
-        "composable.replicate",
-        "composable.gradient_sync",
-        "composable.unannotate",
-        "composable.optim.entries",
-        "composable.optim.watch",
-        "composable.optim.units",
-        "composable.optim.local_step",
-        "composable.optim.clip",
-        "composable.optim.rebind",
-        "composable.saving.unsharding",
-        "composable.saving.entries",
-        "composable.saving.full_state",
-        "composable.saving.run_folder",
-        "composable.saving.contents",
-        "composable.saving.checkpoint",
-        "composable.saving.full_params",
-        "composable.saving.safetensors",
-        "composable",
-    ],
+# What each folder and top-level file may import, besides torch. What is not listed has no place yet.
+# Planning decides where, storage owns what, collectives move bytes, the runtime decides when.
+BASE = {"errors", "torch_private", "torch_hooks", "wording", "frames"}
+EDGES: dict[str, set[str]] = {
+    "errors": set(),
+    "torch_private": set(),
+    "wording": set(),
+    "torch_hooks": {"torch_private"},
+    "frames": {"torch_private"},
+    "fqns": BASE,
+    "policies": BASE,
+    "contract": BASE | {"fqns"},
+    "collectives": BASE,
+    "_traversal_utils": {"contract"},
+    "planning": BASE | {"fqns", "policies", "contract"},
+    "ragged": BASE | {"planning", "collectives"},
+    "storage": BASE | {"fqns", "planning", "collectives", "ragged"},
+    "replication": BASE | {"fqns", "contract", "collectives", "storage"},
+    "optim": BASE | {"fqns", "contract", "_traversal_utils", "collectives", "planning", "ragged", "storage"},
+    "runtime": BASE | {"fqns", "contract", "_traversal_utils", "collectives", "planning", "ragged", "storage"},
+    "saving": BASE
+    | {"fqns", "contract", "_traversal_utils", "collectives", "planning", "ragged", "storage"}
+    | {"optim", "replication", "runtime"},
 }
-ORDER = [name for layer in LAYERS.values() for name in layer]
+FOLDERS = {"collectives", "planning", "ragged", "storage", "replication", "optim", "runtime", "saving"}
+# What users call, and what it stands on among its own kind: it may import everything above.
+ENTRIES: dict[str, set[str]] = {
+    "fsdp_module": set(),
+    "fully_shard": {"fsdp_module"},
+    "replicate": set(),
+    "gradient_sync": set(),
+    "unannotate": {"fsdp_module"},
+    "installation": set(),
+}
+EDGES |= {name: set(EDGES) | others for name, others in ENTRIES.items()}
+EDGES[""] = set(EDGES)  # composable/__init__.py
+# Only these talk to other ranks; the others name types, or this rank in a message.
+FILES_THAT_COMMUNICATE = {"collectives"}
+NAMES_OF_DIST = {"composable.errors": {"is_available", "is_initialized", "get_rank"}}
 
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
 HOOK_REGISTRATION = re.compile(r"_?register_\w*hook|queue_callback")
 # The second file gives names to what torch has; it registers nothing of its own accord.
-FILES_WITH_HOOKS = {"composable.runtime.hooks", "composable.torch_private"}
+FILES_WITH_HOOKS = {"composable.torch_hooks", "composable.torch_private"}
 
 
 class Import(NamedTuple):
@@ -137,11 +86,17 @@ def find_imports(tree: ast.AST) -> Iterator[Import]:
             yield Import(node.lineno, node.module or "", tuple(alias.name for alias in node.names))
 
 
+def room_of(name: str) -> str:
+    """Return the folder or top-level file that a file or package of ours belongs to; empty for the package itself."""
+    parts = name.split(".")
+    return parts[0] if parts[0] != "composable" else (parts[1] if len(parts) > 1 else "")
+
+
 def own_files(found: Import) -> set[str]:
     """Return the files of the package that an import reads."""
     if found.module.split(".")[0] not in {"composable", "_traversal_utils"}:
         return set()
-    submodules = {f"{found.module}.{name}" for name in found.names} & set(ORDER)
+    submodules = {f"{found.module}.{name}" for name in found.names} & set(FILES)
     if submodules and len(submodules) == len(found.names):
         return submodules
     return submodules | {found.module}
@@ -159,13 +114,31 @@ def dotted_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield current.lineno, ".".join([current.id, *reversed(parts)])
 
 
-def upward_imports(name: str, tree: ast.AST) -> list[str]:
-    below = set(ORDER[: ORDER.index(name)])
+def forbidden_edges(name: str, tree: ast.AST) -> list[str]:
+    """Return imports of a room that this one may not import, or of a file inside another folder."""
+    room = room_of(name)
+    found = []
+    for line, target in ((found.line, target) for found in find_imports(tree) for target in sorted(own_files(found))):
+        other = room_of(target)
+        if other == room and room:
+            continue
+        if other not in EDGES[room] or not other:
+            found.append(f"{name}:{line} imports {target}, which {room or 'the package'} may not")
+        elif target.count(".") > 1:
+            found.append(f"{name}:{line} imports {target}: take it from composable.{other}")
+    return found
+
+
+def collectives_used(name: str, tree: ast.AST) -> list[str]:
+    """Return calls of ``torch.distributed`` beyond what a file that does not communicate may need."""
+    permitted = NAMES_OF_DIST.get(name, set())
     return [
-        f"{name}:{found.line} imports {target}"
-        for found in find_imports(tree)
-        for target in sorted(own_files(found))
-        if target not in below
+        f"{name}:{line} uses {dotted}"
+        for line, dotted in dotted_names(tree)
+        if dotted.startswith(("dist.", "torch.distributed."))
+        and (last := dotted.split(".")[-1])
+        and last not in permitted
+        and not last[0].isupper()
     ]
 
 
@@ -199,27 +172,76 @@ def hook_registrations(name: str, tree: ast.AST) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_has_a_place_in_the_layers(name: str) -> None:
-    assert name in ORDER, f"{name} is in no layer: add it to LAYERS where it belongs"
+def test_a_file_has_a_place_in_the_house(name: str) -> None:
+    assert room_of(name) in EDGES, f"{name} is in no room: add it to EDGES where it belongs"
 
 
-def test_a_file_has_one_place_in_the_layers() -> None:
-    assert len(ORDER) == len(set(ORDER))
+def test_the_house_has_no_empty_rooms() -> None:
+    assert {room_of(name) for name in FILES} == set(EDGES)
+    assert {path.parent.name for name, path in FILES.items() if path.parent.parent.name == "composable"} == FOLDERS
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name in ORDER])
-def test_a_file_imports_only_from_files_below_it(name: str) -> None:
-    assert upward_imports(name, TREES[name]) == []
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_imports_only_what_its_room_may(name: str) -> None:
+    assert forbidden_edges(name, TREES[name]) == []
+
+
+def test_rooms_have_no_cycles() -> None:
+    done: set[str] = set()
+    while ready := {room for room in EDGES if room not in done and EDGES[room] - {""} <= done}:
+        done |= ready
+    assert set(EDGES) - done == set()
 
 
 def test_imports_have_no_cycles() -> None:
     targets = {
-        name: {target for found in find_imports(tree) for target in own_files(found)} for name, tree in TREES.items()
+        # A folder's face imports all of its files: between folders it stands for them.
+        name: {target for found in find_imports(tree) for target in own_files(found)}
+        for name, tree in TREES.items()
     }
     done: set[str] = set()
     while ready := {name for name in targets if name not in done and targets[name] & targets.keys() <= done}:
         done |= ready
     assert sorted(targets.keys() - done) == []
+
+
+@pytest.mark.parametrize("folder", sorted(FOLDERS))
+def test_a_folders_init_is_its_public_face_and_nothing_else(folder: str) -> None:
+    tree = TREES[f"composable.{folder}"]
+    docstring, *imports, listed = tree.body
+    assert isinstance(docstring, ast.Expr) and isinstance(listed, ast.Assign)
+    assert all(isinstance(one, ast.ImportFrom) and own_files_of(one) <= {folder} for one in imports)
+    given = {name for found in find_imports(tree) for name in found.names}
+    assert given == set(ast.literal_eval(listed.value))
+
+
+def own_files_of(node: ast.ImportFrom) -> set[str]:
+    return {room_of(node.module or "")}
+
+
+def test_a_folder_shows_only_what_others_take() -> None:
+    taken: dict[str, set[str]] = {folder: set() for folder in FOLDERS}
+    for name, tree in TREES.items():
+        for found in find_imports(tree):
+            if found.module.removeprefix("composable.") in FOLDERS and room_of(name) != room_of(found.module):
+                taken[room_of(found.module)] |= set(found.names)
+    shown = {
+        folder: {name for found in find_imports(TREES[f"composable.{folder}"]) for name in found.names}
+        for folder in FOLDERS
+    }
+    assert {folder: shown[folder] - taken[folder] for folder in FOLDERS} == {folder: set() for folder in FOLDERS}
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if room_of(name) in FOLDERS])
+def test_importing_a_file_gives_a_module_and_no_function_of_its_name(name: str) -> None:
+    assert inspect.ismodule(importlib.import_module(name))
+    parent, _, last = name.rpartition(".")
+    assert inspect.ismodule(getattr(importlib.import_module(parent), last))
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if room_of(name) not in FILES_THAT_COMMUNICATE])
+def test_only_the_collectives_talk_to_other_ranks(name: str) -> None:
+    assert collectives_used(name, TREES[name]) == []
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -248,24 +270,45 @@ def test_only_the_hooks_file_registers_hooks(name: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import composable.storage.handle",
-        "from composable.storage.handle import Handle",
-        "from composable import handle",
+        "import composable.storage",
+        "from composable.storage import Handle",
+        "from composable import storage",
         "from composable import fully_shard, errors",
         "import composable",
-        "def late():\n    from composable.planning.shard_plan import plan",
-        "if TYPE_CHECKING:\n    from composable.planning.layout import FlatLayout",
+        "def late():\n    from composable.runtime import Scheduler",
+        "if TYPE_CHECKING:\n    from composable.ragged import RaggedDTensor",
+        "from composable.collectives import Ranks",
+        "from composable.contract.inside import secret",
     ],
 )
-def test_an_upward_import_is_seen(source: str) -> None:
-    assert upward_imports("composable.planning.layout", ast.parse(source))
+def test_a_forbidden_edge_is_seen(source: str) -> None:
+    assert forbidden_edges("composable.planning.layout", ast.parse(source))
+
+
+def test_reaching_past_the_face_of_a_folder_is_seen() -> None:
+    tree = ast.parse("from composable.planning.layout import FlatLayout")
+    assert forbidden_edges("composable.storage.handle", tree)
+    assert not forbidden_edges("composable.planning.planner", tree)
 
 
 @pytest.mark.parametrize(
-    "source", ["from composable import errors", "import _traversal_utils", "import torch.nn as nn"]
+    "source", ["from composable import errors", "from composable.policies import Policy", "import torch.nn as nn"]
 )
-def test_a_downward_import_is_allowed(source: str) -> None:
-    assert upward_imports("composable.planning.layout", ast.parse(source)) == []
+def test_a_permitted_edge_is_allowed(source: str) -> None:
+    assert forbidden_edges("composable.planning.layout", ast.parse(source)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "dist.all_reduce(tensor)",
+        "torch.distributed.broadcast(tensor, 0)",
+        "rank = dist.get_rank()",
+        "group = dist.group.WORLD if dist.is_initialized() else None",
+    ],
+)
+def test_a_collective_is_seen(source: str) -> None:
+    assert collectives_used("composable.storage.handle", ast.parse(source))
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from composable.contract import (
-    contract,
-    describe_module,
-    get_registry,
-    managing_state,
-    remove_annotation,
-    remove_member,
-    set_member,
-)
+from composable.contract import contract, get_registry, managing_state, remove_annotation, remove_member, set_member
 from composable.errors import ConfigError
+from composable.fqns import describe_module
 from tests.models import MLP, MLPBlock, TinyGPT
 
 

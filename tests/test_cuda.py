@@ -90,9 +90,10 @@ def test_training_on_a_gpu_equals_a_plain_module(name: str, reshard: bool | None
     fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES), reshard_after_forward=reshard)
     if slow:
         root = fully_shard.state(model).lazy_init(model)
-        for handle in root._all_handles:
+        for handle in root.handles:
             for flat in handle.buffers:
-                flat.transport = SlowTransport(flat.transport)
+                for path in (flat.gather_path, flat.gradient_path):
+                    path.transport = SlowTransport(path.transport)
     torch.testing.assert_close(train(model, 4), expected, rtol=1e-5, atol=1e-6)
     for (fqn, param), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(full(param), reference.detach(), rtol=1e-5, atol=1e-6, msg=fqn)
@@ -148,4 +149,4 @@ def test_streams_have_names() -> None:
     fully_shard(model)
     scheduler = fully_shard.state(model).lazy_init(model).scheduler
     assert isinstance(scheduler, Scheduler)
-    assert sorted(scheduler.stream_names.values()) == ["default", "reduce", "unshard"]
+    assert sorted(scheduler._stream_to_name.values()) == ["default", "reduce", "unshard"]

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import _traversal_utils
 from composable import ConfigError, DesyncError, FSDPModule, ModuleWrapPolicy, UsageError, fully_shard, no_sync, plan
 from composable.ragged.tensor import RaggedDTensor
-from composable.runtime.scheduler import Scheduler
-from composable.runtime.state import RootState
+from composable.runtime.state import Root
 from tests.counting import CountingTransport
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
@@ -34,7 +33,7 @@ def annotate(model: nn.Module, way: str) -> nn.Module:
     return fully_shard(model)
 
 
-def root_of(model: nn.Module) -> RootState:
+def root_of(model: nn.Module) -> Root:
     state = fully_shard.state(model)
     assert state is not None
     return state.lazy_init(model)
@@ -47,26 +46,23 @@ def step(model: nn.Module, seed: int = 0) -> torch.Tensor:
     return loss
 
 
-class Recorder(Scheduler):
-    """Writes down unshard and reshard as they happen."""
+def record_events(root: Root) -> list[str]:
+    """Return a list that unshard and reshard are written down in as they happen."""
+    events: list[str] = []
+    for handle in root.handles:
+        use, reshard = handle.use_unsharded, handle.reshard
 
-    @staticmethod
-    def attach(root: RootState) -> list[str]:
-        events: list[str] = []
-        for handle in root._all_handles:
-            use, reshard = handle.use_unsharded, handle.reshard
+        def used(fqn: str = handle.fqn, use: Callable[[], None] = use) -> None:
+            events.append(f"unshard {fqn}")
+            use()
 
-            def used(fqn: str = handle.fqn, use: Callable[[], None] = use) -> None:
-                events.append(f"unshard {fqn}")
-                use()
+        def resharded(fqn: str = handle.fqn, reshard: Callable[[], None] = reshard) -> None:
+            events.append(f"reshard {fqn}")
+            reshard()
 
-            def resharded(fqn: str = handle.fqn, reshard: Callable[[], None] = reshard) -> None:
-                events.append(f"reshard {fqn}")
-                reshard()
-
-            handle.use_unsharded = used  # type: ignore[method-assign]
-            handle.reshard = resharded  # type: ignore[method-assign]
-        return events
+        handle.use_unsharded = used  # type: ignore[method-assign]
+        handle.reshard = resharded  # type: ignore[method-assign]
+    return events
 
 
 # Handles, their order, and the state
@@ -76,10 +72,10 @@ def handle_names(way: str) -> tuple[list[str], list[str], list[list[str]], list[
     model = make_model("mlp")
     annotate(model, way)
     root = root_of(model)
-    events = Recorder.attach(root)
+    events = record_events(root)
     step(model)
     own = [handle.fqn for handle in fully_shard.state(model)._handles]
-    return own, [handle.fqn for handle in root._all_handles], [handle._fqns for handle in root._all_handles], events
+    return own, [handle.fqn for handle in root.handles], [handle._fqns for handle in root.handles], events
 
 
 def test_every_way_of_annotating_gives_the_same_handles_in_the_same_order() -> None:
@@ -119,9 +115,9 @@ def states_of() -> list[bool]:
     root = root_of(model)
     states = _traversal_utils._get_fsdp_states(model)
     return [
-        root._all_states == states,
+        root.states == states,
         [state._is_root for state in states] == [True, False, False, False],
-        _traversal_utils._get_fsdp_handles(model) == root._all_handles,
+        _traversal_utils._get_fsdp_handles(model) == root.handles,
         all(state.root is root for state in states),
         fully_shard.state(model.inp) is None,
         isinstance(model, FSDPModule) and isinstance(model.blocks[0], FSDPModule),
@@ -244,7 +240,7 @@ def eval_collectives(kind: str) -> list[dict[str, int] | bool]:
     else:
         model.requires_grad_(requires_grad=False)
         model(*args)
-    found = [counting.counts(), any(handle.is_unsharded for handle in root._all_handles)]
+    found = [counting.counts(), any(handle.is_unsharded for handle in root.handles)]
     model.requires_grad_()
     step(model)
     return found
@@ -306,7 +302,7 @@ def prefetch(forward: list[int], backward: list[int]) -> tuple[list[int], dict[s
     root = root_of(model)
     counting = CountingTransport.install(root)
     step(model)
-    keys = {handle.buffers[0].key: position for position, handle in enumerate(root._all_handles)}
+    keys = {handle.buffers[0].gather_path.key: position for position, handle in enumerate(root.handles)}
     order = [keys[key] for op, key, _ in counting.records if op == "all_gather"]
     return order, {fqn: full(param.grad) for fqn, param in model.named_parameters()}
 
@@ -352,7 +348,7 @@ def run_fickle() -> tuple[list[dict[str, torch.Tensor]], bool]:
         loss_of(model(x, order)).backward()
         found.append({fqn: full(param.grad) for fqn, param in model.named_parameters() if param.grad is not None})
         model.zero_grad()
-    return found, any(handle.is_unsharded or handle.is_gathering for handle in root_of(model)._all_handles)
+    return found, any(handle.is_unsharded or handle.is_gathering for handle in root_of(model).handles)
 
 
 def test_an_execution_order_that_changes_costs_no_correctness() -> None:
@@ -472,7 +468,7 @@ def grouped() -> tuple[dict[str, torch.Tensor], int, dict[str, int]]:
     with torch.no_grad():
         model(*inputs_of(model, 0, 0)[0])
     model.blocks[0](*inputs_of(model, 0, 0)[0])
-    leaking = [handle.fqn for handle in root._all_handles if handle.is_unsharded]
+    leaking = [handle.fqn for handle in root.handles if handle.is_unsharded]
     return grads, len(leaking), counts
 
 
@@ -669,7 +665,7 @@ def recover(fails_in: str) -> dict[str, torch.Tensor]:
     with pytest.raises(ValueError, match=f"in {fails_in}"):
         loss_of(model(x)).backward()
     if fails_in == "forward":
-        assert not any(handle.is_unsharded or handle.is_gathering for handle in root_of(model)._all_handles)
+        assert not any(handle.is_unsharded or handle.is_gathering for handle in root_of(model).handles)
     model.fails_in = ""
     model.zero_grad()
     loss_of(model(x)).backward()

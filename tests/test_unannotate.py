@@ -172,7 +172,7 @@ def undo_one_block(model: nn.Module, block: nn.Module, *, has_run: bool) -> None
     handles = _traversal_utils._get_fsdp_handles(model)
     assert all(block not in handle.modules for handle in handles)
     backward(model, 7)
-    assert fully_shard.state(model).root._all_handles == handles
+    assert fully_shard.state(model).root.handles == handles
     model.zero_grad()
     replicate(block)
 

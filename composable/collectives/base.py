@@ -20,10 +20,6 @@ __all__ = ["Pending", "Transport"]
 class Pending(Protocol):
     """A collective that was started."""
 
-    def is_done(self) -> bool:
-        """Say whether ``finish`` is known to return without waiting."""
-        ...
-
     def finish(self) -> None:
         """Wait until the result may be read and every buffer may be reused. Idempotent."""
         ...
@@ -34,14 +30,26 @@ class Transport(ABC):
 
     Attributes:
         name: The name the plan prints and ``transport=`` accepts.
+        moves: What it can move, for messages.
         rank: This rank within the group.
         world_size: Ranks in the group.
     """
 
     name: str
+    moves: str = "tensors of any device"
     rank: int
     world_size: int
     _keys_taken: int = 0
+
+    @classmethod
+    def serves(cls, device_type: str, backend: str) -> bool:
+        """Say whether this transport can move tensors of ``device_type`` over a group of ``backend``."""
+        return True
+
+    @classmethod
+    def fits(cls, device_type: str, backend: str, world_size: int) -> bool:
+        """Say whether this transport is the one to take, if none before it in the list is."""
+        return cls.serves(device_type, backend)
 
     def allocate_key(self) -> int:
         """Return a key that no other buffer of this transport has; all ranks in the same order."""
@@ -73,9 +81,13 @@ class Transport(ABC):
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
         """Replace ``tensor`` on every rank by that of ``source_rank`` (a rank within the group)."""
 
-    def adopt_shard(self, shard: torch.Tensor) -> None:
-        """Learn of a shard [S] that lives as long as its handle.
+    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Return [numel] of undefined content where this transport wants what it moves; device and dtype of ``like``.
 
-        Called once a shard, on every rank in the same order. A transport that keeps shards
-        resident in memory of its own may move the storage here, in place.
+        What ``begin_reduce_scatter`` reads and writes comes from here. On a device it is allocated on
+        the current stream.
         """
+        return like.new_empty(numel)
+
+    def close(self) -> None:
+        """Let go of what the transport holds; nothing is in flight. Every rank of the group, in the same order."""

@@ -1,27 +1,23 @@
-"""How bytes move between the ranks of a group: one interface, several transports.
+"""Which transport serves a group.
 
 ``choose_transport`` is a pure function of what all ranks know, so all ranks choose alike.
 """
 
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from composable.collectives.base import Pending, Transport
+from composable.collectives.base import Transport
 from composable.collectives.point_to_point import PointToPointTransport
 from composable.collectives.process_group import ProcessGroupTransport
+from composable.collectives.ranks import Ranks
 from composable.errors import ConfigError
 
-__all__ = ["Pending", "Transport", "choose_transport", "make_transport", "transport_of"]
+__all__ = ["TRANSPORTS", "choose_transport", "choose_transport_for", "make_transport", "transport_of"]
 
-# Each peer costs the host one send and one receive, 10 us together; gloo's own all-gather
-# costs it 12 us whatever the number of peers.
-MAX_POINT_TO_POINT_RANKS = 8
-
-_TRANSPORTS: dict[str, type[ProcessGroupTransport]] = {
-    ProcessGroupTransport.name: ProcessGroupTransport,
-    PointToPointTransport.name: PointToPointTransport,
-}
+# The first that fits is taken.
+TRANSPORTS: tuple[type[ProcessGroupTransport], ...] = (PointToPointTransport, ProcessGroupTransport)
 
 # A process group's transport lives as long as the group, like the groups of torch.distributed
 # itself. The values must not keep their keys alive, so only a transport that has a group of
@@ -41,16 +37,21 @@ def choose_transport(device_type: str, backend: str, world_size: int, name: str 
     Raises:
         ConfigError: ``name`` is unknown, or does not fit device and backend.
     """
-    fits = device_type == "cpu" and _backend_for("cpu", backend) == "gloo"
+    own_backend = _backend_for(device_type, backend)
     if name == "auto":
-        return "point_to_point" if fits and 2 <= world_size <= MAX_POINT_TO_POINT_RANKS else "process_group"
-    _check_name(name, ["auto", *_TRANSPORTS])
-    if name == "point_to_point" and not fits:
+        return next(one.name for one in TRANSPORTS if one.fits(device_type, own_backend, world_size))
+    chosen = _named(name, ["auto"])
+    if not chosen.serves(device_type, own_backend):
         raise ConfigError(
-            f"transport 'point_to_point' moves CPU tensors over gloo; the group is {backend} on {device_type}",
+            f"transport {name!r} moves {chosen.moves}; the group is {backend} on {device_type}",
             fix="pass transport='auto'",
         )
     return name
+
+
+def choose_transport_for(ranks: Ranks, name: str = "auto") -> str:
+    """Return the name of the transport for these ranks; errors as ``choose_transport``."""
+    return choose_transport(ranks.device.type, dist.get_backend(ranks.process_group), ranks.size, name)
 
 
 def make_transport(name: str, group: dist.ProcessGroup) -> Transport:
@@ -59,8 +60,7 @@ def make_transport(name: str, group: dist.ProcessGroup) -> Transport:
     Raises:
         ConfigError: ``name`` is unknown.
     """
-    _check_name(name, list(_TRANSPORTS))
-    return _TRANSPORTS[name](group)
+    return _named(name)(group)
 
 
 def transport_of(group: dist.ProcessGroup, name: str) -> Transport:
@@ -82,6 +82,9 @@ def _backend_for(device_type: str, backend: str) -> str:
     return by_device.get(device_type, "") if by_device else backend
 
 
-def _check_name(name: str, known: list[str]) -> None:
-    if name not in known:
-        raise ConfigError(f"transport is {name!r}", fix=f"pass one of {', '.join(map(repr, known))}")
+def _named(name: str, others: Sequence[str] = ()) -> type[ProcessGroupTransport]:
+    found = {one.name: one for one in reversed(TRANSPORTS)}
+    if name not in found:
+        known = ", ".join(map(repr, [*others, *found]))
+        raise ConfigError(f"transport is {name!r}", fix=f"pass one of {known}")
+    return found[name]

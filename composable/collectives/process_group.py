@@ -24,9 +24,6 @@ class _Done:
 
     __slots__ = ()
 
-    def is_done(self) -> bool:
-        return True
-
     def finish(self) -> None:
         pass
 
@@ -43,9 +40,6 @@ class _Running:
         self._work: dist.Work | None = work
         self._result = result
         self._scale = scale
-
-    def is_done(self) -> bool:
-        return self._work is None or self._work.is_completed()
 
     def finish(self) -> None:
         work = self._work

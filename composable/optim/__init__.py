@@ -1,1 +1,28 @@
 """A torch optimizer's step on local tensors, and what it needs to know of parameters."""
+
+from composable.optim.checks import check_every_step
+from composable.optim.clip import clip_grad_norm_, get_total_norm
+from composable.optim.local_step import accelerate_optimizer
+from composable.optim.names import (
+    GroupNames,
+    OptimizerNames,
+    describe_optimizer,
+    group_differences,
+    names_by_alias,
+    names_of_params,
+)
+from composable.optim.rebind import rebind_optimizer
+
+__all__ = [
+    "GroupNames",
+    "OptimizerNames",
+    "accelerate_optimizer",
+    "check_every_step",
+    "clip_grad_norm_",
+    "describe_optimizer",
+    "get_total_norm",
+    "group_differences",
+    "names_by_alias",
+    "names_of_params",
+    "rebind_optimizer",
+]

@@ -12,18 +12,15 @@ Source: gradient clipping, arXiv 1211.5063.
 import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
+from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor, Replicate
 
+from composable.collectives import Ranks
 from composable.errors import ConfigError, UsageError
 from composable.optim.local_step import LocalGradients, local_gradients
-from composable.ragged.fallback import LIVE_SOURCES, mark_stale
-from composable.ragged.norms import cut_dims
-from composable.ragged.spec import RaggedLayout, all_reduce
-from composable.ragged.tensor import RaggedDTensor
+from composable.ragged import LIVE_SOURCES, RaggedDTensor, RaggedLayout, cut_dims, mark_stale
 from composable.torch_private import DeviceMesh, Placement, foreach_mul_, foreach_norm
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
@@ -144,22 +141,15 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-class _Group(NamedTuple):
-    """Ranks that hold different pieces of a tensor, and where their numbers meet."""
-
-    ranks: tuple[int, ...]
-    device_type: str
-
-
 class _Groups:
-    """The groups of ranks that tensors are cut over; equal ranks of two meshes are one group."""
+    """The ranks that tensors are cut over; equal ranks of two meshes are one group."""
 
     def __init__(self) -> None:
-        self._by_mesh: dict[tuple[int, int], _Group] = {}
-        self._by_placements: dict[tuple[int, tuple[Placement, ...]], tuple[_Group, ...]] = {}
-        self._mesh_dims: dict[_Group, tuple[DeviceMesh, int]] = {}
+        self._by_mesh: dict[tuple[int, int], Ranks] = {}
+        self._by_placements: dict[tuple[int, tuple[Placement, ...]], tuple[Ranks, ...]] = {}
+        self._known: dict[tuple[tuple[int, ...], str], Ranks] = {}
 
-    def of(self, tensor: torch.Tensor) -> tuple[_Group, ...]:
+    def of(self, tensor: torch.Tensor) -> tuple[Ranks, ...]:
         """Return the groups over which the pieces of a tensor have to be added."""
         if type(tensor) is RaggedDTensor:
             return self.of_layout(tensor._spec.layout)
@@ -177,20 +167,16 @@ class _Groups:
             self._by_placements[id(mesh), placements] = groups
         return groups
 
-    def of_layout(self, layout: RaggedLayout) -> tuple[_Group, ...]:
+    def of_layout(self, layout: RaggedLayout) -> tuple[Ranks, ...]:
         """Return the one group over which ragged pieces have to be added."""
         return (self._at(layout.mesh, layout.mesh_dim),)
 
-    def all_reduce(self, numbers: torch.Tensor, group: _Group, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        return all_reduce(numbers, *self._mesh_dims[group], op)
-
-    def _at(self, mesh: DeviceMesh, dim: int) -> _Group:
-        group = self._by_mesh.get((id(mesh), dim))
-        if group is None:
-            group = _Group(tuple(dist.get_process_group_ranks(mesh.get_group(dim))), mesh.device_type)
-            self._by_mesh[id(mesh), dim] = group
-            self._mesh_dims.setdefault(group, (mesh, dim))
-        return group
+    def _at(self, mesh: DeviceMesh, dim: int) -> Ranks:
+        ranks = self._by_mesh.get((id(mesh), dim))
+        if ranks is None:
+            ranks = Ranks.of_mesh(mesh, dim)
+            ranks = self._by_mesh[id(mesh), dim] = self._known.setdefault((ranks.numbers, ranks.device.type), ranks)
+        return ranks
 
 
 class _Pieces:
@@ -198,7 +184,7 @@ class _Pieces:
 
     def __init__(self) -> None:
         self._groups = _Groups()
-        self._by_cut: dict[tuple[_Group, ...], list[torch.Tensor]] = {}
+        self._by_cut: dict[tuple[Ranks, ...], list[torch.Tensor]] = {}
         self._home: torch.device | None = None
         self._dtypes: set[torch.dtype] = set()
 
@@ -225,7 +211,7 @@ class _Pieces:
         for local in gradients.tensors:
             self._add(cut, local)
 
-    def _add(self, cut: tuple[_Group, ...], local: torch.Tensor) -> None:
+    def _add(self, cut: tuple[Ranks, ...], local: torch.Tensor) -> None:
         self._home = self._home or local.device
         self._dtypes.add(local.dtype)
         self._by_cut.setdefault(cut, []).append(local)
@@ -236,7 +222,7 @@ class _Pieces:
         if not order > 0:
             raise ConfigError(f"norm_type is {norm_type}", fix="give a number above 0, or math.inf")
         summaries = {cut: _summary(locals_, order, home, foreach) for cut, locals_ in self._by_cut.items()}
-        total = _norm_of(_add_over_ranks(summaries, self._groups, order, home), order)
+        total = _norm_of(_add_over_ranks(summaries, order, home), order)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise UsageError(
                 f"the norm of order {order:g} is {total.item()}",
@@ -286,16 +272,14 @@ def _summary(locals_: Sequence[torch.Tensor], order: float, home: torch.device, 
     return found
 
 
-def _add_over_ranks(
-    summaries: dict[tuple[_Group, ...], torch.Tensor], groups: _Groups, order: float, home: torch.device
-) -> torch.Tensor:
+def _add_over_ranks(summaries: dict[tuple[Ranks, ...], torch.Tensor], order: float, home: torch.device) -> torch.Tensor:
     """Return the summary of all pieces of all ranks: one all-reduce a group, for all tensors that are cut over it."""
     is_max = math.isinf(order)
-    combine, op = (torch.maximum, dist.ReduceOp.MAX) if is_max else (torch.add, dist.ReduceOp.SUM)
+    combine, op = (torch.maximum, ReduceOp.MAX) if is_max else (torch.add, ReduceOp.SUM)
     while left := [group for cut in summaries for group in cut]:
         group = left[0]
         cuts = [cut for cut in summaries if group in cut]
-        reduced = groups.all_reduce(torch.stack([summaries.pop(cut) for cut in cuts]), group, op).to(home)
+        reduced = group.reduce(torch.stack([summaries.pop(cut) for cut in cuts]), op).to(home)
         for cut, summary in zip(cuts, reduced):
             rest = tuple(other for other in cut if other != group)
             summaries[rest] = combine(summaries[rest], summary) if rest in summaries else summary

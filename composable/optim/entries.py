@@ -10,8 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.errors import UsageError
-from composable.ragged.spec import RaggedLayout, slice_full
-from composable.ragged.tensor import RaggedDTensor
+from composable.ragged import RaggedDTensor, RaggedLayout, slice_full
 
 __all__ = ["cut_state", "is_per_element", "whole_state"]
 

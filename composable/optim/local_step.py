@@ -22,13 +22,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.optim.checks import CHECKS_ITSELF, check_parameters, check_replaced
 from composable.optim.entries import cut_state, is_per_element
 from composable.optim.units import Piece, Unit, find_chains, homes_of, plan_units, sharded_params_of, signature_of
 from composable.optim.watch import Change, Lockstep, Snapshot, WatchedEntry
-from composable.planning.replaced import marks_made
-from composable.ragged.spec import RaggedLayout, slice_full
-from composable.ragged.tensor import RaggedDTensor
-from composable.runtime.hooks import CHECKS_ITSELF, check_parameters, check_replaced, register_optimizer_hooks
+from composable.planning import marks_made
+from composable.ragged import RaggedDTensor, RaggedLayout, slice_full
+from composable.torch_hooks import around_optimizer
 from composable.torch_private import DisableTorchFunction
 
 __all__ = ["accelerate_optimizer", "local_gradients"]
@@ -174,7 +174,7 @@ class _LocalStep:
         self._groups: list[Group] | None = None
         self._is_running = False
         self._forget()
-        register_optimizer_hooks(
+        around_optimizer(
             optimizer,
             before_step=self._before_step,
             after_step=self._after_step,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from composable.errors import ConfigError
+from composable.wording import count_text
 
 __all__ = [
     "GroupNames",
@@ -91,7 +92,9 @@ def group_differences(saved: Sequence[GroupNames], current: Sequence[GroupNames]
     """
     lines = []
     if len(saved) != len(current):
-        lines.append(f"{_count(len(saved))} in {source}, {_count(len(current))} here")
+        lines.append(
+            f"{count_text(len(saved), 'param group')} in {source}, {count_text(len(current), 'param group')} here"
+        )
     nothing = GroupNames((), ())
     for index in range(max(len(saved), len(current))):
         there = saved[index] if index < len(saved) else nothing
@@ -115,7 +118,3 @@ def _one_sided(subject: str, there: Sequence[str], here: Sequence[str], source: 
     if only_here:
         lines.append(f"{subject}: only here: {', '.join(only_here)}")
     return lines
-
-
-def _count(groups: int) -> str:
-    return f"{groups} param group{'s' * (groups != 1)}"

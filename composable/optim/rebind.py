@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.optim.entries import cut_state, whole_state
-from composable.planning.replaced import replacement_of
-from composable.ragged.tensor import RaggedDTensor
+from composable.planning import replacement_of
+from composable.ragged import RaggedDTensor
 
 __all__ = ["rebind_optimizer"]
 

@@ -17,9 +17,8 @@ from torch import nn
 
 import _traversal_utils
 from composable.optim.entries import is_per_element
-from composable.ragged.spec import RaggedSpec
-from composable.ragged.tensor import RaggedDTensor
-from composable.storage.handle import Handle
+from composable.ragged import RaggedDTensor, RaggedSpec
+from composable.storage import Handle
 
 __all__ = ["Home", "Piece", "Unit", "find_chains", "homes_of", "plan_units", "sharded_params_of", "signature_of"]
 

@@ -1,1 +1,30 @@
 """What an annotation will do, decided before anything is changed: names and shapes in, numbers out."""
+
+from composable.planning.cut import RaggedShard, boxes, local_shape
+from composable.planning.layout import FlatLayout
+from composable.planning.options import ShardingStrategy, ShardOptions
+from composable.planning.planner import HandleMembers, make_plan, plan
+from composable.planning.replaced import first_replacement, mark_replaced, marks_made, replacement_of
+from composable.planning.shard_plan import BufferPlan, HandlePlan, ShardPlan
+from composable.planning.tree import managed_modules, name_modules
+
+__all__ = [
+    "BufferPlan",
+    "FlatLayout",
+    "HandleMembers",
+    "HandlePlan",
+    "RaggedShard",
+    "ShardOptions",
+    "ShardPlan",
+    "ShardingStrategy",
+    "boxes",
+    "first_replacement",
+    "local_shape",
+    "make_plan",
+    "managed_modules",
+    "mark_replaced",
+    "marks_made",
+    "name_modules",
+    "plan",
+    "replacement_of",
+]

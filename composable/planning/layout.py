@@ -20,7 +20,7 @@ import torch
 
 from composable.errors import ConfigError
 
-__all__ = ["Align", "FlatLayout", "Span", "boxes", "local_shape", "plan_layout"]
+__all__ = ["Align", "FlatLayout", "ShardSplit", "Span", "plan_layout"]
 
 Align: TypeAlias = Literal["row", "element", "tensor"] | int
 
@@ -87,63 +87,36 @@ class FlatLayout:
         hi = min(max(span.stop - first, 0), self.shard_numel)
         return lo, hi
 
-    def is_row_aligned(self, span: Span) -> bool:
-        """Return whether all bounds are multiples of the parameter's row, ``prod(shape[1:])``.
+    def split_of(self, rank: int) -> "ShardSplit":
+        """Return how the shard of ``rank`` is cut into parameters and padding."""
+        sizes: list[int] = []
+        indices: list[int | None] = []
+        filled = 0
+        for span in self.spans:
+            start, stop = self.local_range(span, rank)
+            if start == stop:
+                indices.append(None)
+                continue
+            if start > filled:
+                sizes.append(start - filled)
+            indices.append(len(sizes))
+            sizes.append(stop - start)
+            filled = stop
+        if filled < self.shard_numel:
+            sizes.append(self.shard_numel - filled)
+        return ShardSplit(sizes, indices)
 
-        A scalar has no rows and a row without elements cannot be counted: both are not row aligned.
-        """
-        row = _row_numel(span.shape)
-        if not span.shape or row == 0:
-            return False
-        return self._is_cut_on(span, row)
 
-    def _is_cut_on(self, span: Span, block: int) -> bool:
-        if span.numel == 0:
-            return True
-        head = self.shard_numel - span.start % self.shard_numel
-        if span.numel <= head:
-            return True
-        return head % block == 0 and (span.numel - head <= self.shard_numel or self.shard_numel % block == 0)
+class ShardSplit(NamedTuple):
+    """A shard as a row of parts, padding among them.
 
-
-def local_shape(shape: Sequence[int], bounds: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Return the shape of the piece that ``rank`` owns.
-
-    ``(rows, *shape[1:])`` when *all* bounds fall on rows, else one dimension, so that every rank
-    sees the same number of dimensions. Scalars are one-dimensional.
+    Attributes:
+        sizes: Elements of each part; they add up to the shard.
+        indices: For each parameter its part, ``None`` where the rank owns nothing of it.
     """
-    numel = bounds[rank + 1] - bounds[rank]
-    row = _row_numel(shape)
-    if not shape or row == 0 or any(bound % row for bound in bounds):
-        return (numel,)
-    return (numel // row, *shape[1:])
 
-
-def boxes(shape: Sequence[int], lo: int, hi: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Split the flat range ``[lo, hi)`` of a row-major tensor into axis-aligned boxes.
-
-    Returns:
-        At most ``2 * ndim - 1`` pairs of (offsets, sizes), in flat order.
-    """
-    if lo >= hi:
-        return []
-    if len(shape) <= 1:
-        return [((lo,), (hi - lo,))] if shape else [((), ())]
-    row = _row_numel(shape)
-    (first, head), (last, tail) = divmod(lo, row), divmod(hi, row)
-
-    def inside_row(index: int, lo: int, hi: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        return [((index, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], lo, hi)]
-
-    if first == last:
-        return inside_row(first, head, tail)
-    found = []
-    if head:
-        found += inside_row(first, head, row)
-        first += 1
-    if first < last:
-        found.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
-    return found + inside_row(last, 0, tail)
+    sizes: list[int]
+    indices: list[int | None]
 
 
 def plan_layout(

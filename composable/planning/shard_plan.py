@@ -1,14 +1,8 @@
-"""Handles, the parameters each owns and the reason for each; printable, comparable.
-
-A plan is made before anything is changed, from names and shapes alone: no process group,
-and parameters may be on the meta device. First the *structure*: which modules get a
-handle and which parameters each handle owns. Then the *layout* of each handle's buffers,
-which depends on the number of ranks. ``fully_shard`` executes the plan that ``plan`` shows.
+"""Handles, the parameters each owns and the reason for each: data that is printable and comparable.
 
 Byte counts are per rank unless they say otherwise.
 """
 
-import enum
 import hashlib
 import json
 import re
@@ -16,40 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
-from composable.contract import get_registry
-from composable.errors import ConfigError
-from composable.planning.layout import Align, FlatLayout, plan_layout
-from composable.planning.structure import FoundParam, find_structure, named_roots
-from composable.policies import PolicyLike
+from composable.planning.layout import FlatLayout
+from composable.wording import bytes_text, count_text, dtype_text, list_text
 
-__all__ = [
-    "BufferPlan",
-    "HandleCollectives",
-    "HandleMembers",
-    "HandlePlan",
-    "ParamPlan",
-    "ShardPlan",
-    "ShardingStrategy",
-    "plan",
-    "plan_with_members",
-]
+__all__ = ["BufferPlan", "HandleCollectives", "HandlePlan", "ParamPlan", "ShardPlan"]
 
 _FQNS_SHOWN = 3
 _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
-
-
-class ShardingStrategy(enum.Enum):
-    """What is freed when.
-
-    Attributes:
-        FULL_SHARD: Parameters are freed after forward and gathered again for backward.
-        SHARD_GRAD_OP: Parameters stay unsharded from forward to backward.
-    """
-
-    FULL_SHARD = "FULL_SHARD"
-    SHARD_GRAD_OP = "SHARD_GRAD_OP"
 
 
 @dataclass(frozen=True)
@@ -323,17 +291,17 @@ class ShardPlan:
 
     def __str__(self) -> str:
         largest = max((handle.buffer_bytes for handle in self.handles), default=0)
-        handles, ranks = _count(len(self.handles), "handle"), _count(self.world_size, "rank")
+        handles, ranks = count_text(len(self.handles), "handle"), count_text(self.world_size, "rank")
         lines = [
             f"{' + '.join(self.class_names)}: {handles} over {ranks}, transport {self.transport}",
-            f"  {self.numel:,} elements; per rank {_format_bytes(self.shard_bytes)} at rest;"
-            f" largest handle {_format_bytes(largest)} unsharded; padding {_format_bytes(self.padding_bytes)}",
+            f"  {self.numel:,} elements; per rank {bytes_text(self.shard_bytes)} at rest;"
+            f" largest handle {bytes_text(largest)} unsharded; padding {bytes_text(self.padding_bytes)}",
         ]
         lines += self._handle_lines()
         if self.kept_fqns:
-            lines.append(f"  annotated before, left as they are: {_shorten(self.kept_fqns)}")
+            lines.append(f"  annotated before, left as they are: {list_text(self.kept_fqns, _FQNS_SHOWN, write=str)}")
         if self.ignored_fqns:
-            lines.append(f"  ignored parameters: {_shorten(self.ignored_fqns)}")
+            lines.append(f"  ignored parameters: {list_text(self.ignored_fqns, _FQNS_SHOWN, write=str)}")
         lines += [f"  warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 
@@ -371,197 +339,16 @@ class ShardPlan:
         return lines
 
 
-@dataclass(frozen=True, eq=False)
-class HandleMembers:
-    """The objects that a ``HandlePlan`` names.
-
-    Attributes:
-        modules: The fully sharded modules.
-        originals: The handle's parameters by FQN, in the plan's order.
-        owners: For each FQN, every (module, attribute name) that holds the parameter.
-    """
-
-    modules: tuple[nn.Module, ...]
-    originals: Mapping[str, nn.Parameter]
-    owners: Mapping[str, tuple[tuple[nn.Module, str], ...]]
-
-
-def plan(
-    module: nn.Module | Sequence[nn.Module],
-    *,
-    world_size: int,
-    policy: PolicyLike | None = None,
-    strategy: ShardingStrategy | str | None = None,
-    reshard_after_forward: bool | None = None,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    ignored_modules: Iterable[nn.Module] | None = None,
-    align: Mapping[str, Align] | None = None,
-    transport: str = "auto",
-) -> ShardPlan:
-    """Say what ``fully_shard`` with the same arguments would do; nothing is changed or communicated.
-
-    Args:
-        module: An unannotated module, or several that share one handle; may be on the meta device.
-        world_size: Ranks that would share the parameters.
-        policy: Which submodules get handles of their own.
-        strategy: ``FULL_SHARD`` or ``SHARD_GRAD_OP``; instead of ``reshard_after_forward``.
-        reshard_after_forward: Free the parameters between forward and backward. ``None``: only
-            where the module is not the root.
-        ignored_params: Parameters to leave alone, under all their names.
-        ignored_modules: Modules to leave alone with all below them.
-        align: What a cut may do to a parameter, by FQN: see ``plan_layout``.
-        transport: The name to print.
-
-    Raises:
-        ConfigError: An argument is wrong; the message names the module or parameter and the fix.
-    """
-    for _, root in named_roots(module):
-        for api in ("fully_shard", "replicate"):
-            if api in get_registry(root):
-                raise ConfigError(
-                    f"{api} is already on this module",
-                    at=f"module {type(root).__name__}",
-                    fix="plan before annotating; an annotation keeps its own plan",
-                )
-    return plan_with_members(
-        module,
-        world_size=world_size,
-        policy=policy,
-        strategy=strategy,
-        reshard_after_forward=reshard_after_forward,
-        ignored_params=ignored_params,
-        ignored_modules=ignored_modules,
-        align=align,
-        transport=transport,
-    )[0]
-
-
-def plan_with_members(
-    module: nn.Module | Sequence[nn.Module],
-    *,
-    world_size: int,
-    policy: PolicyLike | None = None,
-    strategy: ShardingStrategy | str | None = None,
-    reshard_after_forward: bool | None = None,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    ignored_modules: Iterable[nn.Module] | None = None,
-    align: Mapping[str, Align] | None = None,
-    transport: str = "auto",
-) -> tuple[ShardPlan, tuple[HandleMembers, ...]]:
-    """Make the plan, and for each of its handles the objects that it names.
-
-    The annotated modules may carry this annotation already: it is entered before it plans.
-    Arguments and errors are those of ``plan``.
-    """
-    if world_size < 1:
-        raise ConfigError(f"world_size is {world_size}", fix="pass the number of ranks that share the parameters")
-    is_freed = _resolve_reshard(strategy, reshard_after_forward)
-    structure = find_structure(module, policy, ignored_params, ignored_modules)
-    handles = structure.handles
-    align = align or {}
-    unknown = set(align) - {found.fqns[0] for handle in handles for found in handle.params}
-    if unknown:
-        raise ConfigError(
-            f"align names parameters that no handle owns: {sorted(unknown)}",
-            fix="pass FQNs below the annotated module, as in named_parameters()",
-        )
-    handle_plans = tuple(
-        HandlePlan(
-            module_fqns=handle.fqns,
-            class_names=tuple(type(one).__name__ for one in handle.modules),
-            reason=handle.reason,
-            params=tuple(_plan_param(found) for found in handle.params),
-            buffers=_plan_buffers(handle.params, world_size, align),
-            reshard_after_forward=True if is_freed is None and handle.is_picked else is_freed,
-        )
-        for handle in handles
-    )
-    shard_plan = ShardPlan(
-        world_size=world_size,
-        transport=transport,
-        class_names=tuple(type(root).__name__ for _, root in named_roots(module)),
-        handles=handle_plans,
-        kept_fqns=structure.kept_fqns,
-        ignored_fqns=structure.ignored_fqns,
-    )
-    members = tuple(
-        HandleMembers(
-            handle.modules,
-            {found.fqns[0]: found.param for found in handle.params},
-            {found.fqns[0]: tuple(found.owners) for found in handle.params},
-        )
-        for handle in handles
-    )
-    return shard_plan, members
-
-
-def _resolve_reshard(strategy: ShardingStrategy | str | None, reshard_after_forward: bool | None) -> bool | None:
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise ConfigError(f"reshard_after_forward is {reshard_after_forward!r}", fix="pass True, False or None")
-    if strategy is None:
-        return reshard_after_forward
-    if reshard_after_forward is not None:
-        raise ConfigError("strategy and reshard_after_forward both say what is freed when", fix="pass one of them")
-    if strategy in (ShardingStrategy.FULL_SHARD, "FULL_SHARD"):
-        return True
-    if strategy in (ShardingStrategy.SHARD_GRAD_OP, "SHARD_GRAD_OP"):
-        return False
-    raise ConfigError(
-        f"strategy is {strategy!r}", fix=f"pass one of {', '.join(repr(one.value) for one in ShardingStrategy)}"
-    )
-
-
-def _plan_param(found: FoundParam) -> ParamPlan:
-    param = found.param
-    return ParamPlan(found.fqns[0], param.shape, param.dtype, param.requires_grad, tuple(found.fqns[1:]))
-
-
-def _plan_buffers(params: Sequence[FoundParam], world_size: int, align: Mapping[str, Align]) -> tuple[BufferPlan, ...]:
-    classes: dict[tuple[torch.dtype, bool], list[tuple[str, torch.Size]]] = {}
-    for found in params:
-        key = (found.param.dtype, found.param.requires_grad)
-        classes.setdefault(key, []).append((found.fqns[0], found.param.shape))
-    return tuple(
-        BufferPlan(
-            dtype,
-            requires_grad,
-            plan_layout(shapes, world_size, align={fqn: align[fqn] for fqn, _ in shapes if fqn in align}),
-        )
-        for (dtype, requires_grad), shapes in classes.items()
-    )
-
-
 def _describe_handle(handle: HandlePlan) -> str:
     """Return what is said of a handle after its name and class."""
     kinds = ", ".join(
-        str(buffer.dtype).removeprefix("torch.") + ("" if buffer.requires_grad else " frozen")
-        for buffer in handle.buffers
+        dtype_text(buffer.dtype) + ("" if buffer.requires_grad else " frozen") for buffer in handle.buffers
     )
-    padding = f", padding {_format_bytes(handle.padding_bytes)}" if handle.padding_bytes else ""
+    padding = f", padding {bytes_text(handle.padding_bytes)}" if handle.padding_bytes else ""
     tied = sum(bool(param.shared_fqns) for param in handle.params)
     return (
-        f"{_count(len(handle.params), 'param')}"
+        f"{count_text(len(handle.params), 'param')}"
         f"{f' ({tied} tied)' if tied else ''}, {handle.numel:,} {kinds},"
-        f" {_format_bytes(handle.shard_bytes)} per rank{padding}; {handle.reason}"
+        f" {bytes_text(handle.shard_bytes)} per rank{padding}; {handle.reason}"
         f"{'; kept for backward' if handle.reshard_after_forward is False else ''}"
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _format_bytes(number: int) -> str:
-    if number < 1024:
-        return f"{number} B"
-    value, unit = number / 1024, "KiB"
-    for larger in ("MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.1f} {unit}"
-
-
-def _shorten(fqns: Sequence[str]) -> str:
-    left_out = len(fqns) - _FQNS_SHOWN
-    return ", ".join(fqns[:_FQNS_SHOWN]) + (f" and {left_out} more" if left_out > 0 else "")

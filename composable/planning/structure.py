@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from composable.contract import get_registry
 from composable.errors import ConfigError
+from composable.planning.cut import RaggedShard
 from composable.planning.replaced import replacement_of
 from composable.policies import PolicyLike, has_forward, resolve_policy
-from composable.ragged.spec import RaggedShard
+from composable.wording import dtype_text, join_fqn
 
 __all__ = ["FoundHandle", "FoundParam", "Structure", "find_structure", "named_roots"]
 
@@ -171,7 +172,9 @@ class _Exclusion:
     def fqn_of_taken(self, inner_fqn: str) -> str:
         """Return the name of a parameter that an earlier annotation called ``inner_fqn``, as far as it can be told."""
         fqns = [
-            _join(fqn, inner_fqn) for module, fqn in self.kept.items() if inner_fqn in dict(module.named_parameters())
+            join_fqn(fqn, inner_fqn)
+            for module, fqn in self.kept.items()
+            if inner_fqn in dict(module.named_parameters())
         ]
         return " or ".join(fqns[:_FQNS_SHOWN]) or inner_fqn
 
@@ -206,7 +209,7 @@ def _exclude(
             if inner is not None:
                 raise ConfigError(
                     "a module to annotate is inside another one of the same call",
-                    at=_place(_join(fqn, inner), module._modules[inner]),
+                    at=_place(join_fqn(fqn, inner), module._modules[inner]),
                     fix="pass the outer module alone, or annotate the inner one first",
                 )
             continue
@@ -220,10 +223,10 @@ def _exclude(
                 if _is_sharded(param):
                     continue
                 if is_kept:
-                    found.left_params.setdefault(id(param), _join(inner_fqn, name))
+                    found.left_params.setdefault(id(param), join_fqn(inner_fqn, name))
                 elif id(param) not in found.ignored_params:
                     found.ignored_params.add(id(param))
-                    found.ignored_fqns.append(_join(inner_fqn, name))
+                    found.ignored_fqns.append(join_fqn(inner_fqn, name))
     entered |= found.modules
     for module in modules:
         if module not in entered:
@@ -277,7 +280,7 @@ class _Search:
                 path = _Path(self._handle_of(module, fqn), path)
             self._collect(fqn, module, path)
             stack.extend(
-                (_join(fqn, name), child, path)
+                (join_fqn(fqn, name), child, path)
                 for name, child in reversed(module._modules.items())
                 if child is not None
             )
@@ -297,7 +300,7 @@ class _Search:
             if _is_sharded(param):
                 self.has_met_sharded = True
                 continue
-            param_fqn = _join(fqn, name)
+            param_fqn = join_fqn(fqn, name)
             if id(param) in self._exclusion.ignored_params:
                 if is_first_visit and id(param) not in self._named_ignored:
                     self._named_ignored.add(id(param))
@@ -380,7 +383,7 @@ def _walk(
         yield fqn, module
         if not is_leaf(module):
             stack.extend(
-                (_join(fqn, name), child) for name, child in reversed(module._modules.items()) if child is not None
+                (join_fqn(fqn, name), child) for name, child in reversed(module._modules.items()) if child is not None
             )
 
 
@@ -403,14 +406,10 @@ def _is_sharded(param: torch.Tensor) -> bool:
     return isinstance(param, DTensor) and any(isinstance(placement, RaggedShard) for placement in param.placements)
 
 
-def _join(fqn: str, name: str) -> str:
-    return f"{fqn}.{name}" if fqn else name
-
-
 def _place(fqn: str, module: nn.Module | None) -> str:
     return f"module '{fqn}' ({type(module).__name__})" if fqn else f"module {type(module).__name__}"
 
 
 def _describe_tensor(tensor: torch.Tensor) -> str:
     shape = "[?]" if nn.parameter.is_lazy(tensor) else str(list(tensor.shape))
-    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{shape} {dtype_text(tensor.dtype)}"

@@ -1,1 +1,29 @@
 """The parameter that users see: a DTensor cut anywhere."""
+
+from composable.ragged.fallback import LIVE_SOURCES, mark_stale
+from composable.ragged.fallback_log import fallback_counts, strict_mode
+from composable.ragged.norms import cut_dims
+from composable.ragged.registration import register_ragged
+from composable.ragged.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_full
+from composable.ragged.tensor import RaggedDTensor, hand_over_grad
+from composable.ragged.torch_calls import teach_torch
+from composable.ragged.transfer import cast_dtype, collect_full, spread_full
+
+__all__ = [
+    "LIVE_SOURCES",
+    "RaggedDTensor",
+    "RaggedLayout",
+    "RaggedSpec",
+    "cast_dtype",
+    "collect_full",
+    "cut_dims",
+    "fallback_counts",
+    "hand_over_grad",
+    "mark_stale",
+    "ragged_spec",
+    "register_ragged",
+    "slice_full",
+    "spread_full",
+    "strict_mode",
+    "teach_torch",
+]

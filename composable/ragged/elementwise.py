@@ -16,7 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composable.ragged.fallback import GatheredView, gather_and_run, is_replicated, wrap, written
-from composable.ragged.spec import RaggedLayout, RaggedSpec, count_fallback, gather_full, slice_full
+from composable.ragged.fallback_log import count_fallback
+from composable.ragged.spec import RaggedLayout, RaggedSpec, gather_full, slice_full
 from composable.torch_private import OpOverload, dtensor_new, tree_leaves
 
 __all__ = [

@@ -14,7 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.errors import UsageError
-from composable.ragged.spec import RaggedLayout, count_fallback, gather_full, replicated_spec, slice_full
+from composable.ragged.fallback_log import count_fallback
+from composable.ragged.spec import RaggedLayout, gather_full, replicated_spec, slice_full
 from composable.torch_private import DTensorSpec, OpOverload, dtensor_new, tree_leaves, tree_map_only
 
 __all__ = [

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor, Replicate
 
+from composable.collectives import Ranks
 from composable.ragged.fallback import gather_and_run, replicate
-from composable.ragged.spec import RaggedLayout, all_reduce, replicated_spec
+from composable.ragged.spec import RaggedLayout, replicated_spec
 from composable.torch_private import DeviceMesh, OpOverload, dtensor_new, foreach_norm
 
 __all__ = ["any_or_all", "cut_dims", "norm_of_list", "unscale", "vector_norm"]
@@ -97,12 +98,12 @@ def _norms_of_group(
         else:
             summands[torch.tensor(owned, device=device)] = terms
     if not is_extreme:
-        total = _all_reduce(summands, layout, dist.ReduceOp.SUM)
+        total = layout.ranks.reduce(summands, ReduceOp.SUM)
         return total if order in (0, 1) else total.pow(1.0 / order)
     # A maximum over ranks need not propagate NaN: send along who saw one.
     is_nan = summands.isnan()
     both = torch.stack([summands.where(~is_nan, identity), is_nan.double()])
-    extreme, saw_nan = _all_reduce(both, layout, dist.ReduceOp.MAX).unbind()
+    extreme, saw_nan = layout.ranks.reduce(both, ReduceOp.MAX).unbind()
     return (extreme * sign).where(saw_nan == 0, math.nan)
 
 
@@ -114,7 +115,7 @@ def _norm_over_dims(this: Any, order: float, dims: Sequence[int], keepdim: bool,
     layout: RaggedLayout = this._spec.layout
     kind = dtype or _real_of(this._spec.dtype)
     sums = _power_sums(this._local_tensor, layout, order, dims)
-    norms = _all_reduce(sums, layout, dist.ReduceOp.SUM).pow_(1.0 / order).to(kind)
+    norms = layout.ranks.reduce(sums, ReduceOp.SUM).pow_(1.0 / order).to(kind)
     return replicate(norms if keepdim else norms.squeeze(tuple(dims)), layout)
 
 
@@ -156,8 +157,8 @@ def any_or_all(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[st
     this = args[0]
     layout: RaggedLayout = this._spec.layout
     local = op(this._local_tensor)
-    reduce_op = dist.ReduceOp.MAX if op is aten.any.default else dist.ReduceOp.MIN
-    return replicate(_all_reduce(local.to(torch.uint8), layout, reduce_op).to(local.dtype), layout)
+    reduce_op = ReduceOp.MAX if op is aten.any.default else ReduceOp.MIN
+    return replicate(layout.ranks.reduce(local.to(torch.uint8), reduce_op).to(local.dtype), layout)
 
 
 def unscale(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -177,8 +178,4 @@ def unscale(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
             if (grad.device_mesh, dim) not in shared:
                 shared.append((grad.device_mesh, dim))
     for mesh, dim in shared:
-        found.copy_(all_reduce(found.clone(), mesh, dim, dist.ReduceOp.MAX))
-
-
-def _all_reduce(tensor: torch.Tensor, layout: RaggedLayout, reduce_op: Any) -> torch.Tensor:
-    return all_reduce(tensor, layout.mesh, layout.mesh_dim, reduce_op)
+        found.copy_(Ranks.of_mesh(mesh, dim).reduce(found.clone(), ReduceOp.MAX))

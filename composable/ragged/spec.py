@@ -8,66 +8,26 @@ Terms: a *local* tensor is this rank's piece, ``[rows, *rest]`` when every bound
 row and 1-D otherwise; a *full* tensor has the parameter's shape.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
-from composable.errors import ConfigError, UsageError
-from composable.planning.layout import local_shape
+from composable.collectives import Ranks
+from composable.errors import ConfigError
+from composable.planning import RaggedShard, local_shape
 from composable.torch_private import DeviceMesh, DTensorSpec, Placement, TensorMeta, traceable_collectives
 
 __all__ = [
     "RaggedLayout",
-    "RaggedShard",
     "RaggedSpec",
-    "all_reduce",
-    "count_fallback",
-    "fallback_counts",
     "gather_full",
     "ragged_spec",
+    "rebuild_spec",
     "replicated_spec",
     "slice_full",
-    "strict_mode",
 ]
-
-
-class RaggedShard(Placement):
-    """Cuts a flattened tensor at ``bounds``: rank ``r`` owns elements ``[bounds[r], bounds[r + 1])``.
-
-    Args:
-        bounds: One more than there are ranks; from 0 to the tensor's numel, never falling.
-
-    Raises:
-        ConfigError: The bounds do not start at 0, or fall.
-    """
-
-    def __init__(self, bounds: Sequence[int]) -> None:
-        # The base is a C++ object: without this call its first use is a segmentation fault.
-        super().__init__()
-        self.bounds = tuple(bounds)
-        if len(self.bounds) < 2 or self.bounds[0] != 0 or any(b < a for a, b in pairwise(self.bounds)):
-            raise ConfigError(f"bounds are {self.bounds}", fix="give one bound a rank and the end: 0, rising, numel")
-        self._hash = hash(self.bounds)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (type(other) is RaggedShard and self.bounds == other.bounds)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __repr__(self) -> str:
-        return f"RaggedShard(bounds={self.bounds})"
-
-    def __str__(self) -> str:
-        return repr(self)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (RaggedShard, (self.bounds,))
 
 
 class RaggedLayout:
@@ -84,7 +44,7 @@ class RaggedLayout:
         local_shape: Shape of this rank's piece.
     """
 
-    __slots__ = ("_placements", "bounds", "hi", "lo", "local_shape", "mesh", "mesh_dim", "rank", "shape")
+    __slots__ = ("_placements", "_ranks", "bounds", "hi", "lo", "local_shape", "mesh", "mesh_dim", "rank", "shape")
 
     def __init__(self, mesh: DeviceMesh, mesh_dim: int, shape: torch.Size, bounds: tuple[int, ...], rank: int) -> None:
         self.mesh = mesh
@@ -95,6 +55,7 @@ class RaggedLayout:
         self.lo = bounds[rank]
         self.hi = bounds[rank + 1]
         self.local_shape = local_shape(shape, bounds, rank)
+        self._ranks: Ranks | None = None
         ragged = RaggedShard(bounds)
         self._placements: tuple[Placement, ...] = tuple(
             ragged if dim == mesh_dim else Replicate() for dim in range(mesh.ndim)
@@ -105,9 +66,11 @@ class RaggedLayout:
         return self._placements
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks that share the parameter."""
-        return self.mesh.get_group(self.mesh_dim)
+    def ranks(self) -> Ranks:
+        """Those that share the parameter."""
+        if self._ranks is None:
+            self._ranks = Ranks.of_mesh(self.mesh, self.mesh_dim)
+        return self._ranks
 
     def matches(self, other: "RaggedLayout") -> bool:
         """Say whether the pieces of two tensors cover the same elements on every rank."""
@@ -231,37 +194,8 @@ def gather_full(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
         return _traceable_gather(source, layout).to(home)
     # Bytes, because not every backend knows every dtype.
     full_bytes, item = full.view(-1).view(torch.uint8), local.element_size()
-    source_bytes = source.contiguous().view(torch.uint8)
-    sizes = [hi - lo for lo, hi in pairwise(bounds)]
-    if not full_bytes.numel():
-        pass
-    elif world_size == 1:
-        full_bytes.copy_(source_bytes)
-    elif max(sizes) * world_size <= 2 * sum(sizes):
-        # Near equal pieces: one call, at the price of padding.
-        piece = max(sizes) * item
-        padded = source_bytes.new_zeros(piece)
-        padded[: source_bytes.numel()].copy_(source_bytes)
-        gathered = source_bytes.new_empty(world_size, piece).unbind()
-        dist.all_gather(list(gathered), padded, group=layout.group)
-        for start, size, got in zip(bounds, sizes, gathered):
-            full_bytes[start * item : (start + size) * item].copy_(got[: size * item])
-    else:
-        # Few owners, the common case: every byte is sent once and lands in place.
-        full_bytes[layout.lo * item : layout.hi * item].copy_(source_bytes)
-        works = [
-            dist.broadcast(
-                full_bytes[bounds[rank] * item : bounds[rank + 1] * item],
-                group=layout.group,
-                group_src=rank,
-                async_op=True,
-            )
-            for rank, size in enumerate(sizes)
-            if size
-        ]
-        for work in works:
-            if work is not None:
-                work.wait()
+    full_bytes[layout.lo * item : layout.hi * item].copy_(source.contiguous().view(torch.uint8))
+    layout.ranks.gather_ragged(full_bytes, [bound * item for bound in bounds])
     return full if home.type == device.type else full.to(home)
 
 
@@ -270,78 +204,9 @@ def _traceable_gather(source: torch.Tensor, layout: RaggedLayout) -> torch.Tenso
     sizes = [hi - lo for lo, hi in pairwise(layout.bounds)]
     piece = max(sizes)
     padded = torch.cat([source, source.new_zeros(piece - source.numel())])
-    gathered = traceable_collectives.all_gather_tensor(padded, 0, layout.group)
+    gathered = traceable_collectives.all_gather_tensor(padded, 0, layout.ranks.process_group)
     pieces = [gathered[rank * piece : rank * piece + size] for rank, size in enumerate(sizes)]
     return torch.cat(pieces).view(layout.shape)
-
-
-def all_reduce(
-    tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, reduce_op: dist.ReduceOp.RedOpType
-) -> torch.Tensor:
-    """Reduce a small tensor over one mesh dim; may change it in place, the result counts.
-
-    Collective: all ranks of the mesh dim.
-    """
-    if mesh.size(mesh_dim) == 1 or tensor.is_meta:
-        return tensor
-    # Offloaded tensors: the group talks in tensors of the mesh's device only.
-    moved = tensor.to(mesh.device_type)
-    group = mesh.get_group(mesh_dim)
-    if torch.compiler.is_compiling():
-        moved = traceable_collectives.all_reduce(moved, _NAMES[reduce_op], group)
-    else:
-        dist.all_reduce(moved, op=reduce_op, group=group)
-    return moved.to(tensor.device)
-
-
-_NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
-
-
-class _Fallbacks:
-    """Counts operations that gathered a ragged tensor, or refuses them."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.strict_depth = 0
-
-
-_FALLBACKS = _Fallbacks()
-
-
-def count_fallback(op: str, layout: RaggedLayout) -> None:
-    """Note that ``op`` is about to gather a tensor of ``layout``.
-
-    Raises:
-        UsageError: ``strict_mode`` is on.
-    """
-    if _FALLBACKS.strict_depth:
-        raise UsageError(
-            f"{op} has no rule for ragged tensors and would gather all of {list(layout.shape)}",
-            at=f"rank {layout.rank} of {len(layout.bounds) - 1}",
-            fix="call full_tensor() where a gather is meant, or leave strict_mode()",
-        )
-    _FALLBACKS.counts[op] += 1
-
-
-def fallback_counts(*, reset: bool = False) -> dict[str, int]:
-    """Return how often each operation gathered ragged tensors behind the user's back, since the last reset.
-
-    ``full_tensor`` and ``redistribute`` are asked for, and not counted.
-    """
-    counts = dict(_FALLBACKS.counts)
-    if reset:
-        _FALLBACKS.counts.clear()
-    return counts
-
-
-@contextmanager
-def strict_mode() -> Iterator[None]:
-    """Raise ``UsageError`` instead of gathering a ragged tensor that nobody asked to gather."""
-    _FALLBACKS.strict_depth += 1
-    try:
-        yield
-    finally:
-        _FALLBACKS.strict_depth -= 1
 
 
 def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:

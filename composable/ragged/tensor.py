@@ -12,46 +12,26 @@ from hashlib import sha256
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor, Replicate
 
+from composable.collectives import Ranks
 from composable.errors import ConfigError, UsageError
+from composable.planning import RaggedShard
+from composable.ragged.chunks import chunks_of, piece_at, write_items_of
 from composable.ragged.dispatch import RULES, rule_for
 from composable.ragged.fallback import LIVE_SOURCES, is_replicated, mark_stale, written_ragged
-from composable.ragged.spec import (
-    RaggedLayout,
-    RaggedShard,
-    RaggedSpec,
-    fallback_counts,
-    gather_full,
-    ragged_spec,
-    rebuild_spec,
-    slice_full,
-    strict_mode,
-)
-from composable.saving.torch_loads import chunks_of, piece_at, support_full_state_dicts, write_items_of
+from composable.ragged.spec import RaggedLayout, RaggedSpec, gather_full, ragged_spec, slice_full
 from composable.torch_private import (
     DeviceMesh,
     DTensorSpec,
     OpOverload,
     Placement,
-    TensorMeta,
-    all_op_names,
     disabled_torch_function,
     dtensor_new,
-    optim_foreach_types,
-    utils_foreach_types,
 )
 
-__all__ = [
-    "RaggedDTensor",
-    "RaggedShard",
-    "RaggedSpec",
-    "fallback_counts",
-    "hand_over_grad",
-    "ragged_spec",
-    "strict_mode",
-]
+__all__ = ["RaggedDTensor", "hand_over_grad", "rebuild_ragged"]
 
 # torch's own descriptors, whose stubs say Tensor.
 _GRAD: Any = torch.Tensor.grad
@@ -243,7 +223,7 @@ class RaggedDTensor(DTensor):
         # torch keeps compiled graphs on disk under this key. Ranks that own other ranges need other graphs.
         layout = self._spec.layout
         key = (layout.shape, self.dtype, layout.bounds, layout.rank, layout.mesh_dim, layout.mesh, self.requires_grad)
-        return sha256(repr((*key, layout.group.group_name)).encode()).hexdigest()
+        return sha256(repr((*key, layout.ranks.process_group.group_name)).encode()).hexdigest()
 
     # -- torch.distributed.checkpoint
 
@@ -304,7 +284,7 @@ class _Gather(torch.autograd.Function):
             if placement.is_partial():
                 # A copy: the incoming gradient may have other readers.
                 grad = grad.contiguous().clone()
-                dist.all_reduce(grad, group=layout.mesh.get_group(dim))
+                grad = Ranks.of_mesh(layout.mesh, dim).reduce(grad, ReduceOp.SUM)
                 if placement.reduce_op == "avg":
                     grad /= layout.mesh.size(dim)
         piece = slice_full(grad, layout).clone()
@@ -325,49 +305,6 @@ class _ToLocal(torch.autograd.Function):
         return RaggedDTensor.wrap(grad.contiguous(), ctx.spec.cast(grad.dtype))
 
 
-def _is_dispatched_here() -> bool:
-    meta = TensorMeta(torch.Size([1]), (1,), torch.float32)
-    spec = DTensorSpec(None, (RaggedShard((0, 1)),), tensor_meta=meta)  # type: ignore[arg-type]  # no mesh needed
-    probe = dtensor_new(RaggedDTensor, torch.zeros(1), spec, requires_grad=False)
-    try:
-        return type(probe.detach()) is RaggedDTensor
-    except RuntimeError:
-        return False  # torch's own path, which wants a mesh
-
-
-def _register_every_op(dispatch: Any) -> None:
-    """Give every operation of torch's own a rule for this class by name; takes 0.2 s.
-
-    For torch 2.11, whose C++ path for DTensor takes subclasses along and skips their ``__torch_dispatch__``.
-    """
-
-    def rule(cls: Any, op: OpOverload, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return dispatch(RaggedDTensor, op, types, args, kwargs)
-
-    for name in all_op_names():
-        if name.startswith(("aten::", "prims::")):
-            torch.library.register_torch_dispatch(name, RaggedDTensor, rule)
-
-
-def _set_up() -> None:
-    if not _is_dispatched_here():
-        _register_every_op(RaggedDTensor.__dict__["__torch_dispatch__"].__func__)
-        if not _is_dispatched_here():
-            raise UsageError(
-                f"torch {torch.__version__} gives operations on a DTensor subclass to DTensor",
-                fix="install torch 2.12 or newer",
-            )
-    # torch compares parameter types with these lists; one that is missing gets the slow loop.
-    for types in (optim_foreach_types, utils_foreach_types):
-        if RaggedDTensor not in types:
-            types.append(RaggedDTensor)
-    torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, RaggedSpec, rebuild_ragged, rebuild_spec])
-    support_full_state_dicts(RaggedDTensor)
-
-
 def hand_over_grad(param: torch.Tensor, grad: RaggedDTensor) -> None:
     """Assign to ``param`` a gradient that is known to have its spec, without checking it again."""
     _GRAD.__set__(param, grad)
-
-
-_set_up()

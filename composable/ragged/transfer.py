@@ -7,22 +7,18 @@ device change, and then no more than one list's pieces.
 An *owner* is a rank in the tensors' shard group; pieces without elements are not sent.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from composable.ragged.spec import RaggedLayout
+from composable.ragged.exchange import Exchange
 from composable.ragged.tensor import RaggedDTensor
 
 __all__ = ["cast_dtype", "collect_full", "spread_full"]
 
 # Pieces below this many bytes travel together: a message costs as much as copying this much.
 _PACKED_BYTES = 128 * 2**10
-# Pieces in one message start at multiples of this, so that they can be viewed in any dtype.
-_PACKED_ALIGN = 16
 
 
 class _Piece(NamedTuple):
@@ -63,7 +59,7 @@ def collect_full(
         for tensor, full in zip(tensors, fulls, strict=True):
             own = tensor._spec.layout
             full.view(-1)[own.lo : own.hi].copy_(tensor._local_tensor.detach().reshape(-1))
-    exchange = _Exchange(layout)
+    exchange = Exchange(layout)
     for owner in range(len(layout.bounds) - 1):
         if fulls is None and owner != layout.rank:
             continue
@@ -92,7 +88,7 @@ def spread_full(tensors: Sequence[RaggedDTensor], values: Callable[[int], torch.
     if not tensors:
         return
     layout = tensors[0]._spec.layout
-    exchange = _Exchange(layout)
+    exchange = Exchange(layout)
     if layout.rank == src:
         assert values is not None, "the source has the values"
         fulls = [values(index).detach().reshape(-1) if tensor.numel() else None for index, tensor in enumerate(tensors)]
@@ -136,60 +132,3 @@ def _parcels(tensors: Sequence[RaggedDTensor], owner: int) -> list[list[_Piece]]
         else:
             parcels.append([_Piece(index, lo, hi)])
     return [*parcels, small] if small else parcels
-
-
-class _Exchange:
-    """The messages of one call: what this rank sends, and where what it gets goes."""
-
-    def __init__(self, layout: RaggedLayout) -> None:
-        self._group = layout.group
-        self._device_type = layout.mesh.device_type
-        self._ops: list[dist.P2POp] = []
-        self._arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def send(self, pieces: Sequence[torch.Tensor], peers: Iterable[int]) -> None:
-        """Send flat tensors, in one message to each peer."""
-        peers = list(peers)
-        if not peers:
-            return
-        if len(pieces) == 1:
-            message = pieces[0].to(self._device_type).contiguous().view(torch.uint8)
-        else:
-            spans, total = _spans(pieces, [piece.dtype for piece in pieces])
-            message = torch.empty(total, dtype=torch.uint8, device=self._device_type)
-            for piece, (start, stop) in zip(pieces, spans, strict=True):
-                message[start:stop].view(piece.dtype).copy_(piece)
-        self._ops += [dist.P2POp(dist.isend, message, group=self._group, group_peer=peer) for peer in peers]
-
-    def receive(self, targets: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], peer: int) -> None:
-        """Receive one message into flat tensors; ``dtypes`` are those it was sent in."""
-        only = targets[0]
-        if len(targets) == 1 and only.dtype == dtypes[0] and only.device.type == self._device_type:
-            # As bytes: not every backend knows every dtype.
-            message = only.view(torch.uint8)
-        else:
-            spans, total = _spans(targets, dtypes)
-            message = torch.empty(total, dtype=torch.uint8, device=self._device_type)
-            self._arrivals += [
-                (target, message[start:stop].view(dtype))
-                for target, dtype, (start, stop) in zip(targets, dtypes, spans, strict=True)
-            ]
-        self._ops.append(dist.P2POp(dist.irecv, message, group=self._group, group_peer=peer))
-
-    def run(self) -> None:
-        """Exchange the messages and put what arrived in its place."""
-        for work in dist.batch_isend_irecv(self._ops) if self._ops else ():
-            work.wait()
-        for target, piece in self._arrivals:
-            target.copy_(piece)
-
-
-def _spans(pieces: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> tuple[list[tuple[int, int]], int]:
-    """Return the bytes ``[start, stop)`` of each piece in a message, and the message's length."""
-    sizes = [piece.numel() * dtype.itemsize for piece, dtype in zip(pieces, dtypes, strict=True)]
-    if len(sizes) == 1:
-        return [(0, sizes[0])], sizes[0]
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + -(-size // _PACKED_ALIGN) * _PACKED_ALIGN)
-    return [(start, start + size) for (start, _), size in zip(pairwise(starts), sizes)], starts[-1]

@@ -1,1 +1,22 @@
 """The gradient buckets of ``replicate``, and their averaging."""
+
+from composable.replication.broadcasts import BufferSync, broadcast_tensors
+from composable.replication.bucket import BucketOptions, ReducedParam
+from composable.replication.comm_hooks import CommHook
+from composable.replication.hooks import register_replicate_hooks
+from composable.replication.reducer import Reducer
+from composable.replication.state import ReplicateState
+from composable.replication.tensors import ManagedTensors, find_tensors
+
+__all__ = [
+    "BucketOptions",
+    "BufferSync",
+    "CommHook",
+    "ManagedTensors",
+    "ReducedParam",
+    "Reducer",
+    "ReplicateState",
+    "broadcast_tensors",
+    "find_tensors",
+    "register_replicate_hooks",
+]

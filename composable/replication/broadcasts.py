@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from composable.collectives.base import Transport
+from composable.collectives import Transport
 from composable.torch_private import foreach_copy_
 
 __all__ = ["BufferSync", "broadcast_tensors"]

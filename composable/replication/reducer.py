@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 
-from composable.collectives.base import Pending, Transport
+from composable.collectives import Grid, Pending, Transport
 from composable.errors import UsageError, place_of_rank
 from composable.replication.bucket import FIRST_CAP_BYTES, Bucket, BucketOptions, ReducedParam, plan_buckets
 from composable.replication.comm_hooks import CommHook, copy_hook
 from composable.torch_private import current_autograd_node, will_engine_execute_node
+from composable.wording import count_text, list_text, ranks_text
 
 __all__ = ["Reducer"]
 
@@ -47,9 +48,6 @@ class _HookPending:
         self._bucket = bucket
         self._future = future
 
-    def is_done(self) -> bool:
-        return self._future.done()
-
     def finish(self) -> None:
         result = self._future.wait()
         self._bucket.take_result(result[0] if isinstance(result, (list, tuple)) else result)
@@ -64,7 +62,7 @@ class _EndOfBackward:
         self._reducer = reducer
 
     def __call__(self) -> None:
-        self._reducer.close()
+        self._reducer.end_backward()
 
 
 class Reducer:
@@ -73,7 +71,7 @@ class Reducer:
     Args:
         params: In ``named_parameters()`` order, equal on all ranks.
         transport: Of these ranks; used for nothing else, since its calls must keep their order.
-        ranks: Their ranks in the default group, for messages.
+        grid: These ranks.
         options: What the user chose.
         after_backward: Queues a function to run at the end of the running backward.
 
@@ -88,7 +86,7 @@ class Reducer:
         self,
         params: Sequence[ReducedParam],
         transport: Transport,
-        ranks: Sequence[int],
+        grid: Grid,
         options: BucketOptions,
         after_backward: Callable[[Callable[[], None]], None],
     ) -> None:
@@ -98,13 +96,16 @@ class Reducer:
         self.sync_after_context: bool | None = None
         self.is_open = False
         self._transport = transport
-        self._ranks = ranks
+        self._grid = grid
+        self._scale = 1.0 / grid.divisor
+        # As the transport has them.
+        self._ranks = sorted(grid.everyone.numbers)
         self._after_backward = after_backward
         self._hook: tuple[Any, CommHook] | None = None
         self._lock = threading.RLock()
         self._guard: weakref.ref[_EndOfBackward] | None = None
         self._was_aborted = False
-        self._is_retired = False
+        self._is_closed = False
         self._is_round = True
         self._seen = bytearray(len(params))  # Arrived in this backward.
         self._seen_before = bytearray(len(params))  # Arrived since the last round, without synchronisation.
@@ -144,7 +145,7 @@ class Reducer:
                 at=place_of_rank(),
                 fix="copy it before or after",
             )
-        twin = Reducer(params, transport, self._ranks, self.options, self._after_backward)
+        twin = Reducer(params, transport, self._grid, self.options, self._after_backward)
         syncs, after = self.requires_gradient_sync, self.sync_after_context
         twin.requires_gradient_sync = syncs if after is None else after
         twin._seen_before[:] = self._seen_before
@@ -155,7 +156,7 @@ class Reducer:
             twin._next_order = self._next_order or built
         return twin
 
-    def retire(self) -> None:
+    def close(self) -> None:
         """Average what backwards without synchronisation left, give every gradient memory of its own, free the buckets.
 
         Collective. No backward is running; one that comes later, of a forward that ran before, is an error.
@@ -168,7 +169,7 @@ class Reducer:
                 if param.grad is view:
                     param.grad = view.clone()
         self._bucket_of.clear()
-        self._is_retired = True
+        self._is_closed = True
 
     def _average_kept_gradients(self) -> None:
         """Do what the next round would have done, one gradient at a time."""
@@ -184,8 +185,7 @@ class Reducer:
                     item.param.grad = torch.zeros_like(item.param)
                 grad = item.param.grad.detach()
                 whole = grad.contiguous()
-                scale = 1.0 / self._transport.world_size
-                self._transport.begin_all_reduce(whole.view(-1), self._order_key, scale=scale).finish()
+                self._transport.begin_all_reduce(whole.view(-1), self._order_key, scale=self._scale).finish()
                 if whole is not grad:
                     grad.copy_(whole)
         self._seen_before[:] = bytes(len(self.params))
@@ -224,7 +224,7 @@ class Reducer:
             )
         self._hook = (state, hook)
 
-    def close(self) -> None:
+    def end_backward(self) -> None:
         """End a backward: reduce what is left, and complain about what is missing.
 
         Raises:
@@ -284,7 +284,7 @@ class Reducer:
         with self._lock:
             if self.is_open:
                 return  # Another device's thread was first.
-            if self._is_retired:
+            if self._is_closed:
                 raise UsageError(
                     "backward of a forward that ran before the model's annotation was taken off",
                     at=place_of_rank(),
@@ -314,7 +314,7 @@ class Reducer:
             self.is_open = True
 
     def _note_end(self, guard: "weakref.ref[_EndOfBackward]") -> None:
-        """Notice a backward that ended without ``close``: an exception stopped it."""
+        """Notice a backward that ended without ``end_backward``: an exception stopped it."""
         if guard is self._guard and self.is_open:
             self.is_open = False
             self._node = None
@@ -351,7 +351,7 @@ class Reducer:
 
         Streams: gradients are copied on the current one, which the collective waits for.
         """
-        scale = 1.0 if self._hook is not None else 1.0 / self._transport.world_size
+        scale = 1.0 if self._hook is not None else self._scale
         bucket.pack(scale, grads_as_views=self.options.grads_as_views)
         self._send(bucket)
 
@@ -510,35 +510,23 @@ class Reducer:
         stopped = [rank for rank, value in zip(self._ranks, complaints, strict=False) if value < 0]
         if missing and not self.options.find_unused:
             names = [self.params[index].fqn for index in missing]
-            lines.append(f"backward ended without a gradient for {_count(len(names))}: {_shorten(names)}")
+            shown = list_text(names, _MAX_NAMES_SHOWN)
+            lines.append(f"backward ended without a gradient for {count_text(len(names), 'parameter')}: {shown}")
             if self._order:
                 lines.append(f"    the last gradient to arrive was that of {self.params[self._order[-1]].fqn!r}")
             others = [rank for rank in others if rank != self._ranks[self._transport.rank]]
             if others:
-                lines.append(f"    so did {_ranks(others)}, perhaps for other parameters")
+                lines.append(f"    so did {ranks_text(others)}, perhaps for other parameters")
         elif others:
             # Flags are added up over the ranks; in bfloat16 the names of few among many ranks may be lost.
             full = self._transport.world_size - 0.5
             names = [item.fqn for item, flag in zip(self.params, flags, strict=False) if flag < full]
-            lines.append(f"{_ranks(others)} ended backward without a gradient for {_shorten(names)}")
+            shown = list_text(names, _MAX_NAMES_SHOWN)
+            lines.append(f"{ranks_text(others)} ended backward without a gradient for {shown}")
         fix = _FIX_UNUSED if lines else "drop the gradients of this step, and see what was raised there"
         if stopped:
-            lines.append(f"{_ranks(stopped)} did not finish backward: an exception stopped it there")
+            lines.append(f"{ranks_text(stopped)} did not finish backward: an exception stopped it there")
         raise UsageError("\n".join(lines), at=place_of_rank(), fix=fix)
-
-
-def _count(number: int) -> str:
-    return f"{number} parameter" if number == 1 else f"{number} parameters"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _shorten(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES_SHOWN])
-    left_out = len(names) - _MAX_NAMES_SHOWN
-    return f"{shown} and {left_out} more" if left_out > 0 else shown
 
 
 def _is_whole_backward(node: Any) -> bool:

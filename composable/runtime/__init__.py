@@ -1,1 +1,19 @@
 """When handles unshard, reshard and reduce, and on which stream."""
+
+from composable.runtime.copies import copy_module
+from composable.runtime.hooks import register_fully_shard_hooks
+from composable.runtime.part import AnnotatedPart
+from composable.runtime.readiness import check_on_device
+from composable.runtime.scheduler import Scheduler
+from composable.runtime.state import FullyShardState, handle_of_module, sharded_state_of
+
+__all__ = [
+    "AnnotatedPart",
+    "FullyShardState",
+    "Scheduler",
+    "check_on_device",
+    "copy_module",
+    "handle_of_module",
+    "register_fully_shard_hooks",
+    "sharded_state_of",
+]

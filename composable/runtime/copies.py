@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable.contract import Annotation, describe_module, get_registry, promote_member
+from composable.contract import Annotation, get_registry, promote_member
 from composable.errors import UsageError, place_of_rank
-from composable.planning.shard_plan import ShardPlan
+from composable.fqns import describe_module
+from composable.frames import in_backward
+from composable.planning import ShardPlan
 from composable.runtime.part import AnnotatedPart
-from composable.runtime.scheduler import in_backward
 from composable.runtime.state import FullyShardState
-from composable.storage.copy_reach import modules_of_copy
-from composable.storage.handle import FIX_COPY
+from composable.storage import FIX_COPY, modules_of_copy
 
 __all__ = ["copy_module"]
 
@@ -84,7 +84,7 @@ class _Session:
         handles = self.part.handles_of(state)
         roots = self._roots[state]
         twin = self._memo[id(state)] = copy.copy(state)
-        twin.forget_root()
+        twin.root = None
         twin._handles = [self._memo[id(handle)] for handle in handles]
         twin.modules = ()
         twin.marked_buffers = []

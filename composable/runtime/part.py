@@ -8,11 +8,9 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from composable.contract import managing_state
 from composable.errors import UsageError, place_of_rank
-from composable.runtime.state import FullyShardState
-from composable.storage.copy_reach import reaches_out
-from composable.storage.handle import Handle, handle_of
+from composable.runtime.state import FullyShardState, handle_of_module, sharded_state_of
+from composable.storage import Handle, handle_of, reaches_out
 
 __all__ = ["AnnotatedPart"]
 
@@ -40,11 +38,11 @@ class AnnotatedPart:
         handles: dict[Handle, None] = {}
         states: dict[FullyShardState, None] = {}
         for module in self.modules:
-            state = managing_state(module, "fully_shard")
-            if isinstance(state, FullyShardState):
+            state, own = sharded_state_of(module), handle_of_module(module)
+            if state is not None:
                 states[state] = None
-                if module in state._module_to_handle:
-                    handles[state._module_to_handle[module]] = None
+            if own is not None:
+                handles[own] = None
             for param in module._parameters.values():
                 handle = None if param is None else handle_of(param)
                 if handle is not None:
@@ -68,7 +66,7 @@ class AnnotatedPart:
 
     def managed_by(self, state: FullyShardState) -> list[nn.Module]:
         """Return the modules of the part that ``state`` manages."""
-        return [module for module in self.modules if managing_state(module, "fully_shard") is state]
+        return [module for module in self.modules if sharded_state_of(module) is state]
 
     def roots_of(self, state: FullyShardState) -> tuple[nn.Module, ...]:
         """Return the outermost modules of the part that ``state`` manages: what it annotates, or members of it."""

@@ -4,19 +4,17 @@ Two ways to have none: still on the meta device, or in memory that ``to_empty`` 
 written to since. Modules that an annotation ignores are the user's own.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import nn
 
-from composable.contract import get_registry
 from composable.errors import UsageError
-from composable.storage.handle import Handle
-from composable.storage.unfilled import META_FIX, is_unfilled
+from composable.planning import managed_modules
+from composable.storage import META_FIX, Handle, is_unfilled
+from composable.wording import join_fqn, list_text
 
-__all__ = ["Annotated", "check_on_device", "check_ready", "list_fqns", "managed_modules", "name_modules"]
-
-_FQNS_SHOWN = 5
+__all__ = ["Annotated", "check_on_device", "check_ready"]
 
 
 class Annotated(Protocol):
@@ -42,16 +40,16 @@ def check_ready(states: Sequence[Annotated], names: Mapping[nn.Module, str]) -> 
     unfilled: list[str] = []
     marked = [flat for state in states for handle in state._handles for flat in handle.buffers if flat.is_marked]
     for flat in marked:
-        unfilled += [_join(names, *param.owners[0]) for param in flat.params if is_unfilled(param.local)]
+        unfilled += [_name_in(names, *param.owners[0]) for param in flat.params if is_unfilled(param.local)]
     buffers = [slot for state in states for slot in state.marked_buffers]
     for module, name in dict.fromkeys(buffers):
         buffer = module._buffers.get(name)
         if buffer is not None and is_unfilled(buffer):
-            unfilled.append(_join(names, module, name))
+            unfilled.append(_name_in(names, module, name))
     if unfilled:
         raise UsageError(
             "to_empty() made room for parameters or buffers, and nothing has filled it",
-            at=list_fqns(unfilled),
+            at=list_text(unfilled),
             fix="initialise or load them; a buffer that __init__ computes has to be computed again, and assigned",
         )
     for flat in marked:
@@ -63,9 +61,11 @@ def check_ready(states: Sequence[Annotated], names: Mapping[nn.Module, str]) -> 
 def check_on_device(states: Sequence[Annotated], names: Mapping[nn.Module, str]) -> None:
     """Raise ``UsageError`` if something that ``states`` manage is on the meta device on this rank."""
     handles = [handle for state in states for handle in state._handles]
-    params = [_join(names, *param.owners[0]) for handle in handles for param in handle.params if param.ragged.is_meta]
+    params = [
+        _name_in(names, *param.owners[0]) for handle in handles for param in handle.params if param.ragged.is_meta
+    ]
     buffers = [
-        _join(names, module, name)
+        _name_in(names, module, name)
         for state in states
         for module in managed_modules(state.modules, state.ignored_modules)
         for name, buffer in module._buffers.items()
@@ -74,42 +74,9 @@ def check_on_device(states: Sequence[Annotated], names: Mapping[nn.Module, str])
     if params or buffers:
         kinds = [kind for kind, found in (("parameters", params), ("buffers", buffers)) if found]
         raise UsageError(
-            f"{' and '.join(kinds)} are still on the meta device", at=list_fqns(params + buffers), fix=META_FIX
+            f"{' and '.join(kinds)} are still on the meta device", at=list_text(params + buffers), fix=META_FIX
         )
 
 
-def name_modules(roots: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """Return the FQN of every module at or below ``roots``; of several roots, by their position."""
-    names: dict[nn.Module, str] = {}
-    for position, root in enumerate(roots):
-        prefix = str(position) if len(roots) > 1 else ""
-        for fqn, module in root.named_modules(prefix=prefix):
-            names.setdefault(module, fqn)
-    return names
-
-
-def managed_modules(roots: Iterable[nn.Module], ignored: frozenset[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules of one annotation, in ``modules()`` order, without those that others annotate or it ignores."""
-    starts = tuple(roots)
-    seen: set[nn.Module] = set()
-    stack = [*reversed(starts)]
-    while stack:
-        module = stack.pop()
-        if module in seen or module in ignored:
-            continue
-        seen.add(module)
-        if module not in starts and not {"replicate", "fully_shard"}.isdisjoint(get_registry(module)):
-            continue
-        yield module
-        stack.extend(child for child in reversed(module._modules.values()) if child is not None)
-
-
-def list_fqns(fqns: Sequence[str]) -> str:
-    """Return names for a message: the first few, and how many more."""
-    shown = ", ".join(map(repr, fqns[:_FQNS_SHOWN]))
-    return f"{shown} and {len(fqns) - _FQNS_SHOWN} more" if len(fqns) > _FQNS_SHOWN else shown
-
-
-def _join(names: Mapping[nn.Module, str], module: nn.Module, name: str) -> str:
-    fqn = names.get(module, "")
-    return f"{fqn}.{name}" if fqn else name
+def _name_in(names: Mapping[nn.Module, str], module: nn.Module, name: str) -> str:
+    return join_fqn(names.get(module, ""), name)

@@ -1,4 +1,4 @@
-"""When each handle of a root unshards, reshards and reduces, and on which stream.
+"""When each handle of a root unshards, reshards and reduces.
 
 Every collective is decided by events that all ranks share: a fully sharded module starts
 or ends its forward, or the gradient of its output arrives. Which *parameters* got a
@@ -8,87 +8,79 @@ When is a handle's gradient complete? Autograd runs ready nodes latest-created f
 the gradient of a module's output arrives, every node created after that output has run; so
 every handle whose first forward call came later is complete and may be reduced, with no
 hook on any parameter. What no earlier module completes, the end of backward does.
-See docs/notes/completion.md.
-
-Streams (CUDA): all-gathers run on the unshard stream and reduce-scatters on the reduce
-stream; each allocates what it writes, so a block's owner stream is always the writer. Memory
-freed by the host while kernels still read it is safe because its next writer first waits
-for an event recorded after those kernels. ``record_stream`` is not used.
+See docs/notes/completion.md. On which stream things run is the business of ``streams.py``.
 """
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
-from composable.collectives.base import Pending
 from composable.errors import UsageError, place_of_rank
-from composable.storage.flat_buffer import FlatBuffer, GradientBuffer, GradientPool
-from composable.storage.handle import Handle
-from composable.torch_private import current_graph_task_id, module_call_code
+from composable.frames import in_backward, is_called_again
+from composable.runtime.streams import Streams
+from composable.runtime.turn import Turn
+from composable.storage import FlatBuffer, GradientBuffer, GradientPool, Handle, Reduction
 
-__all__ = ["Scheduler", "in_backward", "modules_in_call"]
+__all__ = ["Scheduler"]
 
 # Gradient buffers alive at once: one being reduced, one being filled.
 MAX_GRADIENT_BUFFERS = 2
 
 
-class _Reduction:
-    """A reduce-scatter that was started."""
+class _UnderWay(NamedTuple):
+    """A reduction that was started, and what its source and its result belong to."""
 
-    __slots__ = ("done", "flat", "gradient", "pending", "reduced")
-
-    def __init__(
-        self,
-        flat: FlatBuffer,
-        gradient: GradientBuffer,
-        pending: Pending,
-        reduced: torch.Tensor,
-        done: "torch.cuda.Event | None",
-    ) -> None:
-        self.flat = flat
-        self.gradient = gradient
-        self.pending = pending
-        self.reduced = reduced
-        self.done = done
+    reduction: Reduction
+    flat: FlatBuffer
+    gradient: GradientBuffer
 
 
 class Scheduler:
-    """Runs the handles of one root state.
+    """Runs the handles of one root.
 
     Args:
         handles: All handles of the root, left to right, depth first.
-        device: Where the handles live.
+        streams: Of the device where they live.
         queue_callback: Asks autograd to call a function at the end of the running backward.
+
+    Attributes:
+        is_backward: A backward of this root is running.
+        backward_id: How many backwards there were, the running one included.
+        is_closed: Another annotation took the place of this one.
     """
 
     def __init__(
-        self, handles: Sequence[Handle], device: torch.device, queue_callback: Callable[[Callable[[], None]], None]
+        self, handles: Sequence[Handle], streams: Streams, queue_callback: Callable[[Callable[[], None]], None]
     ) -> None:
         self.handles = tuple(handles)
-        self.clock = 0
         self.is_backward = False
-        self.is_retired = False
-        self._running: list[nn.Module] = []
-        self._queue_callback = queue_callback
         self.backward_id = 0
-        self._armed: list[Handle] = []
-        self._last_armed: list[Handle] = []
-        self._queue: list[Handle] = []
+        self.is_closed = False
+        self._clock = 0
+        self._turns = {handle: Turn(handle) for handle in handles}
+        self._streams = streams
+        self._queue_callback = queue_callback
+        self._running: list[nn.Module] = []
+        self._armed: list[Turn] = []
+        self._last_armed: list[Turn] = []
+        self._queue: list[Turn] = []
         self._unsharded: dict[Handle, None] = {}
-        self._reductions: deque[_Reduction] = deque()
+        self._under_way: deque[_UnderWay] = deque()
         self._pool = GradientPool()
-        self._last_forward: Handle | None = None
-        self._last_backward: Handle | None = None
-        self._streams = _Streams() if device.type == "cuda" else None
-        self.stream_names: dict[int, str] = {} if self._streams is None else self._streams.names()
+        self._last_forward: Turn | None = None
+        self._last_backward: Turn | None = None
 
     @property
     def is_idle(self) -> bool:
         """No forward or backward of this root is running."""
         return not self._running and not in_backward()
+
+    @property
+    def _stream_to_name(self) -> dict[int, str]:
+        """Name of each stream by its id, for debugging; empty on the CPU."""
+        return dict(self._streams.names)
 
     # Forward
 
@@ -96,32 +88,30 @@ class Scheduler:
         """A managed module starts its forward; the outermost one starts a forward pass."""
         running = self._running
         if not in_backward():
-            if self.is_backward or (running and running[0] is module and not _is_recursive(module)):
+            if self.is_backward or (running and running[0] is module and not is_called_again(module)):
                 # The last backward raised before its final callback, or Ctrl-C ended the last forward.
-                self.reset()
+                self._reset()
             if not running:
                 self._last_forward = None
-                if self._streams is not None:
-                    self._streams.shards_written()
+                self._streams.shards_written()
         running.append(module)
 
     def is_running(self, module: nn.Module) -> bool:
         """Say whether ``module`` is the innermost managed module whose forward has started."""
         return bool(self._running) and self._running[-1] is module
 
-    def is_called_again(self, module: nn.Module) -> bool:
-        """Say whether the innermost call of ``module`` is inside another one of it."""
-        return self._running.count(module) > 1
-
     def exit_forward(self) -> None:
         """The innermost managed module ends its forward, also by an exception."""
         self._running.pop()
         if not self._running and not in_backward():
-            for handle in [handle for handle in self._unsharded if handle.is_gathering or handle.modules_left]:
-                # A prefetch that nothing used, or a group of modules that did not all run.
-                handle.modules_left.clear()
-                if handle.is_gathering or handle.reshard_after_forward or handle.first_pre < 0:
-                    self.reshard(handle)
+            for handle in list(self._unsharded):
+                # A handle of another root, which only a prefetch list brings here, has no turn.
+                turn = self._turns.get(handle) or Turn(handle)
+                if handle.is_gathering or turn.modules_left:
+                    # A prefetch that nothing used, or a group of modules that did not all run.
+                    turn.modules_left.clear()
+                    if handle.is_gathering or handle.reshard_after_forward or turn.first_forward is None:
+                        self.reshard(handle)
 
     def pre_forward(self, handle: Handle) -> None:
         """Make the handle's parameters usable and start gathering what comes next.
@@ -135,52 +125,58 @@ class Scheduler:
                 at=f"{place_of_rank()}, module {handle.fqn!r}",
                 fix="leave the context first, or enter it without rank0_only, offload_to_cpu and with_grads",
             )
+        turn = self._turns[handle]
+        if len(handle.modules) > 1 and not turn.modules_left:
+            turn.modules_left.update(handle.modules)
         if in_backward():
             # Activation checkpointing runs the forward again: order and clock stay as they are.
             if not self.is_backward:
                 self._begin_backward()
             self.unshard(handle)
             return
-        self.clock += 1
-        if handle.entered_at < 0:
-            handle.entered_at = self.clock
+        self._clock += 1
+        if turn.entered_at is None:
+            turn.entered_at = self._clock
         last = self._last_forward
-        if last is not handle:
+        if last is not turn:
             if last is not None:
-                last.next_forward = handle
-            handle.previous_forward = last
-            self._last_forward = handle
+                last.next_forward = turn
+            turn.previous_forward = last
+            self._last_forward = turn
         self.unshard(handle)
-        ahead = handle.forward_prefetch
-        if ahead is not None:
-            self._prefetch(ahead)
-        elif handle.next_forward is not None and handle.next_forward is not handle:
-            self.begin_unshard(handle.next_forward)
+        following = turn.next_forward
+        if handle.forward_prefetch is not None:
+            self._prefetch(handle.forward_prefetch)
+        elif following is not None and following is not turn:
+            self.begin_unshard(following.handle)
 
-    def post_forward(self, handle: Handle, *, is_differentiable: bool, is_last: bool = True) -> int:
-        """End one call; returns its clock, which the output's hook must give to ``pre_backward``.
+    def post_forward(self, handle: Handle, module: nn.Module, *, is_differentiable: bool) -> int:
+        """End one call of ``module``; returns its clock, which the output's hook must give to ``pre_backward``.
 
         Args:
-            handle: Whose module ended.
+            handle: Of the module.
+            module: Whose forward ended.
             is_differentiable: Some output takes part in autograd.
-            is_last: No other module of the handle is still to run in this forward.
         """
+        turn = self._turns[handle]
+        turn.modules_left.discard(module)
         if in_backward():
-            if is_differentiable and handle.backward_id != self.backward_id and handle not in self._queue:
+            if is_differentiable and turn.met_in != self.backward_id and turn not in self._queue:
                 # Reentrant checkpointing: the first forward ran without grad, so only now is it known.
-                handle.first_pre = 0
-                self._queue.insert(0, handle)
-                self._last_armed.append(handle)
-            return self.clock
-        self.clock += 1
-        if is_differentiable and handle.first_pre < 0:
-            handle.first_pre = handle.entered_at
-            self._armed.append(handle)
-        if is_last:
-            handle.entered_at = -1
+                turn.first_forward = 0
+                self._queue.insert(0, turn)
+                self._last_armed.append(turn)
+            return self._clock
+        self._clock += 1
+        if is_differentiable and turn.first_forward is None:
+            turn.first_forward = turn.entered_at
+            self._armed.append(turn)
+        # The last call of the forward: no other module of the handle is to run, nor this one around itself.
+        if not turn.modules_left and self._running.count(module) == 1:
+            turn.entered_at = None
             if handle.reshard_after_forward or not is_differentiable:
                 self.reshard(handle)
-        return self.clock
+        return self._clock
 
     # Backward
 
@@ -188,32 +184,32 @@ class Scheduler:
         """The gradient of an output of ``handle`` arrived; ``clock`` is that call's end."""
         if not self.is_backward:
             self._begin_backward()
-        queue = self._queue
-        while queue and queue[-1].first_pre > clock:
+        queue, backward_id = self._queue, self.backward_id
+        while queue and _first_forward(queue[-1]) > clock:
             self._complete(queue.pop())
-        if handle.completed_id == self.backward_id:
+        turn = self._turns[handle]
+        if turn.completed_in == backward_id:
             # Forwards and backwards interleave: reduced already, and more is coming.
-            handle.is_late = True
-        if handle.backward_id != self.backward_id:
-            handle.backward_id = self.backward_id
-            last = self._last_backward
-            if last is not None:
-                last.next_backward = handle
-            self._last_backward = handle
+            turn.is_late = True
+        if turn.met_in == backward_id:
             self.unshard(handle)
-            ahead = handle.backward_prefetch
-            if ahead is not None:
-                self._prefetch(ahead)
-            else:
-                following = handle.next_backward or handle.previous_forward
-                # A handle that is not armed takes no part in this backward.
-                if following is not None and following.first_pre >= 0 and following.completed_id != self.backward_id:
-                    self.begin_unshard(following)
-        elif not handle.is_unsharded:
-            self.unshard(handle)
+            return
+        turn.met_in = backward_id
+        last = self._last_backward
+        if last is not None:
+            last.next_backward = turn
+        self._last_backward = turn
+        self.unshard(handle)
+        if handle.backward_prefetch is not None:
+            self._prefetch(handle.backward_prefetch)
+            return
+        following = turn.next_backward or turn.previous_forward
+        # A handle that is not armed takes no part in this backward.
+        if following is not None and following.first_forward is not None and following.completed_in != backward_id:
+            self.begin_unshard(following.handle)
 
     def _begin_backward(self) -> None:
-        if self.is_retired:
+        if self.is_closed:
             raise UsageError(
                 "backward of a forward that ran before the model's annotation was changed",
                 at=place_of_rank(),
@@ -223,11 +219,11 @@ class Scheduler:
         self.is_backward = True
         self.backward_id += 1
         armed = self._armed or self._last_armed
-        for handle in self.handles:
-            if handle.has_unsynced_gradients and handle.first_pre < 0:
-                handle.first_pre = 0
-                armed = [*armed, handle]
-        self._queue = sorted(armed, key=_first_pre)
+        for handle, turn in self._turns.items():
+            if handle.has_unsynced_gradients and turn.first_forward is None:
+                turn.first_forward = 0
+                armed = [*armed, turn]
+        self._queue = sorted(armed, key=_first_forward)
         self._last_armed, self._armed = armed, []
 
     def _end_backward(self) -> None:
@@ -236,20 +232,21 @@ class Scheduler:
             return
         while self._queue:
             self._complete(self._queue.pop())
-        for handle in self.handles:
-            if handle.is_late:
-                handle.is_late = False
-                self._complete(handle)
+        for turn in self._turns.values():
+            if turn.is_late:
+                turn.is_late = False
+                self._complete(turn)
         self._finish_backward()
 
     def _finish_backward(self) -> None:
-        while self._reductions:
+        while self._under_way:
             self._finish_reduction()
-        stray = [handle for handle in self._last_armed if handle.requires_gradient_sync and handle.has_gradients()]
+        armed = [turn.handle for turn in self._last_armed]
+        stray = [handle for handle in armed if handle.requires_gradient_sync and handle.has_gradients()]
         for handle in list(self._unsharded):
             self.reshard(handle)
-        for handle in self._last_armed:
-            handle.first_pre = -1
+        for turn in self._last_armed:
+            turn.first_forward = None
         self._pool.release()
         self._last_backward = None
         self.is_backward = False
@@ -262,51 +259,36 @@ class Scheduler:
                 fix="use them in the forward of their own module, or let the module above own them",
             )
 
-    def _complete(self, handle: Handle) -> None:
+    def _complete(self, turn: Turn) -> None:
         """Reduce the handle's gradients and free its parameters."""
-        handle.completed_id = self.backward_id
-        if not handle.is_trainable:
-            self.reshard(handle)
-            return
-        if not handle.requires_gradient_sync:
-            handle.has_unsynced_gradients = True
-            self.reshard(handle)
-            return
-        handle.has_unsynced_gradients = False
+        handle = turn.handle
+        turn.completed_in = self.backward_id
+        if handle.is_trainable:
+            handle.has_unsynced_gradients = not handle.requires_gradient_sync
+            if handle.requires_gradient_sync:
+                self._reduce(handle)
+        self.reshard(handle)
+
+    def _reduce(self, handle: Handle) -> None:
         for flat in handle.buffers:
             if flat.is_empty:
                 flat.accumulate_nothing()
             elif flat.is_trainable:
-                while len(self._reductions) >= MAX_GRADIENT_BUFFERS:
+                while len(self._under_way) >= MAX_GRADIENT_BUFFERS:
                     self._finish_reduction()
-                gradient = self._pool.take(flat)
+                gradient = self._pool.take(flat.pool_key, flat.make_gradient_buffer)
                 flat.take_gradients(gradient)
                 if flat is handle.buffers[-1]:
                     self.reshard(handle)
-                self._begin_reduction(flat, gradient)
-        self.reshard(handle)
-
-    def _begin_reduction(self, flat: FlatBuffer, gradient: GradientBuffer) -> None:
-        assert flat.transport is not None
-        scale = 1.0 / flat.transport.world_size
-        if self._streams is None:
-            pending, reduced = flat.begin_reduce(gradient, scale=scale)
-            done = None
-        else:
-            with self._streams.for_reduce():
-                pending, reduced = flat.begin_reduce(gradient, scale=scale)
-                pending.finish()
-                done = self._streams.record()
-        self._reductions.append(_Reduction(flat, gradient, pending, reduced, done))
+                assert flat.gradient_path is not None, "connected when the root was decided"
+                reduction = self._streams.begin_reduction(flat.gradient_path, gradient)
+                self._under_way.append(_UnderWay(reduction, flat, gradient))
 
     def _finish_reduction(self) -> None:
-        reduction = self._reductions.popleft()
-        if reduction.done is None:
-            reduction.pending.finish()
-        else:
-            torch.cuda.current_stream().wait_event(reduction.done)
-        self._pool.give(reduction.flat, reduction.gradient)
-        reduction.flat.accumulate(reduction.reduced)
+        reduction, flat, gradient = self._under_way.popleft()
+        shard = reduction.finish()
+        self._pool.give(flat.pool_key, gradient)
+        flat.accumulate(shard)
 
     # Unshard and reshard
 
@@ -315,7 +297,7 @@ class Scheduler:
         if handle.is_unsharded:
             return
         self.begin_unshard(handle)
-        self._wait_for_gathers(handle)
+        self._streams.wait_for_unshard(handle)
         handle.use_unsharded()
 
     def begin_unshard(self, handle: Handle) -> None:
@@ -323,13 +305,7 @@ class Scheduler:
         if handle.is_unsharded or handle.is_gathering:
             return
         self._unsharded[handle] = None
-        if self._streams is None:
-            handle.begin_unshard()
-        else:
-            with self._streams.for_unshard():
-                handle.begin_unshard()
-                handle.finish_gathers()
-                self._streams.unsharded(handle)
+        self._streams.begin_unshard(handle)
 
     def reshard(self, handle: Handle) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them.
@@ -339,40 +315,33 @@ class Scheduler:
         if handle not in self._unsharded or handle.held_with is not None:
             return
         if handle.is_gathering:
-            self._wait_for_gathers(handle)
+            self._streams.wait_for_unshard(handle)
         del self._unsharded[handle]
         handle.reshard()
-        if self._streams is not None:
-            self._streams.resharded()
+        self._streams.resharded()
 
     def shards_written(self) -> None:
         """The current stream wrote the shards outside of forward; gathers that start now must wait for it."""
-        if self._streams is not None:
-            self._streams.shards_written()
+        self._streams.shards_written()
 
     def _prefetch(self, handles: Iterable[Handle]) -> None:
         for handle in handles:
             self.begin_unshard(handle)
 
-    def _wait_for_gathers(self, handle: Handle) -> None:
-        if self._streams is None:
-            handle.finish_gathers()
-        else:
-            self._streams.wait_for_unshard(handle)
-
     # Recovery
 
-    def reset(self) -> None:
-        """Forget a step that an exception cut short: free buffers, drop its gradients."""
-        while self._reductions:
-            reduction = self._reductions.popleft()
-            reduction.pending.finish()
+    def abandon_step(self) -> None:
+        """Forget a step that an exception or Ctrl-C cut short: free buffers, drop its gradients. Nothing is running."""
+        if self._running or self.is_backward:
+            self._reset()
+
+    def _reset(self) -> None:
+        while self._under_way:
+            self._under_way.popleft().reduction.finish()
         for handle in list(self._unsharded):
             self.reshard(handle)
-        for handle in self.handles:
-            handle.first_pre = handle.entered_at = -1
-            handle.is_late = False
-            handle.modules_left.clear()
+        for handle, turn in self._turns.items():
+            turn.end_step()
             handle.drop_gradients()
         self._queue.clear()
         self._armed = []
@@ -382,8 +351,8 @@ class Scheduler:
         self.is_backward = False
         self._running.clear()
 
-    def retire(self, handles: Iterable[Handle]) -> None:
-        """Let go of ``handles``, which another root takes over.
+    def let_go(self, handles: Iterable[Handle]) -> None:
+        """Leave ``handles`` to another root.
 
         Raises:
             UsageError: In the middle of a forward or backward.
@@ -395,93 +364,17 @@ class Scheduler:
             )
         for handle in handles:
             self.reshard(handle)
-            handle.forget_steps()
+            if handle in self._turns:
+                self._turns[handle].forget()
         self._armed = []
         self._last_armed = []
 
-    def end_broken_step(self) -> None:
-        """Forget a step that an exception or Ctrl-C cut short. Nothing is running."""
-        if self._running or self.is_backward:
-            self.reset()
-
-    def retire_for_good(self) -> None:
+    def close(self) -> None:
         """Let go of every handle; a backward that comes all the same is an error. No step is running."""
-        self.end_broken_step()
-        self.retire(self.handles)
-        self.is_retired = True
+        self.abandon_step()
+        self.let_go(self.handles)
+        self.is_closed = True
 
 
-class _Streams:
-    """The CUDA streams of one scheduler and the events between them."""
-
-    def __init__(self) -> None:
-        self._unshard = torch.cuda.Stream(priority=-1)
-        self._reduce = torch.cuda.Stream(priority=-1)
-        self._events: dict[Handle, torch.cuda.Event] = {}
-        self._before_unshard: torch.cuda.Event | None = None
-
-    def names(self) -> dict[int, str]:
-        """Map stream handles to names, for debugging."""
-        return {
-            torch.cuda.current_stream().cuda_stream: "default",
-            self._unshard.cuda_stream: "unshard",
-            self._reduce.cuda_stream: "reduce",
-        }
-
-    def shards_written(self) -> None:
-        """The optimizer, on the current stream, wrote the shards that gathers will read."""
-        self._before_unshard = torch.cuda.current_stream().record_event()
-
-    def for_unshard(self) -> torch.cuda.StreamContext:
-        """Run on the unshard stream, after the kernels that read the buffers freed so far."""
-        if self._before_unshard is not None:
-            self._unshard.wait_event(self._before_unshard)
-            self._before_unshard = None
-        return torch.cuda.stream(self._unshard)
-
-    def unsharded(self, handle: Handle) -> None:
-        """Remember when the buffers of ``handle`` are full."""
-        self._events[handle] = self._unshard.record_event()
-
-    def wait_for_unshard(self, handle: Handle) -> None:
-        """Let the current stream wait until the buffers of ``handle`` are full."""
-        torch.cuda.current_stream().wait_event(self._events.pop(handle))
-
-    def resharded(self) -> None:
-        """The current stream has queued the last reader of a buffer that the host freed."""
-        self._before_unshard = torch.cuda.current_stream().record_event()
-
-    def for_reduce(self) -> torch.cuda.StreamContext:
-        """Run on the reduce stream, after the gradients were copied on the current one."""
-        self._reduce.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._reduce)
-
-    def record(self) -> torch.cuda.Event:
-        """Record an event on the reduce stream."""
-        event: torch.cuda.Event = self._reduce.record_event()
-        return event
-
-
-def in_backward() -> bool:
-    """Say whether autograd is running a backward on this thread."""
-    return current_graph_task_id() != -1
-
-
-def modules_in_call() -> list[nn.Module]:
-    """Return the modules whose calls are under way on this thread, innermost first."""
-    modules: list[nn.Module] = []
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is module_call_code:
-            modules.append(frame.f_locals["self"])
-        frame = frame.f_back
-    return modules
-
-
-def _is_recursive(module: nn.Module) -> bool:
-    """Say whether a call of ``module`` is under way around the one that is starting."""
-    return sum(called is module for called in modules_in_call()) > 1
-
-
-def _first_pre(handle: Handle) -> int:
-    return handle.first_pre
+def _first_forward(turn: Turn) -> int:
+    return turn.first_forward or 0

@@ -1,24 +1,23 @@
-"""What an annotated module remembers, and what only a root remembers besides."""
+"""What an annotated module remembers, and what the root of a tree of them has besides."""
 
 from collections.abc import Mapping, Sequence
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 import _traversal_utils
-from composable.collectives.choose import transport_of
-from composable.collectives.mesh import device_of
-from composable.collectives.ranks import compare_ranks
+from composable.collectives import Grid, Ranks, transport_of
+from composable.contract import managing_state
 from composable.errors import UsageError, located, place_of_rank
-from composable.planning.shard_plan import ShardPlan
-from composable.runtime.readiness import check_ready, name_modules
+from composable.planning import ShardPlan, name_modules
+from composable.runtime.readiness import check_ready
 from composable.runtime.scheduler import Scheduler
-from composable.storage.handle import Handle
-from composable.torch_private import queue_callback
+from composable.runtime.streams import streams_for
+from composable.storage import Handle
+from composable.torch_hooks import at_end_of_backward
 
-__all__ = ["FullyShardState", "RootState"]
+__all__ = ["FullyShardState", "Root", "handle_of_module", "sharded_state_of"]
 
 
 class FullyShardState:
@@ -28,27 +27,47 @@ class FullyShardState:
         modules: The annotated module, or the list of modules of one call.
         plan: What the annotation decided.
         mesh: 1-D mesh of the shard group.
+        grid: The ranks of the mesh.
         transport_name: How the handles' bytes travel.
         ignored_modules: What the annotation leaves alone, with all below.
         marked_buffers: (module, name) of buffers that may hold the mark of memory that nobody has written to.
         _handles: Handles of this annotation, left to right, depth first.
-        _is_root: Whether forward starts here; ``None`` until lazy init.
         hook_handles: Remove them, and the modules run as plain ones again.
-        root: State of the root, ``None`` until lazy init.
+        root: What runs the tree that this state is in; ``None`` until lazy init.
     """
 
     def __init__(self) -> None:
         self.modules: tuple[nn.Module, ...] = ()
         self.plan: ShardPlan
         self.mesh: DeviceMesh
+        self.grid: Grid
         self.transport_name = ""
         self.ignored_modules: frozenset[nn.Module] = frozenset()
         self.marked_buffers: list[tuple[nn.Module, str]] = []
         self._handles: list[Handle] = []
         self._module_to_handle: dict[nn.Module, Handle] = {}
         self.hook_handles: list[RemovableHandle] = []
-        self._is_root: bool | None = None
-        self.root: RootState | None = None
+        self.root: Root | None = None
+
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether forward starts here; ``None`` until lazy init."""
+        return None if self.root is None else self.root.state is self
+
+    @property
+    def _all_handles(self) -> list[Handle]:
+        """Every handle of the tree, left to right, depth first; of a root state only."""
+        return self._as_root().handles
+
+    @property
+    def _all_states(self) -> "list[FullyShardState]":
+        """Every state of the tree, in the same order; of a root state only."""
+        return self._as_root().states
+
+    def _as_root(self) -> "Root":
+        if self.root is None or self.root.state is not self:
+            raise AttributeError("only the state where forward starts knows the whole tree, from the first forward on")
+        return self.root
 
     def mark_handles(self) -> None:
         """Note that parameters may hold the mark of memory that nobody has written to."""
@@ -56,7 +75,7 @@ class FullyShardState:
             for flat in handle.buffers:
                 flat.is_marked = True
 
-    def lazy_init(self, module: nn.Module | None = None) -> "RootState":
+    def lazy_init(self, module: nn.Module | None = None) -> "Root":
         """Decide the root, on the first forward or the first call that needs it.
 
         Collective over the shard group when no root is known yet: ranks compare their plans.
@@ -71,37 +90,35 @@ class FullyShardState:
         """
         if self.root is not None:
             return self.root
-        return RootState.adopt(self, self.modules if module is None or module in self.modules else (module,))
+        return Root.adopt(self, self.modules if module is None or module in self.modules else (module,))
 
-    def end_broken_step(self) -> None:
+    def abandon_step(self) -> None:
         """Forget a step that an exception or Ctrl-C cut short. Nothing is running."""
         if self.root is not None:
-            self.root.scheduler.end_broken_step()
-
-    def forget_root(self) -> None:
-        """Leave the root to the next forward. No step is running."""
-        self.__class__ = FullyShardState
-        self.root = self._is_root = None
-        for name in ("scheduler", "_all_handles", "_all_states"):
-            self.__dict__.pop(name, None)
+            self.root.scheduler.abandon_step()
 
 
-class RootState(FullyShardState):
-    """A state where forward starts; a ``FullyShardState`` becomes one at lazy init.
+class Root:
+    """A tree of annotated modules in which forward starts at one of them.
 
     Attributes:
-        _all_handles: Every handle of the tree, left to right, depth first.
-        _all_states: Every state of the tree, in the same order.
+        state: Of the annotation where forward starts.
+        handles: Every handle of the tree, left to right, depth first.
+        states: Every state of the tree, in the same order.
         scheduler: Runs the handles.
     """
 
-    _all_handles: list[Handle]
-    _all_states: list[FullyShardState]
-    scheduler: Scheduler
+    def __init__(
+        self, state: FullyShardState, handles: list[Handle], states: list[FullyShardState], scheduler: Scheduler
+    ) -> None:
+        self.state = state
+        self.handles = handles
+        self.states = states
+        self.scheduler = scheduler
 
     @staticmethod
-    def adopt(state: FullyShardState, modules: Sequence[nn.Module]) -> "RootState":
-        """Make ``state`` the root of everything below ``modules``."""
+    def adopt(state: FullyShardState, modules: Sequence[nn.Module]) -> "Root":
+        """Make ``state`` the root of everything below ``modules``. Collective; see ``lazy_init``."""
         states: list[FullyShardState] = []
         names = name_modules(modules)
         for module in modules:
@@ -114,21 +131,16 @@ class RootState(FullyShardState):
         _compare_plans(states, _find_failure(states, names))
         for found in states:
             if found.root is not None:
-                found.root.scheduler.retire(found._handles)
+                found.root.scheduler.let_go(found._handles)
         for found in states:
-            transport = transport_of(found.mesh.get_group(), found.transport_name)
+            transport = transport_of(found.grid.shard.process_group, found.transport_name)
             for handle in found._handles:
                 for flat in handle.buffers:
-                    flat.connect(transport)
-        root = state
-        root.__class__ = RootState
-        assert isinstance(root, RootState)
-        root.scheduler = Scheduler(handles, device_of(state.mesh), queue_callback)
-        root._all_handles = handles
-        root._all_states = states
+                    flat.connect(transport, found.grid.divisor)
+        scheduler = Scheduler(handles, streams_for(state.grid.shard.device), at_end_of_backward)
+        root = Root(state, handles, states, scheduler)
         for found in states:
             found.root = root
-            found._is_root = found is root
         # Backward starts with the root's parameters, so freeing them after forward only costs a gather.
         own = state._module_to_handle.get(modules[0])
         for handle in handles:
@@ -136,12 +148,23 @@ class RootState(FullyShardState):
             handle.reshard_after_forward = handle is not own if option is None else option
         return root
 
-    def dissolve(self) -> None:
+    def close(self) -> None:
         """Undo ``adopt``, so that the next forward decides the root anew; that is collective again."""
-        scheduler, states = self.scheduler, self._all_states
-        scheduler.retire_for_good()
-        for state in states:
-            state.forget_root()
+        self.scheduler.close()
+        for state in self.states:
+            state.root = None
+
+
+def sharded_state_of(module: nn.Module) -> FullyShardState | None:
+    """Return the state that manages ``module``, annotated itself or picked by a policy further up."""
+    state = managing_state(module, "fully_shard")
+    return state if isinstance(state, FullyShardState) else None
+
+
+def handle_of_module(module: nn.Module) -> Handle | None:
+    """Return the handle that ``module``, fully sharded, unshards and reshards; ``None`` where it has none."""
+    state = sharded_state_of(module)
+    return None if state is None else state._module_to_handle.get(module)
 
 
 def _compare_plans(states: Sequence[FullyShardState], failure: UsageError | None) -> None:
@@ -151,16 +174,14 @@ def _compare_plans(states: Sequence[FullyShardState], failure: UsageError | None
         DesyncError: With the first line in which a rank differs.
         UsageError: ``failure``, or that of another rank.
     """
-    groups: dict[dist.ProcessGroup, list[FullyShardState]] = {}
+    members: dict[Ranks, list[FullyShardState]] = {}
     for state in states:
-        groups.setdefault(state.mesh.get_group(), []).append(state)
-    for group, members in groups.items():
-        compare_ranks(
-            "".join(state.plan.digest() for state in members),
+        members.setdefault(state.grid.everyone, []).append(state)
+    for ranks, own in members.items():
+        ranks.compare(
+            "".join(state.plan.digest() for state in own),
             failure,
-            group,
-            device_of(members[0].mesh),
-            shown="\n".join(str(state.plan) for state in members),
+            shown="\n".join(str(state.plan) for state in own),
             what="the ranks annotated different plans",
             fix="build the same model and call fully_shard with the same arguments on every rank",
         )

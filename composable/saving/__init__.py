@@ -1,1 +1,28 @@
 """Full values out of the shards and into them, state dicts, and the folder of checkpoints."""
+
+from composable.saving.checkpoint import SavedCheckpoint, SaveHandle, find_checkpoint, load_checkpoint, save_checkpoint
+from composable.saving.fit import register_load_check
+from composable.saving.full_params import iter_full_params, load_full_params
+from composable.saving.full_state import full_state_dict, load_full_state_dict
+from composable.saving.room import register_room
+from composable.saving.safetensors import load_safetensors, save_safetensors
+from composable.saving.torch_loads import teach_torch_to_load
+from composable.saving.unsharding import unshard_params
+
+__all__ = [
+    "SaveHandle",
+    "SavedCheckpoint",
+    "find_checkpoint",
+    "full_state_dict",
+    "iter_full_params",
+    "load_checkpoint",
+    "load_full_params",
+    "load_full_state_dict",
+    "load_safetensors",
+    "register_load_check",
+    "register_room",
+    "save_checkpoint",
+    "save_safetensors",
+    "teach_torch_to_load",
+    "unshard_params",
+]

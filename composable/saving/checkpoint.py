@@ -8,9 +8,9 @@ tensors it needs memory for the optimizer state only.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -26,9 +25,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from composable.collectives.ranks import agreed
-from composable.errors import ConfigError, DesyncError, UsageError, place_of_rank
-from composable.optim.names import OptimizerNames
+from composable.collectives import Ranks, make_host_ranks
+from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.optim import OptimizerNames
 from composable.saving.contents import (
     DataPlanner,
     apply,
@@ -76,8 +75,10 @@ class SavedCheckpoint:
 class SaveHandle:
     """A save that has been started; of a synchronous one, a save that is done."""
 
-    def __init__(self, ranks: "_Ranks", result: "Future[Path]") -> None:
-        self._ranks = ranks
+    def __init__(self, writers: Ranks, beside: Ranks, result: "Future[Path]") -> None:
+        self._writers = writers
+        # What the group of a background save was made beside: it ends with that one.
+        self._beside = beside
         self._result = result
         self._is_collected = False
 
@@ -138,7 +139,7 @@ def save_checkpoint(
     """
     ranks, previous = _settle(model)
     optimizers = _as_tuple(optimizer)
-    with ranks.together():
+    with ranks.agreed():
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigError(f"step is {step!r}", fix="pass the number of optimizer steps done")
         if keep < 1:
@@ -148,16 +149,16 @@ def save_checkpoint(
         packed = None if extra is None else as_data(extra, "extra")
         if asynchronous:
             state = staged(state)
-    ranks.check_equal(folder=str(folder), step=step, keep=keep, asynchronous=asynchronous, optimizers=described)
-    partial = ranks.first(lambda: new_partial(Path(folder), step), f"cannot write to {folder}")
-    writers = ranks if not asynchronous else ranks.in_background(previous)
+    _check_equal(ranks, described, folder=str(folder), step=step, keep=keep, asynchronous=asynchronous)
+    partial = _on_first(ranks, lambda: new_partial(Path(folder), step), f"cannot write to {folder}")
+    writers = ranks if not asynchronous else _writers(ranks, previous)
     work = _Save(writers, partial, step, state, described, packed, keep)
     if not asynchronous:
         done: Future[Path] = Future()
         done.set_result(work.run())
-        return SaveHandle(writers, done)
+        return SaveHandle(writers, ranks, done)
     thread = ThreadPoolExecutor(1, thread_name_prefix="save_checkpoint")
-    handle = _PENDING[model] = SaveHandle(writers, thread.submit(work.run))
+    handle = _PENDING[model] = SaveHandle(writers, ranks, thread.submit(work.run))
     thread.shutdown(wait=False)
     return handle
 
@@ -196,10 +197,10 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
     """
     ranks, _ = _settle(model)
     optimizers = _as_tuple(optimizer)
-    folder, manifest = ranks.first(lambda: _found(Path(path)), f"cannot read {path}")
+    folder, manifest = _on_first(ranks, lambda: _found(Path(path)), f"cannot read {path}")
     _verify(ranks, folder, manifest)
     reader, failure = FileSystemReader(folder), f"{folder} was not loaded to its end"
-    with ranks.together(), _as_usage_error(failure):
+    with ranks.agreed(), _as_usage_error(failure):
         metadata = reader.read_metadata()
         differences = find_differences(metadata, manifest.optimizers, model, optimizers)
         if differences:
@@ -219,7 +220,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
 class _Save:
     """The part of a save that may run in the background."""
 
-    ranks: "_Ranks"
+    ranks: Ranks
     partial: Path
     step: int
     state: dict[str, Any]
@@ -238,8 +239,8 @@ class _Save:
                 _write_alone(self.state, writer)
             else:
                 save(self.state, storage_writer=writer, process_group=self.ranks.group)
-            sums = {name: saved for part in self.ranks.gather(files.sums) for name, saved in part.items()}
-            return self.ranks.first(lambda: self._publish(sums), what)
+            sums = {name: saved for part in self.ranks.objects(files.sums) for name, saved in part.items()}
+            return _on_first(self.ranks, lambda: self._publish(sums), what)
 
     def _publish(self, sums: dict[str, Any]) -> Path:
         if self.extra is not None:
@@ -247,79 +248,43 @@ class _Save:
         return publish(self.partial, Manifest(self.step, sums, self.optimizers), keep=self.keep)
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    """Those that take part; ``group`` is ``None`` without a process group."""
-
-    group: dist.ProcessGroup | None
-    # What the group of a background save was made beside: it ends with that one.
-    beside: dist.ProcessGroup | None = None
-
-    @staticmethod
-    def all() -> "_Ranks":
-        return _Ranks(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-
-    def in_background(self, previous: SaveHandle | None) -> "_Ranks":
-        """Return the same ranks on a group of their own, the one of ``previous`` where it still serves."""
-        if self.group is None:
-            return self
-        if previous is not None and previous._ranks.beside is self.group:
-            return previous._ranks
-        return _Ranks(dist.new_group(backend="gloo"), beside=self.group)
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.group is None else dist.get_rank(self.group)
-
-    @property
-    def count(self) -> int:
-        return 1 if self.group is None else dist.get_world_size(self.group)
-
-    def together(self) -> Any:
-        """Return a context in which an error on one rank is one on all; no communication inside."""
-        if self.group is None:
-            return nullcontext()
-        on_cuda = "nccl" in str(dist.get_backend_config(self.group))
-        return agreed(self.group, torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu"))
-
-    def gather(self, value: T) -> list[T]:
-        """Return every rank's ``value``."""
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def first(self, call: Callable[[], T], failure: str) -> T:
-        """Return what ``call`` gives on rank 0; ``failure`` says what an error of the system means."""
-        result: Any = None
-        with self.together(), _as_usage_error(failure):
-            if self.rank == 0:
-                result = call()
-        first: T = self.gather(result)[0]
-        return first
-
-    def check_equal(self, **arguments: object) -> None:
-        """Raise where ranks were called with different arguments."""
-        theirs = self.gather(arguments)
-        differing = [name for name in arguments if any(other[name] != theirs[0][name] for other in theirs)]
-        if differing:
-            at = [
-                f"rank {rank} {name}={other[name]!r}"
-                for name in differing
-                if name != "optimizers"
-                for rank, other in enumerate(theirs)
-            ]
-            raise DesyncError(
-                f"ranks differ in {', '.join(differing)}",
-                at=", ".join([place_of_rank(), *at]),
-                fix="call save_checkpoint with equal arguments on all ranks",
-            )
+def _check_equal(ranks: Ranks, optimizers: Sequence[OptimizerNames], **arguments: object) -> None:
+    """Raise where ranks were called with different arguments."""
+    lines = [f"{name}={value!r}" for name, value in arguments.items()]
+    for index, names in enumerate(optimizers):
+        lines.append(f"optimizer {index} is {names.kind}, of {len(names.groups)} groups")
+        lines += [f"a group of optimizer {index}: {group}" for group in names.groups]
+    text = "\n".join(lines)
+    ranks.compare(
+        text,
+        shown=text,
+        what="the ranks call save_checkpoint with different arguments",
+        fix="call save_checkpoint with equal arguments on all ranks",
+    )
 
 
-def _settle(model: nn.Module) -> tuple[_Ranks, SaveHandle | None]:
+def _on_first(ranks: Ranks, call: Callable[[], T], failure: str) -> T:
+    """Return what ``call`` gives on the first rank; ``failure`` says what an error of the system means."""
+    result: Any = None
+    with ranks.agreed(), _as_usage_error(failure):
+        if ranks.rank == 0:
+            result = call()
+    first: T = ranks.object_of(0, result)
+    return first
+
+
+def _writers(ranks: Ranks, previous: SaveHandle | None) -> Ranks:
+    """Return the same ranks on a group of their own, the one of ``previous`` where it still serves."""
+    if ranks.group is None:
+        return ranks
+    if previous is not None and previous._beside == ranks and previous._writers != ranks:
+        return previous._writers
+    return make_host_ranks()
+
+
+def _settle(model: nn.Module) -> tuple[Ranks, SaveHandle | None]:
     """Wait for a save of ``model`` in the background; return it, and the ranks for what comes next."""
-    ranks = _Ranks.all()
+    ranks = Ranks.of_world()
     previous = _PENDING.get(model)
     if previous is not None and not previous._is_collected:
         previous.wait()
@@ -347,12 +312,12 @@ def _read(folder: Path, manifest: Manifest) -> SavedCheckpoint:
     return SavedCheckpoint(folder, manifest.step, extra)
 
 
-def _verify(ranks: _Ranks, folder: Path, manifest: Manifest) -> None:
+def _verify(ranks: Ranks, folder: Path, manifest: Manifest) -> None:
     """Read all files, each on one rank, and raise on every rank where one is not what was written."""
-    mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.count]}
-    damage = [line for lines in ranks.gather(find_damage(folder, mine)) for line in lines]
+    mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
+    damage = [line for lines in ranks.objects(find_damage(folder, mine)) for line in lines]
     if damage:
-        raise _damaged(folder, damage, ranks.first(lambda: older_whole(folder), f"cannot read {folder.parent}"))
+        raise _damaged(folder, damage, _on_first(ranks, lambda: older_whole(folder), f"cannot read {folder.parent}"))
 
 
 def _damaged(folder: Path, damage: list[str], older: Path | None) -> ConfigError:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.tensor import DTensor
 
 from composable.errors import ConfigError, UsageError
-from composable.optim.names import OptimizerNames, describe_optimizer, group_differences, names_of_params
+from composable.optim import OptimizerNames, describe_optimizer, group_differences, names_of_params
 from composable.torch_private import tree_map
 
 __all__ = [

@@ -4,59 +4,23 @@ A model's *entries* are what ``state_dict()`` lists: key and tensor, ties and sh
 name. Ragged tensors among them are gathered or filled in *batches* of bounded size.
 """
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.collectives.mesh import device_of
-from composable.collectives.ranks import agreed
-from composable.contract import describe_module, get_registry, managing_state
-from composable.errors import ConfigError, DesyncError, UsageError, place_of_rank
-from composable.replicate import ReplicateState
-from composable.runtime.state import FullyShardState
+from composable.collectives import Ranks
+from composable.contract import get_registry, managing_state
+from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.fqns import describe_module
+from composable.replication import ReplicateState
+from composable.runtime import FullyShardState, handle_of_module, sharded_state_of
 from composable.saving.fit import entries_to_load
 
-__all__ = ["Entries", "Ranks", "batches", "entries_of", "has_meta", "largest_handle_bytes", "ranks_of"]
-
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Who shares a model.
-
-    Attributes:
-        group: The ranks.
-        device: Of the tensors that the group talks in.
-        rank: This rank in the group.
-    """
-
-    group: dist.ProcessGroup
-    device: torch.device
-    rank: int
-
-    def broadcast(self, value: _T | None, src: int) -> _T:
-        """Return on every rank the object that ``src`` has. Collective."""
-        box = [value]
-        if dist.get_world_size(self.group) > 1:
-            dist.broadcast_object_list(box, group=self.group, group_src=src, device=self.device)
-        return box[0]  # type: ignore[return-value]  # the source gives one
-
-    def check_member(self, name: str, rank: int) -> None:
-        """Raise unless ``rank`` is one of the group.
-
-        Raises:
-            ConfigError: It is not.
-        """
-        world_size = dist.get_world_size(self.group)
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
-            raise ConfigError(f"{name} is {rank!r}", fix=f"pass a rank of the shard group, 0 to {world_size - 1}")
+__all__ = ["Entries", "batches", "entries_of", "has_meta", "largest_handle_bytes", "ranks_of"]
 
 
 @dataclass(frozen=True)
@@ -87,13 +51,8 @@ def ranks_of(model: nn.Module) -> Ranks:
     for module in model.modules():
         states = [managing_state(module, "fully_shard"), *(one.state for one in get_registry(module).values())]
         for state in states:
-            if isinstance(state, FullyShardState):
-                group, device = state.mesh.get_group(), device_of(state.mesh)
-            elif isinstance(state, ReplicateState):
-                group, device = state.group, state.device
-            else:
-                continue
-            found.setdefault(tuple(dist.get_process_group_ranks(group)), Ranks(group, device, dist.get_rank(group)))
+            if isinstance(state, (FullyShardState, ReplicateState)):
+                found.setdefault(state.grid.everyone.numbers, state.grid.everyone)
     if not found:
         raise UsageError(
             "the model is not annotated",
@@ -124,7 +83,7 @@ def entries_of(model: nn.Module, ranks: Ranks, options: object, *, permits_meta:
         UsageError: In a forward or backward, inside ``unshard_params``, or parameters are on the meta device.
         DesyncError: Another rank has other entries or options.
     """
-    with agreed(ranks.group, ranks.device):
+    with ranks.agreed():
         _check_moment(model)
         if permits_meta and has_meta(entries_to_load(model)[0].values()):
             entries = Entries(dict(entries_to_load(model)[0]), None)
@@ -142,7 +101,7 @@ def has_meta(values: Iterable[Any]) -> bool:
 
 def largest_handle_bytes(model: nn.Module) -> int:
     """Return the bytes of the largest handle's parameters, unsharded; 0 without handles."""
-    states = {id(state): state for module in model.modules() if (state := _sharded_state(module)) is not None}
+    states = {id(state): state for module in model.modules() if (state := sharded_state_of(module)) is not None}
     sizes = [
         sum(flat.buffer_bytes for flat in handle.buffers) for one in states.values() for handle in one.plan.handles
     ]
@@ -164,17 +123,12 @@ def batches(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iter
         yield batch
 
 
-def _sharded_state(module: nn.Module) -> FullyShardState | None:
-    state = managing_state(module, "fully_shard")
-    return state if isinstance(state, FullyShardState) else None
-
-
 def _check_moment(model: nn.Module) -> None:
     for module in model.modules():
-        state = _sharded_state(module)
+        state = sharded_state_of(module)
         if state is None:
             continue
-        handle = state._module_to_handle.get(module)
+        handle = handle_of_module(module)
         if state.root is not None and not state.root.scheduler.is_idle:
             raise UsageError(
                 "full values are asked for in the middle of a forward or backward",
@@ -191,24 +145,11 @@ def _check_moment(model: nn.Module) -> None:
 
 def _compare(entries: Entries, ranks: Ranks, options: object) -> None:
     """Raise on every rank unless all have the same entries and options."""
-    world_size = dist.get_world_size(ranks.group)
-    if world_size == 1 or dist.get_backend(ranks.group) == "fake":
-        return
-    lines = [f"options {options!r}", *_describe(entries.values)]
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8, device=ranks.device)
-    every = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(every, mine, group=ranks.group)
-    if all(torch.equal(every[0], other) for other in every[1:]):
-        return
-    texts: list[list[str]] = [[]] * world_size
-    dist.all_gather_object(texts, lines, group=ranks.group)
-    common = set(texts[0]).intersection(*texts[1:])
-    firsts = [next((line for line in text if line not in common), "(nothing else)") for text in texts]
-    raise DesyncError(
-        "the ranks ask for full values of different models or with different arguments"
-        + "".join(f"\n    rank {rank}: {first}" for rank, first in enumerate(firsts)),
-        at=place_of_rank(),
+    text = "\n".join([f"options {options!r}", *_describe(entries.values)])
+    ranks.compare(
+        text,
+        shown=text,
+        what="the ranks ask for full values of different models or with different arguments",
         fix="make the same call on the same model on every rank",
     )
 

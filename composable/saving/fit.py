@@ -4,7 +4,6 @@ torch copies what fits and reports the rest afterwards, which leaves a model hal
 here runs first, and one error lists every key that is missing, unexpected or of another shape.
 """
 
-import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from composable.contract import get_registry
 from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.frames import is_strict_load
+from composable.torch_hooks import around_state_dict
 from composable.torch_private import module_load
+from composable.wording import list_text
 
-__all__ = ["Differences", "check_before_load", "entries_to_load", "find_differences"]
+__all__ = ["Differences", "check_before_load", "entries_to_load", "find_differences", "register_load_check"]
 
 _MAX_SHOWN = 20
 
@@ -44,7 +47,7 @@ class Differences:
         found = [(name, keys) for name, keys in lists.items() if keys]
         if not found:
             return None
-        lines = [f"\n    {len(keys)} {name}: {_shorten(keys)}" for name, keys in found]
+        lines = [f"\n    {len(keys)} {name}: {list_text(keys, _MAX_SHOWN, write=str)}" for name, keys in found]
         return ConfigError(
             f"the state dict does not fit the model, and {loaded}{''.join(lines)}",
             at=place_of_rank(),
@@ -85,6 +88,17 @@ def find_differences(
     )
 
 
+def register_load_check(module: nn.Module) -> list[RemovableHandle]:
+    """Refuse a state dict that does not fit before anything of it is copied into an annotated module."""
+    return around_state_dict(module, before_load=[_check_before_load])
+
+
+def _check_before_load(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
+    check_before_load(module, state_dict, prefix, metadata)
+
+
 def check_before_load(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any]
 ) -> None:
@@ -112,7 +126,7 @@ def check_before_load(
         )
     given = [key for key in state_dict if key.startswith(prefix)]
     differences = find_differences(expected, given, lambda key: state_dict[key], opaque=opaque, is_sharded=True)
-    error = differences.error(strict=_is_strict())
+    error = differences.error(strict=is_strict_load())
     if error is not None:
         raise error
 
@@ -166,19 +180,3 @@ def _loads_its_own_way(module: nn.Module) -> bool:
     sources = [str(getattr(hook, "__module__", "")) for hook in module._load_state_dict_pre_hooks.values()]
     has_own = type(module)._load_from_state_dict is not module_load
     return has_own or any(not source.startswith("composable.") for source in sources)
-
-
-def _is_strict() -> bool:
-    """Say whether the ``load_state_dict`` around this call is strict: torch tells its hooks ``True`` always."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is nn.Module.load_state_dict.__code__:
-            return bool(frame.f_locals["strict"])
-        frame = frame.f_back
-    return False
-
-
-def _shorten(keys: Collection[str]) -> str:
-    shown = ", ".join(list(keys)[:_MAX_SHOWN])
-    left_out = len(keys) - _MAX_SHOWN
-    return f"{shown} and {left_out} more" if left_out > 0 else shown

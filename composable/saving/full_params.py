@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from composable.collectives.ranks import agreed
+from composable.collectives import Ranks
 from composable.errors import ConfigError, place_of_rank
-from composable.saving.entries import Entries, Ranks, batches, entries_of, ranks_of
+from composable.saving.entries import Entries, batches, entries_of, ranks_of
 from composable.saving.fit import Differences, find_differences
 from composable.saving.full_state import IncompatibleKeys, check_float, gather_values, max_bytes_of, spread_values
 
@@ -109,10 +109,10 @@ def load_full_params(
     arrived: set[int] = set()
     while True:
         batch: list[tuple[str, torch.Tensor]] = []
-        with agreed(ranks.group, ranks.device):
+        with ranks.agreed():
             if is_source:
                 batch = reader.read_batch()
-        keys = ranks.broadcast([key for key, _ in batch], src)
+        keys = ranks.object_of(src, [key for key, _ in batch])
         if not keys:
             break
         targets = [entries.values[key] for key in keys]
@@ -122,7 +122,7 @@ def load_full_params(
     error = Differences(missing=tuple(missing)).error(strict=strict, loaded="what came was loaded")
     if error is not None:
         raise error
-    return IncompatibleKeys(missing, ranks.broadcast(reader.unexpected, src))
+    return IncompatibleKeys(missing, ranks.object_of(src, reader.unexpected))
 
 
 class _Reader:

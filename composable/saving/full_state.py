@@ -8,17 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composable.collectives.ranks import agreed
+from composable.collectives import Ranks
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ragged.tensor import RaggedDTensor
-from composable.ragged.transfer import cast_dtype, collect_full, spread_full
-from composable.runtime.hooks import make_room
-from composable.saving.entries import Entries, Ranks, batches, entries_of, has_meta, largest_handle_bytes, ranks_of
+from composable.ragged import RaggedDTensor, cast_dtype, collect_full, spread_full
+from composable.saving.entries import Entries, batches, entries_of, has_meta, largest_handle_bytes, ranks_of
 from composable.saving.fit import Differences, entries_to_load, find_differences
+from composable.saving.room import make_room
 
 __all__ = [
     "IncompatibleKeys",
@@ -133,13 +131,13 @@ def load_full_state_dict(
     entries = entries_of(model, ranks, options, permits_meta=True)
     is_source = ranks.rank == src
     differences = Differences()
-    with agreed(ranks.group, ranks.device):
+    with ranks.agreed():
         if is_source:
             differences = _compare(entries, state_dict)
             error = differences.error(strict=strict)
             if error is not None:
                 raise error
-    differences = ranks.broadcast(differences, src)
+    differences = ranks.object_of(src, differences)
     missing = set(differences.missing)
     given = [key for key in entries.values if key not in missing]
     if has_meta(entries.values.values()):
@@ -218,7 +216,7 @@ def _spread(
     last = {id(value): key for key in given if isinstance(value := entries.values[key], torch.Tensor)}
     for batch in batches([(key, entries.values[key]) for key in last.values()], max_bytes):
         values: list[torch.Tensor] = []
-        with agreed(ranks.group, ranks.device):
+        with ranks.agreed():
             if state_dict is not None:
                 values = [_read(state_dict, key, tensor) for key, tensor in batch]
         spread_values([tensor for _, tensor in batch], values if state_dict is not None else None, ranks, src)
@@ -251,9 +249,7 @@ def _broadcast_into(target: torch.Tensor, value: torch.Tensor | None, ranks: Ran
     full = target.data if is_direct else torch.empty(target.shape, dtype=target.dtype, device=ranks.device)
     if value is not None:
         full.copy_(value.reshape(target.shape))
-    if full.numel() and dist.get_world_size(ranks.group) > 1:
-        # As bytes: not every backend knows every dtype.
-        dist.broadcast(full.view(-1).view(torch.uint8), group=ranks.group, group_src=src)
+    ranks.broadcast(full, src)
     if isinstance(target, DTensor):
         target.copy_(distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None))
     elif not is_direct:
@@ -271,11 +267,11 @@ def _finish(
     """Load what is no tensor, such as extra state, through torch, which also runs the modules' own hooks."""
     extras: dict[str, Any] = {}
     others = [key for key in given if not isinstance(entries.values[key], torch.Tensor)]
-    with agreed(ranks.group, ranks.device):
+    with ranks.agreed():
         if state_dict is not None:
             extras = {key: state_dict[key] for key in others}
     if others:
-        extras = ranks.broadcast(extras, src)
+        extras = ranks.object_of(src, extras)
     # Tensors are copied onto themselves, which moves nothing.
     state = OrderedDict((key, extras.get(key, entries.values[key])) for key in given)
     if entries.metadata is not None:

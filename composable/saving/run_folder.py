@@ -25,7 +25,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from composable.errors import ConfigError
-from composable.optim.names import GroupNames, OptimizerNames
+from composable.optim import GroupNames, OptimizerNames
 
 __all__ = [
     "EXTRA",

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable.collectives.ranks import agreed
 from composable.errors import ConfigError, place_of_rank
-from composable.ragged.transfer import cast_dtype
+from composable.ragged import cast_dtype
 from composable.saving.entries import Entries, batches, entries_of, ranks_of
 from composable.saving.fit import entries_to_load
 from composable.saving.full_state import (
@@ -94,7 +93,7 @@ def save_safetensors(
     values, aliases = _split_ties(entries)
     with ExitStack() as stack:
         writer: _Writer | None = None
-        with agreed(ranks.group, ranks.device):
+        with ranks.agreed():
             _check_entries(entries, values, dtype)
             if ranks.rank == 0:
                 target = Path(path)
@@ -103,13 +102,13 @@ def save_safetensors(
         for batch in batches(values.items(), max_bytes_of(model)):
             cpu = torch.device("cpu")
             fulls = gather_values([tensor for _, tensor in batch], ranks, 0, dtype=dtype, device=cpu)
-            with agreed(ranks.group, ranks.device):
+            with ranks.agreed():
                 for (key, _), full in zip(batch, fulls or ()):
                     assert writer is not None, "the first rank writes"
                     writer.write(key, full)
             # Before the next ones are gathered.
             del fulls
-        with agreed(ranks.group, ranks.device):
+        with ranks.agreed():
             if writer is not None:
                 writer.publish()
 
@@ -138,7 +137,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     ranks = ranks_of(model)
     files: _Files | None = None
     with ExitStack() as stack:
-        with agreed(ranks.group, ranks.device):
+        with ranks.agreed():
             if ranks.rank == 0:
                 files = _Files.open(Path(path), stack, model)
         return load_full_state_dict(model, files, strict=strict)

@@ -11,19 +11,17 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed import ReduceOp
 
 import _traversal_utils
-from composable.collectives.ranks import raise_together
-from composable.contract import describe_module
+from composable.collectives import Ranks
 from composable.errors import ConfigError, DesyncError, UsageError, place_of_rank
-from composable.ragged.spec import slice_full
-from composable.ragged.tensor import RaggedDTensor, hand_over_grad
-from composable.ragged.transfer import collect_full, spread_full
-from composable.runtime.scheduler import Scheduler
-from composable.storage.handle import Handle
-from composable.storage.sharded_param import ShardedParam
+from composable.fqns import describe_module
+from composable.ragged import RaggedDTensor, collect_full, hand_over_grad, slice_full, spread_full
+from composable.runtime import Scheduler
+from composable.storage import Handle, ShardedParam
+from composable.wording import join_fqn
 
 __all__ = ["unshard_params"]
 
@@ -101,7 +99,7 @@ def unshard_params(
             one.restore()
         if options.rank0_only and options.writeback and shown and isinstance(error, Exception):
             # The other ranks are about to receive.
-            raise_together(error, shown[0].group, shown[0].device)
+            shown[0].ranks.raise_together(error)
         raise
     _leave(shown, options)
 
@@ -116,7 +114,7 @@ def _leave(shown: Sequence["_Shown"], options: _Options) -> None:
         failure = error
     try:
         if options.rank0_only and options.writeback and shown:
-            raise_together(failure, shown[0].group, shown[0].device)
+            shown[0].ranks.raise_together(failure)
         elif failure is not None:
             raise failure
         if options.writeback:
@@ -171,7 +169,7 @@ def _check_owners(module: nn.Module, handles: Iterable[Handle], *, recurse: bool
 
 def _check_gradients(handles: Sequence[Handle]) -> None:
     """Make sure that gathering gradients is the same collectives on every rank."""
-    members: dict[dist.ProcessGroup, list[tuple[str, ShardedParam]]] = {}
+    members: dict[Ranks, list[tuple[str, ShardedParam]]] = {}
     for handle in handles:
         if handle.has_unsynced_gradients:
             raise UsageError(
@@ -180,11 +178,10 @@ def _check_gradients(handles: Sequence[Handle]) -> None:
                 fix="run a backward outside of no_sync first",
             )
         for param in handle.params:
-            members.setdefault(param.layout.group, []).append((_join(handle.fqn, param.fqn), param))
-    for group, named in members.items():
+            members.setdefault(param.layout.ranks, []).append((join_fqn(handle.fqn, param.fqn), param))
+    for ranks, named in members.items():
         mine = torch.tensor([param.sharded.grad is not None for _, param in named], dtype=torch.uint8)
-        both = torch.stack([mine, 1 - mine]).to(named[0][1].layout.mesh.device_type)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+        both = ranks.reduce(torch.stack([mine, 1 - mine]).to(ranks.device), ReduceOp.MAX)
         torn = [fqn for (fqn, _), is_torn in zip(named, (both.sum(0) == 2).tolist(), strict=True) if is_torn]
         if torn:
             raise DesyncError(
@@ -198,8 +195,7 @@ class _Shown:
     """One handle in the block.
 
     Attributes:
-        group: Its shard group.
-        device: Of the tensors that the group talks in.
+        ranks: Its shard group.
     """
 
     def __init__(self, handle: Handle, scheduler: Scheduler, options: _Options) -> None:
@@ -208,9 +204,8 @@ class _Shown:
         self.options = options
         self.params = handle.params
         layout = self.params[0].layout
-        self.group = layout.group
+        self.ranks = layout.ranks
         self.is_first = layout.rank == 0
-        self.device = torch.device(layout.mesh.device_type)
         self._placed: list[nn.Parameter] | None = None
         self._before = self._versions()
 
@@ -254,7 +249,7 @@ class _Shown:
             if not param.is_placed(placed) or placed.shape != param.shape or placed.dtype != param.sharded.dtype:
                 raise UsageError(
                     "a parameter was replaced while unshard_params showed it",
-                    at=f"{place_of_rank()}, parameter {_join(self.handle.fqn, param.fqn)!r}",
+                    at=f"{place_of_rank()}, parameter {join_fqn(self.handle.fqn, param.fqn)!r}",
                     fix="change it in place, with copy_()",
                 )
 
@@ -302,7 +297,7 @@ class _Shown:
             return collect_full([param.ragged for param in self.params], dst=0, device=host)
         self.scheduler.shards_written()
         self.scheduler.unshard(self.handle)
-        copies = [param.leaf().detach().to(host or self.device, copy=True) for param in self.params]
+        copies = [param.leaf().detach().to(host or self.ranks.device, copy=True) for param in self.params]
         self.scheduler.reshard(self.handle)
         return copies
 
@@ -310,7 +305,7 @@ class _Shown:
         """Return the full gradients, where this rank is to show them."""
         held = [param.sharded.grad for param in self.params]
         ragged = [grad for grad in held if grad is not None]
-        device = torch.device("cpu") if self.options.offload_to_cpu else self.device
+        device = torch.device("cpu") if self.options.offload_to_cpu else self.ranks.device
         fulls = collect_full(ragged, dst=0 if self.options.rank0_only else None, device=device)  # type: ignore[arg-type]
         if fulls is None:
             return [None] * len(held) if self.is_first or not self.options.rank0_only else None
@@ -326,8 +321,8 @@ class _Shown:
                     piece = slice_full(grad, param.layout).to(param.ragged._local_tensor, copy=True)
                     hand_over_grad(param.sharded, RaggedDTensor.wrap(piece, param.spec))
             return
-        is_there = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8, device=self.device)
-        dist.broadcast(is_there, group=self.group, group_src=0)
+        is_there = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8, device=self.ranks.device)
+        self.ranks.broadcast(is_there, 0)
         filled: list[Any] = []
         for param, has_grad in zip(self.params, is_there.tolist(), strict=True):
             param.sharded.grad = None
@@ -337,7 +332,3 @@ class _Shown:
                 filled.append(param.sharded.grad)
         full = [grad for grad in grads if grad is not None]
         spread_full(filled, full.__getitem__, src=0)
-
-
-def _join(fqn: str, name: str) -> str:
-    return f"{fqn}.{name}" if fqn else name

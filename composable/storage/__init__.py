@@ -1,1 +1,33 @@
 """What owns the memory: shards, unsharded buffers, gradients, and the two faces of a parameter."""
+
+from composable.storage.copy_reach import modules_of_copy, reaches_out
+from composable.storage.first_values import FirstValues, ParamInitFn
+from composable.storage.flat_buffer import FlatBuffer
+from composable.storage.gradient_buffer import GradientBuffer, GradientPool
+from composable.storage.gradient_path import GradientPath, Reduction
+from composable.storage.handle import FIX_COPY, Handle, handle_of
+from composable.storage.module_buffers import describe_buffers, move_buffers
+from composable.storage.sharded_param import ShardedParam
+from composable.storage.unfilled import META_FIX, MarkedMemory, is_unfilled, mark_unfilled
+
+__all__ = [
+    "FIX_COPY",
+    "META_FIX",
+    "FirstValues",
+    "FlatBuffer",
+    "GradientBuffer",
+    "GradientPath",
+    "GradientPool",
+    "Handle",
+    "MarkedMemory",
+    "ParamInitFn",
+    "Reduction",
+    "ShardedParam",
+    "describe_buffers",
+    "handle_of",
+    "is_unfilled",
+    "mark_unfilled",
+    "modules_of_copy",
+    "move_buffers",
+    "reaches_out",
+]

@@ -1,20 +1,18 @@
 """How far a running ``copy.deepcopy`` reaches: which modules it takes along."""
 
-import copy
-import inspect
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from composable.contract import describe_module
 from composable.errors import UsageError, place_of_rank
+from composable.fqns import describe_module
+from composable.frames import copied_values
 
 __all__ = ["is_part_of_module", "modules_of_copy", "reaches_out"]
 
-_COPY_CODE = copy.deepcopy.__code__
 _MEMO_KEY = "composable extent"
 # What holds no module that a copy would take along, and much else.
 _OPAQUE = (type, torch.Tensor, str, bytes, types.ModuleType, types.FunctionType, types.MethodType)
@@ -28,7 +26,7 @@ def modules_of_copy(memo: dict[Any, Any]) -> dict[nn.Module, None]:
     Args:
         memo: Of that ``deepcopy``.
     """
-    outermost = next(reversed(list(_under_copy(memo))), None)
+    outermost = next(reversed(list(copied_values(memo))), None)
     known: tuple[object, dict[nn.Module, None]] | None = memo.get(_MEMO_KEY)
     if known is None or known[0] is not outermost:
         known = memo[_MEMO_KEY] = (outermost, _modules_in(outermost))
@@ -37,7 +35,7 @@ def modules_of_copy(memo: dict[Any, Any]) -> dict[nn.Module, None]:
 
 def is_part_of_module(memo: dict[Any, Any]) -> bool:
     """Say whether what is being copied right now is copied as part of a module."""
-    return any(isinstance(value, nn.Module) for value in _under_copy(memo))
+    return any(isinstance(value, nn.Module) for value in copied_values(memo))
 
 
 def reaches_out(verb: str, modules: Iterable[nn.Module], fix: str) -> UsageError:
@@ -48,15 +46,6 @@ def reaches_out(verb: str, modules: Iterable[nn.Module], fix: str) -> UsageError
         at=f"{place_of_rank()}, handle of {names}",
         fix=fix.format(names=names),
     )
-
-
-def _under_copy(memo: dict[Any, Any]) -> Iterator[object]:
-    """Yield the arguments of the running calls of ``copy.deepcopy`` with this ``memo``, innermost first."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is _COPY_CODE and frame.f_locals.get("memo") is memo:
-            yield frame.f_locals["x"]
-        frame = frame.f_back
 
 
 def _modules_in(value: object) -> dict[nn.Module, None]:

@@ -10,23 +10,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from composable.contract import SUCCESSOR
+from composable.collectives import Ranks
 from composable.errors import ConfigError
-from composable.planning.shard_plan import HandleMembers
-from composable.ragged.transfer import spread_full
-from composable.runtime.readiness import list_fqns
+from composable.fqns import SUCCESSOR
+from composable.planning import HandleMembers
+from composable.ragged import spread_full
 from composable.storage.flat_buffer import FlatBuffer
+from composable.storage.module_buffers import broadcast_buffer, buffer_slots
 from composable.storage.sharded_param import ShardedParam, has_own_setattr
 from composable.storage.unfilled import MarkedMemory, is_unfilled, mark_unfilled
+from composable.wording import dtype_text, join_fqn, list_text
 
-__all__ = ["FirstValues", "ParamInitFn", "describe_buffers", "move_buffers"]
+__all__ = ["FirstValues", "ParamInitFn"]
 
 ParamInitFn = Callable[[nn.Module], object]
-_Slot = tuple[nn.Module, str]
 
 
 class FirstValues:
@@ -98,7 +97,7 @@ class FirstValues:
             self._run(fn, keep, is_final=is_source)
         if is_source:
             without = [
-                _join(self._names[module], name)
+                join_fqn(self._names[module], name)
                 for module in self._names
                 for name, tensor in [*module._parameters.items(), *module._buffers.items()]
                 if tensor is not None
@@ -109,11 +108,11 @@ class FirstValues:
             if without:
                 raise ConfigError(
                     "sync_module_states sends what the first rank has, and there it is on the meta device",
-                    at=list_fqns(without),
+                    at=list_text(without),
                     fix="load or initialise the model on the first rank, or pass param_init_fn",
                 )
 
-    def send(self, group: dist.ProcessGroup) -> None:
+    def send(self, ranks: Ranks) -> None:
         """Give every rank its pieces of the first rank's parameters, and its buffers.
 
         Collective: all ranks of the shard group.
@@ -122,7 +121,7 @@ class FirstValues:
             values = [self._values.get(id(original), original) for original, _ in pairs]
             spread_full([param.ragged for _, param in pairs], values.__getitem__, src=0)
         for slots in buffer_slots(self._names):
-            _broadcast_buffer(slots, group, self._device)
+            broadcast_buffer(slots, ranks)
 
     def finish(self) -> None:
         """Leave a note on every buffer that was replaced, for annotations that find it under another name."""
@@ -155,7 +154,7 @@ class FirstValues:
         if is_final and run.without:
             raise ConfigError(
                 "param_init_fn left parameters or buffers without values",
-                at=list_fqns(list(dict.fromkeys(run.without))),
+                at=list_text(dict.fromkeys(run.without)),
                 fix="let it give values to all that its module owns itself, also to buffers that __init__ computes",
             )
 
@@ -225,14 +224,14 @@ class _InitRun:
 
     def _check_untouched(self, module: nn.Module) -> None:
         changed = [
-            _join(self._names[module], name)
+            join_fqn(self._names[module], name)
             for name, original in self._originals[module].items()
             if module._parameters.get(name) is not original
         ]
         if changed:
             raise ConfigError(
                 "param_init_fn changed a module before its turn",
-                at=list_fqns(changed),
+                at=list_text(changed),
                 fix="let it change what its module owns itself only: module.to_empty(device=..., recurse=False)",
             )
 
@@ -245,11 +244,11 @@ class _InitRun:
 
     def _take(self, module: nn.Module, name: str, before: torch.Tensor, value: torch.Tensor | None) -> None:
         """Note what the function made of one tensor, and hand it over after its last owner's turn."""
-        fqn = _join(self._names[module], name)
+        fqn = join_fqn(self._names[module], name)
         if value is not None and (value.shape != before.shape or value.dtype != before.dtype):
             raise ConfigError(
-                f"param_init_fn changed {list(before.shape)} {str(before.dtype)[6:]} to "
-                f"{list(value.shape)} {str(value.dtype)[6:]}",
+                f"param_init_fn changed {list(before.shape)} {dtype_text(before.dtype)} to "
+                f"{list(value.shape)} {dtype_text(value.dtype)}",
                 at=repr(fqn),
                 fix="let it give values, and keep shape and dtype",
             )
@@ -277,59 +276,3 @@ def put(module: nn.Module, name: str, param: nn.Parameter) -> None:
         setattr(module, name, param)
     else:
         module._parameters[name] = param
-
-
-def buffer_slots(names: Mapping[nn.Module, str]) -> list[list[_Slot]]:
-    """Return the places of every plain buffer, those of one tensor together."""
-    found: dict[int, list[_Slot]] = {}
-    for module in names:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not isinstance(buffer, DTensor):
-                found.setdefault(id(buffer), []).append((module, name))
-    return list(found.values())
-
-
-def describe_buffers(names: Mapping[nn.Module, str]) -> list[str]:
-    """Return a line for every buffer, to compare between ranks."""
-    lines = []
-    for slots in buffer_slots(names):
-        buffer = slots[0][0]._buffers[slots[0][1]]
-        assert buffer is not None, "listed above"
-        fqns = " = ".join(repr(_join(names[module], name)) for module, name in slots)
-        lines.append(f"buffer {fqns} {list(buffer.shape)} {str(buffer.dtype)[6:]}")
-    return lines
-
-
-def move_buffers(names: Mapping[nn.Module, str], device: torch.device) -> None:
-    """Move buffers to the device where the parameters will be unsharded; those on meta stay."""
-    for slots in buffer_slots(names):
-        buffer = slots[0][0]._buffers[slots[0][1]]
-        if buffer is not None and not buffer.is_meta and buffer.device.type != device.type:
-            moved = buffer.to(device)
-            for module, name in slots:
-                module._buffers[name] = moved
-
-
-def _broadcast_buffer(slots: Sequence[_Slot], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make a buffer that of the first rank, on every rank: in place where it has memory, else as one new tensor."""
-    buffer = slots[0][0]._buffers[slots[0][1]]
-    assert buffer is not None, "only buffers have slots"
-    is_source = dist.get_rank(group) == 0
-    if is_source:
-        values = buffer.detach().to(device).contiguous()
-    else:
-        values = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-    if values.numel():
-        # As bytes: not every backend knows every dtype.
-        dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)
-    if is_source:
-        return
-    if buffer.is_meta or any(step == 0 for step in buffer.stride()):
-        for module, name in slots:
-            module._buffers[name] = values
-    else:
-        buffer.data.copy_(values)
-
-
-def _join(fqn: str, name: str) -> str:
-    return f"{fqn}.{name}" if fqn else name

@@ -2,7 +2,8 @@
 
 Owns three tensors: the rank's *shard* [S], alive for good; the unsharded *buffer* [W * S],
 whose storage is allocated and freed in place so that views saved by autograd stay right;
-and, during backward, the *gradient buffer* [W * S] that is reduced into a fresh shard [S].
+and, during backward, the *gradient buffer* [W * S] that is reduced into a fresh shard [S]. How
+one becomes the other is the business of its two paths.
 
 Sizes are in elements. Nothing here decides when, or on which stream, anything runs.
 
@@ -18,59 +19,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.collectives.base import Pending, Transport
+from composable.collectives import Pending, Transport
 from composable.errors import UsageError, place_of_rank
-from composable.planning.layout import local_shape
-from composable.planning.shard_plan import BufferPlan, HandleMembers
-from composable.ragged.tensor import RaggedDTensor, hand_over_grad, ragged_spec
+from composable.planning import BufferPlan, HandleMembers, local_shape
+from composable.ragged import RaggedDTensor, hand_over_grad, ragged_spec
+from composable.storage.gather_path import Gather, GatherPath
+from composable.storage.gradient_buffer import GradientBuffer
+from composable.storage.gradient_path import GradientPath, ScatterPath
 from composable.storage.sharded_param import ShardedParam
 from composable.storage.unfilled import META_FIX
 from composable.torch_private import foreach_copy_
 
-__all__ = ["FlatBuffer", "GradientBuffer", "GradientPool"]
-
-
-class GradientBuffer:
-    """Where the gradients of one flat buffer are gathered before they are reduced.
-
-    Attributes:
-        source: [W * S], padding zero.
-        views: One per parameter, in its full shape.
-    """
-
-    __slots__ = ("source", "views")
-
-    def __init__(self, flat: "FlatBuffer") -> None:
-        layout = flat.plan.layout
-        self.source = torch.empty(layout.numel, dtype=flat.dtype, device=flat.shard.device)
-        self.views = [self.source[span.start : span.stop].view(span.shape) for span in layout.spans]
-        filled = 0
-        for span in layout.spans:
-            if span.start > filled:
-                self.source[filled : span.start].zero_()
-            filled = span.stop
-        if filled < layout.numel:
-            self.source[filled:].zero_()
-
-
-class GradientPool:
-    """Gradient buffers of one backward, reused between handles of equal layout."""
-
-    def __init__(self) -> None:
-        self._free: dict[object, list[GradientBuffer]] = {}
-
-    def take(self, flat: "FlatBuffer") -> GradientBuffer:
-        """Return a buffer of the layout of ``flat``; its contents are undefined."""
-        free = self._free.get(flat.pool_key)
-        return free.pop() if free else GradientBuffer(flat)
-
-    def give(self, flat: "FlatBuffer", gradient: GradientBuffer) -> None:
-        """Take back a buffer whose reduction has finished."""
-        self._free.setdefault(flat.pool_key, []).append(gradient)
-
-    def release(self) -> None:
-        """Drop every buffer: between backwards a gradient pool is dead weight."""
-        self._free.clear()
+__all__ = ["FlatBuffer"]
 
 
 class FlatBuffer:
@@ -117,9 +77,6 @@ class FlatBuffer:
         self.shard = torch.zeros(layout.shard_numel, dtype=plan.dtype, device="meta" if is_on_meta else device)
         self.is_away = is_on_meta
         self.params: list[ShardedParam] = []
-        self._piece_sizes: list[int] = []
-        self._pieces: list[tuple[ShardedParam, int]] = []
-        filled = 0
         for span in layout.spans:
             original = members.originals[span.fqn]
             bounds = layout.bounds(span)
@@ -140,18 +97,12 @@ class FlatBuffer:
             elif not (is_on_meta or is_deferred):
                 param.write_full(original)
             self.params.append(param)
-            if start < stop:
-                if start > filled:
-                    self._piece_sizes.append(start - filled)
-                self._pieces.append((param, len(self._piece_sizes)))
-                self._piece_sizes.append(stop - start)
-                filled = stop
-            else:
-                self._pieces.append((param, -1))
-        if filled < layout.shard_numel:
-            self._piece_sizes.append(layout.shard_numel - filled)
-        self.transport: Transport | None = None
-        self.key = -1
+        split = layout.split_of(rank)
+        self._piece_sizes = split.sizes
+        self._pieces = list(zip(self.params, split.indices, strict=True))
+        self.gather_path: GatherPath | None = None
+        self.gradient_path: GradientPath | None = None
+        self._transport: Transport | None = None
         self._buffer: torch.Tensor | None = None
         self._storage: torch.UntypedStorage | None = None
         self._buffer_bytes = layout.numel * self.shard.element_size()
@@ -161,12 +112,16 @@ class FlatBuffer:
         """Some parameter requires a gradient now; users freeze and unfreeze between steps, alike on all ranks."""
         return any(param.sharded.requires_grad for param in self.params)
 
-    def connect(self, transport: Transport) -> None:
-        """Choose who moves the bytes. All ranks of the shard group, same order."""
-        if self.transport is not transport:
-            self.transport = transport
-            self.key = transport.allocate_key()
-            transport.adopt_shard(self.shard)
+    def connect(self, transport: Transport, divisor: int) -> None:
+        """Choose who moves the bytes, and over how many ranks gradients are averaged.
+
+        All ranks of the shard group, same order.
+        """
+        if self._transport is not transport:
+            self._transport = transport
+            key = transport.allocate_key()
+            self.gather_path = Gather(transport, key)
+            self.gradient_path = ScatterPath(transport, key, divisor)
 
     def begin_unshard(self) -> Pending:
         """Allocate the buffer and start the all-gather into it, on the current stream.
@@ -179,9 +134,9 @@ class FlatBuffer:
             self.check_usable()
         if self._storage is None:
             self._make_buffer()
-        assert self._buffer is not None and self._storage is not None and self.transport is not None
+        assert self._buffer is not None and self._storage is not None and self.gather_path is not None
         self._storage.resize_(self._buffer_bytes)
-        return self.transport.begin_all_gather(self._buffer, self.shard, self.key)
+        return self.gather_path.begin(self._buffer, self.shard)
 
     @property
     def is_usable(self) -> bool:
@@ -265,8 +220,6 @@ class FlatBuffer:
         self.is_away = shard.device.type != self.device.type
         for param in self.params:
             param.local = param.piece_of(shard)
-        if self.transport is not None and not self.is_away:
-            self.transport.adopt_shard(shard)
 
     def make_leaves(self) -> None:
         """Create the unsharded parameters of a class without elements: nothing is ever gathered."""
@@ -338,7 +291,7 @@ class FlatBuffer:
         twin.shard = self.shard.clone()
         twin.params = [param.copied(twin.shard, memo) for param in self.params]
         twin._pieces = [(param, index) for param, (_, index) in zip(twin.params, self._pieces, strict=True)]
-        twin.transport, twin.key = None, -1
+        twin.gather_path = twin.gradient_path = twin._transport = None
         twin._buffer = twin._storage = None
         if with_kept_gradients and self.has_gradients():
             twin._make_buffer()
@@ -358,11 +311,10 @@ class FlatBuffer:
             if param.unsharded is not None:
                 param.unsharded.grad = None
 
-    def begin_reduce(self, gradient: GradientBuffer, *, scale: float) -> tuple[Pending, torch.Tensor]:
-        """Start the reduce-scatter of ``gradient`` into a new shard [S], on the current stream."""
-        assert self.transport is not None
-        reduced = torch.empty_like(self.shard)
-        return self.transport.begin_reduce_scatter(gradient.source, reduced, self.key, scale=scale), reduced
+    def make_gradient_buffer(self) -> GradientBuffer:
+        """Allocate what ``take_gradients`` fills, on the current stream."""
+        assert self._transport is not None, "connected when the root was decided"
+        return GradientBuffer(self.plan.layout, self._transport.empty(self.plan.layout.numel, self.shard))
 
     def accumulate(self, reduced: torch.Tensor) -> None:
         """Make ``reduced`` [S] the gradient of the sharded parameters, or add it to what they have."""
@@ -371,12 +323,12 @@ class FlatBuffer:
             sharded = param.sharded
             if not sharded.requires_grad:
                 continue
-            grad = param.wrap_grad(pieces[index]) if index >= 0 else param.empty_grad()
+            grad = param.empty_grad() if index is None else param.wrap_grad(pieces[index])
             held = sharded.grad
             if held is None:
                 hand_over_grad(sharded, grad)
             elif isinstance(held, RaggedDTensor) and held._spec is param.spec:
-                if index >= 0:
+                if index is not None:
                     held._local_tensor.add_(grad._local_tensor)
             else:
                 sharded.grad = held + grad

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from composable.collectives.base import Pending
-from composable.planning.shard_plan import HandlePlan
+from composable.collectives import Pending
+from composable.planning import HandlePlan
 from composable.storage.copy_reach import is_part_of_module, modules_of_copy, reaches_out
 from composable.storage.flat_buffer import FlatBuffer
 from composable.storage.sharded_param import ShardedParam, has_own_setattr
@@ -48,7 +48,7 @@ def handle_of(param: nn.Parameter) -> "Handle | None":
 
 
 class Handle:
-    """The parameters that are unsharded and resharded together, and where they are in a step.
+    """The parameters that are unsharded and resharded together. Where they are in a step the scheduler knows.
 
     Attributes:
         plan: What was decided before anything was built.
@@ -63,12 +63,8 @@ class Handle:
         requires_gradient_sync: Reduce gradients at the end of this handle's backward.
         sync_after_context: What ``requires_gradient_sync`` is after the ``no_sync`` that runs; ``None``: none runs.
         has_unsynced_gradients: A backward without synchronisation left gradients on the leaves.
-        first_pre: Clock of the first forward call since the last backward; -1: none.
         forward_prefetch: Handles to unshard after this one in forward, or ``None``: as recorded.
         backward_prefetch: The same for backward.
-        next_forward: Handle that followed in the latest forward, a hint.
-        previous_forward: Handle that went before in the latest forward, a hint.
-        next_backward: Handle that followed in the latest backward, a hint.
     """
 
     def __init__(self, plan: HandlePlan, modules: Sequence[nn.Module], buffers: Sequence[FlatBuffer]) -> None:
@@ -92,24 +88,10 @@ class Handle:
         self.is_unsharded = False
         self.held_with: object | None = None
         self.is_lent = False
-        self.modules_left: set[nn.Module] = set()
         self._gathers: list[Pending] = []
         self._plain_owners: list[tuple[nn.Module, str, ShardedParam]] = []
         self._swaps: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
         self._watched: list[ShardedParam] = []
-        self.forget_steps()
-
-    def forget_steps(self) -> None:
-        """Forget the place in a step and the order of the last one: another scheduler counts anew."""
-        self.first_pre = -1
-        self.entered_at = -1
-        self.backward_id = -1
-        self.completed_id = -1
-        self.is_late = False
-        self.modules_left.clear()
-        self.next_forward: Handle | None = None
-        self.previous_forward: Handle | None = None
-        self.next_backward: Handle | None = None
 
     def _place_sharded(self) -> None:
         mark = _Managed(self)
@@ -166,7 +148,7 @@ class Handle:
             if ahead is not None:
                 setattr(self, name, tuple(memo[id(handle)] for handle in ahead if id(handle) in memo))
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Let go of modules and shards for good. Nothing is left to gather: unsharding does nothing from now on."""
         self._start_sharded()
         self.modules = ()

@@ -16,9 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.errors import UsageError
-from composable.planning.replaced import mark_replaced
-from composable.ragged.spec import RaggedLayout, RaggedSpec, slice_full
-from composable.ragged.tensor import RaggedDTensor
+from composable.planning import mark_replaced
+from composable.ragged import RaggedDTensor, RaggedLayout, RaggedSpec, slice_full
 from composable.storage.unfilled import mark_unfilled
 
 __all__ = ["Owner", "ShardedParam"]

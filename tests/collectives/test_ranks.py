@@ -1,28 +1,41 @@
-"""An error on one rank is an error on every rank."""
+"""Ranks outside the hot path: an error on one is an error on all, what differs is named by global rank."""
+
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import init_device_mesh
 
-from composable.collectives.ranks import agreed
+from composable import (
+    DesyncError,
+    fully_shard,
+    iter_full_params,
+    load_full_state_dict,
+    replicate,
+    unannotate,
+    unshard_params,
+)
+from composable.collectives import Grid, Ranks
 from composable.errors import ConfigError
 from tests.world import RankErrors, run_ranks
 
 
-def fail_on(ranks: list[int], error: Exception) -> str:
+def fail_on(failing: list[int], error: Exception) -> str:
     """Return what this rank gets; what it was given must have come back whole."""
-    group = dist.group.WORLD
-    assert group is not None
-    with agreed(group, torch.device("cpu")):
+    ranks = Ranks.of_world()
+    with ranks.agreed():
         pass
     caught: Exception | None = None
     try:
-        with agreed(group, torch.device("cpu")):
-            if dist.get_rank() in ranks:
+        with ranks.agreed():
+            if dist.get_rank() in failing:
                 raise error
     except (ConfigError, RuntimeError) as raised:
         caught = raised
-    assert (caught is error) is (dist.get_rank() in ranks)
+    assert (caught is error) is (dist.get_rank() in failing)
     return "no error" if caught is None else f"{type(caught).__name__}: {caught}"
 
 
@@ -44,9 +57,7 @@ def test_one_rank_alone_raises_its_own_error() -> None:
 
 
 def leave() -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    with agreed(group, torch.device("cpu")):
+    with Ranks.of_world().agreed():
         if dist.get_rank() == 0:
             raise SystemExit(3)
 
@@ -54,3 +65,158 @@ def leave() -> None:
 def test_leaving_the_process_is_not_held_up() -> None:
     with pytest.raises(RankErrors, match="SystemExit"):
         run_ranks(leave, 1)
+
+
+def test_a_process_without_a_group_is_a_rank_of_its_own() -> None:
+    ranks = Ranks.of_world()
+    assert (ranks.rank, ranks.size, ranks.numbers, ranks.is_alone) == (0, 1, (0,), True)
+    assert ranks.objects("a") == ["a"] and ranks.object_of(0, "b") == "b"
+    ranks.compare("text", shown="text", what="", fix="")
+    tensor = torch.ones(2)
+    ranks.broadcast(tensor, 0)
+    assert ranks.reduce(tensor, ReduceOp.SUM) is tensor
+    with pytest.raises(ConfigError, match="my own"):
+        ranks.compare("text", ConfigError("my own"), shown="text", what="", fix="")
+
+
+# Messages name global ranks
+
+
+def in_a_subgroup(call: str) -> str:
+    """Return what ranks 2 and 3 of four get who do the same thing differently; ranks 0 and 1 look on."""
+    group = dist.new_group([2, 3])
+    if dist.get_rank() < 2:
+        return ""
+    mesh = init_mesh_of(group)
+    is_last = dist.get_rank() == 3
+    try:
+        CALLS[call](mesh, group, is_last)
+    except (DesyncError, ConfigError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("ranks that differ went on")
+
+
+def init_mesh_of(group: dist.ProcessGroup) -> dist.DeviceMesh:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(group, "cpu")
+
+
+def other_plans(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
+    model = nn.Linear(4, 8 if is_last else 4)
+    fully_shard(model, mesh=mesh)
+    model(torch.ones(1, 4))
+
+
+def other_modules(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
+    replicate(nn.Linear(4, 8 if is_last else 4), process_group=group)
+
+
+def other_values(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    next(iter(iter_full_params(model, dtype=torch.float64 if is_last else torch.float32)))
+
+
+def other_gradients(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    if is_last:
+        model.weight.grad = torch.zeros_like(model.weight)
+    unannotate(model)
+
+
+def one_argument_wrong(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
+    replicate(nn.Linear(4, 4), process_group=group, bucket_cap_mb=-1 if is_last else 25)
+
+
+def one_state_dict_wrong(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    load_full_state_dict(model, {"bias": torch.zeros(4)} if is_last else None, src=1)
+
+
+def torn_gradients(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    if is_last:
+        model.weight.grad = torch.zeros_like(model.weight)
+    with unshard_params(model, with_grads=True):
+        pass
+
+
+CALLS = {
+    "fully_shard": other_plans,
+    "replicate": other_modules,
+    "iter_full_params": other_values,
+    "unannotate": other_gradients,
+    "replicate, one wrong": one_argument_wrong,
+    "load_full_state_dict, one wrong": one_state_dict_wrong,
+    "unshard_params": torn_gradients,
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_messages_in_a_subgroup_name_global_ranks(call: str) -> None:
+    _, _, third, fourth = run_ranks(in_a_subgroup, 4, call)
+    for text in (third, fourth):
+        assert "rank 0" not in text and "rank 1" not in text, text
+    if "wrong" in call:
+        assert fourth.partition("\n")[0] == third.partition("\n")[0] and "rank 3" in third
+    elif call != "unshard_params":
+        assert "    rank 2: " in third and "    rank 3: " in third
+        assert third.replace("at:  rank 2", "") == fourth.replace("at:  rank 3", "")
+
+
+# Values
+
+
+def exchange_values() -> None:
+    """Check every way to exchange values, in the whole world and in a subgroup, whose order is its own."""
+    everyone = Ranks.of_world()
+    assert everyone.numbers == tuple(range(dist.get_world_size()))
+    numbers = list(range(dist.get_world_size()))[::-1]
+    group = dist.new_group(numbers)
+    for ranks in (everyone, Ranks.of(group, torch.device("cpu"))):
+        mine = ranks.numbers[ranks.rank]
+        assert mine == dist.get_rank()
+        assert ranks.objects({"rank": mine}) == [{"rank": number} for number in ranks.numbers]
+        for source in range(ranks.size):
+            assert ranks.object_of(source, mine if ranks.rank == source else None) == ranks.numbers[source]
+            for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
+                tensor = torch.full((2, 3), mine + 1).to(dtype)
+                ranks.broadcast(tensor, source)
+                assert torch.equal(tensor, torch.full((2, 3), ranks.numbers[source] + 1).to(dtype))
+        total = ranks.reduce(torch.tensor([float(mine)]), ReduceOp.SUM)
+        assert total.item() == sum(ranks.numbers)
+        for cuts in itertools.combinations_with_replacement(range(9), ranks.size - 1):
+            bounds = [0, *cuts, 8]
+            full = torch.zeros(8, dtype=torch.uint8)
+            full[bounds[ranks.rank] : bounds[ranks.rank + 1]] = mine + 1
+            ranks.gather_ragged(full, bounds)
+            expected = [ranks.numbers[r] + 1 for r in range(ranks.size) for _ in range(bounds[r], bounds[r + 1])]
+            assert full.tolist() == expected
+        landing = [torch.zeros(2, dtype=torch.uint8) for _ in range(ranks.size)]
+        ranks.exchange(
+            [(torch.full((2,), 10 * mine + peer, dtype=torch.uint8), peer) for peer in others_of(ranks)],
+            [(landing[peer], peer) for peer in others_of(ranks)],
+        )
+        for peer in others_of(ranks):
+            assert landing[peer].tolist() == [10 * ranks.numbers[peer] + ranks.rank] * 2
+
+
+def others_of(ranks: Ranks) -> list[int]:
+    return [peer for peer in range(ranks.size) if peer != ranks.rank]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_values_reach_every_rank(world_size: int) -> None:
+    run_ranks(exchange_values, world_size)
+
+
+def grids() -> tuple[int, int, int | None, int]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded, whole = Grid.of(mesh), Grid.whole(Ranks.of_world())
+    assert sharded.shard == sharded.everyone and sharded.replicas is None
+    assert whole.replicas == whole.everyone and whole.shard.numbers == (dist.get_rank(),)
+    return sharded.divisor, whole.divisor, whole.shard.size, sharded.shard.size
+
+
+def test_the_divisor_is_the_number_of_ranks_whose_gradients_count() -> None:
+    assert run_ranks(grids, 3) == [(3, 3, 1, 3)] * 3

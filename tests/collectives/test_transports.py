@@ -198,7 +198,6 @@ def exchange_in_disorder(name: str, dtype: torch.dtype, rounds: int) -> None:
         chance.shuffle(pendings)
         for pending in pendings:
             pending.finish()
-            assert pending.is_done()
         for exchange in in_flight:
             exchange.check()
 
@@ -237,7 +236,6 @@ def finish_twice(name: str, numel: int) -> None:
     exchange = Exchange(transport, transport.allocate_key(), numel, torch.float32, seed=0)
     for pending in exchange.pendings * 2:
         pending.finish()
-        assert pending.is_done()
     exchange.check()
 
 

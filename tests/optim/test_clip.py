@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from composable import ConfigError, UsageError, clip_grad_norm_, get_total_norm
-from composable.ragged.tensor import RaggedDTensor, ragged_spec, strict_mode
+from composable.ragged.fallback_log import strict_mode
+from composable.ragged.spec import ragged_spec
+from composable.ragged.tensor import RaggedDTensor
 from tests.world import run_ranks
 
 ORDERS = [2.0, 1.0, 3.0, math.inf]

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composable.errors import ConfigError
-from composable.planning.layout import Align, FlatLayout, boxes, local_shape, plan_layout
+from composable.planning.cut import boxes, local_shape
+from composable.planning.layout import Align, FlatLayout, Span, plan_layout
 
 quick = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 
@@ -30,6 +31,11 @@ def gpt_block(dim: int) -> list[tuple[str, torch.Size]]:
         vector, vector, (3 * dim, dim), (3 * dim,), (dim, dim), vector,
         vector, vector, (4 * dim, dim), (4 * dim,), (dim, 4 * dim), vector,
     )  # fmt: skip
+
+
+def is_row_aligned(layout: FlatLayout, span: Span) -> bool:
+    row = math.prod(span.shape[1:])
+    return bool(span.shape) and row > 0 and all(bound % row == 0 for bound in layout.bounds(span))
 
 
 def owners_of(layout: FlatLayout) -> list[list[list[int]]]:
@@ -117,14 +123,19 @@ def test_promised_alignment_is_kept(params: list[tuple[str, torch.Size]], world_
 
 @quick
 @given(named_shapes, world_sizes)
-def test_row_aligned_means_that_every_bound_is_a_multiple_of_the_row(
+def test_the_parts_of_a_shard_are_its_pieces_and_the_padding_between(
     params: list[tuple[str, torch.Size]], world_size: int
 ) -> None:
     layout = plan_layout(params, world_size)
-    for span in layout.spans:
-        row = math.prod(span.shape[1:])
-        expected = bool(span.shape) and row > 0 and all(bound % row == 0 for bound in layout.bounds(span))
-        assert layout.is_row_aligned(span) == expected
+    for rank in range(world_size):
+        split = layout.split_of(rank)
+        assert sum(split.sizes) == layout.shard_numel and all(split.sizes)
+        starts = [sum(split.sizes[:index]) for index in range(len(split.sizes))]
+        for span, index in zip(layout.spans, split.indices, strict=True):
+            start, stop = layout.local_range(span, rank)
+            assert (index is None) == (start == stop)
+            if index is not None:
+                assert (starts[index], split.sizes[index]) == (start, stop - start)
 
 
 @quick
@@ -137,7 +148,7 @@ def test_local_shapes_have_the_same_number_of_dims_on_every_rank(
         bounds = layout.bounds(span)
         found = [local_shape(span.shape, bounds, rank) for rank in range(world_size)]
         assert [math.prod(shape) for shape in found] == [b - a for a, b in pairwise(bounds)]
-        if layout.is_row_aligned(span):
+        if is_row_aligned(layout, span):
             assert all(shape[1:] == tuple(span.shape[1:]) for shape in found)
             assert sum(shape[0] for shape in found) == span.shape[0]
         else:
@@ -187,7 +198,7 @@ def test_shards_cover_a_small_buffer_with_least_padding(world_size: int) -> None
 @pytest.mark.parametrize("dim", [64, 512])
 def test_a_transformer_block_is_cut_on_rows(dim: int, world_size: int) -> None:
     layout = plan_layout(gpt_block(dim), world_size)
-    assert all(layout.is_row_aligned(span) for span in layout.spans)
+    assert all(is_row_aligned(layout, span) for span in layout.spans)
     assert layout.padding_numel * 100 <= layout.numel
 
 
@@ -199,29 +210,29 @@ def test_row_cuts_cost_no_more_padding_than_they_need() -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 8, 64])
 def test_a_huge_embedding_is_cut_on_rows_by_every_rank(world_size: int) -> None:
     layout = plan_layout(sizes((50257, 768)), world_size)
-    assert layout.is_row_aligned(layout.spans[0])
+    assert is_row_aligned(layout, layout.spans[0])
     assert layout.shard_numel % 768 == 0
 
 
 def test_a_gap_moves_the_only_cut_onto_a_row() -> None:
     # One cut, at half of the buffer: no multiple of 35 is near enough, a gap before the matrix is.
     layout = plan_layout(sizes((1001,), (200, 35), (900,)), 2)
-    assert layout.is_row_aligned(layout.spans[1])
+    assert is_row_aligned(layout, layout.spans[1])
     assert layout.spans[1].start > layout.spans[0].stop
     assert layout.padding_numel * 100 <= layout.numel
 
 
 def test_rows_are_cut_anywhere_where_one_percent_does_not_pay_for_them() -> None:
     layout = plan_layout(sizes((16, 16), (16,)), 8)
-    assert not layout.is_row_aligned(layout.spans[0])
+    assert not is_row_aligned(layout, layout.spans[0])
     assert layout.padding_numel == 0
     assert local_shape(layout.spans[0].shape, layout.bounds(layout.spans[0]), 0) == (34,)
 
 
 def test_element_alignment_spends_nothing_on_rows() -> None:
     by_row, by_element = (plan_layout(sizes((101, 64)), 2, align={"p0": align}) for align in ("row", "element"))
-    assert by_row.is_row_aligned(by_row.spans[0])
-    assert not by_element.is_row_aligned(by_element.spans[0])
+    assert is_row_aligned(by_row, by_row.spans[0])
+    assert not is_row_aligned(by_element, by_element.spans[0])
     assert (by_row.padding_numel, by_element.padding_numel) == (64, 0)
 
 

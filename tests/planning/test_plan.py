@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from composable.contract import contract, get_registry
 from composable.errors import ConfigError
+from composable.planning import HandlePlan, ShardingStrategy, ShardOptions, ShardPlan, make_plan, plan
 from composable.planning.replaced import mark_replaced
-from composable.planning.shard_plan import HandlePlan, ShardingStrategy, ShardPlan, plan, plan_with_members
 from composable.policies import SizePolicy
 from composable.ragged.spec import ragged_spec
 from composable.ragged.tensor import RaggedDTensor
@@ -175,7 +175,7 @@ def test_a_size_policy_plans_too() -> None:
 
 
 def test_a_list_shares_one_handle_and_names_start_with_the_position() -> None:
-    shard_plan, members = plan_with_members([nn.Linear(2, 2), nn.LayerNorm(2)], world_size=2)
+    shard_plan, members = make_plan([nn.Linear(2, 2), nn.LayerNorm(2)], ShardOptions(world_size=2))
     assert owned(shard_plan) == {"0, 1": ["0.weight", "0.bias", "1.weight", "1.bias"]}
     assert [len(one.modules) for one in members] == [2]
 
@@ -200,7 +200,7 @@ def test_a_parameter_tied_across_handles_belongs_to_their_lowest_common_ancestor
 
 def test_a_tied_parameter_knows_every_owner_once() -> None:
     model = TinyGPT(tied=True)
-    _, members = plan_with_members(model, policy={Block}, world_size=2)
+    _, members = make_plan(model, ShardOptions(world_size=2, policy={Block}))
     assert members[0].originals["tokens.weight"] is model.tokens.weight
     assert members[0].owners["tokens.weight"] == ((model.tokens, "weight"), (model.head, "weight"))
 
@@ -208,7 +208,7 @@ def test_a_tied_parameter_knows_every_owner_once() -> None:
 def test_a_module_in_two_places_is_planned_once_under_both_names() -> None:
     model = MLP(layers=2)
     model.blocks[1] = model.blocks[0]
-    shard_plan, members = plan_with_members(model, policy={MLPBlock}, world_size=2)
+    shard_plan, members = make_plan(model, ShardOptions(world_size=2, policy={MLPBlock}))
     assert list(owned(shard_plan)) == ["", "blocks.0"]
     assert handle_at(shard_plan, "blocks.0").params[0].shared_fqns == ("blocks.1.up.weight",)
     assert members[1].owners["blocks.0.up.weight"] == ((model.blocks[0].up, "weight"),)

@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from composable.errors import ConfigError, UsageError
-from composable.planning.layout import local_shape
-from composable.ragged.tensor import RaggedDTensor, RaggedShard, fallback_counts, ragged_spec, strict_mode
+from composable.planning.cut import RaggedShard, local_shape
+from composable.ragged.fallback_log import fallback_counts, strict_mode
+from composable.ragged.spec import ragged_spec
+from composable.ragged.tensor import RaggedDTensor
 from tests.ragged_pairs import CUTS, SHAPES, assert_equal, cpu_mesh, make_module, pairs, set_grads, values
 from tests.world import RankErrors, run_ranks
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable.ragged.tensor import RaggedDTensor, fallback_counts
+from composable.ragged.fallback_log import fallback_counts
+from composable.ragged.tensor import RaggedDTensor
 from composable.ragged.transfer import collect_full, spread_full
 from tests.saving.test_torch_loads import CUTS, Model, make
 from tests.world import run_ranks

@@ -23,9 +23,6 @@ class Recorded:
         self._tensor: torch.Tensor | None = tensor
         self._factor = factor
 
-    def is_done(self) -> bool:
-        return self._tensor is None
-
     def finish(self) -> None:
         if self._tensor is not None:
             self._tensor.mul_(self._factor)

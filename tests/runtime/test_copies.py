@@ -263,7 +263,8 @@ def hooks_of_copies() -> None:
     for one in (model, twin):
         for seed in range(3):
             loss_of(one(*inputs_of(one, seed, dist.get_rank())[0])).backward()
-    assert replicate.state(twin).own_group not in (None, replicate.state(model).own_group)
+    groups_of = [replicate.state(one).transport._group for one in (twin, model)]
+    assert groups_of[0] is not groups_of[1] and None not in groups_of
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(param.grad, other.grad)
         gathered = [torch.empty_like(param.grad) for _ in range(2)]

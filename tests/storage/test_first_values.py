@@ -786,4 +786,4 @@ def replicate_on_meta() -> str:
 def test_replicate_refuses_meta_on_every_rank() -> None:
     first, second = run_ranks(replicate_on_meta, 2)
     assert second.startswith("parameter is on the meta device\n  at:  rank 1, parameter 'inp.weight'")
-    assert "rank 1: raised ConfigError: parameter is on the meta device" in first
+    assert first == second

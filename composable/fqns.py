@@ -1,0 +1,173 @@
+"""The names of a module tree, and in what two of them differ; the name of one module for a message."""
+
+import gc
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import nn
+
+from composable.errors import ConfigError
+from composable.wording import list_text
+
+__all__ = ["SUCCESSOR", "NamedTree", "check_same_fqns", "describe_module"]
+
+_MAX_NAMES_SHOWN = 10
+# On a meta buffer of which an annotation has taken other names: the tensor with memory that took its place there.
+SUCCESSOR = "_composable_successor"
+
+
+def describe_module(module: nn.Module) -> str:
+    """Name ``module`` for an error: its FQN below the outermost module that is alive, and its class.
+
+    A module does not know its parents, so this looks through the live objects: slow, for
+    errors only.
+    """
+    fqn = _find_fqn(module)
+    cls = type(module).__name__
+    return f"module '{fqn}' ({cls})" if fqn else f"module {cls}"
+
+
+def _find_fqn(module: nn.Module) -> str:
+    # By id: this must not fail on a module that cannot be hashed, and what is compared stays alive.
+    parents: dict[int, tuple[nn.Module, str]] = {}
+    for candidate in gc.get_objects():
+        # Not isinstance: a proxy object answers it by running code of its own.
+        if issubclass(type(candidate), nn.Module):
+            for name, child in candidate.__dict__.get("_modules", {}).items():
+                parents.setdefault(id(child), (candidate, name))
+    names: list[str] = []
+    seen = {id(module)}
+    while id(module) in parents:
+        module, name = parents[id(module)]
+        if id(module) in seen:
+            break
+        seen.add(id(module))
+        names.append(name)
+    return ".".join(reversed(names))
+
+
+class _Visit(NamedTuple):
+    """One place of a module tree: where it hangs and the names it holds."""
+
+    parent: int
+    name: str
+    params: tuple[str, ...]
+    buffers: tuple[str, ...]
+    is_alias: bool
+
+
+@dataclass(frozen=True)
+class NamedTree:
+    """The names of a module tree, in ``named_modules()`` order.
+
+    Names are kept per module and joined to FQNs only for an error: FQNs of a deep tree add
+    up to quadratic length. A module met again is one more visit without content, so the
+    names of an alias count too. ``ties`` are the tensors met again, with where they were first.
+    """
+
+    visits: list[_Visit]
+    ties: list[tuple[int, str, int, str]]
+    modules: list[nn.Module] = field(compare=False)
+
+    @staticmethod
+    def of(root: nn.Module) -> "NamedTree":
+        visits: list[_Visit] = []
+        ties: list[tuple[int, str, int, str]] = []
+        modules: list[nn.Module] = []
+        seen_modules: set[nn.Module] = set()
+        first_slot: dict[int, tuple[int, str]] = {}
+        stack = [(-1, "", root)]
+        while stack:
+            parent, name, module = stack.pop()
+            index = len(visits)
+            if module in seen_modules:
+                visits.append(_Visit(parent, name, (), (), True))
+                continue
+            seen_modules.add(module)
+            modules.append(module)
+            params = tuple(key for key, param in module._parameters.items() if param is not None)
+            buffers = tuple(key for key, buffer in module._buffers.items() if buffer is not None)
+            visits.append(_Visit(parent, name, params, buffers, False))
+            for key in params + buffers:
+                tensor = module._parameters[key] if key in module._parameters else module._buffers[key]
+                if tensor is not None and tensor.is_meta:
+                    tensor = getattr(tensor, SUCCESSOR, tensor)
+                first = first_slot.setdefault(id(tensor), (index, key))
+                if first != (index, key):
+                    ties.append((index, key, *first))
+            stack.extend((index, key, child) for key, child in reversed(module._modules.items()) if child is not None)
+        return NamedTree(visits, ties, modules)
+
+    def fqn(self, index: int, leaf: str = "") -> str:
+        names = [leaf] if leaf else []
+        while index > 0:
+            names.append(self.visits[index].name)
+            index = self.visits[index].parent
+        return ".".join(reversed(names))
+
+    def fqns(self) -> dict[str, list[str]]:
+        named: dict[str, list[str]] = {"parameters": [], "buffers": [], "modules": []}
+        for index, visit in enumerate(self.visits):
+            named["modules"].append(self.fqn(index))
+            named["parameters"] += [self.fqn(index, key) for key in visit.params]
+            named["buffers"] += [self.fqn(index, key) for key in visit.buffers]
+        return named
+
+    def tied_fqns(self) -> list[str]:
+        return [f"{self.fqn(i, key)} = {self.fqn(j, first)}" for i, key, j, first in self.ties]
+
+
+def check_same_fqns(name: str, module: nn.Module, old: NamedTree, new: NamedTree) -> None:
+    """Raise ``ConfigError`` if ``name``, an annotation of ``module``, changed a name between the two."""
+    if old == new:
+        return
+    old_fqns, new_fqns = old.fqns(), new.fqns()
+    differences = [
+        difference for kind in old_fqns for difference in _list_differences(kind, old_fqns[kind], new_fqns[kind])
+    ]
+    if not differences:
+        # The same names, but other slots share a tensor or a module than before.
+        differences = [
+            *_list_differences("shared tensors", old.tied_fqns(), new.tied_fqns()),
+            *_list_differences("shared modules", _alias_fqns(old), _alias_fqns(new)),
+        ]
+    raise ConfigError(
+        "\n    ".join([f"{name} changed the FQNs of the module it annotates", *differences]),
+        at=describe_module(module),
+        fix="an annotation keeps every parameter, buffer and module under its name and in its place",
+    )
+
+
+def _alias_fqns(snapshot: NamedTree) -> list[str]:
+    return [snapshot.fqn(index) for index, visit in enumerate(snapshot.visits) if visit.is_alias]
+
+
+def _list_differences(kind: str, old: Sequence[str], new: Sequence[str]) -> list[str]:
+    old_set, new_set = set(old), set(new)
+    parts = {
+        "missing": [fqn for fqn in old if fqn not in new_set],
+        "new": [fqn for fqn in new if fqn not in old_set],
+        "moved": _moved(old, [fqn for fqn in new if fqn in old_set]),
+    }
+    return [f"{kind} {what}: {list_text(fqns, _MAX_NAMES_SHOWN)}" for what, fqns in parts.items() if fqns]
+
+
+def _moved(old: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Return the fewest names whose move explains the new order: those outside a longest increasing run."""
+    position = {fqn: index for index, fqn in enumerate(old)}
+    tails: list[int] = []  # tails[k]: least position that ends an increasing run of length k + 1
+    tail_items: list[int] = []
+    previous: list[int] = []
+    for item, fqn in enumerate(new):
+        length = bisect_left(tails, position[fqn])
+        previous.append(tail_items[length - 1] if length else -1)
+        tails[length : length + 1] = [position[fqn]]
+        tail_items[length : length + 1] = [item]
+    kept: set[int] = set()
+    item = tail_items[-1] if tail_items else -1
+    while item >= 0:
+        kept.add(item)
+        item = previous[item]
+    return [fqn for item, fqn in enumerate(new) if item not in kept]

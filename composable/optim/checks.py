@@ -1,0 +1,77 @@
+"""Optimizers that would step in vain: on parameters that an annotation has replaced, or that have no values."""
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from composable.errors import UsageError, place_of_rank
+from composable.planning import first_replacement
+from composable.ragged import RaggedDTensor
+from composable.storage import META_FIX
+from composable.torch_hooks import before_every_step
+from composable.wording import list_text
+
+__all__ = ["CHECKS_ITSELF", "check_every_step", "check_parameters", "check_replaced"]
+
+_is_meta = attrgetter("is_meta")
+
+# An optimizer with an attribute of this name finds out itself when its parameters need the check.
+CHECKS_ITSELF = "_composable_local_step"
+
+
+def check_replaced(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse parameters that an annotation has replaced.
+
+    Raises:
+        UsageError: The optimizer was built before the annotation, or inside forward or backward.
+    """
+    for group in optimizer.param_groups:
+        replacement = first_replacement(group["params"])
+        if replacement is not None:
+            raise UsageError(
+                "the optimizer holds a parameter that no module has any more, so its step would be lost",
+                at=f"{place_of_rank()}, parameter {replacement.fqn!r}",
+                fix="rebind_optimizer(optimizer, model) after annotating the model, or build the optimizer then",
+            )
+
+
+def check_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to update parameters that an annotation has replaced, or that have no values.
+
+    Raises:
+        UsageError: As ``check_replaced``, or a sharded parameter is still on the meta device.
+    """
+    check_replaced(optimizer)
+    for group in optimizer.param_groups:
+        params = group["params"]
+        if any(map(_is_meta, params)) and any(param.is_meta and isinstance(param, RaggedDTensor) for param in params):
+            raise UsageError(
+                "the optimizer steps on parameters that are still on the meta device",
+                at=f"{place_of_rank()}, {_describe_params(optimizer)}",
+                fix=META_FIX,
+            )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if CHECKS_ITSELF not in vars(optimizer):
+        check_parameters(optimizer)
+
+
+def _describe_params(optimizer: torch.optim.Optimizer) -> str:
+    """Name the parameters on the meta device, of which the optimizer knows no names unless it was given some."""
+    found: list[str] = []
+    for group in optimizer.param_groups:
+        names = group.get("param_names") or [f"of shape {list(param.shape)}" for param in group["params"]]
+        found += [name for name, param in zip(names, group["params"], strict=True) if param.is_meta]
+    return f"parameters {list_text(found)}"
+
+
+def check_every_step() -> None:
+    """Refuse such steps of every optimizer of the process; once."""
+    if not _REGISTERED:
+        _REGISTERED.append(before_every_step(_check_optimizer))
+
+
+_REGISTERED: list[RemovableHandle] = []

@@ -1,0 +1,134 @@
+"""What a user asks of ``fully_shard``, as data: checked once, and handed on as one value."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from composable.errors import ConfigError
+from composable.planning.layout import Align
+from composable.policies import PolicyLike
+
+__all__ = ["MeshDimStrategy", "ShardOptions", "ShardingStrategy"]
+
+
+@dataclass(frozen=True)
+class MeshDimStrategy:
+    """What the ranks along one mesh dim split between them; what is not split, each of them keeps whole.
+
+    Attributes:
+        parameters: Between forward and backward, and between steps.
+        gradients: After backward.
+        optimizer_state: And with it the parameters between steps.
+    """
+
+    parameters: bool
+    gradients: bool
+    optimizer_state: bool
+
+
+@dataclass(frozen=True)
+class ShardingStrategy:
+    """What is sharded over each dim of the mesh.
+
+    Attributes:
+        name: What ``strategy=`` accepts too.
+        dims: One for each mesh dim.
+        FULL_SHARD: Parameters are freed after forward and gathered again for backward (ZeRO stage 3).
+        SHARD_GRAD_OP: Parameters stay unsharded from forward to backward (ZeRO stage 2).
+        NO_SHARD: Every rank keeps everything, which is what ``replicate`` does.
+
+    Source: ZeRO, arXiv 1910.02054.
+    """
+
+    name: str
+    dims: tuple[MeshDimStrategy, ...]
+
+    FULL_SHARD: ClassVar["ShardingStrategy"]
+    SHARD_GRAD_OP: ClassVar["ShardingStrategy"]
+    NO_SHARD: ClassVar["ShardingStrategy"]
+
+    def __repr__(self) -> str:
+        return f"ShardingStrategy.{self.name}"
+
+
+ShardingStrategy.FULL_SHARD = ShardingStrategy("FULL_SHARD", (MeshDimStrategy(True, True, True),))
+ShardingStrategy.SHARD_GRAD_OP = ShardingStrategy("SHARD_GRAD_OP", (MeshDimStrategy(False, True, True),))
+ShardingStrategy.NO_SHARD = ShardingStrategy("NO_SHARD", (MeshDimStrategy(False, False, False),))
+
+_PRESETS = {
+    one.name: one for one in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+}
+_SHARDING = "'FULL_SHARD', 'SHARD_GRAD_OP'"
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """What decides a plan, beside the module.
+
+    Attributes:
+        world_size: Ranks that share the parameters.
+        policy: Which submodules get handles of their own.
+        strategy: What is sharded, or its name; instead of ``reshard_after_forward``.
+        reshard_after_forward: Free the parameters between forward and backward.
+        ignored_params: Parameters to leave alone, under all their names.
+        ignored_modules: Modules to leave alone with all below them.
+        align: What a cut may do to a parameter, by FQN: see ``plan_layout``.
+        transport: The name to print.
+
+    Raises:
+        ConfigError: Options are wrong, or contradict each other.
+    """
+
+    world_size: int
+    policy: PolicyLike | None = None
+    strategy: ShardingStrategy | str | None = None
+    reshard_after_forward: bool | None = None
+    ignored_params: Iterable[nn.Parameter] | None = None
+    ignored_modules: Iterable[nn.Module] | None = None
+    align: Mapping[str, Align] | None = None
+    transport: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ConfigError(
+                f"world_size is {self.world_size}", fix="pass the number of ranks that share the parameters"
+            )
+        freed = self.reshard_after_forward
+        if freed is not None and not isinstance(freed, bool):
+            raise ConfigError(f"reshard_after_forward is {freed!r}", fix="pass True, False or None")
+        if self.strategy is not None:
+            if freed is not None:
+                raise ConfigError(
+                    "strategy and reshard_after_forward both say what is freed when", fix="pass one of them"
+                )
+            _check_strategy(self.strategy)
+
+    @property
+    def frees(self) -> bool | None:
+        """Whether parameters are freed between forward and backward; ``None``: where the module is not the root."""
+        if self.strategy is None:
+            return self.reshard_after_forward
+        return _named(self.strategy).dims[0].parameters
+
+
+def _named(strategy: ShardingStrategy | str) -> ShardingStrategy:
+    return _PRESETS[strategy] if isinstance(strategy, str) else strategy
+
+
+def _check_strategy(strategy: object) -> None:
+    """Raise ``ConfigError`` unless ``fully_shard`` can do it on one mesh dim."""
+    if not isinstance(strategy, ShardingStrategy) and not (isinstance(strategy, str) and strategy in _PRESETS):
+        raise ConfigError(f"strategy is {strategy!r}", fix=f"pass one of {_SHARDING}")
+    chosen = _named(strategy)
+    if len(chosen.dims) != 1:
+        raise ConfigError(
+            f"strategy {chosen.name} is for {len(chosen.dims)} mesh dims, and parameters are sharded over one",
+            fix=f"pass one of {_SHARDING}",
+        )
+    if not chosen.dims[0].gradients or not chosen.dims[0].optimizer_state:
+        raise ConfigError(
+            f"strategy {chosen.name} keeps gradients or optimizer state whole on every rank",
+            fix=f"call replicate(module) instead, or pass one of {_SHARDING}",
+        )

@@ -1,0 +1,133 @@
+"""torch's own functions that take placements, taught ours: ``distribute_tensor`` and ``redistribute``.
+
+Calls without a ``RaggedShard`` go to torch unchanged.
+"""
+
+from collections.abc import Sequence
+from functools import wraps
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.distributed import tensor as dtensor
+from torch.distributed.tensor import Replicate
+
+from composable.collectives import Ranks
+from composable.errors import ConfigError, UsageError
+from composable.planning import RaggedShard
+from composable.ragged.spec import ragged_spec, slice_full
+from composable.ragged.tensor import RaggedDTensor
+from composable.torch_private import DeviceMesh, Placement
+
+__all__ = ["distribute", "teach_torch"]
+
+
+def distribute(
+    full: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    src_data_rank: int | None = 0,
+) -> RaggedDTensor:
+    """Cut a full tensor as ``placements`` say: torch's ``distribute_tensor`` for one ``RaggedShard``.
+
+    Collective: the values of ``src_data_rank`` (a rank within each mesh dim) count. ``None``: every rank's own.
+
+    Raises:
+        ConfigError: Other placements than one ``RaggedShard`` and ``Replicate``.
+    """
+    dims = [dim for dim, placement in enumerate(placements) if isinstance(placement, RaggedShard)]
+    others = [p for p in placements if not isinstance(p, (RaggedShard, Replicate))]
+    if len(dims) != 1 or others or len(placements) != mesh.ndim:
+        raise ConfigError(
+            f"placements are {tuple(placements)} on a mesh of {mesh.ndim} dims",
+            fix="give one RaggedShard, and Replicate on the other mesh dims",
+        )
+    ragged = placements[dims[0]]
+    assert isinstance(ragged, RaggedShard), "chosen above"
+    spec = ragged_spec(mesh, full.shape, full.dtype, ragged.bounds, mesh_dim=dims[0])
+    full = full.detach()
+    if full.device.type != mesh.device_type and not full.is_meta:
+        full = full.to(mesh.device_type)
+    if src_data_rank is not None and not full.is_meta:
+        full = full.clone(memory_format=torch.contiguous_format)
+        for dim in range(mesh.ndim):
+            Ranks.of_mesh(mesh, dim).broadcast(full, src_data_rank)
+    local = slice_full(full, spec.layout).clone()
+    return RaggedDTensor.wrap(local, spec)
+
+
+def teach_torch() -> None:
+    """Make ``distribute_tensor`` and ``redistribute`` accept ``RaggedShard``; once.
+
+    Who imported ``distribute_tensor`` before holds torch's function itself, so it is that function
+    whose body changes, not a name in a module.
+    """
+    if not hasattr(dtensor.distribute_tensor, _ORIGINAL):
+        _replace_body(dtensor.distribute_tensor)
+        dtensor.DTensor.redistribute = _with_ragged_target(  # type: ignore[method-assign]  # meant
+            dtensor.DTensor.redistribute
+        )
+
+
+# What torch's function was before: an attribute of that function.
+_ORIGINAL = "_composable_original"
+
+
+def _replace_body(function: Any) -> None:
+    """Let ``function``, the same object, do what ours does, which finds torch's as its attribute."""
+    original = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    original.__kwdefaults__ = function.__kwdefaults__
+    setattr(function, _ORIGINAL, original)
+    function._composable_body = _distribute_tensor
+    function.__wrapped__ = original  # keeps the signature that is shown
+    function.__defaults__ = function.__kwdefaults__ = None
+    function.__code__ = _call_body.__code__
+
+
+def _call_body(*args: Any, **kwargs: Any) -> Any:
+    # Runs as the body of torch's function, among the globals of torch's file: nothing of this one is in sight.
+    from torch.distributed.tensor import distribute_tensor
+
+    return vars(distribute_tensor)["_composable_body"](*args, **kwargs)
+
+
+def _distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> Any:
+    if device_mesh is None or not any(isinstance(placement, RaggedShard) for placement in placements or ()):
+        original = getattr(dtensor.distribute_tensor, _ORIGINAL)
+        return original(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+    if isinstance(tensor, dtensor.DTensor):
+        if tensor.device_mesh == device_mesh and tensor.placements == tuple(placements or ()):
+            return tensor
+        raise UsageError(f"tensor is already distributed as {tensor.placements}", fix="pass full_tensor()")
+    return distribute(tensor, device_mesh, placements or (), src_data_rank=src_data_rank)
+
+
+def _with_ragged_target(original: Any) -> Any:
+    @wraps(original)
+    def redistribute(
+        tensor: Any,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> Any:
+        # torch leaves the pieces as they are and calls them ragged.
+        if not any(isinstance(placement, RaggedShard) for placement in placements or ()):
+            return original(tensor, device_mesh, placements, **options)
+        if device_mesh is not None and device_mesh != tensor.device_mesh:
+            raise ConfigError("redistribute changes placements, not the mesh", fix="pass placements only")
+        if options.get("forward_dtype") or options.get("backward_dtype"):
+            raise ConfigError("redistribute to ragged bounds does not cast", fix="cast with .to() first")
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise UsageError("a cut at ragged bounds has no gradient", fix="call detach() first, or use no_grad()")
+        return distribute(tensor.full_tensor(), tensor.device_mesh, placements or (), src_data_rank=None)
+
+    return redistribute

@@ -1,0 +1,64 @@
+"""A handle's place in the running step of one root, kept by the scheduler that runs it.
+
+The clock counts starts and ends of forwards of fully sharded modules; backwards have numbers.
+"""
+
+from torch import nn
+
+from composable.storage import Handle
+
+__all__ = ["Turn"]
+
+
+class Turn:
+    """Where one handle is.
+
+    Attributes:
+        handle: The handle.
+        first_forward: Clock of its first differentiable forward since the last backward; 0: before all others;
+            ``None``: there was none, so the next backward does not reduce it.
+        entered_at: Clock of the start of a forward that has not ended.
+        met_in: The last backward in which a gradient of an output arrived.
+        completed_in: The last backward that completed it: reduced its gradients, or kept them.
+        is_late: Gradients are still coming in the backward that completed it.
+        modules_left: Of several modules that share the handle, those still to run in this forward.
+        next_forward: Who followed in the latest forward, a hint for prefetch; so are the other two.
+        previous_forward: Who went before in the latest forward.
+        next_backward: Who followed in the latest backward.
+    """
+
+    __slots__ = (
+        "completed_in",
+        "entered_at",
+        "first_forward",
+        "handle",
+        "is_late",
+        "met_in",
+        "modules_left",
+        "next_backward",
+        "next_forward",
+        "previous_forward",
+    )
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+        self.modules_left: set[nn.Module] = set()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: another root has run the handle meanwhile."""
+        self.first_forward: int | None = None
+        self.entered_at: int | None = None
+        self.met_in: int | None = None
+        self.completed_in: int | None = None
+        self.is_late = False
+        self.modules_left.clear()
+        self.next_forward: Turn | None = None
+        self.previous_forward: Turn | None = None
+        self.next_backward: Turn | None = None
+
+    def end_step(self) -> None:
+        """Forget a step that was cut short; the hints stay."""
+        self.first_forward = self.entered_at = None
+        self.is_late = False
+        self.modules_left.clear()

@@ -1,0 +1,73 @@
+"""Room in an annotated module for what a state dict brings, and state dicts that would hold nothing."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+import _traversal_utils
+from composable.errors import located, place_of_rank
+from composable.runtime import check_on_device, handle_of_module, sharded_state_of
+from composable.storage import mark_unfilled
+from composable.torch_hooks import around_state_dict
+
+__all__ = ["make_room", "register_room"]
+
+
+def register_room(module: nn.Module) -> list[RemovableHandle]:
+    """Let ``state_dict()`` and ``load_state_dict()`` of a sharded module meet sharded parameters with memory."""
+    return around_state_dict(
+        module, before_save=[_reshard, _refuse_meta], before_load=[_reshard, make_room], after_load=[_bring_back]
+    )
+
+
+def _reshard(module: nn.Module, *_: Any) -> None:
+    state, handle = sharded_state_of(module), handle_of_module(module)
+    if state is not None and handle is not None and state.root is not None and state.root.scheduler.is_idle:
+        state.root.scheduler.reshard(handle)
+
+
+def _refuse_meta(module: nn.Module, *_: Any) -> None:
+    """Refuse a state dict without values, which would be saved as one."""
+    state = sharded_state_of(module)
+    # Below a policy's root nothing has to be looked at twice.
+    if state is not None and module in state.modules:
+        with located(place_of_rank()):
+            names = {submodule: fqn for fqn, submodule in module.named_modules()}
+            check_on_device(_traversal_utils._get_fsdp_states(module), names)
+
+
+def make_room(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
+) -> None:
+    """Give memory to what is on the meta device and about to be loaded; torch would skip it with a warning."""
+    state = sharded_state_of(module)
+    if state is None or local_metadata.get("assign_to_params_buffers", False):
+        return
+    device = state.grid.shard.device
+    handle = state._module_to_handle.get(module)
+    params = {id(param.sharded): param for param in handle.params if param.ragged.is_meta} if handle else {}
+    buffers: dict[int, torch.Tensor] = {}
+    for fqn, submodule in module.named_modules(prefix=prefix.rstrip(".")):
+        for name, tensor in [*submodule._parameters.items(), *submodule._buffers.items()]:
+            if tensor is None or not tensor.is_meta or (f"{fqn}.{name}" if fqn else name) not in state_dict:
+                continue
+            if id(tensor) in params:
+                params[id(tensor)].make_room(device)
+                state.mark_handles()
+            elif name in submodule._buffers:
+                if id(tensor) not in buffers:
+                    buffers[id(tensor)] = torch.empty_like(tensor, device=device)
+                    mark_unfilled(buffers[id(tensor)])
+                submodule._buffers[name] = buffers[id(tensor)]
+                state.marked_buffers.append((submodule, name))
+
+
+def _bring_back(module: nn.Module, _: Any) -> None:
+    """Move what was loaded into the shards, and put parameters that the load replaced back."""
+    handle = handle_of_module(module)
+    if handle is not None:
+        with located(f"{place_of_rank()}, module {handle.fqn!r}"):
+            handle.attach()

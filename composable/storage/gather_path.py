@@ -1,0 +1,41 @@
+"""How a rank's shard becomes the whole buffer: one object a flat buffer, so that what happens on the way can grow.
+
+Precision and offload are paths around a path: cast into the buffer's dtype first, copy from the host first.
+"""
+
+from typing import Protocol
+
+import torch
+
+from composable.collectives import Pending, Transport
+
+__all__ = ["Gather", "GatherPath"]
+
+
+class GatherPath(Protocol):
+    """Fills a buffer from the shards of all ranks."""
+
+    def begin(self, buffer: torch.Tensor, shard: torch.Tensor) -> Pending:
+        """Start to fill ``buffer`` [W * S] with every rank's ``shard`` [S], on the current stream.
+
+        Collective: all ranks of the shard group, same order. Both stay untouched until ``finish``.
+        """
+        ...
+
+
+class Gather:
+    """One all-gather.
+
+    Attributes:
+        transport: Moves the bytes.
+        key: Of the buffer, the same on all ranks.
+    """
+
+    __slots__ = ("key", "transport")
+
+    def __init__(self, transport: Transport, key: int) -> None:
+        self.transport = transport
+        self.key = key
+
+    def begin(self, buffer: torch.Tensor, shard: torch.Tensor) -> Pending:
+        return self.transport.begin_all_gather(buffer, shard, self.key)

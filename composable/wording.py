@@ -1,0 +1,42 @@
+"""How names, lists, counts and sizes are written, in plans and in messages."""
+
+from collections.abc import Callable, Collection, Sequence
+from itertools import islice
+
+import torch
+
+__all__ = ["bytes_text", "count_text", "dtype_text", "join_fqn", "list_text", "ranks_text"]
+
+
+def join_fqn(fqn: str, name: str) -> str:
+    """Return the FQN of what the module at ``fqn`` holds under ``name``."""
+    return f"{fqn}.{name}" if fqn else name
+
+
+def list_text(names: Collection[str], most: int = 5, *, write: Callable[[str], str] = repr) -> str:
+    """Return names for a message: the first ``most``, and how many more there are."""
+    shown = ", ".join(map(write, islice(names, most)))
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
+def count_text(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def bytes_text(number: int) -> str:
+    if number < 1024:
+        return f"{number} B"
+    value, unit = number / 1024, "KiB"
+    for larger in ("MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.1f} {unit}"
