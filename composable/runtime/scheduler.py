@@ -263,26 +263,27 @@ class Scheduler:
         """Reduce the handle's gradients and free its parameters."""
         handle = turn.handle
         turn.completed_in = self.backward_id
-        if handle.is_trainable:
+        trainable = [flat for flat in handle.buffers if flat.is_trainable]
+        if trainable:
             handle.has_unsynced_gradients = not handle.requires_gradient_sync
             if handle.requires_gradient_sync:
-                self._reduce(handle)
+                self._reduce(handle, trainable)
         self.reshard(handle)
 
-    def _reduce(self, handle: Handle) -> None:
-        for flat in handle.buffers:
+    def _reduce(self, handle: Handle, flats: Sequence[FlatBuffer]) -> None:
+        for flat in flats:
             if flat.is_empty:
                 flat.accumulate_nothing()
-            elif flat.is_trainable:
-                while len(self._under_way) >= MAX_GRADIENT_BUFFERS:
-                    self._finish_reduction()
-                gradient = self._pool.take(flat.pool_key, flat.make_gradient_buffer)
-                flat.take_gradients(gradient)
-                if flat is handle.buffers[-1]:
-                    self.reshard(handle)
-                assert flat.gradient_path is not None, "connected when the root was decided"
-                reduction = self._streams.begin_reduction(flat.gradient_path, gradient)
-                self._under_way.append(_UnderWay(reduction, flat, gradient))
+                continue
+            while len(self._under_way) >= MAX_GRADIENT_BUFFERS:
+                self._finish_reduction()
+            gradient = self._pool.take(flat.pool_key, flat.make_gradient_buffer)
+            flat.take_gradients(gradient)
+            if flat is flats[-1]:
+                self.reshard(handle)
+            assert flat.gradient_path is not None, "connected when the root was decided"
+            reduction = self._streams.begin_reduction(flat.gradient_path, gradient)
+            self._under_way.append(_UnderWay(reduction, flat, gradient))
 
     def _finish_reduction(self) -> None:
         reduction, flat, gradient = self._under_way.popleft()

@@ -110,7 +110,11 @@ class FlatBuffer:
     @property
     def is_trainable(self) -> bool:
         """Some parameter requires a gradient now; users freeze and unfreeze between steps, alike on all ranks."""
-        return any(param.sharded.requires_grad for param in self.params)
+        # In every backward: a generator costs as much again.
+        for param in self.params:  # noqa: SIM110
+            if param.sharded.requires_grad:
+                return True
+        return False
 
     def connect(self, transport: Transport, divisor: int) -> None:
         """Choose who moves the bytes, and over how many ranks gradients are averaged.
@@ -336,8 +340,7 @@ class FlatBuffer:
     def accumulate_nothing(self) -> None:
         """Give the parameters of a class without elements their gradients, which need no reduction."""
         self.drop_gradients()
-        if self.is_trainable:
-            self.accumulate(self.shard.new_empty(0))
+        self.accumulate(self.shard.new_empty(0))
 
     def _make_buffer(self) -> None:
         layout = self.plan.layout

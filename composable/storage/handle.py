@@ -161,11 +161,6 @@ class Handle:
         return [param for flat in self.buffers for param in flat.params]
 
     @property
-    def is_trainable(self) -> bool:
-        """Some parameter requires a gradient now."""
-        return any(flat.is_trainable for flat in self.buffers)
-
-    @property
     def _fqns(self) -> list[str]:
         """FQNs of the parameters, prefixed from the fully sharded module."""
         return [param.fqn for param in self.params]

@@ -68,15 +68,16 @@ def test_a_step_compiled_by_inductor_is_that_of_one_process() -> None:
 def test_rules_by_operation_stand_in_where_torch_skips_the_subclass() -> None:
     script = f"""
         import torch, torch.distributed as dist
-        import composable.ragged.tensor as ragged
+        from composable import RaggedDTensor
+        from composable.ragged import registration
         from tests.ragged_matrix import prove
 
         # What torch 2.11 does: its own C++ path takes the subclass along.
-        kept = ragged.RaggedDTensor.__dict__["__torch_dispatch__"]
-        del ragged.RaggedDTensor.__torch_dispatch__
-        assert not ragged._is_dispatched_here()
-        ragged._register_every_op(kept.__func__)
-        assert ragged._is_dispatched_here()
+        kept = RaggedDTensor.__dict__["__torch_dispatch__"]
+        del RaggedDTensor.__torch_dispatch__
+        assert not registration._is_dispatched_here()
+        registration._register_every_op(kept.__func__)
+        assert registration._is_dispatched_here()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         for cut in {CUTS}:
             found = prove(cut, {CHEAP})
