@@ -51,6 +51,7 @@ from torch.utils._pytree import tree_map  # moves nested inputs to the device
 # isort: split
 # -- ranks as threads: composable/testing/
 from torch._C import _distributed_c10d as c10d_bindings  # looks groups up by name, per thread where told so
+from torch._C._distributed_c10d import PrefixStore, Store  # where the ranks of a group find each other
 from torch.distributed import distributed_c10d as c10d  # its `_world` holds all groups, its helper makes them
 from torch.distributed.distributed_c10d import _World as TorchWorld  # what torch reads of a world
 from torch.utils._python_dispatch import _disable_current_modes  # collectives are no operations of the caller
@@ -62,6 +63,8 @@ __all__ = [
     "DisableTorchFunction",
     "OpOverload",
     "Placement",
+    "PrefixStore",
+    "Store",
     "TensorMeta",
     "TorchDispatchMode",
     "TorchWorld",
@@ -138,7 +141,11 @@ def torch_keeps_groups_by_thread(
         new_group: Makes a process group for a thread that has a world; gets what torch's own function gets.
         number: Returns what tells meshes of the calling thread from those of others, or ``None``.
     """
-    own_world, own_new_group, own_init = c10d._world, c10d._new_process_group_helper, DeviceMesh.__init__
+    distributed: Any = c10d
+    mesh_class: Any = DeviceMesh
+    registry: Any = c10d_bindings
+    own_world, own_new_group = distributed._world, distributed._new_process_group_helper
+    own_init = mesh_class.__init__
 
     class WorldOfThread:
         def __getattr__(self, name: str) -> Any:
@@ -156,16 +163,18 @@ def torch_keeps_groups_by_thread(
         if (own_number := number()) is not None:
             mesh._thread_id, mesh._hash = own_number, None
 
-    c10d._world, c10d._new_process_group_helper, DeviceMesh.__init__ = WorldOfThread(), make_group, init_mesh
-    c10d_bindings._set_thread_isolation_mode(True)
+    distributed._world, distributed._new_process_group_helper = WorldOfThread(), make_group
+    mesh_class.__init__ = init_mesh
+    registry._set_thread_isolation_mode(True)
     try:
         yield
     finally:
-        c10d_bindings._set_thread_isolation_mode(False)
-        c10d._world, c10d._new_process_group_helper, DeviceMesh.__init__ = own_world, own_new_group, own_init
+        registry._set_thread_isolation_mode(False)
+        distributed._world, distributed._new_process_group_helper = own_world, own_new_group
+        mesh_class.__init__ = own_init
 
 
-def register_group(name: str, group: ProcessGroup) -> None:
+def register_group(name: Any, group: ProcessGroup) -> None:
     """Let functional collectives of the calling thread find ``group`` by its name."""
     c10d_bindings._register_process_group(name, group)
 

@@ -24,7 +24,7 @@ __all__ = ["Baton", "Player", "Unwound", "Wait"]
 _NOT_THE_USERS = tuple(str(Path(file).parent) for file in (torch.__file__, __file__, threading.__file__))
 
 
-class Unwound(BaseException):  # noqa: N818  # not an error: another rank has one
+class Unwound(BaseException):
     """Ends a rank that waits for what another rank, which has raised, will never send."""
 
 
@@ -46,7 +46,9 @@ class Player:
     # Locked except while it is about to take the baton.
     turn: threading.Lock = field(default_factory=threading.Lock)
     waits_for: Wait | None = None
+    # How it ended, as messages say it; whether others may wait for it in vain.
     ended: str = ""
+    has_raised: bool = False
     error: BaseException | None = None
     is_unwinding: bool = False
 
@@ -170,7 +172,7 @@ class Baton:
 
     def _nobody_can_go_on(self) -> None:
         waiting = [player for player in self.players if not player.ended]
-        if any(player.ended.startswith("raised") for player in self.players):
+        if any(player.has_raised for player in self.players):
             for player in waiting:
                 player.is_unwinding = True
             return

@@ -54,7 +54,7 @@ class Fault:
 
     Attributes:
         rank: Global rank of the caller.
-        op: Which kind of call: one of ``OPS``, or ``"any"``. All forms of an all-gather are ``"all_gather"``, and so on.
+        op: Which kind of call: one of ``OPS``, or ``"any"``. Every form of an all-gather is an ``"all_gather"``.
         nth: Which of the rank's calls of that kind, from 1, counted over all groups.
         action: What happens to it.
     """

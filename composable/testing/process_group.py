@@ -4,6 +4,9 @@ A call deposits its tensors and returns; they move when the last rank has called
 ``async_op=True`` come as late as they may. torch has renamed some methods, so some stand here twice.
 """
 
+# mypy: disable-error-code="override, assignment, call-arg"
+# (of each method, the one form of its arguments that torch.distributed uses)
+
 from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -105,9 +108,7 @@ class SimulatedGroup(dist.ProcessGroup):
         description: What it is for, in a few words.
     """
 
-    def __init__(
-        self, owner: RankThread, key: GroupKey, backend: str, timeout: timedelta, description: str
-    ) -> None:
+    def __init__(self, owner: RankThread, key: GroupKey, backend: str, timeout: timedelta, description: str) -> None:
         self._own = key.ranks.index(owner.rank)
         super().__init__(self._own, len(key.ranks))
         self._owner = owner
@@ -324,7 +325,8 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def _rows(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Tensors:
         rows = tensor.shape[0] if tensor.ndim else 0
-        return tensor.detach().split(list(sizes) or [rows // self.size()] * self.size())
+        slices: Tensors = tensor.detach().split(list(sizes) or [rows // self.size()] * self.size())
+        return slices
 
 
 class _Several(dist.Work):
@@ -335,7 +337,9 @@ class _Several(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        return all([work.wait() for work in self._works])
+        for work in self._works:
+            work.wait()
+        return True
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)

@@ -61,7 +61,9 @@ class ProcessState:
                 is_changed = True
         if is_changed:
             # Modules remember by version of the filters what they have warned of.
-            forget = getattr(warnings, "_filters_mutated", None) or getattr(warnings, "_filters_mutated_lock_held", None)
+            forget = getattr(warnings, "_filters_mutated", None) or getattr(
+                warnings, "_filters_mutated_lock_held", None
+            )
             if forget is not None:
                 with getattr(warnings, "_lock", _NO_LOCK):
                     forget()

@@ -141,9 +141,7 @@ class _Simulation:
         self._outcome = Outcome()
         self._baton = Baton(world_size, seed)
         board = Board()
-        self._ranks = [
-            RankThread(player, next(_NUMBERS), self._baton, board, faults) for player in self._baton.players
-        ]
+        self._ranks = [RankThread(player, next(_NUMBERS), self._baton, board, faults) for player in self._baton.players]
 
     def run(self) -> Outcome:
         """Run all ranks; when this returns, no thread and no process group is left."""
@@ -182,7 +180,7 @@ class _Simulation:
             how = "been unwound"
         except BaseException as error:  # SystemExit and a test's own failures too
             self._outcome.errors[rank.rank] = error
-            how = f"raised {type(error).__name__}"
+            player.has_raised, how = True, f"raised {type(error).__name__}"
         finally:
             self._baton.end(player, how)
 

@@ -15,6 +15,6 @@ def stack_of(thread: threading.Thread) -> str:
 
 
 def end_thread(thread: threading.Thread, error: type[BaseException]) -> None:
-    """Raise ``error`` in ``thread`` as soon as it executes Python again; one that sleeps in C does not notice before."""
+    """Raise ``error`` in ``thread`` as soon as it executes Python again."""
     if thread.ident is not None and thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(error))

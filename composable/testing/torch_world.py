@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -10,9 +10,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from composable.testing.baton import Baton, Player
 from composable.testing.process_group import RankThread, SimulatedGroup
-from composable.torch_private import TorchWorld, forget_meshes, register_group, torch_keeps_groups_by_thread
+from composable.torch_private import (
+    PrefixStore,
+    Store,
+    TorchWorld,
+    forget_meshes,
+    register_group,
+    torch_keeps_groups_by_thread,
+)
 
 __all__ = ["RankStore", "TorchOfRanks"]
 
@@ -24,12 +30,13 @@ class RankWorld(TorchWorld):
         owner: The rank.
     """
 
-    pg_map: dict[Any, Any] = {}
-    pg_names: dict[Any, Any] = {}
-    pg_group_ranks: dict[Any, Any] = {}
-    pg_backend_config: dict[Any, Any] = {}
-    tags_to_pg: dict[Any, Any] = {}
-    pg_to_tag: dict[Any, Any] = {}
+    # torch's own are properties that read globals.
+    pg_map: Any = None
+    pg_names: Any = None
+    pg_group_ranks: Any = None
+    pg_backend_config: Any = None
+    tags_to_pg: Any = None
+    pg_to_tag: Any = None
     group_count = 0
 
     def __init__(self, owner: RankThread) -> None:
@@ -53,7 +60,7 @@ class _Keys:
         return f"the keys {', '.join(self.wanted)} of the store"
 
 
-class RankStore(dist.Store):
+class RankStore(Store):
     """A store that all ranks share. Who waits in it lets the others run."""
 
     def __init__(self, torch_of_ranks: "TorchOfRanks") -> None:
@@ -61,7 +68,7 @@ class RankStore(dist.Store):
         self._torch = torch_of_ranks
         self._held: dict[str, bytes] = {}
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: Any) -> None:
         self._held[key] = value
 
     def get(self, key: str) -> bytes:
@@ -76,10 +83,11 @@ class RankStore(dist.Store):
     def check(self, keys: list[str]) -> bool:
         return all(key in self._held for key in keys)
 
-    def compare_set(self, key: str, expected: bytes, wanted: bytes) -> bytes:
+    def compare_set(self, key: str, expected: Any, wanted: Any) -> bytes:
         if self._held.get(key, b"") == expected:
             self._held[key] = wanted
-        return self._held.get(key, expected)
+        held: bytes = self._held.get(key, expected)
+        return held
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         rank = self._torch.rank_here()
@@ -113,7 +121,7 @@ class TorchOfRanks:
                 forget_meshes()
 
     @contextmanager
-    def default_group(self, rank: RankThread, world_size: int, store: dist.Store, timeout: timedelta) -> Iterator[None]:
+    def default_group(self, rank: RankThread, world_size: int, store: Store, timeout: timedelta) -> Iterator[None]:
         """Make the calling thread that of ``rank``, with a default process group."""
         self._here.world = RankWorld(rank)
         hook = sys.excepthook
@@ -134,7 +142,7 @@ class TorchOfRanks:
         group_rank: int,
         ranks: list[int],
         backend: str,
-        store: dist.Store,
+        store: Store,
         group_name: str,
         backend_options: Any = None,
         timeout: timedelta | None = None,
@@ -161,7 +169,7 @@ class TorchOfRanks:
         group = SimulatedGroup(
             world.owner, key, str(backend), timeout or timedelta(minutes=30), group_desc or "undefined"
         )
-        group_store = dist.PrefixStore(f"{group_name}/", store)
+        group_store = PrefixStore(f"{group_name}/", store)
         world.pg_map[group] = (backend, group_store)
         world.pg_names[group] = group_name
         world.pg_backend_config[group] = str(dist.distributed_c10d.BackendConfig(dist.Backend(backend)))
