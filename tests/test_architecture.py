@@ -90,6 +90,19 @@ LAYERS: dict[str, list[str]] = {
         "composable.safetensors_files",
         "composable",
     ],
+    "testing": [
+        "composable.testing.process_state",
+        "composable.testing.baton",
+        "composable.testing.exchange",
+        "composable.testing.faults",
+        "composable.testing.meetings",
+        "composable.testing.process_group",
+        "composable.testing.torch_world",
+        "composable.testing.stuck",
+        "composable.testing.simulation",
+        "composable.testing.parity",
+        "composable.testing",
+    ],
 }
 ORDER = [name for layer in LAYERS.values() for name in layer]
 
