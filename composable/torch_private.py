@@ -181,10 +181,12 @@ def register_group(name: Any, group: ProcessGroup) -> None:
 
 def forget_meshes() -> None:
     """Empty the caches of DTensor that hold meshes."""
+    # By a torch that has not been asked for DTensor, there is none to be emptied.
     if "torch.distributed.tensor" in sys.modules:
         torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
 
 
 def without_modes() -> AbstractContextManager[Any]:
     """Return a context in which no mode of the caller sees what tensors do."""
+    # Switching off what is not on costs as much as a small collective.
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
