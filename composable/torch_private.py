@@ -176,6 +176,7 @@ def torch_keeps_groups_by_thread(
 
 def register_group(name: Any, group: ProcessGroup) -> None:
     """Let functional collectives of the calling thread find ``group`` by its name."""
+    # By name, because the functions that torch.compile traces take no objects.
     c10d_bindings._register_process_group(name, group)
 
 
