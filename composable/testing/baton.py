@@ -1,4 +1,4 @@
-"""Whose turn it is: of all ranks' threads, the one that holds the baton runs, the others wait.
+"""Whose turn it is: of all threads of all ranks, the one that holds the baton runs, the others wait.
 
 A rank hands the baton on when it waits for something that has not come, and when it ends. Next is the
 following rank that can go on, or one drawn from ``seed``: never chance, so that a run can be repeated.
@@ -29,19 +29,36 @@ class Unwound(BaseException):
 
 
 class Wait(Protocol):
-    """What a rank waits for."""
+    """What a thread waits for."""
 
     def is_over(self) -> bool: ...
 
     def describe(self) -> str: ...
 
+    def give_up(self) -> bool:
+        """End now what has a timeout, when no thread can go on; returns whether that is so."""
+        ...
+
 
 @dataclass(eq=False)
-class Player:
-    """A rank, as the baton sees it."""
+class Home:
+    """What the threads of one rank share."""
 
     rank: int
     state: ProcessState
+
+
+@dataclass(eq=False)
+class Player:
+    """A thread, as the baton sees it.
+
+    Attributes:
+        name: Of a thread that a rank has started; empty for the rank's own.
+    """
+
+    home: Home
+    index: int
+    name: str = ""
     thread: threading.Thread | None = None
     # Locked except while it is about to take the baton.
     turn: threading.Lock = field(default_factory=threading.Lock)
@@ -51,6 +68,13 @@ class Player:
     has_raised: bool = False
     error: BaseException | None = None
     is_unwinding: bool = False
+
+    def __post_init__(self) -> None:
+        self.turn.acquire()
+
+    @property
+    def rank(self) -> int:
+        return self.home.rank
 
     def can_go_on(self) -> bool:
         if self.ended:
@@ -68,9 +92,8 @@ class Baton:
 
     def __init__(self, world_size: int, seed: int | None) -> None:
         state = ProcessState()
-        self.players = [Player(rank, state) for rank in range(world_size)]
-        for player in self.players:
-            player.turn.acquire()
+        self.players = [Player(Home(rank, state), rank) for rank in range(world_size)]
+        self._here = threading.local()
         self.holder = self.players[0]
         self.all_ended = threading.Lock()
         self.all_ended.acquire()
@@ -84,13 +107,30 @@ class Baton:
         self.holder = self._next_after(self.players[-1]) or self.players[0]
         self.holder.turn.release()
 
-    def wait(self, player: Player, wait: Wait) -> None:
+    def enter(self, player: Player) -> None:
+        """Make the calling thread that of ``player``, and wait for its first turn."""
+        player.turn.acquire()
+        self._here.player = player
+        player.home.state.restore()
+
+    def player_here(self) -> Player | None:
+        """Return whose thread is calling."""
+        return getattr(self._here, "player", None)
+
+    def add_thread(self, thread: threading.Thread) -> Player:
+        """Let a thread that the calling rank is about to start take part."""
+        player = Player(self._caller().home, len(self.players), thread.name, thread)
+        self.players.append(player)
+        return player
+
+    def wait(self, wait: Wait) -> None:
         """Return when ``wait`` is over; others run meanwhile.
 
         Raises:
             DesyncError: No rank can go on.
             Unwound: Another rank has raised, and none can go on.
         """
+        player = self._caller()
         while not wait.is_over():
             self._raise_if_unwinding(player)
             player.waits_for = wait
@@ -101,17 +141,18 @@ class Baton:
                 raise error
         self._raise_if_unwinding(player)
 
-    def let_others_run(self, player: Player) -> None:
+    def let_others_run(self) -> None:
         """Hand over to another rank that can go on, if there is one."""
+        player = self._caller()
         self._raise_if_unwinding(player)
         self._hand_over(player)
         self._raise_if_unwinding(player)
 
-    def maybe_let_others_run(self, player: Player) -> None:
+    def maybe_let_others_run(self) -> None:
         """Hand over if the seed says so."""
-        self._raise_if_unwinding(player)
+        self._raise_if_unwinding(self._caller())
         if self._random is not None and self._random.random() < 0.5:
-            self.let_others_run(player)
+            self.let_others_run()
 
     def later(self, turns: int, happen: Callable[[], None]) -> None:
         """Call ``happen`` after so many turns, or when no rank can go on before."""
@@ -119,7 +160,9 @@ class Baton:
 
     def end(self, player: Player, how: str) -> None:
         """Give the baton away for good."""
+        player.home.state = ProcessState()
         player.ended = how
+        self._here.player = None
         self._pass_on(player)
 
     def unwind_all(self) -> None:
@@ -127,16 +170,21 @@ class Baton:
         for player in self.players:
             player.is_unwinding = True
 
+    def _caller(self) -> Player:
+        player = self.player_here()
+        assert player is not None, "called in threads that take turns"
+        return player
+
     def _raise_if_unwinding(self, player: Player) -> None:
         if player.is_unwinding:
             raise Unwound
 
     def _hand_over(self, player: Player) -> None:
-        state = ProcessState()
+        player.home.state = ProcessState()
         if self._pass_on(player) is player:
             return
         player.turn.acquire()
-        state.restore()
+        player.home.state.restore()
 
     def _pass_on(self, player: Player) -> Player | None:
         """Let the next rank run; returns it, or nothing if all have ended."""
@@ -162,7 +210,7 @@ class Baton:
 
     def _next_after(self, player: Player) -> Player | None:
         """Return who runs next; the player itself last of all."""
-        order = [*self.players[player.rank + 1 :], *self.players[: player.rank + 1]]
+        order = [*self.players[player.index + 1 :], *self.players[: player.index + 1]]
         able = [other for other in order if other.can_go_on()]
         if not able:
             return None
@@ -172,11 +220,14 @@ class Baton:
 
     def _nobody_can_go_on(self) -> None:
         waiting = [player for player in self.players if not player.ended]
-        if any(player.has_raised for player in self.players):
+        if any(player.waits_for is not None and player.waits_for.give_up() for player in waiting):
+            return
+        if any(player.has_raised for player in self.players) or all(player.name for player in waiting):
             for player in waiting:
                 player.is_unwinding = True
             return
-        lines = [f"    rank {player.rank} {self._doing(player)}" for player in self.players]
+        shown = [player for player in self.players if not (player.name and player.ended)]
+        lines = [f"    {_called(player)} {self._doing(player)}" for player in shown]
         for player in waiting:
             player.error = DesyncError(
                 "\n".join(["every rank that is left waits for another one", *lines]),
@@ -190,6 +241,10 @@ class Baton:
         assert player.waits_for is not None, "a rank that waits for nothing can go on"
         frame = sys._current_frames().get(player.thread.ident or 0) if player.thread else None
         return f"waits for {player.waits_for.describe()}{_place(frame)}"
+
+
+def _called(player: Player) -> str:
+    return f"rank {player.rank}, thread {player.name!r}," if player.name else f"rank {player.rank}"
 
 
 def _place(frame: FrameType | None) -> str:

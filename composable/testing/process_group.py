@@ -62,8 +62,11 @@ class SimulatedWork(dist.Work):
     def describe(self) -> str:
         return self._shown
 
+    def give_up(self) -> bool:
+        return False
+
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._owner.baton.wait(self._owner.player, self)
+        self._owner.baton.wait(self)
         self._pending.raise_failure(self._owner.rank)
         return True
 
@@ -73,7 +76,7 @@ class SimulatedWork(dist.Work):
     def is_completed(self) -> bool:
         if not self._pending.is_over:
             # Who asks in a loop would otherwise ask for ever.
-            self._owner.baton.let_others_run(self._owner.player)
+            self._owner.baton.let_others_run()
         return self._pending.is_over
 
     def is_success(self) -> bool:
@@ -277,12 +280,14 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def _enter(self, op: str) -> Delay | Drop | None:
         owner = self._owner
-        if owner.player.ended:
-            raise UsageError(f"{op} after rank {owner.rank} has ended", fix="join threads before the function returns")
+        if owner.baton.player_here() is None:
+            raise UsageError(
+                f"{op} in a daemon thread, which takes no turns", at=f"rank {owner.rank}", fix="pass daemon=False"
+            )
         action = owner.faults.take(owner.rank, op)
         if isinstance(action, Raise):
             raise action.error
-        owner.baton.maybe_let_others_run(owner.player)
+        owner.baton.maybe_let_others_run()
         return action
 
     def _send(self, action: Delay | Drop | None, arrive: Any) -> None:

@@ -136,10 +136,10 @@ class _Simulation:
         self._world_size = world_size
         self._fn = fn
         self._timeout_s = timeout_s
-        self._torch = TorchOfRanks()
+        self._baton = Baton(world_size, seed)
+        self._torch = TorchOfRanks(self._baton)
         self._store = RankStore(self._torch)
         self._outcome = Outcome()
-        self._baton = Baton(world_size, seed)
         board = Board()
         self._ranks = [RankThread(player, next(_NUMBERS), self._baton, board, faults) for player in self._baton.players]
 
@@ -152,8 +152,8 @@ class _Simulation:
             )
         with self._torch.installed():
             try:
-                for player in self._baton.players:
-                    _thread_of(player).start()
+                for rank in self._ranks:
+                    _thread_of(rank.player).start()
                 self._baton.start()
                 if not self._baton.all_ended.acquire(timeout=self._timeout_s):
                     raise self._timeout()
@@ -169,10 +169,9 @@ class _Simulation:
 
     def _run_rank(self, rank: RankThread) -> None:
         player = rank.player
-        player.turn.acquire()
+        self._baton.enter(player)
         how = "returned"
         try:
-            player.state.restore()
             timeout = timedelta(seconds=self._timeout_s)
             with torch.enable_grad(), self._torch.default_group(rank, self._world_size, self._store, timeout):
                 self._outcome.results[rank.rank] = self._fn(rank.rank)

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from composable.testing.baton import Baton
 from composable.testing.process_group import RankThread, SimulatedGroup
+from composable.testing.turns_of_threads import taking_turns
 from composable.torch_private import (
     PrefixStore,
     Store,
@@ -59,6 +61,9 @@ class _Keys:
     def describe(self) -> str:
         return f"the keys {', '.join(self.wanted)} of the store"
 
+    def give_up(self) -> bool:
+        return False
+
 
 class RankStore(Store):
     """A store that all ranks share. Who waits in it lets the others run."""
@@ -92,13 +97,14 @@ class RankStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         rank = self._torch.rank_here()
         assert rank is not None, "the store belongs to the ranks"
-        rank.baton.wait(rank.player, _Keys(self._held, keys))
+        rank.baton.wait(_Keys(self._held, keys))
 
 
 @dataclass(eq=False)
 class TorchOfRanks:
     """torch.distributed as the threads of one simulation see it."""
 
+    baton: Baton
     _here: threading.local = field(default_factory=threading.local)
 
     def world_here(self) -> RankWorld | None:
@@ -114,11 +120,20 @@ class TorchOfRanks:
     def installed(self) -> Iterator[None]:
         """Let rank threads have process groups of their own."""
         number = lambda: None if (rank := self.rank_here()) is None else rank.number  # noqa: E731
-        with torch_keeps_groups_by_thread(self.world_here, self._new_group, number):
+        with (
+            torch_keeps_groups_by_thread(self.world_here, self._new_group, number),
+            taking_turns(self.baton, self.world_here, self._adopt),
+        ):
             try:
                 yield
             finally:
                 forget_meshes()
+
+    def _adopt(self, world: RankWorld) -> None:
+        """Let the calling thread, which a rank has started, use the groups of that rank."""
+        self._here.world = world
+        for group, name in world.pg_names.items():
+            register_group(name, group)
 
     @contextmanager
     def default_group(self, rank: RankThread, world_size: int, store: Store, timeout: timedelta) -> Iterator[None]:
