@@ -97,6 +97,7 @@ LAYERS: dict[str, list[str]] = {
         "composable.testing.faults",
         "composable.testing.meetings",
         "composable.testing.process_group",
+        "composable.testing.turns_of_threads",
         "composable.testing.torch_world",
         "composable.testing.stuck",
         "composable.testing.simulation",

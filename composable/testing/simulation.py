@@ -28,6 +28,7 @@ from composable.testing.process_group import RankThread
 from composable.testing.process_state import ProcessState
 from composable.testing.stuck import end_thread, stack_of
 from composable.testing.torch_world import RankStore, TorchOfRanks
+from composable.testing.turns_of_threads import ThreadOfRank
 
 __all__ = ["Outcome", "run", "simulate"]
 
@@ -147,9 +148,7 @@ class _Simulation:
         """Run all ranks; when this returns, no thread and no process group is left."""
         callers_state = ProcessState()
         for rank in self._ranks:
-            rank.player.thread = threading.Thread(
-                target=self._run_rank, args=(rank,), name=f"rank {rank.rank}", daemon=True
-            )
+            rank.player.thread = ThreadOfRank(target=self._run_rank, args=(rank,), name=f"rank {rank.rank}")
         with self._torch.installed():
             try:
                 for rank in self._ranks:

@@ -13,7 +13,25 @@ from typing import Any
 
 from composable.testing.baton import Baton, Player, Unwound
 
-__all__ = ["taking_turns"]
+__all__ = ["ThreadOfRank", "taking_turns"]
+
+
+class ThreadOfRank(threading.Thread):
+    """A rank's own thread: does not keep the process alive, but what it starts is no daemon for that."""
+
+    _runs = False
+
+    def run(self) -> None:
+        self._runs = True
+        super().run()
+
+    @property
+    def daemon(self) -> bool:
+        return not self._runs
+
+    @daemon.setter
+    def daemon(self, value: bool) -> None:
+        pass
 
 
 class _Notice:
@@ -97,7 +115,8 @@ def taking_turns(baton: Baton, world: Callable[[], Any], adopt: Callable[[Any], 
         own_join(thread, timeout)
 
     def wait(condition: Any, timeout: float | None = None) -> bool:
-        if baton.player_here() is None or getattr(starting, "is_native", False):
+        asks_only = timeout is not None and timeout <= 0
+        if asks_only or baton.player_here() is None or getattr(starting, "is_native", False):
             return own_wait(condition, timeout)
         # As in Condition.wait, with turns in place of blocking.
         lock = threading.Lock()
