@@ -91,7 +91,7 @@ class Baton:
     """
 
     def __init__(self, world_size: int, seed: int | None) -> None:
-        state = ProcessState()
+        state = self._installed = ProcessState()
         self.players = [Player(Home(rank, state), rank) for rank in range(world_size)]
         self._here = threading.local()
         self.holder = self.players[0]
@@ -111,7 +111,7 @@ class Baton:
         """Make the calling thread that of ``player``, and wait for its first turn."""
         player.turn.acquire()
         self._here.player = player
-        player.home.state.restore()
+        self._install(player)
 
     def player_here(self) -> Player | None:
         """Return whose thread is calling."""
@@ -160,7 +160,7 @@ class Baton:
 
     def end(self, player: Player, how: str) -> None:
         """Give the baton away for good."""
-        player.home.state = ProcessState()
+        self._take(player)
         player.ended = how
         self._here.player = None
         self._pass_on(player)
@@ -180,11 +180,18 @@ class Baton:
             raise Unwound
 
     def _hand_over(self, player: Player) -> None:
-        player.home.state = ProcessState()
+        self._take(player)
         if self._pass_on(player) is player:
             return
         player.turn.acquire()
-        player.home.state.restore()
+        self._install(player)
+
+    def _take(self, player: Player) -> None:
+        player.home.state = self._installed = ProcessState(since=player.home.state)
+
+    def _install(self, player: Player) -> None:
+        player.home.state.restore(current=self._installed)
+        self._installed = player.home.state
 
     def _pass_on(self, player: Player) -> Player | None:
         """Let the next rank run; returns it, or nothing if all have ended."""

@@ -85,9 +85,19 @@ def taking_turns(baton: Baton, world: Callable[[], Any], adopt: Callable[[Any], 
     changed: Any = threading
 
     def start(thread: threading.Thread) -> None:
-        if baton.player_here() is None or thread.daemon:
+        if baton.player_here() is None:
             own_start(thread)
             return
+        if not thread.daemon:
+            take_part(thread)
+        # The thread says that it has started before it waits for its turn.
+        starting.is_native = True
+        try:
+            own_start(thread)
+        finally:
+            starting.is_native = False
+
+    def take_part(thread: threading.Thread) -> None:
         player, run, of_parent = baton.add_thread(thread), thread.run, world()
 
         def run_in_turns() -> None:
@@ -101,12 +111,6 @@ def taking_turns(baton: Baton, world: Callable[[], Any], adopt: Callable[[Any], 
                 baton.end(player, "ended")
 
         thread.run = run_in_turns  # type: ignore[method-assign]
-        # The thread says that it has started before it waits for its turn.
-        starting.is_native = True
-        try:
-            own_start(thread)
-        finally:
-            starting.is_native = False
 
     def join(thread: threading.Thread, timeout: float | None = None) -> None:
         player = next((one for one in baton.players if one.thread is thread), None)

@@ -293,7 +293,7 @@ def generators(rank: int) -> list[Any]:
     numpy.random.seed(0)
     found: list[Any] = []
     for _ in range(3):
-        found += [torch.randn(2).tolist(), random.random(), numpy.random.rand()]
+        found += [torch.randn(2).tolist(), random.random(), numpy.random.rand(), numpy.random.randn()]
         dist.barrier()
     return found
 
