@@ -4,8 +4,11 @@ Other files import these names from here, so that a new torch release is checked
 place. ``tests/test_torch_private.py`` holds the list against the installed torch.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup, ReduceScatterOptions, Work
@@ -45,6 +48,14 @@ from torch._C import _will_engine_execute_node as will_engine_execute_node  # wh
 from torch.autograd.variable import Variable  # its `_execution_engine.queue_callback` runs at the end of a backward
 from torch.utils._pytree import tree_map  # moves nested inputs to the device
 
+# isort: split
+# -- ranks as threads: composable/testing/
+from torch._C import _distributed_c10d as c10d_bindings  # looks groups up by name, per thread where told so
+from torch._C._distributed_c10d import PrefixStore, Store  # where the ranks of a group find each other
+from torch.distributed import distributed_c10d as c10d  # its `_world` holds all groups, its helper makes them
+from torch.distributed.distributed_c10d import _World as TorchWorld  # what torch reads of a world
+from torch.utils._python_dispatch import _disable_current_modes  # collectives are no operations of the caller
+
 __all__ = [
     "AllgatherOptions",
     "DTensorSpec",
@@ -52,8 +63,11 @@ __all__ = [
     "DisableTorchFunction",
     "OpOverload",
     "Placement",
+    "PrefixStore",
+    "Store",
     "TensorMeta",
     "TorchDispatchMode",
+    "TorchWorld",
     "all_gather_into",
     "all_op_names",
     "current_autograd_node",
@@ -64,19 +78,23 @@ __all__ = [
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
+    "forget_meshes",
     "module_call_code",
     "module_load",
     "optim_foreach_types",
     "queue_callback",
     "reduce_scatter_into",
+    "register_group",
     "state_dict_utils",
     "timeout_of",
+    "torch_keeps_groups_by_thread",
     "traceable_collectives",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
     "utils_foreach_types",
     "will_engine_execute_node",
+    "without_modes",
 ]
 
 dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # wraps a local
@@ -107,3 +125,71 @@ def reduce_scatter_into(group: ProcessGroup) -> Callable[[torch.Tensor, torch.Te
 def timeout_of(group: ProcessGroup) -> timedelta:
     """Return how long the CPU collectives of ``group`` wait for a peer."""
     return group._get_backend(torch.device("cpu")).options._timeout
+
+
+# -- ranks as threads: composable/testing/
+
+
+@contextmanager
+def torch_keeps_groups_by_thread(
+    world: Callable[[], Any], new_group: Callable[..., Any], number: Callable[[], int | None]
+) -> Iterator[None]:
+    """Give threads process groups of their own while the context lasts.
+
+    Args:
+        world: Returns what holds the process groups of the calling thread, ``None`` for those of the process.
+        new_group: Makes a process group for a thread that has a world; gets what torch's own function gets.
+        number: Returns what tells meshes of the calling thread from those of others, or ``None``.
+    """
+    distributed: Any = c10d
+    mesh_class: Any = DeviceMesh
+    registry: Any = c10d_bindings
+    own_world, own_new_group = distributed._world, distributed._new_process_group_helper
+    own_init = mesh_class.__init__
+
+    class WorldOfThread:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(world() or own_world, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            setattr(world() or own_world, name, value)
+
+    def make_group(*args: Any, **kwargs: Any) -> Any:
+        return own_new_group(*args, **kwargs) if world() is None else new_group(*args, **kwargs)
+
+    def init_mesh(mesh: Any, *args: Any, **kwargs: Any) -> None:
+        own_init(mesh, *args, **kwargs)
+        # DTensor caches by mesh: those of two ranks are equal but for this.
+        if (own_number := number()) is not None:
+            mesh._thread_id, mesh._hash = own_number, None
+
+    distributed._world, distributed._new_process_group_helper = WorldOfThread(), make_group
+    mesh_class.__init__ = init_mesh
+    registry._set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        registry._set_thread_isolation_mode(False)
+        distributed._world, distributed._new_process_group_helper = own_world, own_new_group
+        mesh_class.__init__ = own_init
+
+
+def register_group(name: Any, group: ProcessGroup) -> None:
+    """Let functional collectives of the calling thread find ``group`` by its name."""
+    # By name, because the functions that torch.compile traces take no objects.
+    c10d_bindings._register_process_group(name, group)
+
+
+def forget_meshes() -> None:
+    """Empty the caches of DTensor that hold meshes."""
+    # By a torch that has not been asked for DTensor, there is none to be emptied.
+    if "torch.distributed.tensor" in sys.modules:
+        cache = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+        # In some releases each thread has a cache of its own, which ends with it.
+        getattr(cache, "cache_clear", lambda: None)()
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Return a context in which no mode of the caller sees what tensors do."""
+    # Switching off what is not on costs as much as a small collective.
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()

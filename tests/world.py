@@ -1,4 +1,4 @@
-"""Runs a test function on real gloo processes, one per rank.
+"""Runs a test function on real gloo processes, one per rank, or on ranks that are threads.
 
     def add_ranks() -> int: ...            # at the top level of a test file, so it can be pickled
 
@@ -8,6 +8,9 @@ The processes are started once and used by every test of the session. Each task 
 process group of its own, with a rendezvous of its own; random seed, grad mode and warnings
 (which are errors) start afresh. A group is taken down only when all ranks have reported: a
 rank that leaves early would reset connections that others still read from.
+
+``run_threads`` takes the same and gives the same, on ``composable.testing``: no process, no gloo, a
+hundredth of the time. It is for breadth; transport, crashes and timeouts need processes.
 
 A failing or hanging rank never makes the test hang: the pool is killed and a new one starts
 with the next task. Processes are forked from a server that has imported torch, so a restart
@@ -30,7 +33,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -39,7 +42,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankErrors", "run_ranks", "shut_down"]
+from composable.testing.simulation import run
+
+__all__ = ["RankErrors", "run_ranks", "run_threads", "shut_down"]
 
 T = TypeVar("T")
 
@@ -83,6 +88,33 @@ def run_ranks(
         RankErrors: With the traceback of every rank that raised, and the stacks of those that hang.
     """
     return _POOL.run(pickle.dumps((fn, args, kwargs)), world_size, timeout_s)
+
+
+def run_threads(
+    fn: Callable[..., T], world_size: int, *args: object, timeout_s: float = 60.0, **kwargs: object
+) -> list[T]:
+    """Do what ``run_ranks`` does, on ranks that are threads of this process.
+
+    Args:
+        fn: As for ``run_ranks``: it, its arguments and its result are pickled, so that ranks share no object.
+        world_size: Size of the default process group that ``fn`` runs in.
+        *args: Handed to ``fn`` on every rank.
+        timeout_s: When ranks that have not finished are ended.
+        **kwargs: Handed to ``fn`` on every rank.
+
+    Raises:
+        RankErrors: With the traceback of every rank that raised. Ranks that wait for those are not among them.
+    """
+    call = pickle.dumps((fn, args, kwargs))
+    outcome = run(world_size, lambda rank: _fresh_start(call), timeout_s=timeout_s)
+    gc.collect(0)
+    if outcome.errors:
+        reports = {
+            rank: "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            for rank, error in outcome.errors.items()
+        }
+        raise RankErrors(dict(outcome.errors), _paragraphs(reports))
+    return [pickle.loads(outcome.results[rank]) for rank in range(world_size)]
 
 
 def shut_down() -> None:
@@ -209,14 +241,7 @@ class _Task:
 
     def as_error(self) -> RankErrors:
         """Return the reports as one error; ranks that say the same share a paragraph."""
-        paragraphs: dict[str, list[int]] = {}
-        for rank, report in self.reports.items():
-            paragraphs.setdefault(report.strip(), []).append(rank)
-        text = "\n\n".join(
-            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}: {report}"
-            for report, ranks in paragraphs.items()
-        )
-        return RankErrors(self.errors, f"\n{text}")
+        return RankErrors(self.errors, _paragraphs(self.reports))
 
     def _wait(self, seconds: float, *, for_failure: bool = False) -> None:
         deadline = time.monotonic() + seconds
@@ -276,26 +301,43 @@ def _perform(
     client: dist.TCPStore, call: bytes, name: str, rank: int, world_size: int, timeout_s: float
 ) -> tuple[object, ...]:
     torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float32)
-    torch.manual_seed(0)
     try:
-        with warnings.catch_warnings(), torch.enable_grad():
-            warnings.simplefilter("error")
-            for message, category in UNAVOIDABLE_WARNINGS:
-                warnings.filterwarnings("ignore", message=message, category=category)
-            fn, args, kwargs = pickle.loads(call)
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore(name, client),
-                rank=rank,
-                world_size=world_size,
-                # The parent's patience ends first, and its report has the stacks of all ranks.
-                timeout=datetime.timedelta(seconds=2 * timeout_s),
-            )
-            result = pickle.dumps(fn(*args, **kwargs))
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(name, client),
+            rank=rank,
+            world_size=world_size,
+            # The parent's patience ends first, and its report has the stacks of all ranks.
+            timeout=datetime.timedelta(seconds=2 * timeout_s),
+        )
+        result = _fresh_start(call)
     except BaseException as error:  # pytest.fail and a failed pytest.raises are no Exceptions
         return False, _pickle_error(error), traceback.format_exc()
     return True, result
+
+
+def _fresh_start(call: bytes) -> bytes:
+    """Perform a pickled call as if nothing had happened in this process before; warnings are errors."""
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("error")
+        for message, category in UNAVOIDABLE_WARNINGS:
+            warnings.filterwarnings("ignore", message=message, category=category)
+        fn, args, kwargs = pickle.loads(call)
+        return pickle.dumps(fn(*args, **kwargs))
+
+
+def _paragraphs(reports: Mapping[int, str]) -> str:
+    """Return the reports of all ranks as one text; ranks that say the same share a paragraph."""
+    paragraphs: dict[str, list[int]] = {}
+    for rank, report in reports.items():
+        paragraphs.setdefault(report.strip(), []).append(rank)
+    text = "\n\n".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}: {report}"
+        for report, ranks in paragraphs.items()
+    )
+    return f"\n{text}"
 
 
 def _pickle_error(error: BaseException) -> bytes:

@@ -1,0 +1,364 @@
+"""A process group whose ranks are threads: the methods that torch calls, each put in terms of one exchange.
+
+A call deposits its tensors and returns; they move when the last rank has called, so that results of
+``async_op=True`` come as late as they may. torch has renamed some methods, so some stand here twice.
+"""
+
+# mypy: disable-error-code="override, assignment, call-arg"
+# (of each method, the one form of its arguments that torch.distributed uses)
+
+from collections.abc import Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from composable.errors import UsageError
+from composable.testing.baton import Baton, Player
+from composable.testing.exchange import Call, Part, describe
+from composable.testing.faults import Delay, Drop, FaultPlan, Raise
+from composable.testing.meetings import Board, GroupKey, Meeting, Transfer
+
+__all__ = ["RankThread", "SimulatedGroup"]
+
+Tensors = Sequence[torch.Tensor]
+
+
+class RankThread:
+    """What one rank has to do with the others.
+
+    Attributes:
+        player: Its turn.
+        number: Differs from that of every other rank of every simulation in this process.
+    """
+
+    def __init__(self, player: Player, number: int, baton: Baton, board: Board, faults: FaultPlan) -> None:
+        self.player = player
+        self.number = number
+        self.baton = baton
+        self.board = board
+        self.faults = faults
+
+    @property
+    def rank(self) -> int:
+        return self.player.rank
+
+
+class SimulatedWork(dist.Work):
+    """A call that was made: of a collective, or one end of a message."""
+
+    def __init__(self, owner: RankThread, pending: Meeting | Transfer, shown: str, results: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._owner = owner
+        self._pending = pending
+        self._shown = shown
+        self._results = results
+
+    def is_over(self) -> bool:
+        return self._pending.is_over
+
+    def describe(self) -> str:
+        return self._shown
+
+    def give_up(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._owner.baton.wait(self)
+        self._pending.raise_failure(self._owner.rank)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        if not self._pending.is_over:
+            # Who asks in a loop would otherwise ask for ever.
+            self._owner.baton.let_others_run()
+        return self._pending.is_over
+
+    def is_success(self) -> bool:
+        return self._pending.is_over and not self._pending.failure
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        # A future's callbacks would run in the thread of the rank that arrives last.
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._results)
+        return future
+
+    def source_rank(self) -> int:
+        assert isinstance(self._pending, Transfer), "collectives have no source"
+        return self._pending.peer
+
+    _source_rank = source_rank
+
+
+class SimulatedGroup(dist.ProcessGroup):
+    """One rank's end of a process group.
+
+    Args:
+        owner: The rank.
+        key: The group, the same on all its ranks.
+        backend: The name it goes by.
+        timeout: What it says its timeout is; nothing here waits that long.
+        description: What it is for, in a few words.
+    """
+
+    def __init__(self, owner: RankThread, key: GroupKey, backend: str, timeout: timedelta, description: str) -> None:
+        self._own = key.ranks.index(owner.rank)
+        super().__init__(self._own, len(key.ranks))
+        self._owner = owner
+        self._key = key
+        self._backend_name = backend
+        self._description = description
+        self._calls = 0
+        self._stand_in = SimpleNamespace(
+            options=SimpleNamespace(_timeout=timeout), supports_coalescing=False, supports_splitting=False
+        )
+        # While calls are being coalesced.
+        self._coalesced: list[SimulatedWork] | None = None
+
+    def __repr__(self) -> str:
+        return f"SimulatedGroup({self._key}, rank {self._own})"
+
+    # What it says of itself.
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        return self._backend_name
+
+    def name(self) -> str:
+        return self._backend_name
+
+    @property
+    def group_name(self) -> str:
+        return self._key.name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._stand_in
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._calls
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._stand_in.options._timeout = timeout
+
+    def shutdown(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    # One tensor, or as many as ranks.
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        reduction = _reduction_of(opts)
+        return self._call("all_reduce", [Part([one], [one], one) for one in tensors], reduction=reduction)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
+        parts = [Part([one], [one], one) for one in tensors]
+        return self._call("reduce", parts, reduction=_reduction_of(opts), root=opts.rootRank)
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        root = 0 if opts is None else opts.rootRank
+        return self._call("broadcast", [Part([one], [one], one) for one in tensors], root=root)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._call("all_gather", [self._gathered(out, one) for out, one in zip(outputs, inputs)])
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
+        out: Tensors = outputs[0] if outputs else ()
+        return self._call("gather", [Part(inputs, out, inputs[0])], root=opts.rootRank)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
+        sources: Tensors = inputs[0] if inputs else ()
+        return self._call("scatter", [Part(sources, outputs, outputs[0])], root=opts.rootRank)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+        parts = [self._scattered(out, sources) for out, sources in zip(outputs, inputs)]
+        return self._call("reduce_scatter", parts, reduction=_reduction_of(opts))
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._call("all_to_all", [Part(inputs, outputs)])
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._call("barrier", [])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        self._call("barrier", []).wait()
+
+    # One tensor with a slice for each rank.
+
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
+        return self._call("all_gather", [self._gathered(self._slices(output), source)])
+
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
+        part = self._scattered(output, self._slices(source))
+        return self._call("reduce_scatter", [part], reduction=_reduction_of(opts))
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        return self._call("all_to_all", [Part(self._rows(source, input_sizes), self._rows(output, output_sizes))])
+
+    # Several tensors in one call.
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        return self.allreduce(tensors, opts)
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        by_tensor = [[of_rank[index] for of_rank in outputs] for index in range(len(inputs))]
+        return self.allgather(by_tensor, inputs, opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self.allgather([self._slices(out) for out in outputs], inputs, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self.reduce_scatter(outputs, [self._slices(one) for one in inputs], opts)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._coalesced = self._coalesced or [], None
+        return _Several(works)
+
+    # Messages.
+
+    def send(self, tensors: Tensors, peer: int, tag: int) -> dist.Work:
+        return self._message(tensors[0], peer, tag, is_send=True)
+
+    def recv(self, tensors: Tensors, peer: int, tag: int) -> dist.Work:
+        return self._message(tensors[0], peer, tag, is_send=False)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
+        return self._message(tensors[0], -1, tag, is_send=False)
+
+    # Names that older or newer releases of torch call.
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _call(self, op: str, parts: Sequence[Part], *, reduction: str = "", root: int = -1) -> SimulatedWork:
+        call = Call(op, parts, reduction, root)
+        owner, board = self._owner, self._owner.board
+        action = self._enter(op)
+        self._calls += 1
+        meeting = board.meeting(self._key, self._calls)
+        self._send(action, lambda: board.arrive(meeting, self._own, call))
+        shown = f"{describe(call)}, collective {self._calls} of {self._key}{_note(action)}"
+        return self._started(SimulatedWork(owner, meeting, shown, [out for part in parts for out in part.outputs]))
+
+    def _message(self, tensor: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> SimulatedWork:
+        board = self._owner.board
+        action = self._enter("send" if is_send else "recv")
+        transfer = Transfer(self._key, self._own, peer, tag, tensor, is_send)
+        self._send(action, lambda: board.post(transfer))
+        return self._started(SimulatedWork(self._owner, transfer, transfer.describe() + _note(action), [tensor]))
+
+    def _enter(self, op: str) -> Delay | Drop | None:
+        owner = self._owner
+        if owner.baton.player_here() is None:
+            raise UsageError(
+                f"{op} in a daemon thread, which takes no turns", at=f"rank {owner.rank}", fix="pass daemon=False"
+            )
+        action = owner.faults.take(owner.rank, op)
+        if isinstance(action, Raise):
+            raise action.error
+        owner.baton.maybe_let_others_run()
+        return action
+
+    def _send(self, action: Delay | Drop | None, arrive: Any) -> None:
+        if action is None:
+            arrive()
+        elif isinstance(action, Delay):
+            self._owner.baton.later(action.turns, arrive)
+
+    def _started(self, work: SimulatedWork) -> SimulatedWork:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _gathered(self, outputs: Tensors, source: torch.Tensor) -> Part:
+        if len(outputs) != self.size():
+            raise ValueError(f"all_gather into {len(outputs)} tensors among {self.size()} ranks")
+        if any(out.numel() != source.numel() or out.dtype != source.dtype for out in outputs):
+            raise ValueError(
+                f"all_gather of {list(source.shape)} {source.dtype} into "
+                f"{[list(out.shape) for out in outputs]} {outputs[0].dtype}"
+            )
+        return Part([source], outputs, source)
+
+    def _scattered(self, output: torch.Tensor, sources: Tensors) -> Part:
+        if len(sources) != self.size():
+            raise ValueError(f"reduce_scatter of {len(sources)} tensors among {self.size()} ranks")
+        if any(one.numel() != output.numel() or one.dtype != output.dtype for one in sources):
+            raise ValueError(
+                f"reduce_scatter of {[list(one.shape) for one in sources]} {sources[0].dtype} into "
+                f"{list(output.shape)} {output.dtype}"
+            )
+        return Part(sources, [output], output)
+
+    def _slices(self, tensor: torch.Tensor) -> Tensors:
+        numel, rest = divmod(tensor.numel(), self.size())
+        if rest:
+            raise ValueError(f"{list(tensor.shape)} is no whole number of slices for {self.size()} ranks")
+        flat = tensor.detach().view(-1)
+        return [flat.narrow(0, rank * numel, numel) for rank in range(self.size())]
+
+    def _rows(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Tensors:
+        rows = tensor.shape[0] if tensor.ndim else 0
+        slices: Tensors = tensor.detach().split(list(sizes) or [rows // self.size()] * self.size())
+        return slices
+
+
+class _Several(dist.Work):
+    """Calls that were coalesced."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _reduction_of(opts: Any) -> str:
+    if opts is None:
+        return "sum"
+    # The options hold an object that wraps the member of the enumeration.
+    name = str(getattr(opts.reduceOp, "op", opts.reduceOp)).rpartition(".")[2].lower()
+    if name == "premul_sum":
+        raise UsageError("PREMUL_SUM is not simulated", fix="multiply before a SUM")
+    return name
+
+
+def _note(action: Delay | Drop | None) -> str:
+    return " (a fault dropped its message)" if isinstance(action, Drop) else ""

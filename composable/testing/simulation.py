@@ -1,0 +1,207 @@
+"""Runs a function on ranks that are threads of this process.
+
+    def add_ranks(rank: int) -> float:
+        total = torch.tensor(float(rank))
+        dist.all_reduce(total)
+        return total.item()
+
+    assert simulate(2, add_ranks) == [1.0, 1.0]
+
+One rank runs at a time, so a run is the same every time, and one that cannot go on ends at once.
+"""
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+
+from composable.errors import ConfigError, UsageError
+from composable.testing.baton import Baton, Player, Unwound
+from composable.testing.faults import Fault, FaultPlan
+from composable.testing.meetings import Board
+from composable.testing.process_group import RankThread
+from composable.testing.process_state import ProcessState
+from composable.testing.stuck import end_thread, stack_of
+from composable.testing.torch_world import RankStore, TorchOfRanks
+from composable.testing.turns_of_threads import ThreadOfRank
+
+__all__ = ["Outcome", "run", "simulate"]
+
+T = TypeVar("T")
+
+# Torch is changed for one simulation at a time.
+_RUNNING = threading.Lock()
+_NUMBERS = itertools.count(1)
+# How long a rank that is stuck may take to notice that it is over.
+UNWIND_S = 2.0
+
+
+def simulate(
+    world_size: int,
+    fn: Callable[..., T],
+    *args: Any,
+    faults: Sequence[Fault] = (),
+    seed: int | None = None,
+    timeout_s: float = 60.0,
+    **kwargs: Any,
+) -> list[T]:
+    """Call ``fn(rank, *args, **kwargs)`` on ``world_size`` ranks, each a thread, and return what each returned.
+
+    Inside, torch.distributed is initialised, with CPU collectives that behave as gloo's. Random generators, default
+    dtype and warning filters belong to a rank, as in a process of its own, and start as the caller's are now.
+    Global variables, environment variables and objects that ``fn`` finds outside itself are shared: make models in it.
+
+    Args:
+        world_size: How many ranks.
+        fn: What each rank runs.
+        *args: Handed to ``fn`` after the rank; the same objects on all ranks.
+        faults: What is to go wrong: messages late or lost, calls that raise.
+        seed: Varies the order in which ranks take turns. The same seed gives the same order; without one, a rank
+            runs until it has to wait.
+        timeout_s: How long all ranks together may take.
+        **kwargs: Handed to ``fn``.
+
+    Raises:
+        DesyncError: Every rank that is left waits for another one, or ranks meet in different collectives.
+        TimeoutError: A rank has not come to an end; says where it is.
+        ConfigError: A wrong argument.
+        UsageError: A simulation is running in this process, or a fault has met no call.
+        BaseException: What the first rank to raise has raised; the others do not go on beyond where they need it.
+    """
+    outcome = run(world_size, fn, *args, faults=faults, seed=seed, timeout_s=timeout_s, **kwargs)
+    if outcome.errors:
+        rank, error = next(iter(outcome.errors.items()))
+        if sys.version_info >= (3, 11):
+            error.add_note(_note(rank, outcome))
+        raise error
+    return [outcome.results[rank] for rank in range(world_size)]
+
+
+@dataclass
+class Outcome:
+    """How a simulation ended: ranks that neither returned nor raised were unwound.
+
+    Attributes:
+        results: What ranks returned.
+        errors: What ranks raised, the first one first.
+    """
+
+    results: dict[int, Any] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict)
+
+
+def run(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    faults: Sequence[Fault] = (),
+    seed: int | None = None,
+    timeout_s: float = 60.0,
+    **kwargs: Any,
+) -> Outcome:
+    """Do what ``simulate`` does, but return what ranks raised.
+
+    Raises:
+        TimeoutError: As in ``simulate``, like the next two.
+        ConfigError: A wrong argument.
+        UsageError: A simulation is running, or a fault has met no call.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ConfigError(f"world_size is {world_size!r}", fix="pass the number of ranks, 1 or more")
+    plan = FaultPlan(faults, world_size)
+    if not _RUNNING.acquire(blocking=False):
+        raise UsageError("a simulation is running in this process", fix="run one after the other, not one in another")
+    try:
+        simulation = _Simulation(world_size, lambda rank: fn(rank, *args, **kwargs), plan, seed, timeout_s)
+        outcome = simulation.run()
+    finally:
+        _RUNNING.release()
+    if plan.left() and not outcome.errors:
+        raise UsageError(
+            f"faults met no call: {', '.join(map(str, plan.left()))}", fix="name a rank, call and number that happen"
+        )
+    return outcome
+
+
+class _Simulation:
+    """Threads, the baton that goes round among them, and what they share."""
+
+    def __init__(
+        self, world_size: int, fn: Callable[[int], Any], faults: FaultPlan, seed: int | None, timeout_s: float
+    ) -> None:
+        self._world_size = world_size
+        self._fn = fn
+        self._timeout_s = timeout_s
+        self._baton = Baton(world_size, seed)
+        self._torch = TorchOfRanks(self._baton)
+        self._store = RankStore(self._torch)
+        self._outcome = Outcome()
+        board = Board()
+        self._ranks = [RankThread(player, next(_NUMBERS), self._baton, board, faults) for player in self._baton.players]
+
+    def run(self) -> Outcome:
+        """Run all ranks; when this returns, no thread and no process group is left."""
+        callers_state = ProcessState()
+        for rank in self._ranks:
+            rank.player.thread = ThreadOfRank(target=self._run_rank, args=(rank,), name=f"rank {rank.rank}")
+        with self._torch.installed():
+            try:
+                for rank in self._ranks:
+                    _thread_of(rank.player).start()
+                self._baton.start()
+                if not self._baton.all_ended.acquire(timeout=self._timeout_s):
+                    raise self._timeout()
+            except BaseException:
+                # Also Ctrl-C.
+                self._unwind()
+                raise
+            finally:
+                callers_state.restore()
+            for player in self._baton.players:
+                _thread_of(player).join()
+        return self._outcome
+
+    def _run_rank(self, rank: RankThread) -> None:
+        player = rank.player
+        self._baton.enter(player)
+        how = "returned"
+        try:
+            timeout = timedelta(seconds=self._timeout_s)
+            with torch.enable_grad(), self._torch.default_group(rank, self._world_size, self._store, timeout):
+                self._outcome.results[rank.rank] = self._fn(rank.rank)
+        except Unwound:
+            how = "been unwound"
+        except BaseException as error:  # SystemExit and a test's own failures too
+            self._outcome.errors[rank.rank] = error
+            player.has_raised, how = True, f"raised {type(error).__name__}"
+        finally:
+            self._baton.end(player, how)
+
+    def _timeout(self) -> TimeoutError:
+        holder = self._baton.holder
+        return TimeoutError(
+            f"the simulation has not ended after {self._timeout_s:g} s: rank {holder.rank} is stuck in\n"
+            f"{stack_of(_thread_of(holder))}"
+        )
+
+    def _unwind(self) -> None:
+        self._baton.unwind_all()
+        end_thread(_thread_of(self._baton.holder), Unwound)
+        if self._baton.all_ended.acquire(timeout=UNWIND_S):
+            for player in self._baton.players:
+                _thread_of(player).join()
+
+
+def _thread_of(player: Player) -> threading.Thread:
+    assert player.thread is not None, "made before the first turn"
+    return player.thread
+
+
+def _note(rank: int, outcome: Outcome) -> str:
+    others = [f"rank {other} {type(error).__name__}" for other, error in outcome.errors.items() if other != rank]
+    return f"raised on rank {rank}" + (f"; later raised: {', '.join(others)}" if others else "")
