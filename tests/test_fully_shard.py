@@ -18,7 +18,7 @@ from composable.runtime.state import Root
 from tests.counting import CountingTransport
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
-from tests.world import RankErrors, run_ranks
+from tests.world import RankErrors, run_threads
 
 
 def annotate(model: nn.Module, way: str) -> nn.Module:
@@ -79,7 +79,7 @@ def handle_names(way: str) -> tuple[list[str], list[str], list[list[str]], list[
 
 
 def test_every_way_of_annotating_gives_the_same_handles_in_the_same_order() -> None:
-    by_way = {way: run_ranks(handle_names, 2, way)[0] for way in ("hand", "policy", "mixed")}
+    by_way = {way: run_threads(handle_names, 2, way)[0] for way in ("hand", "policy", "mixed")}
     names = ["", "blocks.0", "blocks.1", "blocks.2"]
     assert by_way["policy"][0] == names
     assert by_way["mixed"][0] == ["", "blocks.0", "blocks.2"]
@@ -94,7 +94,7 @@ def test_every_way_of_annotating_gives_the_same_handles_in_the_same_order() -> N
 
 
 def test_unshard_and_reshard_follow_the_model() -> None:
-    *_, events = run_ranks(handle_names, 2, "policy")[1]
+    *_, events = run_threads(handle_names, 2, "policy")[1]
     forward = [f"{what} blocks.{i}" for i in range(3) for what in ("unshard", "reshard")]
     backward = ["unshard blocks.2", "reshard blocks.2", "unshard blocks.1", "reshard blocks.1", "unshard blocks.0"]
     backward = ["unshard blocks.2", "unshard blocks.1", "unshard blocks.0"]
@@ -127,7 +127,7 @@ def states_of() -> list[bool]:
 
 
 def test_the_root_caches_all_states_and_handles() -> None:
-    assert run_ranks(states_of, 2) == [[True] * 8] * 2
+    assert run_threads(states_of, 2) == [[True] * 8] * 2
 
 
 def parameters_of(way: str) -> tuple[list[str], list[tuple[int, ...]], list[str], int]:
@@ -151,7 +151,7 @@ def parameters_of(way: str) -> tuple[list[str], list[tuple[int, ...]], list[str]
 @pytest.mark.parametrize("way", ["hand", "policy", "mixed"])
 def test_parameters_keep_names_shapes_and_identity(way: str) -> None:
     model = make_model("mlp")
-    results = run_ranks(parameters_of, 2, way)
+    results = run_threads(parameters_of, 2, way)
     shapes = [tuple(param.shape) for param in model.parameters()]
     for kinds, found, saved, _ in results:
         assert kinds == ["RaggedDTensor"] and saved == ["RaggedDTensor"] and found == shapes
@@ -178,7 +178,7 @@ def collectives_of(way: str, reshard: bool | None, steps: int) -> tuple[dict[str
 @pytest.mark.parametrize("way", ["process_group", "point_to_point"])
 def test_collectives_and_bytes_of_a_step_equal_theory(way: str, reshard: bool | None, world_size: int) -> None:
     steps = 3
-    for counts, bytes_by_op, expected in run_ranks(collectives_of, world_size, way, reshard, steps):
+    for counts, bytes_by_op, expected in run_threads(collectives_of, world_size, way, reshard, steps):
         assert counts == {
             "all_gather": steps * sum(one.all_gathers for one in expected),
             "reduce_scatter": steps * sum(one.reduce_scatters for one in expected),
@@ -203,7 +203,7 @@ def frozen_collectives() -> dict[str, int]:
 
 def test_frozen_parameters_are_gathered_and_never_reduced() -> None:
     # Five blocks, two of them with a frozen and a trainable buffer; the first block, all frozen, gets no gradient.
-    counts = run_ranks(frozen_collectives, 2)[0]
+    counts = run_threads(frozen_collectives, 2)[0]
     assert counts == {"all_gather": 7 + 6, "reduce_scatter": 3}
 
 
@@ -221,7 +221,7 @@ def unsynced_collectives() -> list[dict[str, int]]:
 
 
 def test_no_reduction_without_gradient_sync() -> None:
-    assert run_ranks(unsynced_collectives, 2)[0] == [
+    assert run_threads(unsynced_collectives, 2)[0] == [
         {"all_gather": 7},
         {"all_gather": 7, "reduce_scatter": 4},
     ]
@@ -248,7 +248,7 @@ def eval_collectives(kind: str) -> list[dict[str, int] | bool]:
 
 @pytest.mark.parametrize("kind", ["no_grad", "frozen"])
 def test_inference_gathers_once_and_leaves_nothing_unsharded(kind: str) -> None:
-    assert run_ranks(eval_collectives, 2, kind)[0] == [{"all_gather": 4}, False]
+    assert run_threads(eval_collectives, 2, kind)[0] == [{"all_gather": 4}, False]
 
 
 # Explicit control
@@ -281,7 +281,7 @@ def control() -> list[object]:
 
 
 def test_unshard_and_reshard_by_hand() -> None:
-    for facts in run_ranks(control, 2):
+    for facts in run_threads(control, 2):
         assert facts == [
             ["Parameter"] * 4,
             True,
@@ -308,7 +308,7 @@ def prefetch(forward: list[int], backward: list[int]) -> tuple[list[int], dict[s
 
 
 def test_prefetch_follows_the_users_lists() -> None:
-    order, _ = run_ranks(prefetch, 2, [2, 1], [0, 1])[0]
+    order, _ = run_threads(prefetch, 2, [2, 1], [0, 1])[0]
     # Handles: 0 is the root, 1 to 3 are the blocks; without lists the first step knows no order in forward.
     assert order == [0, 1, 3, 2, 3, 1, 2]
 
@@ -318,7 +318,7 @@ def test_a_wrong_prefetch_costs_no_correctness(lists: tuple[list[int], list[int]
     model = make_model("mlp")
     loss_of(model(*global_inputs(model, 0, 2)[0])).backward()
     expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for _, grads in run_ranks(prefetch, 2, *lists):
+    for _, grads in run_threads(prefetch, 2, *lists):
         assert_equal_params(grads, expected, tolerance=1e-6)
 
 
@@ -362,7 +362,7 @@ def test_an_execution_order_that_changes_costs_no_correctness() -> None:
         loss_of(model(x, order)).backward()
         expected.append({fqn: param.grad for fqn, param in model.named_parameters() if param.grad is not None})
         model.zero_grad()
-    for found, is_leaking in run_ranks(run_fickle, 2):
+    for found, is_leaking in run_threads(run_fickle, 2):
         assert not is_leaking
         for grads, plain in zip(found, expected, strict=True):
             assert_equal_params(grads, plain, tolerance=1e-6)
@@ -386,7 +386,7 @@ def test_the_next_synchronised_backward_also_reduces_modules_that_it_does_not_ru
     loss_of(model(x, [0, 1, 2, 3])).backward()
     loss_of(model(x, [3])).backward()
     expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for grads in run_ranks(run_unsynced_then_fewer, 2):
+    for grads in run_threads(run_unsynced_then_fewer, 2):
         assert_equal_params(grads, expected, tolerance=1e-6)
 
 
@@ -407,7 +407,7 @@ def user_hooks() -> list[str]:
 
 
 def test_user_hooks_run_and_see_unsharded_parameters() -> None:
-    assert run_ranks(user_hooks, 2)[0] == ["pre Parameter", "post", "full True"]
+    assert run_threads(user_hooks, 2)[0] == ["pre Parameter", "post", "full True"]
 
 
 class InPlaceOnView(nn.Module):
@@ -448,7 +448,7 @@ def test_an_in_place_change_of_a_returned_view_is_harmless() -> None:
     x = torch.cat([torch.ones(2, 8), 2 * torch.ones(2, 8)]).requires_grad_()
     loss_of(model(x)).backward()
     expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for rank, grads in enumerate(run_ranks(in_place_on_view, 2)):
+    for rank, grads in enumerate(run_threads(in_place_on_view, 2)):
         # Each rank's loss is the mean of its half of the batch.
         torch.testing.assert_close(grads.pop("x"), 2 * x.grad[2 * rank : 2 * rank + 2])
         assert_equal_params(grads, expected, tolerance=1e-6)
@@ -476,7 +476,7 @@ def test_a_list_of_modules_shares_one_handle() -> None:
     model = make_model("mlp")
     loss_of(model(*global_inputs(model, 0, 2)[0])).backward()
     expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for grads, _, counts in run_ranks(grouped, 2):
+    for grads, _, counts in run_threads(grouped, 2):
         assert_equal_params(grads, expected, tolerance=1e-6)
         assert counts == {"all_gather": 6, "reduce_scatter": 3}
 
@@ -492,7 +492,7 @@ def ignored() -> tuple[list[str], list[str], bool]:
 
 
 def test_ignored_parameters_and_modules_stay_as_they_are() -> None:
-    plain, with_grad, is_same = run_ranks(ignored, 2)[0]
+    plain, with_grad, is_same = run_threads(ignored, 2)[0]
     assert plain == [f"blocks.1.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")] + [
         "out.weight"
     ]
@@ -509,7 +509,7 @@ def with_sub_mesh() -> torch.Tensor:
 
 
 def test_a_mesh_may_be_part_of_the_world() -> None:
-    first, second, third, fourth = run_ranks(with_sub_mesh, 4)
+    first, second, third, fourth = run_threads(with_sub_mesh, 4)
     torch.testing.assert_close(first, second)
     torch.testing.assert_close(third, fourth)
     assert not torch.equal(first, third)
@@ -532,7 +532,7 @@ def test_modules_that_keep_lists_of_their_weights_see_the_right_ones() -> None:
     for _ in range(2):
         y, _ = model(torch.cat([torch.ones(2, 3, 4), 2 * torch.ones(2, 3, 4)]))
         y.square().mean().backward()
-    for grad, kinds in run_ranks(rnn, 2):
+    for grad, kinds in run_threads(rnn, 2):
         torch.testing.assert_close(grad, model[0].weight_ih_l0.grad)
         assert kinds == ["RaggedDTensor"]
 
@@ -552,7 +552,7 @@ def toggled() -> list[list[str]]:
 def test_freezing_and_unfreezing_between_steps() -> None:
     names = [name for name, _ in make_model("mlp").named_parameters()]
     unfrozen = [name for name in names if not name.startswith("blocks.1")]
-    assert run_ranks(toggled, 2)[0] == [names, unfrozen, names]
+    assert run_threads(toggled, 2)[0] == [names, unfrozen, names]
 
 
 def unfrozen() -> dict[str, torch.Tensor]:
@@ -570,7 +570,7 @@ def test_parameters_frozen_at_annotation_train_once_they_are_unfrozen() -> None:
     model = make_model("mlp")
     loss_of(model(*global_inputs(model, 0, 2)[0])).backward()
     expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for grads in run_ranks(unfrozen, 2):
+    for grads in run_threads(unfrozen, 2):
         assert_equal_params(grads, expected, tolerance=1e-6)
 
 
@@ -596,7 +596,7 @@ def frozen_loop() -> bool:
 
 
 def test_frozen_blocks_that_alternate_before_a_trained_head() -> None:
-    assert run_ranks(frozen_loop, 2, timeout_s=30) == [True, True]
+    assert run_threads(frozen_loop, 2, timeout_s=30) == [True, True]
 
 
 # Recovery
@@ -630,7 +630,7 @@ def test_the_step_after_an_exception_in_a_users_hook_is_right(where: str) -> Non
     model = make_model("mlp")
     loss_of(model(*global_inputs(model, 0, 2)[0])).backward()
     expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for grads in run_ranks(hook_raises, 2, where):
+    for grads in run_threads(hook_raises, 2, where):
         assert_equal_params(grads, expected, tolerance=1e-6)
 
 
@@ -679,7 +679,7 @@ def test_the_step_after_an_exception_is_right(fails_in: str) -> None:
     x = torch.cat([torch.randn(2, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(2)])
     loss_of(model(x)).backward()
     expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for grads in run_ranks(recover, 2, fails_in):
+    for grads in run_threads(recover, 2, fails_in):
         assert_equal_params(grads, expected, tolerance=1e-6)
 
 
@@ -712,7 +712,7 @@ def stray_gradient() -> tuple[str, bool]:
 
 
 def test_a_gradient_from_outside_the_forward_is_an_error_and_not_lost() -> None:
-    for rank, (text, works) in enumerate(run_ranks(stray_gradient, 2)):
+    for rank, (text, works) in enumerate(run_threads(stray_gradient, 2)):
         assert "arrived after" in text and f"rank {rank}, module 'second'" in text and "fix:" in text
         assert works
 
@@ -737,7 +737,7 @@ def test_the_step_after_an_interrupt_is_right() -> None:
     model = make_model("mlp")
     loss_of(model(*global_inputs(model, 0, 2)[0])).backward()
     expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for grads, reductions in run_ranks(interrupted, 2):
+    for grads, reductions in run_threads(interrupted, 2):
         assert_equal_params(grads, expected, tolerance=1e-6)
         assert reductions == 4
 
@@ -769,7 +769,7 @@ def test_a_module_that_calls_itself_equals_one_process(reshard: bool | None) -> 
     model = Recursive()
     loss_of(model(torch.cat([torch.ones(2, 8), 2 * torch.ones(2, 8)]))).backward()
     expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for grads in run_ranks(recursive, 2, reshard):
+    for grads in run_threads(recursive, 2, reshard):
         assert_equal_params(grads, expected, tolerance=1e-6)
 
 
@@ -818,7 +818,7 @@ EXPECTED = {
     "no_module": r"ConfigError: .*int(.|\n)*fix: .*",
     "twice": r"ConfigError: fully_shard is already on this module(.|\n)*at: .*MLPBlock(.|\n)*fix: .*",
     "mesh_rank": r"ConfigError: mesh has 2 dims(.|\n)*at: .*rank [01](.|\n)*fix: .*",
-    "mesh_kind": r"ConfigError: mesh is a ProcessGroup(.|\n)*fix: .*",
+    "mesh_kind": r"ConfigError: mesh is a SimulatedGroup(.|\n)*fix: .*",
     "foreign_param": r"ConfigError: .*ignored(.|\n)*fix: .*",
     "foreign_module": r"ConfigError: .*ignored(.|\n)*fix: .*",
     "no_pick": r"ConfigError: .*picks nothing(.|\n)*fix: .*",
@@ -831,7 +831,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_refused_with_a_fix_and_changes_nothing(case: str) -> None:
-    for text, kinds, classes, hooked in run_ranks(error_of, 2, case):
+    for text, kinds, classes, hooked in run_threads(error_of, 2, case):
         assert re.fullmatch(EXPECTED[case], text), text
         assert "rank" in text, text
         assert (kinds, classes, hooked) == (["Parameter"], [], [])
@@ -852,7 +852,7 @@ def meta_forward() -> str:
 
 
 def test_a_parameter_on_meta_at_first_forward() -> None:
-    for rank, text in enumerate(run_ranks(meta_forward, 2)):
+    for rank, text in enumerate(run_threads(meta_forward, 2)):
         assert "still on the meta device" in text
         assert f"rank {rank}, '0.up.weight', '0.up.bias'" in text and "and 3 more\n  fix:" in text
 
@@ -874,7 +874,7 @@ def different_plans(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["shape", "handles"])
 def test_ranks_that_annotate_differently_all_get_the_difference(kind: str) -> None:
-    texts = run_ranks(different_plans, 2, kind)
+    texts = run_threads(different_plans, 2, kind)
     for rank, text in enumerate(texts):
         assert text.startswith("the ranks annotated different plans")
         assert "rank 0: " in text and "rank 1: " in text and f"at:  rank {rank}" in text and "fix:" in text
@@ -899,7 +899,7 @@ def stale_optimizer(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["before", "between"])
 def test_an_optimizer_that_holds_replaced_parameters(kind: str) -> None:
-    for rank, text in enumerate(run_ranks(stale_optimizer, 2, kind)):
+    for rank, text in enumerate(run_threads(stale_optimizer, 2, kind)):
         assert "optimizer holds a parameter" in text and f"rank {rank}" in text and "'inp.weight'" in text
 
 
@@ -915,7 +915,7 @@ def backward_twice() -> str:
 
 
 def test_backward_without_forward_is_an_error_and_the_next_step_works() -> None:
-    assert "second time" in run_ranks(backward_twice, 2)[0]
+    assert "second time" in run_threads(backward_twice, 2)[0]
 
 
 def sparse_gradient() -> str:
@@ -927,7 +927,7 @@ def sparse_gradient() -> str:
 
 
 def test_a_sparse_gradient_is_a_clear_error() -> None:
-    for rank, text in enumerate(run_ranks(sparse_gradient, 2)):
+    for rank, text in enumerate(run_threads(sparse_gradient, 2)):
         assert "a gradient is sparse" in text and f"rank {rank}, parameter '0.weight'" in text and "fix:" in text
 
 
@@ -943,7 +943,7 @@ def pickled() -> list[str]:
 
 
 def test_pickling_a_sharded_module_is_a_clear_error() -> None:
-    for text in run_ranks(pickled, 2)[1]:
+    for text in run_threads(pickled, 2)[1]:
         assert "cannot be pickled" in text and "rank 1" in text and "fix:" in text
 
 
@@ -954,7 +954,7 @@ def fail_on_one_rank() -> None:
 
 def test_rank_errors_reach_the_caller() -> None:
     with pytest.raises(RankErrors):
-        run_ranks(fail_on_one_rank, 2)
+        run_threads(fail_on_one_rank, 2)
 
 
 def planned_equals_executed() -> bool:
@@ -968,4 +968,4 @@ def planned_equals_executed() -> bool:
 
 
 def test_the_plan_is_what_is_executed() -> None:
-    assert run_ranks(planned_equals_executed, 2) == [True, True]
+    assert run_threads(planned_equals_executed, 2) == [True, True]

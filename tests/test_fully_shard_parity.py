@@ -1,5 +1,6 @@
 """``fully_shard`` against single-process training, over models, ways of annotating and world sizes."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -21,7 +22,7 @@ from tests.parity import (
     train_annotated,
     train_reference,
 )
-from tests.world import run_ranks
+from tests.world import run_ranks, run_threads
 
 WORLD_SIZES = [1, 2, 3, 4]
 
@@ -68,21 +69,33 @@ BY_HAND = [name for name in MODELS if name != "tied_across"]
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_by_policy_equals_one_process(name: str, world_size: int) -> None:
-    runs = run_ranks(train, world_size, name, by_policy)
+    runs = run_threads(train, world_size, name, by_policy)
+    assert_equal_runs(runs, train_reference(name, world_size), tolerance=TOLERANCE.get(name, 1e-6))
+
+
+def by_policy_over(transport: str, model: nn.Module) -> None:
+    fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES), transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["point_to_point", "process_group"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", ["gpt_tied", "mixed_dtypes"])
+def test_training_on_real_processes_equals_one_process(name: str, world_size: int, transport: str) -> None:
+    runs = run_ranks(train, world_size, name, functools.partial(by_policy_over, transport))
     assert_equal_runs(runs, train_reference(name, world_size), tolerance=TOLERANCE.get(name, 1e-6))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", BY_HAND)
 def test_training_by_hand_equals_one_process(name: str, world_size: int) -> None:
-    runs = run_ranks(train, world_size, name, by_hand)
+    runs = run_threads(train, world_size, name, by_hand)
     assert_equal_runs(runs, train_reference(name, world_size), tolerance=TOLERANCE.get(name, 1e-6))
 
 
 @pytest.mark.parametrize("annotate", [whole, every_leaf, kept_unsharded])
 @pytest.mark.parametrize("name", ["mlp", "gpt", "gpt_tied", "called_twice"])
 def test_training_in_other_groupings_equals_one_process(name: str, annotate: Callable[[nn.Module], None]) -> None:
-    assert_equal_runs(run_ranks(train, 3, name, annotate), train_reference(name, 3))
+    assert_equal_runs(run_threads(train, 3, name, annotate), train_reference(name, 3))
 
 
 def accumulate(synced: bool, forwards_first: bool) -> Run:
@@ -126,7 +139,7 @@ def accumulate_reference(world_size: int) -> Run:
 # With all forwards first there is one backward, and so none without synchronisation.
 @pytest.mark.parametrize(("synced", "forwards_first"), [(False, False), (True, False), (True, True)])
 def test_accumulated_gradients_equal_one_process(synced: bool, forwards_first: bool, world_size: int) -> None:
-    runs = run_ranks(accumulate, world_size, synced, forwards_first)
+    runs = run_threads(accumulate, world_size, synced, forwards_first)
     assert_equal_runs(runs, accumulate_reference(world_size))
 
 
@@ -158,7 +171,7 @@ def test_parameters_unused_on_some_ranks_equal_one_process(branches: list[str]) 
         optimizer.step()
         optimizer.zero_grad()
     expected = {fqn: param.detach() for fqn, param in model.named_parameters()}
-    for rank, params in enumerate(run_ranks(train_branches, world_size, branches)):
+    for rank, params in enumerate(run_threads(train_branches, world_size, branches)):
         assert_equal_params(params, expected, tolerance=1e-6, where=f"rank {rank}")
 
 
@@ -188,7 +201,7 @@ def test_gradients_of_several_backwards_add_up(interleaved: bool) -> None:
         args, _ = global_inputs(model, step, world_size)
         loss_of(model(*args)).backward()
     expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for grads in run_ranks(two_backwards, world_size, interleaved):
+    for grads in run_threads(two_backwards, world_size, interleaved):
         assert_equal_params(grads, expected, tolerance=1e-6)
 
 
@@ -216,7 +229,7 @@ def test_a_block_called_on_its_own_is_reduced_as_well(first: bool, world_size: i
     loss_of(model(*global_inputs(model, 0, world_size)[0])).backward()
     loss_of(model.blocks[1](*global_inputs(model, 7, world_size)[0])).backward()
     expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for grads in run_ranks(train_with_submodule_use, world_size, first):
+    for grads in run_threads(train_with_submodule_use, world_size, first):
         assert_equal_params(grads, expected, tolerance=1e-6)
 
 
@@ -257,5 +270,5 @@ def test_checkpointed_blocks_equal_one_process(use_reentrant: bool, inside: bool
         y = model.blocks[2](model.blocks[1](model.blocks[0](x)))
     loss_of(y).backward()
     expected = {fqn: param.grad for fqn, param in model.named_parameters() if param.grad is not None}
-    for grads in run_ranks(checkpointed, world_size, use_reentrant, inside):
+    for grads in run_threads(checkpointed, world_size, use_reentrant, inside):
         assert_equal_params(grads, expected, tolerance=1e-6)

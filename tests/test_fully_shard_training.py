@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from composable import ModuleWrapPolicy, fallback_counts, fully_shard
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
-from tests.world import run_ranks
+from tests.world import run_threads
 
 OPTIMIZERS = {
     "sgd": lambda params, **kind: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01, **kind),
@@ -70,7 +70,7 @@ def test_optimizers_and_clipping_equal_one_process_without_a_gather(
     expected = {fqn: param.detach() for fqn, param in model.named_parameters()}
     # eps is large enough that Adam's first steps do not blow rounding up into signs.
     tolerance = 1e-6 if name == "sgd" else 2e-5
-    for params, found, fallbacks in run_ranks(run_optimizer, 2, name, kind, max_norm):
+    for params, found, fallbacks in run_threads(run_optimizer, 2, name, kind, max_norm):
         assert_equal_params(params, expected, tolerance=tolerance)
         torch.testing.assert_close(found, norms, rtol=1e-5, atol=0)
         assert fallbacks == {}
@@ -94,7 +94,7 @@ def test_gradients_zeroed_in_place_are_added_to() -> None:
     args, _ = global_inputs(model, 1, 2)
     loss_of(model(*args)).backward()
     expected = {fqn: param.grad for fqn, param in model.named_parameters()}
-    for grads in run_ranks(accumulate_in_place, 2):
+    for grads in run_threads(accumulate_in_place, 2):
         assert_equal_params(grads, expected, tolerance=1e-6)
 
 
@@ -130,8 +130,8 @@ def load(path: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_checkpoint_loads_at_another_world_size_bit_for_bit(world_size: int, tmp_path: Path) -> None:
-    params, states = run_ranks(save, 2, str(tmp_path / "checkpoint"))[0]
-    for loaded_params, loaded_states in run_ranks(load, world_size, str(tmp_path / "checkpoint")):
+    params, states = run_threads(save, 2, str(tmp_path / "checkpoint"))[0]
+    for loaded_params, loaded_states in run_threads(load, world_size, str(tmp_path / "checkpoint")):
         assert_equal_params(loaded_params, params, tolerance=0)
         assert_equal_params(loaded_states, states, tolerance=0)
 
@@ -152,6 +152,6 @@ def full_and_back() -> tuple[dict[str, torch.Tensor], list[str]]:
 
 def test_full_state_dicts_go_out_and_in() -> None:
     expected = make_model("gpt").state_dict()
-    whole, kinds = run_ranks(full_and_back, 2)[0]
+    whole, kinds = run_threads(full_and_back, 2)[0]
     assert_equal_params(whole, expected, tolerance=0)
     assert kinds == ["RaggedDTensor"]

@@ -8,7 +8,7 @@ from torch import nn
 from composable import ConfigError, fully_shard, replicate
 from tests.models import MLPBlock, make_model
 from tests.parity import assert_equal_runs, train_annotated, train_reference
-from tests.world import run_ranks
+from tests.world import run_threads
 
 
 def replicated_block(model: nn.Module) -> None:
@@ -43,7 +43,7 @@ WAYS = [replicated_block, replicated_block_by_hand, sharded_inside_replicated, s
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("annotate", WAYS)
 def test_nested_annotations_equal_one_process(annotate: Callable[[nn.Module], None], world_size: int) -> None:
-    assert_equal_runs(run_ranks(train_annotated, world_size, "mlp", annotate), train_reference("mlp", world_size))
+    assert_equal_runs(run_threads(train_annotated, world_size, "mlp", annotate), train_reference("mlp", world_size))
 
 
 def incompatible(first: str) -> str:
@@ -58,5 +58,5 @@ def incompatible(first: str) -> str:
 
 @pytest.mark.parametrize("first", ["fully_shard", "replicate"])
 def test_both_on_one_module_is_an_error(first: str) -> None:
-    for rank, text in enumerate(run_ranks(incompatible, 2, first)):
+    for rank, text in enumerate(run_threads(incompatible, 2, first)):
         assert "cannot both be on one module" in text and f"rank {rank}" in text and "fix:" in text

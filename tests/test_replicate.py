@@ -19,7 +19,7 @@ from composable.gradient_sync import no_sync
 from composable.replicate import register_comm_hook, replicate
 from tests.models import BATCH, DIM, MODELS, MLPBlock, WithBuffers, loss_of, make_model, random_input, seeded
 from tests.parity import Run, assert_equal_runs, global_inputs, inputs_of, train_annotated, train_reference
-from tests.world import run_ranks
+from tests.world import run_ranks, run_threads
 
 WORLD_SIZES = [1, 2, 3, 4]
 # bfloat16 gradients of half a batch each do not add up to those of the whole one.
@@ -64,12 +64,19 @@ def train_every_model() -> dict[str, Run]:
 
 @functools.cache
 def runs_of_every_model(world_size: int) -> list[dict[str, Run]]:
-    return run_ranks(train_every_model, world_size)
+    return run_threads(train_every_model, world_size)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_one_process(name: str, world_size: int) -> None:
+    runs = [by_name[name] for by_name in runs_of_every_model(world_size)]
+    assert_equal_runs(runs, train_reference(name, world_size), tolerance=TOLERANCE.get(name, 1e-6))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", ["gpt_tied", "mixed_dtypes"])
+def test_training_on_real_processes_equals_one_process(name: str, world_size: int) -> None:
     runs = [by_name[name] for by_name in runs_of_every_model(world_size)]
     assert_equal_runs(runs, train_reference(name, world_size), tolerance=TOLERANCE.get(name, 1e-6))
 
@@ -85,7 +92,7 @@ def test_training_equals_one_process(name: str, world_size: int) -> None:
     ids=["small buckets", "copies", "both"],
 )
 def test_training_equals_one_process_with_other_options(options: dict[str, Any], world_size: int) -> None:
-    runs = run_ranks(train, world_size, "gpt_tied", **options)
+    runs = run_threads(train, world_size, "gpt_tied", **options)
     assert_equal_runs(runs, train_reference("gpt_tied", world_size))
 
 
@@ -119,7 +126,7 @@ def train_between_fully_shard() -> Run:
     [train_a_list, train_nested, train_inside_fully_shard, train_around_fully_shard, train_between_fully_shard],
 )
 def test_several_annotations_train_as_one(annotated: Callable[[], Run]) -> None:
-    assert_equal_runs(run_ranks(annotated, 3), train_reference("mlp", 3))
+    assert_equal_runs(run_threads(annotated, 3), train_reference("mlp", 3))
 
 
 def gradients_with_checkpoints(*, use_reentrant: bool) -> None:
@@ -145,7 +152,7 @@ def gradients_with_checkpoints(*, use_reentrant: bool) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradients_are_right_with_activation_checkpointing(*, use_reentrant: bool) -> None:
-    run_ranks(gradients_with_checkpoints, 2, use_reentrant=use_reentrant)
+    run_threads(gradients_with_checkpoints, 2, use_reentrant=use_reentrant)
 
 
 # -- ways to run forward and backward
@@ -272,7 +279,7 @@ def user_hooks() -> None:
     ids=lambda scenario: scenario.__name__,
 )
 def test_gradients_equal_those_of_one_process(scenario: Callable[[], None], world_size: int) -> None:
-    run_ranks(scenario, world_size)
+    run_threads(scenario, world_size)
 
 
 # -- unused parameters
@@ -310,7 +317,7 @@ def train_gated(used: list[str]) -> tuple[list[str], dict[str, torch.Tensor]]:
 
 
 def test_parameters_unused_everywhere_are_named_on_every_rank_and_the_next_step_works() -> None:
-    (errors, gradients), (others, same) = run_ranks(train_gated, 2, ["", ""])
+    (errors, gradients), (others, same) = run_threads(train_gated, 2, ["", ""])
     assert_expected_inline(
         errors[1],
         """\
@@ -330,7 +337,7 @@ backward ended without a gradient for 2 parameters: 'left.weight', 'right.weight
 def test_parameters_unused_on_one_rank_are_an_error_on_every_rank_and_the_next_step_works(missing: str) -> None:
     every = "left right"
     rest = " ".join(set(every.split()) - set(missing.split()))
-    results = run_ranks(train_gated, 3, [every, rest, every])
+    results = run_threads(train_gated, 3, [every, rest, every])
     names = ", ".join(f"'{name}.weight'" for name in missing.split())
     for rank, (errors, gradients) in enumerate(results):
         if rank == 1:
@@ -359,7 +366,7 @@ def train_with_unused(used: list[str], *, accumulates: bool) -> list[str]:
 
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_parameters_unused_on_some_ranks_count_as_zero_if_allowed(*, accumulates: bool) -> None:
-    names = run_ranks(train_with_unused, 3, ["left", "", "left"], accumulates=accumulates)
+    names = run_threads(train_with_unused, 3, ["left", "", "left"], accumulates=accumulates)
     assert names == [["always.weight", "left.weight"]] * 3
 
 
@@ -372,7 +379,7 @@ def keep_gradient_of_unused() -> None:
 
 
 def test_parameters_unused_everywhere_keep_their_gradient_if_allowed() -> None:
-    run_ranks(keep_gradient_of_unused, 2)
+    run_threads(keep_gradient_of_unused, 2)
 
 
 class Skippable(nn.Module):
@@ -424,7 +431,7 @@ def use_in_local_backwards_only() -> None:
 
 
 def test_a_parameter_used_in_a_local_backward_is_not_unused() -> None:
-    run_ranks(use_in_local_backwards_only, 2)
+    run_threads(use_in_local_backwards_only, 2)
 
 
 # -- exceptions
@@ -511,7 +518,7 @@ def broadcast_a_model(name: str) -> bool:
     "name", ["gpt_tied", "frozen_mixed", "mixed_dtypes", "scalars", "empty_params", "with_buffers"]
 )
 def test_every_rank_starts_with_the_tensors_of_the_first(name: str) -> None:
-    assert run_ranks(broadcast_a_model, 3, name) == [True] * 3
+    assert run_threads(broadcast_a_model, 3, name) == [True] * 3
 
 
 def broadcast_large_tensors() -> bool:
@@ -531,7 +538,7 @@ def broadcast_large_tensors() -> bool:
 
 
 def test_tensors_of_any_size_layout_and_dtype_are_broadcast() -> None:
-    assert run_ranks(broadcast_large_tensors, 2) == [True, True]
+    assert run_threads(broadcast_large_tensors, 2) == [True, True]
 
 
 def run_with_buffers(*, broadcast_buffers: bool) -> list[list[float]]:
@@ -555,14 +562,14 @@ def run_with_buffers(*, broadcast_buffers: bool) -> list[list[float]]:
 
 
 def test_a_training_forward_starts_with_the_buffers_of_the_first_rank() -> None:
-    first, second = run_ranks(run_with_buffers, 2, broadcast_buffers=True)
+    first, second = run_threads(run_with_buffers, 2, broadcast_buffers=True)
     assert first[0] == second[0] == [0, 0]
     assert first[1][0] == 1 and second[1][0] == 11 and first[1][1] != second[1][1]
     assert first[2] == second[2] == first[1]
 
 
 def test_buffers_stay_as_they_are_if_asked() -> None:
-    first, second = run_ranks(run_with_buffers, 2, broadcast_buffers=False)
+    first, second = run_threads(run_with_buffers, 2, broadcast_buffers=False)
     assert [steps for steps, _ in first] == [0, 1, 1]
     assert [steps for steps, _ in second] == [10, 21, 21]
 
@@ -581,7 +588,7 @@ def train_batch_norm() -> list[torch.Tensor]:
 
 
 def test_ranks_with_batch_norm_stay_equal() -> None:
-    first, second = run_ranks(train_batch_norm, 2)
+    first, second = run_threads(train_batch_norm, 2)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
@@ -646,7 +653,7 @@ def disagree(kind: str) -> tuple[str, bool]:
     ],
 )
 def test_ranks_that_differ_get_the_first_difference_and_change_nothing(kind: str, own: str, other: str) -> None:
-    for rank, (text, is_unchanged) in enumerate(run_ranks(disagree, 2, kind)):
+    for rank, (text, is_unchanged) in enumerate(run_threads(disagree, 2, kind)):
         assert text.splitlines() == [
             "DesyncError: the ranks call replicate on different modules or with different options",
             f"    rank 0: {own}",
@@ -658,7 +665,7 @@ def test_ranks_that_differ_get_the_first_difference_and_change_nothing(kind: str
 
 
 def test_an_error_that_one_rank_sees_reaches_the_others() -> None:
-    (first, is_unchanged), (second, _) = run_ranks(disagree, 2, "broken")
+    (first, is_unchanged), (second, _) = run_threads(disagree, 2, "broken")
     assert is_unchanged
     told = "ConfigError: bucket_cap_mb is -5\n  at:  rank 1\n  fix: pass a number of MiB above zero"
     assert (first, second) == (told, told)
@@ -728,7 +735,7 @@ def refuse(case: str) -> str:
     ],
 )
 def test_bad_input_is_refused(case: str, expected: str) -> None:
-    (text,) = run_ranks(refuse, 1, case)
+    (text,) = run_threads(refuse, 1, case)
     assert text.startswith(expected)
     assert "\n  at:  rank 0" in text and "\n  fix: " in text
 
@@ -748,7 +755,7 @@ def unfreeze_late() -> str:
 
 
 def test_a_parameter_unfrozen_later_is_an_error() -> None:
-    assert run_ranks(unfreeze_late, 1) == [
+    assert run_threads(unfreeze_late, 1) == [
         "UsageError: a parameter was frozen when replicate was called and requires a gradient now\n"
         "  at:  rank 0, parameter 'out.weight'\n"
         "  fix: call replicate after unfreezing"
@@ -769,7 +776,7 @@ def train_on_some_ranks() -> dict[str, torch.Tensor]:
 
 
 def test_a_process_group_of_some_ranks_leaves_the_others_alone() -> None:
-    _, first, second = run_ranks(train_on_some_ranks, 3)
+    _, first, second = run_threads(train_on_some_ranks, 3)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     plain = make_model("mlp", seed=1)
     ((loss_at(plain, 0, 1) + loss_at(plain, 0, 2)) / 2).backward()
@@ -785,7 +792,7 @@ def train_on_mesh_dims() -> dict[str, torch.Tensor]:
 
 
 def test_a_mesh_dim_gives_the_ranks() -> None:
-    results = run_ranks(train_on_mesh_dims, 4)
+    results = run_threads(train_on_mesh_dims, 4)
     torch.testing.assert_close(results[0], results[2], rtol=0, atol=0)
     torch.testing.assert_close(results[1], results[3], rtol=0, atol=0)
     assert not torch.equal(results[0]["inp.weight"], results[1]["inp.weight"])
@@ -806,7 +813,7 @@ def train_with_ignored() -> None:
 
 
 def test_an_ignored_module_keeps_its_own_parameters_and_gradients() -> None:
-    run_ranks(train_with_ignored, 2)
+    run_threads(train_with_ignored, 2)
 
 
 def gradients_with_hook(name: str) -> dict[str, torch.Tensor]:
@@ -829,7 +836,7 @@ def gradients_with_hook(name: str) -> dict[str, torch.Tensor]:
     [("all-reduce", 1e-6), ("fp16", 2e-3), ("fp16 around all-reduce", 2e-3), ("PowerSGD", 0.1)],
 )
 def test_torchs_communication_hooks_run(hook: str, tolerance: float) -> None:
-    first, second = run_ranks(gradients_with_hook, 2, hook)
+    first, second = run_threads(gradients_with_hook, 2, hook)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     plain = make_model("mlp")
     args, kwargs = global_inputs(plain, 3, 2)
@@ -846,7 +853,7 @@ def unused_with_hook() -> list[str]:
 
 
 def test_unused_parameters_are_an_error_on_every_rank_with_a_hook_too() -> None:
-    (first,), (second,) = run_ranks(unused_with_hook, 2)
+    (first,), (second,) = run_threads(unused_with_hook, 2)
     assert "2 parameters: 'left.weight', 'right.weight'" in first
     assert second.startswith("UsageError: rank 0 ended backward without a gradient for 'left.weight', 'right.weight'")
 
@@ -861,7 +868,7 @@ def no_module_after_an_error() -> bool:
 
 
 def test_a_refused_module_can_be_annotated_after_all() -> None:
-    assert run_ranks(no_module_after_an_error, 2) == [True, True]
+    assert run_threads(no_module_after_an_error, 2) == [True, True]
 
 
 @pytest.mark.cuda

@@ -33,7 +33,7 @@ from tests.parity import (
     train_annotated,
     train_reference,
 )
-from tests.world import run_ranks
+from tests.world import run_threads
 
 Annotate = Callable[[nn.Module], Any]
 WAYS: dict[str, Annotate] = {
@@ -133,7 +133,7 @@ def undo_reference(name: str, world_size: int) -> Result:
 def test_parameters_gradients_and_everything_else_are_as_in_one_process(world_size: int) -> None:
     cases = CASES if world_size == 2 else CASES[::3]
     expected = [undo_reference(name, world_size) for _, name in cases]
-    for results in run_ranks(undo, world_size, cases):
+    for results in run_threads(undo, world_size, cases):
         for case, (params, grads, trainable), reference in zip(cases, results, expected, strict=True):
             tolerance = 1e-2 if "mixed_dtypes" in case else 1e-6
             assert_equal_params(params, reference[0], tolerance=tolerance, where=f"{case}")
@@ -159,7 +159,7 @@ def train_again(pairs: list[tuple[str, str]]) -> list[Any]:
 def test_a_model_is_annotated_anew_with_another_policy_or_api() -> None:
     pairs = [("policy", "whole"), ("policy", "replicate"), ("replicate", "by_hand"), ("nested", "replicate")]
     reference = train_reference("mlp", 2)
-    for runs in run_ranks(train_again, 2, pairs):
+    for runs in run_threads(train_again, 2, pairs):
         assert_equal_runs(runs, reference)
 
 
@@ -213,7 +213,7 @@ def not_below(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("annotate", [picked, by_hand, by_hand_before_the_first_step, not_below])
 def test_a_part_is_undone_and_the_rest_trains_on(annotate: Annotate) -> None:
-    assert_equal_runs(run_ranks(train_annotated, 2, "mlp", annotate), train_reference("mlp", 2))
+    assert_equal_runs(run_threads(train_annotated, 2, "mlp", annotate), train_reference("mlp", 2))
 
 
 def refuse() -> list[str]:
@@ -264,7 +264,7 @@ def test_what_cannot_be_undone_is_refused_on_every_rank_and_changes_nothing() ->
         "unannotate got int",
         "different parameters or gradients\n    rank 0: inp.weight [8, 8] torch.float32 with a gradient\n    rank 1: inp",
     ]
-    for rank, texts in enumerate(run_ranks(refuse, 2)):
+    for rank, texts in enumerate(run_threads(refuse, 2)):
         for text, part in zip(texts, expected, strict=True):
             assert part in text and f"rank {rank}" in text and "fix:" in text, text
 
@@ -280,7 +280,7 @@ def refuse_on_one_rank() -> str:
 
 
 def test_an_error_on_one_rank_is_one_on_every_rank() -> None:
-    texts = run_ranks(refuse_on_one_rank, 2)
+    texts = run_threads(refuse_on_one_rank, 2)
     assert all("handle owns parameters inside and outside" in text and "at:  rank 0" in text for text in texts)
 
 
@@ -322,11 +322,11 @@ def step_with_a_stale_optimizer() -> None:
 
 def test_shards_are_freed_handle_by_handle_and_a_stale_backward_is_an_error() -> None:
     # One rank, since a thread of gloo may hold a tensor a moment longer than its collective takes.
-    run_ranks(watch_memory, 1)
+    run_threads(watch_memory, 1)
 
 
 def test_a_stale_optimizer_is_an_error() -> None:
-    run_ranks(step_with_a_stale_optimizer, 2)
+    run_threads(step_with_a_stale_optimizer, 2)
 
 
 def watch_buckets() -> None:
@@ -353,7 +353,7 @@ def watch_buckets() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_buckets_are_freed_and_the_process_group_is_used_again(world_size: int) -> None:
-    run_ranks(watch_buckets, world_size)
+    run_threads(watch_buckets, world_size)
 
 
 def fail_in_backward(annotate: str) -> None:
@@ -371,4 +371,4 @@ def fail_in_backward(annotate: str) -> None:
 
 @pytest.mark.parametrize("annotate", ["policy", "replicate"])
 def test_a_step_that_an_exception_stopped_does_not_stand_in_the_way(annotate: str) -> None:
-    run_ranks(fail_in_backward, 2, annotate)
+    run_threads(fail_in_backward, 2, annotate)

@@ -20,7 +20,7 @@ from composable import (
 )
 from composable.collectives import Grid, Ranks
 from composable.errors import ConfigError
-from tests.world import RankErrors, run_ranks
+from tests.world import RankErrors, run_threads
 
 
 def fail_on(failing: list[int], error: Exception) -> str:
@@ -40,20 +40,20 @@ def fail_on(failing: list[int], error: Exception) -> str:
 
 
 def test_every_rank_raises_what_one_rank_raised() -> None:
-    here, there = run_ranks(fail_on, 2, [1], ConfigError("key is missing", at="parameter 'a'", fix="add it"))[::-1]
+    here, there = run_threads(fail_on, 2, [1], ConfigError("key is missing", at="parameter 'a'", fix="add it"))[::-1]
     assert here == "ConfigError: key is missing\n  at:  parameter 'a'\n  fix: add it"
     assert there == "ConfigError: key is missing\n  at:  rank 1, parameter 'a'\n  fix: add it"
 
 
 def test_other_errors_are_told_by_name_and_rank() -> None:
-    told = run_ranks(fail_on, 3, [0, 2], RuntimeError("disk is full"))
+    told = run_threads(fail_on, 3, [0, 2], RuntimeError("disk is full"))
     assert told[0] == told[2] == "RuntimeError: disk is full"
     assert told[1] == "DesyncError: another rank raised RuntimeError: disk is full\n  at:  rank 0"
 
 
 def test_one_rank_alone_raises_its_own_error() -> None:
-    assert run_ranks(fail_on, 1, [0], ConfigError("x")) == ["ConfigError: x"]
-    assert run_ranks(fail_on, 2, [], ConfigError("x")) == ["no error"] * 2
+    assert run_threads(fail_on, 1, [0], ConfigError("x")) == ["ConfigError: x"]
+    assert run_threads(fail_on, 2, [], ConfigError("x")) == ["no error"] * 2
 
 
 def leave() -> None:
@@ -64,7 +64,7 @@ def leave() -> None:
 
 def test_leaving_the_process_is_not_held_up() -> None:
     with pytest.raises(RankErrors, match="SystemExit"):
-        run_ranks(leave, 1)
+        run_threads(leave, 1)
 
 
 def test_a_process_without_a_group_is_a_rank_of_its_own() -> None:
@@ -154,7 +154,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_messages_in_a_subgroup_name_global_ranks(call: str) -> None:
-    _, _, third, fourth = run_ranks(in_a_subgroup, 4, call)
+    _, _, third, fourth = run_threads(in_a_subgroup, 4, call)
     for text in (third, fourth):
         assert "rank 0" not in text and "rank 1" not in text, text
     if "wrong" in call:
@@ -207,7 +207,7 @@ def others_of(ranks: Ranks) -> list[int]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_values_reach_every_rank(world_size: int) -> None:
-    run_ranks(exchange_values, world_size)
+    run_threads(exchange_values, world_size)
 
 
 def grids() -> tuple[int, int, int | None, int]:
@@ -219,4 +219,4 @@ def grids() -> tuple[int, int, int | None, int]:
 
 
 def test_the_divisor_is_the_number_of_ranks_whose_gradients_count() -> None:
-    assert run_ranks(grids, 3) == [(3, 3, 1, 3)] * 3
+    assert run_threads(grids, 3) == [(3, 3, 1, 3)] * 3

@@ -28,7 +28,7 @@ from composable import (
 )
 from composable.optim.local_step import local_gradients
 from tests.parity import full
-from tests.world import run_ranks
+from tests.world import run_threads
 
 BATCH = 4
 STEPS = 5
@@ -173,7 +173,7 @@ def trained_in_every_mode(names: list[str]) -> dict[str, dict[str, torch.Tensor]
     ],
 )
 def test_element_wise_optimizers_to_the_bit(world_size: int, names: list[str]) -> None:
-    found = run_ranks(trained_in_every_mode, world_size, names)[0]
+    found = run_threads(trained_in_every_mode, world_size, names)[0]
     for name, params in found.items():
         for fqn, expected in train_reference(name, world_size).items():
             torch.testing.assert_close(
@@ -214,7 +214,7 @@ def clip_by_optimizer() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_gradients_are_clipped_in_as_few_tensors_as_are_stepped(world_size: int) -> None:
-    run_ranks(clip_by_optimizer, world_size)
+    run_threads(clip_by_optimizer, world_size)
 
 
 def clip_two_dtypes() -> torch.dtype:
@@ -228,7 +228,7 @@ def clip_two_dtypes() -> torch.dtype:
 
 
 def test_the_norm_has_one_dtype_on_all_ranks_also_where_one_owns_nothing_of_it() -> None:
-    assert run_ranks(clip_two_dtypes, 2) == [torch.float64, torch.float64]
+    assert run_threads(clip_two_dtypes, 2) == [torch.float64, torch.float64]
 
 
 def flattened() -> list[int]:
@@ -260,7 +260,7 @@ def flattened() -> list[int]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_neighbours_are_stepped_as_one_tensor_while_their_gradients_are_one(world_size: int) -> None:
-    for counts in run_ranks(flattened, world_size):
+    for counts in run_threads(flattened, world_size):
         handles = 3
         assert counts[0] == counts[1] == counts[4] == counts[5] <= handles
         assert counts[2] == counts[3] > handles
@@ -324,7 +324,7 @@ def state_changed_by_hand(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_changes_to_state_and_options_between_steps_count(mode: str) -> None:
-    run_ranks(state_changed_by_hand, 2, mode)
+    run_threads(state_changed_by_hand, 2, mode)
 
 
 def checkpoints(mode: str) -> None:
@@ -364,7 +364,7 @@ def checkpoints(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_checkpoints_load_before_and_after_the_first_step(mode: str) -> None:
-    run_ranks(checkpoints, 3, mode)
+    run_threads(checkpoints, 3, mode)
 
 
 def closures_and_errors(mode: str) -> None:
@@ -416,7 +416,7 @@ def closures_and_errors(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_closures_see_sharded_parameters_and_a_failed_step_leaves_what_it_did(mode: str) -> None:
-    run_ranks(closures_and_errors, 2, mode)
+    run_threads(closures_and_errors, 2, mode)
 
 
 def scaled(mode: str) -> None:
@@ -443,7 +443,7 @@ def scaled(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_gradient_scalers_and_schedulers(mode: str) -> None:
-    run_ranks(scaled, 2, mode)
+    run_threads(scaled, 2, mode)
 
 
 class Mixed(nn.Module):
@@ -487,7 +487,7 @@ def mixed(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_parameters_that_are_not_sharded_go_along(mode: str) -> None:
-    run_ranks(mixed, 2, mode)
+    run_threads(mixed, 2, mode)
 
 
 def casts_and_copies(mode: str) -> None:
@@ -511,7 +511,7 @@ def casts_and_copies(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_copies_are_independent_and_state_can_be_cleared(mode: str) -> None:
-    run_ranks(casts_and_copies, 2, mode)
+    run_threads(casts_and_copies, 2, mode)
 
 
 def initial_state_from_torch(mode: str) -> None:
@@ -525,7 +525,7 @@ def initial_state_from_torch(mode: str) -> None:
 
 
 def test_state_that_torch_initialises() -> None:
-    run_ranks(initial_state_from_torch, 2, "flat")
+    run_threads(initial_state_from_torch, 2, "flat")
 
 
 def low_precision() -> None:
@@ -545,7 +545,7 @@ def low_precision() -> None:
 
 
 def test_low_precision_is_stepped_parameter_by_parameter_on_the_cpu() -> None:
-    run_ranks(low_precision, 2)
+    run_threads(low_precision, 2)
 
 
 class OwnAdam(torch.optim.Adam):
@@ -581,7 +581,7 @@ def refused() -> dict[str, str]:
 
 
 def test_what_cannot_be_accelerated_is_an_error_that_says_what_can() -> None:
-    texts = run_ranks(refused, 1)[0]
+    texts = run_threads(refused, 1)[0]
     for name in ("muon", "adafactor", "lbfgs", "sparse", "subclass"):
         assert "AdamW" in texts[name] and "cannot be accelerated" in texts[name]
     assert "differentiable" in texts["differentiable"]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from composable import ConfigError, RaggedDTensor, UsageError, accelerate_optimizer, fully_shard, rebind_optimizer
 from composable.planning.replaced import mark_replaced
 from tests.parity import full
-from tests.world import run_ranks
+from tests.world import run_threads
 
 CONFIGS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
@@ -132,7 +132,7 @@ def into_and_out_of_an_annotation(name: str, accelerate: bool) -> dict[str, torc
 )
 def test_training_goes_on_through_an_annotation_and_out_of_it(world_size: int, name: str, accelerate: bool) -> None:
     expected = train_reference(name, world_size)
-    for found in run_ranks(into_and_out_of_an_annotation, world_size, name, accelerate):
+    for found in run_threads(into_and_out_of_an_annotation, world_size, name, accelerate):
         for fqn, param in expected.items():
             torch.testing.assert_close(
                 found[fqn], param, rtol=1e-4, atol=1e-5, msg=lambda text, fqn=fqn: f"{fqn}: {text}"
@@ -169,7 +169,7 @@ def exact_state() -> None:
 
 
 def test_no_bit_of_the_state_changes() -> None:
-    run_ranks(exact_state, 3)
+    run_threads(exact_state, 3)
 
 
 def refused() -> dict[str, str]:
@@ -209,7 +209,7 @@ def refused() -> dict[str, str]:
 
 
 def test_what_cannot_be_rebound_is_an_error_and_changes_nothing() -> None:
-    texts = run_ranks(refused, 2)[0]
+    texts = run_threads(refused, 2)[0]
     assert "no parameter that this model has or had" in texts["other model"] and "fix:" in texts["other model"]
     assert "nothing took the place of 8 parameters" in texts["in between"]
     assert "'scale' []" in texts["in between"] and "'first.weight' [10, 6]" in texts["in between"]

@@ -8,7 +8,7 @@ from composable.ragged.fallback_log import fallback_counts
 from composable.ragged.tensor import RaggedDTensor
 from composable.ragged.transfer import collect_full, spread_full
 from tests.saving.test_torch_loads import CUTS, Model, make
-from tests.world import run_ranks
+from tests.world import run_threads
 
 
 def ragged(model: torch.nn.Module) -> list[RaggedDTensor]:
@@ -60,5 +60,5 @@ def spread(cut: str) -> None:
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_values_come_and_go_whole(world_size: int, cut: str) -> None:
-    run_ranks(collect, world_size, cut)
-    run_ranks(spread, world_size, cut)
+    run_threads(collect, world_size, cut)
+    run_threads(spread, world_size, cut)

@@ -26,7 +26,7 @@ from composable import (
 from composable.replicate import register_comm_hook
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
-from tests.world import run_ranks
+from tests.world import run_threads
 
 WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "plain": lambda model: None,
@@ -80,7 +80,7 @@ def copies_of_cases(cases: list[tuple[str, str]]) -> list[list[dict[str, torch.T
 def test_a_copy_and_its_original_train_as_two_plain_models(world_size: int) -> None:
     cases = CASES if world_size == 2 else CASES[::3]
     expected = [copy_and_train("plain", name, world_size) for _, name in cases]
-    for found in run_ranks(copies_of_cases, world_size, cases):
+    for found in run_threads(copies_of_cases, world_size, cases):
         for case, models, references in zip(cases, found, expected, strict=True):
             # Activations of bfloat16 round wherever the batch is cut.
             tolerance = 1e-3 if "mixed_dtypes" in case else 1e-6
@@ -125,7 +125,7 @@ def test_copies_have_the_gradients_also_those_that_no_sync_kept(way: str) -> Non
         for seed in seeds:
             loss_of(model(*global_inputs(model, seed, 2)[0])).backward()
         expected.append({fqn: param.grad.clone() for fqn, param in model.named_parameters()})
-    for first, *later in run_ranks(gradients_in_copies, 2, way):
+    for first, *later in run_threads(gradients_in_copies, 2, way):
         assert_equal_params(first, expected[0], tolerance=1e-6)
         for found in later:
             assert_equal_params(found, expected[1], tolerance=1e-6)
@@ -170,7 +170,7 @@ def independent() -> None:
 
 
 def test_a_copy_shares_the_mesh_and_nothing_else() -> None:
-    run_ranks(independent, 2)
+    run_threads(independent, 2)
 
 
 def copy_parts() -> list[str]:
@@ -218,7 +218,7 @@ def copy_parts() -> list[str]:
 
 
 def test_a_part_is_copied_if_handles_lie_wholly_in_it() -> None:
-    for whole, pair, out, replicated in run_ranks(copy_parts, 2):
+    for whole, pair, out, replicated in run_threads(copy_parts, 2):
         assert "handle owns parameters inside and outside" in whole and "deep-copy module FSDPMLP" in whole
         assert "fix: deep-copy module 'inp' (FSDPLinear) and module 'out' (FSDPLinear)" in pair
         assert "deep-copy module FSDPMLP" in out
@@ -242,7 +242,7 @@ def average(way: str, is_ema: bool) -> tuple[dict[str, torch.Tensor], torch.Tens
 def test_averaged_models_equal_one_process(is_ema: bool) -> None:
     params, output, keys = average("plain", is_ema)
     for way in ("policy", "replicate"):
-        for found, found_output, found_keys in run_ranks(average, 2, way, is_ema):
+        for found, found_output, found_keys in run_threads(average, 2, way, is_ema):
             assert_equal_params(found, params, tolerance=1e-6)
             torch.testing.assert_close(found_output, output)
             assert found_keys == keys
@@ -273,7 +273,7 @@ def hooks_of_copies() -> None:
 
 
 def test_a_copy_keeps_the_communication_hook_and_makes_its_group_when_it_trains() -> None:
-    run_ranks(hooks_of_copies, 2)
+    run_threads(hooks_of_copies, 2)
 
 
 class CopiesItself(nn.Linear):
@@ -304,7 +304,7 @@ REFUSALS = [*["inside a backward"] * 2, "has a __deepcopy__ of its own", "while 
 
 
 def test_what_cannot_be_copied_is_refused() -> None:
-    for rank, texts in enumerate(run_ranks(refuse_to_copy, 2)):
+    for rank, texts in enumerate(run_threads(refuse_to_copy, 2)):
         for text, part in zip(texts, REFUSALS, strict=True):
             assert part in text and f"rank {rank}" in text and "fix:" in text
 
@@ -330,5 +330,5 @@ def copy_on_meta() -> dict[str, torch.Tensor]:
 def test_a_model_without_values_is_copied_too() -> None:
     model = make_model("mlp")
     step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 1, 2)
-    for params in run_ranks(copy_on_meta, 2):
+    for params in run_threads(copy_on_meta, 2):
         assert_equal_params(params, full_params(model), tolerance=1e-6)

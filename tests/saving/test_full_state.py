@@ -37,7 +37,7 @@ from tests.models import (
     random_input,
     seeded,
 )
-from tests.world import run_ranks
+from tests.world import run_threads
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -106,7 +106,7 @@ def round_trip(names: list[str]) -> None:
     ("world_size", "names"), [(2, list(MODELS)), (3, list(MODELS)), (1, ["gpt_tied"]), (4, ["gpt"])]
 )
 def test_a_full_state_dict_is_the_plain_models_and_goes_back(world_size: int, names: list[str]) -> None:
-    run_ranks(round_trip, world_size, names)
+    run_threads(round_trip, world_size, names)
 
 
 class Odd(nn.Module):
@@ -168,7 +168,7 @@ def handle_odd() -> None:
 
 
 def test_buffers_extra_state_and_unsharded_parameters_are_those_of_one_rank() -> None:
-    run_ranks(handle_odd, 2)
+    run_threads(handle_odd, 2)
 
 
 def use_at_any_moment() -> None:
@@ -217,7 +217,7 @@ def use_at_any_moment() -> None:
 
 
 def test_it_works_before_between_and_after_steps() -> None:
-    run_ranks(use_at_any_moment, 2)
+    run_threads(use_at_any_moment, 2)
 
 
 def load_onto_meta() -> None:
@@ -247,7 +247,7 @@ def load_onto_meta() -> None:
 
 
 def test_a_model_on_meta_gets_its_values_from_one_rank() -> None:
-    run_ranks(load_onto_meta, 2)
+    run_threads(load_onto_meta, 2)
 
 
 class Lazy(Mapping[str, torch.Tensor]):
@@ -302,7 +302,7 @@ def count_bytes() -> None:
 
 
 def test_no_more_than_two_handles_are_held_beside_the_result() -> None:
-    run_ranks(count_bytes, 2)
+    run_threads(count_bytes, 2)
 
 
 def load_ties() -> None:
@@ -321,7 +321,7 @@ def load_ties() -> None:
 
 
 def test_of_several_names_of_a_tensor_the_last_one_counts() -> None:
-    run_ranks(load_ties, 2)
+    run_threads(load_ties, 2)
 
 
 def load_lazily(path: str) -> None:
@@ -346,7 +346,7 @@ def load_lazily(path: str) -> None:
 
 
 def test_values_may_be_mapped_or_read_on_demand(tmp_path: Path) -> None:
-    run_ranks(load_lazily, 2, str(tmp_path / "plain.pt"))
+    run_threads(load_lazily, 2, str(tmp_path / "plain.pt"))
 
 
 def local_values(model: nn.Module) -> list[torch.Tensor]:
@@ -426,7 +426,7 @@ def refuse(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_does_not_fit_is_one_error_on_every_rank_and_changes_nothing(world_size: int) -> None:
-    run_ranks(refuse, world_size, world_size)
+    run_threads(refuse, world_size, world_size)
 
 
 class Renaming(nn.Module):
@@ -483,4 +483,4 @@ def load_plainly() -> None:
 
 
 def test_torchs_own_load_takes_full_and_sharded_tensors() -> None:
-    run_ranks(load_plainly, 2)
+    run_threads(load_plainly, 2)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from composable import ConfigError, RaggedDTensor, fallback_counts, fully_shard
 from tests.models import BLOCK_CLASSES, make_model
 from tests.saving.test_full_state import Odd, local_values, odd, unfit_state
-from tests.world import run_ranks
+from tests.world import run_threads
 
 # Tied, with frozen parts, with replicated and ignored parts, of several dtypes.
 NAMES = ["gpt_tied", "frozen_mixed", "odd", "mixed_dtypes"]
@@ -189,9 +189,9 @@ def load_into_plain(folder: str) -> None:
 
 @pytest.mark.parametrize(("saved_at", "loaded_at"), [(1, 3), (2, 1), (3, 2), (4, 4)])
 def test_a_run_goes_on_to_the_bit_at_another_world_size(tmp_path: Path, saved_at: int, loaded_at: int) -> None:
-    run_ranks(save, saved_at, str(tmp_path))
-    run_ranks(load, loaded_at, str(tmp_path))
-    run_ranks(load_into_plain, 1, str(tmp_path))
+    run_threads(save, saved_at, str(tmp_path))
+    run_threads(load, loaded_at, str(tmp_path))
+    run_threads(load_into_plain, 1, str(tmp_path))
 
 
 def use_options() -> None:
@@ -222,7 +222,7 @@ def use_options() -> None:
 
 
 def test_options_mean_what_they_mean_for_a_plain_model() -> None:
-    run_ranks(use_options, 2)
+    run_threads(use_options, 2)
 
 
 def refuse() -> None:
@@ -259,4 +259,4 @@ def refuse() -> None:
 
 
 def test_a_model_state_that_does_not_fit_is_one_error_on_every_rank() -> None:
-    run_ranks(refuse, 2)
+    run_threads(refuse, 2)

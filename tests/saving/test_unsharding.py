@@ -23,7 +23,7 @@ from composable.errors import ConfigError
 from composable.fsdp_module import FSDPModule
 from tests.models import Block, MLPBlock, loss_of, make_model
 from tests.parity import inputs_of
-from tests.world import run_ranks
+from tests.world import run_threads
 
 NAMES = ["gpt_tied", "tied_across", "mixed_dtypes", "frozen_mixed", "scalars", "empty_params", "with_buffers"]
 KINDS = {
@@ -81,7 +81,7 @@ def read_and_change(name: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_full_values_are_shown_and_changes_are_kept(name: str, world_size: int) -> None:
-    run_ranks(read_and_change, world_size, name)
+    run_threads(read_and_change, world_size, name)
 
 
 def change_and_forget() -> None:
@@ -112,7 +112,7 @@ def change_and_forget() -> None:
 
 
 def test_without_writeback_or_after_an_exception_values_are_as_before() -> None:
-    run_ranks(change_and_forget, 2)
+    run_threads(change_and_forget, 2)
 
 
 def load_whole() -> None:
@@ -136,7 +136,7 @@ def load_whole() -> None:
 
 
 def test_a_plain_state_dict_loads_in_the_block() -> None:
-    run_ranks(load_whole, 2)
+    run_threads(load_whole, 2)
 
 
 def run_inside() -> None:
@@ -168,7 +168,7 @@ def run_inside() -> None:
 
 
 def test_the_model_runs_and_trains_in_the_block() -> None:
-    run_ranks(run_inside, 2)
+    run_threads(run_inside, 2)
 
 
 def show_gradients(rank0_only: bool, offload_to_cpu: bool) -> None:
@@ -215,7 +215,7 @@ def show_gradients(rank0_only: bool, offload_to_cpu: bool) -> None:
 @pytest.mark.parametrize("rank0_only", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_are_shown_and_written_back(world_size: int, rank0_only: bool, offload_to_cpu: bool) -> None:
-    run_ranks(show_gradients, world_size, rank0_only, offload_to_cpu)
+    run_threads(show_gradients, world_size, rank0_only, offload_to_cpu)
 
 
 def only_own_handle() -> None:
@@ -242,7 +242,7 @@ def only_own_handle() -> None:
 
 
 def test_recursion_nesting_and_modules_without_handles() -> None:
-    run_ranks(only_own_handle, 2)
+    run_threads(only_own_handle, 2)
 
 
 def refusal(block: Callable[[nn.Module], None]) -> list[str]:
@@ -343,7 +343,7 @@ def no_bool(model: nn.Module) -> None:
 def test_misuse_is_refused_on_every_rank_and_leaves_the_model_whole(
     block: Callable[[nn.Module], None], what: str, where: str
 ) -> None:
-    for lines in run_ranks(refusal, 2, block):
+    for lines in run_threads(refusal, 2, block):
         assert lines[0].startswith(what)
         assert where in lines[1]
 
@@ -374,5 +374,5 @@ def peak_bytes() -> tuple[int, int]:
 
 
 def test_ranks_that_show_nothing_allocate_nothing_large() -> None:
-    (_, _), (largest, made) = run_ranks(peak_bytes, 2)
+    (_, _), (largest, made) = run_threads(peak_bytes, 2)
     assert made <= largest // 2

@@ -20,7 +20,7 @@ from composable.storage.gradient_path import GradientPath, Reduction
 from tests.counting import Collective, CountingTransport
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.parity import LR, Run, assert_equal_params, full_params, inputs_of, train_reference
-from tests.world import run_ranks
+from tests.world import run_threads
 
 
 class HalfPrecision:
@@ -122,7 +122,7 @@ def train_in_half_precision() -> tuple[Run, dict[str, int], dict[str, int]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_hook_on_the_path_halves_what_is_sent(world_size: int) -> None:
     reference = train_reference("mlp", world_size, steps=1)
-    for run, sent, whole in run_ranks(train_in_half_precision, world_size):
+    for run, sent, whole in run_threads(train_in_half_precision, world_size):
         assert sent and {key: 2 * size for key, size in sent.items()} == whole
         assert_equal_params(run.params, reference.params, tolerance=1e-3)
         # It is bfloat16 that was sent: float32 would be equal to the last bits.
@@ -152,10 +152,10 @@ def train_on_two_dims(with_replicas: bool) -> tuple[Run, int]:
 
 def test_a_second_path_reduces_over_the_replicas_and_divides_once() -> None:
     reference = train_reference("mlp", 4)
-    for run, divisor in run_ranks(train_on_two_dims, 4, True):
+    for run, divisor in run_threads(train_on_two_dims, 4, True):
         assert divisor == 4
         assert_equal_params(run.params, reference.params, tolerance=1e-6)
-    for run, _ in run_ranks(train_on_two_dims, 4, False):
+    for run, _ in run_threads(train_on_two_dims, 4, False):
         with pytest.raises(AssertionError):
             assert_equal_params(run.params, reference.params, tolerance=1e-6)
 
@@ -173,7 +173,7 @@ def train_from_afar() -> tuple[Run, list[int]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_gather_goes_through_the_path(world_size: int) -> None:
     reference = train_reference("mlp", world_size)
-    for run, fetched in run_ranks(train_from_afar, world_size):
+    for run, fetched in run_threads(train_from_afar, world_size):
         assert_equal_params(run.params, reference.params, tolerance=1e-6)
         # Three forwards and backwards; the root stays unsharded from one to the other.
         assert set(fetched) == {3, 6}
@@ -184,7 +184,7 @@ def test_every_gather_goes_through_the_path(world_size: int) -> None:
 
 def test_a_path_that_fails_leaves_the_next_step_right() -> None:
     reference = train_reference("mlp", 2)
-    for run in run_ranks(fail_once, 2):
+    for run in run_threads(fail_once, 2):
         assert_equal_params(run.params, reference.params, tolerance=1e-6)
 
 
