@@ -80,6 +80,7 @@ def _replace_body(function: Any) -> None:
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     original.__kwdefaults__ = function.__kwdefaults__
+    original.__annotations__ = function.__annotations__
     setattr(function, _ORIGINAL, original)
     function._composable_body = _distribute_tensor
     function.__wrapped__ = original  # keeps the signature that is shown

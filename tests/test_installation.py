@@ -1,0 +1,117 @@
+"""What importing the package changes in torch: once, for whoever imported what before, and nothing besides."""
+
+import inspect
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import tensor as dtensor
+from torch.distributed.checkpoint import state_dict as dcp_state_dict
+from torch.optim import optimizer as torch_optimizer
+
+from composable import RaggedDTensor
+from composable.installation import install
+
+ROOT = Path(__file__).parent.parent
+
+# A process that imports torch, and names of it, before the package. Prints the checks that hold.
+PROGRAM = """
+    import inspect
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor as cut
+    import torch.distributed.tensor as tensor_module
+
+    def describe(function):
+        return id(function), str(inspect.signature(function)), function.__doc__
+
+    def train():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach().clone() for param in model.parameters()]
+
+    held, known, trained = [tensor_module.distribute_tensor], describe(distribute_tensor), train()
+
+    import composable
+
+    if all(map(torch.equal, trained, train())):
+        print("plain optimizers")
+    if describe(tensor_module.distribute_tensor) == known:
+        print("identity")
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    weight = composable.fully_shard(nn.Linear(3, 2)).weight
+    full = torch.arange(6.0).view(2, 3)
+    for function in (distribute_tensor, cut, *held):
+        found = function(full, weight.device_mesh, weight.placements)
+        assert type(found) is composable.RaggedDTensor and torch.equal(found.full_tensor(), full)
+        assert function(found, weight.device_mesh, weight.placements) is found
+        stock = function(full, weight.device_mesh, [Shard(0)])
+        assert type(stock) is DTensor and torch.equal(stock.full_tensor(), full)
+        assert type(stock.redistribute(placements=weight.placements)) is composable.RaggedDTensor
+        try:
+            function(full, weight.device_mesh, weight.placements, no_such_option=1)
+        except TypeError as error:
+            assert "no_such_option" in str(error)
+    print("names imported before")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def checks() -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(PROGRAM)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_names_imported_before_the_package_know_ragged_placements(checks: list[str]) -> None:
+    assert "names imported before" in checks
+
+
+def test_torchs_function_keeps_its_identity_signature_and_documentation(checks: list[str]) -> None:
+    assert "identity" in checks
+
+
+def test_an_optimizer_without_sharded_parameters_steps_as_before(checks: list[str]) -> None:
+    assert "plain optimizers" in checks
+
+
+def test_installing_again_changes_nothing() -> None:
+    def state() -> list[object]:
+        return [
+            dtensor.distribute_tensor.__code__,
+            dtensor.DTensor.redistribute,
+            dcp_state_dict._load_model_state_dict,
+            dcp_state_dict._load_optim_state_dict,
+            len(torch_optimizer._global_optimizer_pre_hooks),
+            len(torch.serialization.get_safe_globals()),
+            [types.count(RaggedDTensor) for types in (torch_optimizer._foreach_supported_types,)],
+        ]
+
+    before = state()
+    install()
+    install()
+    assert state() == before
+    assert before[-1] == [1]
+
+
+def test_the_documentation_of_install_names_what_it_calls() -> None:
+    text = inspect.getdoc(install) or ""
+    for named in ("distribute_tensor", "redistribute", "set_model_state_dict", "torch.load", "optimizer"):
+        assert named in text
