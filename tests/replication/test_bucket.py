@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from composable.collectives import Grid, Ranks
 from composable.collectives.base import Pending, Transport
 from composable.errors import UsageError
 from composable.replication.bucket import Bucket, BucketOptions, ReducedParam, plan_buckets
@@ -63,7 +64,8 @@ def attach(model: nn.Module, world_size: int = 2, **options: object) -> tuple[Re
     transport = RecordingTransport(world_size)
     params = [ReducedParam(fqn, param) for fqn, param in model.named_parameters()]
     choices = BucketOptions(**options)  # type: ignore[arg-type]  # each test names options of the right types
-    reducer = Reducer(params, transport, range(world_size), choices, queue_callback)
+    grid = Grid.whole(Ranks(None, torch.device("cpu"), 0, world_size, tuple(range(world_size))))
+    reducer = Reducer(params, transport, grid, choices, queue_callback)
     for item, arrive in zip(params, reducer.arrivals(), strict=True):
         item.param.register_post_accumulate_grad_hook(arrive)
     return reducer, transport
