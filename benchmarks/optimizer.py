@@ -37,7 +37,7 @@ COLUMNS = ("plain", "owned", "stock", "ours", "accelerated", "flat")
 ROWS = ("AdamW foreach", "AdamW fused", "clip_grad_norm_")
 # (column, over, the most that the ratio of the minima may be), in every row.
 TARGETS = (("ours", "stock", 1.0), ("accelerated", "plain", 1.3), ("flat", "plain", 0.2))
-# Never clips, but scales all the same, as torch does to spare a wait for the norm.
+# Never clips, but still scales, as torch does to spare a wait for the norm.
 MAX_NORM = 1e9
 
 

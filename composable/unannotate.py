@@ -218,7 +218,7 @@ def _full_gradient(param: ShardedParam, grid: Grid, *, has_kept: bool) -> torch.
 
 
 def _everyone(roots: Sequence[nn.Module], states: Sequence[_State]) -> list[Ranks]:
-    """Return the ranks that have a say, group by group."""
+    """Return the ranks that have to agree, group by group."""
     found = [state.grid.everyone for state in states]
     for handle in {handle_of(param): None for root in roots for param in root.parameters()}:
         if handle is not None:

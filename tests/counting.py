@@ -1,14 +1,20 @@
-"""Writes down every collective that goes through a transport."""
+"""Writes down every collective that goes through a transport, and counts what ranks send each other beside."""
 
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+from unittest import mock
 
 import torch
 
+from composable.collectives import Ranks
 from composable.collectives.base import Pending, Transport
 from composable.runtime.state import Root
 
-__all__ = ["Collective", "CountingTransport"]
+__all__ = ["Collective", "CountingTransport", "counting_ranks"]
+
+Messages: TypeAlias = Sequence[tuple[torch.Tensor, int]]
 
 
 class Collective(NamedTuple):
@@ -82,3 +88,21 @@ class CountingTransport(Transport):
 
     def _record(self, op: str, key: int, tensor: torch.Tensor) -> None:
         self.records.append(Collective(op, key, tensor.numel() * tensor.element_size()))
+
+
+@contextmanager
+def counting_ranks() -> Iterator[Counter[str]]:
+    """Count what ``Ranks`` sends from here: reductions between several ranks, and messages."""
+    counts: Counter[str] = Counter()
+    reduce, exchange = Ranks.reduce, Ranks.exchange
+
+    def counted_reduce(self: Ranks, tensor: torch.Tensor, op: Any) -> torch.Tensor:
+        counts["reductions"] += self.size > 1
+        return reduce(self, tensor, op)
+
+    def counted_exchange(self: Ranks, sends: Messages, receives: Messages) -> None:
+        counts["messages"] += len(sends) + len(receives)
+        exchange(self, sends, receives)
+
+    with mock.patch.object(Ranks, "reduce", counted_reduce), mock.patch.object(Ranks, "exchange", counted_exchange):
+        yield counts

@@ -109,25 +109,37 @@ def test_unshard_and_reshard_follow_the_model() -> None:
     ]
 
 
-def states_of() -> list[bool]:
+def what_the_root_caches() -> dict[str, object]:
     model = make_model("mlp")
     annotate(model, "hand")
     root = root_of(model)
     states = _traversal_utils._get_fsdp_states(model)
-    return [
-        root.states == states,
-        [state._is_root for state in states] == [True, False, False, False],
-        _traversal_utils._get_fsdp_handles(model) == root.handles,
-        all(state.root is root for state in states),
-        fully_shard.state(model.inp) is None,
-        isinstance(model, FSDPModule) and isinstance(model.blocks[0], FSDPModule),
-        not isinstance(model.inp, FSDPModule),
-        type(model).__name__ == "FSDPMLP",
-    ]
+    places = {"": model, "blocks.0": model.blocks[0], "inp": model.inp}
+    return {
+        "states": [states.index(state) for state in root.states],
+        "handles": [handle.fqn for handle in root.handles],
+        "handles of the traversal": [handle.fqn for handle in _traversal_utils._get_fsdp_handles(model)],
+        "states that are the root": [state._is_root for state in states],
+        "states that know the root": [state.root is root for state in states],
+        "modules with a state": [name for name, module in places.items() if fully_shard.state(module) is not None],
+        "modules with methods": [name for name, module in places.items() if isinstance(module, FSDPModule)],
+        "class": type(model).__name__,
+    }
 
 
 def test_the_root_caches_all_states_and_handles() -> None:
-    assert run_threads(states_of, 2) == [[True] * 8] * 2
+    names = ["", "blocks.0", "blocks.1", "blocks.2"]
+    for found in run_threads(what_the_root_caches, 2):
+        assert found == {
+            "states": [0, 1, 2, 3],
+            "handles": names,
+            "handles of the traversal": names,
+            "states that are the root": [True, False, False, False],
+            "states that know the root": [True] * 4,
+            "modules with a state": ["", "blocks.0"],
+            "modules with methods": ["", "blocks.0"],
+            "class": "FSDPMLP",
+        }
 
 
 def parameters_of(way: str) -> tuple[list[str], list[tuple[int, ...]], list[str], int]:

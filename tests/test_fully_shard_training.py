@@ -144,7 +144,7 @@ def full_and_back() -> tuple[dict[str, torch.Tensor], list[str]]:
     model.load_state_dict(plain)
     after = full_params(model)
     assert all(torch.equal(after[fqn], plain[fqn]) for fqn in after)
-    # Between forward and backward the root is unsharded; its state dict is sharded all the same.
+    # Between forward and backward the root is unsharded; its state dict is sharded even then.
     args, _ = inputs_of(model, 0, dist.get_rank())
     model(*args)
     return whole, sorted({type(value).__name__ for value in model.state_dict().values()})

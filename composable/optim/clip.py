@@ -9,18 +9,16 @@ are not. A plain tensor is taken to be the same on every rank, as ``replicate`` 
 Source: gradient clipping, arXiv 1211.5063.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
 
 import torch
-from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.collectives import Ranks
 from composable.errors import ConfigError, UsageError
 from composable.optim.local_step import LocalGradients, local_gradients
-from composable.ragged import LIVE_SOURCES, RaggedDTensor, RaggedLayout, cut_dims, mark_stale
+from composable.ragged import LIVE_SOURCES, NormParts, RaggedDTensor, RaggedLayout, cut_dims, mark_stale, summed_in
 from composable.torch_private import DeviceMesh, Placement, foreach_mul_, foreach_norm
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
@@ -195,7 +193,7 @@ class _Pieces:
         return reduce(torch.promote_types, kinds) if kinds else torch.float32
 
     def expect(self, tensor: torch.Tensor) -> None:
-        """Take part in what the groups of a tensor have to say, also without its gradient."""
+        """Take part in what the groups of a tensor exchange, also without its gradient."""
         self._by_cut.setdefault(self._groups.of(tensor), [])
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -221,8 +219,9 @@ class _Pieces:
         order, home = float(norm_type), self._home or torch.device("cpu")
         if not order > 0:
             raise ConfigError(f"norm_type is {norm_type}", fix="give a number above 0, or math.inf")
-        summaries = {cut: _summary(locals_, order, home, foreach) for cut, locals_ in self._by_cut.items()}
-        total = _norm_of(_add_over_ranks(summaries, order, home), order)
+        whole = NormParts(order)
+        parts = {cut: _part_of(locals_, whole, home, foreach) for cut, locals_ in self._by_cut.items()}
+        total = whole.norms(_add_over_ranks(parts, whole, home))[0]
         if error_if_nonfinite and not bool(total.isfinite()):
             raise UsageError(
                 f"the norm of order {order:g} is {total.item()}",
@@ -253,40 +252,27 @@ def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.
     return kinds
 
 
-def _summary(locals_: Sequence[torch.Tensor], order: float, home: torch.device, foreach: bool | None) -> torch.Tensor:
-    """Return what pieces add to a norm, in fp64: the sum of powers; or the maximum, and whether there is a NaN."""
-    is_max = math.isinf(order)
-    found = torch.zeros(2 if is_max else 1, dtype=torch.float64, device=home)
+def _part_of(
+    locals_: Sequence[torch.Tensor], whole: NormParts, home: torch.device, foreach: bool | None
+) -> torch.Tensor:
+    """Return what pieces add to a norm."""
+    found = []
     for (_, dtype), tensors in _by_kind(locals_).items():
-        summed_in = torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
         if foreach is False:
-            norms = [torch.linalg.vector_norm(tensor, order, dtype=summed_in) for tensor in tensors]
+            norms = [torch.linalg.vector_norm(tensor, whole.order, dtype=summed_in(dtype)) for tensor in tensors]
         else:
-            norms = list(foreach_norm(tensors, order, dtype=summed_in))
-        terms = torch.stack(norms).double().to(home)
-        if is_max:
-            is_nan = terms.isnan()
-            found = torch.maximum(found, torch.stack([terms.where(~is_nan, 0.0).max(), is_nan.any().double()]))
-        else:
-            found += terms.pow_(order).sum()
-    return found
+            norms = list(foreach_norm(tensors, whole.order, dtype=summed_in(dtype)))
+        found.append(whole.join(whole.of(torch.stack(norms))).to(home))
+    return reduce(whole.combine, found) if found else whole.nothing((1,), home)
 
 
-def _add_over_ranks(summaries: dict[tuple[Ranks, ...], torch.Tensor], order: float, home: torch.device) -> torch.Tensor:
-    """Return the summary of all pieces of all ranks: one all-reduce a group, for all tensors that are cut over it."""
-    is_max = math.isinf(order)
-    combine, op = (torch.maximum, ReduceOp.MAX) if is_max else (torch.add, ReduceOp.SUM)
-    while left := [group for cut in summaries for group in cut]:
+def _add_over_ranks(parts: dict[tuple[Ranks, ...], torch.Tensor], whole: NormParts, home: torch.device) -> torch.Tensor:
+    """Return the part of all pieces of all ranks: one all-reduce a group, for all tensors that are cut over it."""
+    while left := [group for cut in parts for group in cut]:
         group = left[0]
-        cuts = [cut for cut in summaries if group in cut]
-        reduced = group.reduce(torch.stack([summaries.pop(cut) for cut in cuts]), op).to(home)
-        for cut, summary in zip(cuts, reduced):
+        cuts = [cut for cut in parts if group in cut]
+        reduced = group.reduce(torch.stack([parts.pop(cut) for cut in cuts]), whole.op).to(home)
+        for cut, part in zip(cuts, reduced):
             rest = tuple(other for other in cut if other != group)
-            summaries[rest] = combine(summaries[rest], summary) if rest in summaries else summary
-    return summaries.get((), torch.zeros(2 if is_max else 1, dtype=torch.float64, device=home))
-
-
-def _norm_of(summary: torch.Tensor, order: float) -> torch.Tensor:
-    if not math.isinf(order):
-        return summary[0].pow(1.0 / order)
-    return summary[0].where(summary[1] == 0, math.nan)
+            parts[rest] = whole.combine(parts[rest], part) if rest in parts else part
+    return parts.get((), whole.nothing((1,), home))

@@ -27,7 +27,7 @@ _VECTOR_BYTES = 64
 
 
 class Home(NamedTuple):
-    """Where a piece lies: the flat buffer, the how manyth piece with elements in it, and its first element."""
+    """Where a piece lies: the flat buffer, its place among the pieces with elements there, and its first element."""
 
     buffer: int
     position: int

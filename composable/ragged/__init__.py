@@ -2,7 +2,7 @@
 
 from composable.ragged.fallback import LIVE_SOURCES, mark_stale
 from composable.ragged.fallback_log import fallback_counts, strict_mode
-from composable.ragged.norms import cut_dims
+from composable.ragged.norms import NormParts, cut_dims, summed_in
 from composable.ragged.registration import register_ragged
 from composable.ragged.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_full
 from composable.ragged.tensor import RaggedDTensor, hand_over_grad
@@ -11,6 +11,7 @@ from composable.ragged.transfer import cast_dtype, collect_full, spread_full
 
 __all__ = [
     "LIVE_SOURCES",
+    "NormParts",
     "RaggedDTensor",
     "RaggedLayout",
     "RaggedSpec",
@@ -25,5 +26,6 @@ __all__ = [
     "slice_full",
     "spread_full",
     "strict_mode",
+    "summed_in",
     "teach_torch",
 ]

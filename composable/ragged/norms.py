@@ -3,8 +3,10 @@
 Each rank reduces its piece; what the ranks then exchange has the size of the result.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from composable.ragged.fallback import gather_and_run, replicate
 from composable.ragged.spec import RaggedLayout, replicated_spec
 from composable.torch_private import DeviceMesh, OpOverload, dtensor_new, foreach_norm
 
-__all__ = ["any_or_all", "cut_dims", "norm_of_list", "unscale", "vector_norm"]
+__all__ = ["NormParts", "any_or_all", "cut_dims", "norm_of_list", "summed_in", "unscale", "vector_norm"]
 
 aten = torch.ops.aten
 
@@ -26,6 +28,76 @@ def cut_dims(tensor: torch.Tensor) -> tuple[int, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     return tuple(dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate))
+
+
+# -- a norm and what pieces add to it
+
+
+@dataclass(frozen=True)
+class NormParts:
+    """How the norm of a whole comes from those of its pieces, on one rank and over ranks, in fp64.
+
+    A part is the power of a piece's norm, and parts are added. For an infinite order it is the extreme
+    magnitude, with a negative sign if the least one counts, and whether there is a NaN, which a
+    maximum over ranks need not propagate.
+
+    Attributes:
+        order: Of the norm.
+    """
+
+    order: float
+
+    @functools.cached_property
+    def is_extreme(self) -> bool:
+        """The norm is the largest or the least magnitude."""
+        return math.isinf(self.order)
+
+    @property
+    def op(self) -> "ReduceOp.RedOpType":
+        """How ranks combine their parts."""
+        return ReduceOp.MAX if self.is_extreme else ReduceOp.SUM
+
+    @property
+    def _sign(self) -> float:
+        return -1.0 if self.order < 0 else 1.0
+
+    @property
+    def _least(self) -> float:
+        return -math.inf if self.is_extreme and self.order < 0 else 0.0
+
+    def nothing(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return the parts [1 or 2, *shape] of no piece at all."""
+        parts = torch.zeros(2 if self.is_extreme else 1, *shape, dtype=torch.float64, device=device)
+        if self._least:
+            parts[0] = self._least
+        return parts
+
+    def of(self, norms: torch.Tensor) -> torch.Tensor:
+        """Return the parts [1 or 2, *shape] of pieces with norms [*shape]."""
+        norms = norms.double()
+        if not self.is_extreme:
+            return (norms if self.order in (0, 1) else norms.pow(self.order)).unsqueeze(0)
+        is_nan = norms.isnan()
+        return torch.stack([(norms * self._sign).where(~is_nan, self._least), is_nan.double()])
+
+    def join(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return the one part [1 or 2, 1] of pieces with parts [1 or 2, pieces]."""
+        return parts.amax(1, keepdim=True) if self.is_extreme else parts.sum(1, keepdim=True)
+
+    def combine(self, parts: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        """Return the parts of two pieces together."""
+        return torch.maximum(parts, others) if self.is_extreme else parts + others
+
+    def norms(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return the norms [*shape] of wholes with parts [1 or 2, *shape]."""
+        if self.is_extreme:
+            return (parts[0] * self._sign).where(parts[1] == 0, math.nan)
+        return parts[0] if self.order in (0, 1) else parts[0].pow(1.0 / self.order)
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype to take a piece's norm in: half precision is summed in fp32, as torch does inside."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
 
 
 # -- the norm of each tensor
@@ -85,26 +157,17 @@ def _norms_of_group(
     device = tensors[0]._local_tensor.device
     owned = [index for index, tensor in enumerate(tensors) if tensor._spec.layout.lo < tensor._spec.layout.hi]
     pieces = [tensors[index]._local_tensor for index in owned]
-    if dtype is None and any(piece.dtype in (torch.bfloat16, torch.float16) for piece in pieces):
-        dtype = torch.float32
-    is_extreme, sign = math.isinf(order), -1.0 if order < 0 else 1.0
-    identity = 0.0 if sign > 0 or not is_extreme else -math.inf
-    summands = torch.full((len(tensors),), identity, dtype=torch.float64, device=device)
+    if dtype is None:
+        dtype = next((kind for piece in pieces if (kind := summed_in(piece.dtype))), None)
+    whole = NormParts(order)
+    parts = whole.nothing((len(tensors),), device)
     if pieces:
-        terms = torch.stack(foreach_norm(pieces, order, dtype=dtype)).double()
-        terms = terms * sign if is_extreme else terms if order in (0, 1) else terms.pow(order)
+        found = whole.of(torch.stack(foreach_norm(pieces, order, dtype=dtype)))
         if len(owned) == len(tensors):
-            summands = terms
+            parts = found
         else:
-            summands[torch.tensor(owned, device=device)] = terms
-    if not is_extreme:
-        total = layout.ranks.reduce(summands, ReduceOp.SUM)
-        return total if order in (0, 1) else total.pow(1.0 / order)
-    # A maximum over ranks need not propagate NaN: send along who saw one.
-    is_nan = summands.isnan()
-    both = torch.stack([summands.where(~is_nan, identity), is_nan.double()])
-    extreme, saw_nan = layout.ranks.reduce(both, ReduceOp.MAX).unbind()
-    return (extreme * sign).where(saw_nan == 0, math.nan)
+            parts[:, torch.tensor(owned, device=device)] = found
+    return whole.norms(layout.ranks.reduce(parts, whole.op))
 
 
 def _norm_over_dims(this: Any, order: float, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None) -> DTensor:
@@ -114,17 +177,18 @@ def _norm_over_dims(this: Any, order: float, dims: Sequence[int], keepdim: bool,
     """
     layout: RaggedLayout = this._spec.layout
     kind = dtype or _real_of(this._spec.dtype)
-    sums = _power_sums(this._local_tensor, layout, order, dims)
-    norms = layout.ranks.reduce(sums, ReduceOp.SUM).pow_(1.0 / order).to(kind)
+    whole = NormParts(order)
+    parts = _parts_over_dims(this._local_tensor, layout, whole, dims)
+    norms = whole.norms(layout.ranks.reduce(parts, whole.op)).to(kind)
     return replicate(norms if keepdim else norms.squeeze(tuple(dims)), layout)
 
 
-def _power_sums(local: torch.Tensor, layout: RaggedLayout, order: float, dims: Sequence[int]) -> torch.Tensor:
-    """Return what a piece adds to the sums of powers over ``dims``, of the whole result's shape, in fp64."""
+def _parts_over_dims(local: torch.Tensor, layout: RaggedLayout, whole: NormParts, dims: Sequence[int]) -> torch.Tensor:
+    """Return what a piece adds to the norms over ``dims``, of the whole result's shape; finite order above 0."""
     shape = layout.shape
-    sums = local.new_zeros([1 if dim in dims else size for dim, size in enumerate(shape)], dtype=torch.float64)
+    parts = whole.nothing([1 if dim in dims else size for dim, size in enumerate(shape)], local.device)
     if layout.lo == layout.hi:
-        return sums
+        return parts
     # Zeros fill the piece up to whole rows of the first dim.
     width = shape.numel() // shape[0]
     first, last = layout.lo // width, -(-layout.hi // width)
@@ -132,17 +196,12 @@ def _power_sums(local: torch.Tensor, layout: RaggedLayout, order: float, dims: S
     if rows.numel() < (last - first) * width:
         rows = local.new_zeros((last - first) * width)
         rows[layout.lo - first * width : layout.hi - first * width] = local.reshape(-1)
-    # Half precision is summed in fp32, as torch does inside.
     norms = torch.linalg.vector_norm(
-        rows.view(last - first, *shape[1:]), order, dim=list(dims), keepdim=True, dtype=_summed_in(local.dtype)
+        rows.view(last - first, *shape[1:]), whole.order, dim=list(dims), keepdim=True, dtype=summed_in(local.dtype)
     )
-    piece = sums if 0 in dims else sums[first:last]
-    piece.copy_(norms.double().pow_(order))
-    return sums
-
-
-def _summed_in(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    own = parts if 0 in dims else parts[:, first:last]
+    own.copy_(whole.of(norms))
+    return parts
 
 
 def _real_of(dtype: torch.dtype) -> torch.dtype:

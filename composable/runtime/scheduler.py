@@ -371,7 +371,7 @@ class Scheduler:
         self._last_armed = []
 
     def close(self) -> None:
-        """Let go of every handle; a backward that comes all the same is an error. No step is running."""
+        """Let go of every handle; a backward of a forward from before is an error. No step is running."""
         self.abandon_step()
         self.let_go(self.handles)
         self.is_closed = True

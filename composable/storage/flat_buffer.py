@@ -12,7 +12,7 @@ Source: flat parameters, arXiv 2304.11277.
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,44 +60,18 @@ class FlatBuffer:
         *,
         is_deferred: bool = False,
     ) -> None:
-        layout = plan.layout
-        rank = mesh.get_local_rank()
         self.plan = plan
         self.dtype = plan.dtype
-        self.is_empty = layout.numel == 0
-        self.pool_key: object = (
-            tuple((span.start, span.shape) for span in layout.spans),
-            layout.numel,
-            plan.dtype,
-            device,
-        )
+        self.is_empty = plan.layout.numel == 0
+        self.pool_key = _pool_key(plan, device)
         self.device = device
         self.is_marked = False
-        is_on_meta = not is_deferred and any(members.originals[span.fqn].is_meta for span in layout.spans)
-        self.shard = torch.zeros(layout.shard_numel, dtype=plan.dtype, device="meta" if is_on_meta else device)
-        self.is_away = is_on_meta
-        self.params: list[ShardedParam] = []
-        for span in layout.spans:
-            original = members.originals[span.fqn]
-            bounds = layout.bounds(span)
-            start, stop = layout.local_range(span, rank)
-            spec = ragged_spec(mesh, original.shape, plan.dtype, bounds)
-            param = ShardedParam(
-                span.fqn.removeprefix(f"{module_fqn}."),
-                members.owners[span.fqn],
-                original,
-                spec,
-                self.shard,
-                start,
-                stop,
-                local_shape(span.shape, bounds, rank),
-            )
-            if is_on_meta and not original.is_meta:
-                param.take(original)
-            elif not (is_on_meta or is_deferred):
-                param.write_full(original)
-            self.params.append(param)
-        split = layout.split_of(rank)
+        self.is_away = not is_deferred and any(members.originals[span.fqn].is_meta for span in plan.layout.spans)
+        self.shard = torch.zeros(plan.layout.shard_numel, dtype=plan.dtype, device="meta" if self.is_away else device)
+        self.params = _sharded_params(plan, module_fqn, members, mesh, self.shard)
+        if not is_deferred:
+            self._take_values([members.originals[span.fqn] for span in plan.layout.spans])
+        split = plan.layout.split_of(mesh.get_local_rank())
         self._piece_sizes = split.sizes
         self._pieces = list(zip(self.params, split.indices, strict=True))
         self.gather_path: GatherPath | None = None
@@ -105,7 +79,15 @@ class FlatBuffer:
         self._transport: Transport | None = None
         self._buffer: torch.Tensor | None = None
         self._storage: torch.UntypedStorage | None = None
-        self._buffer_bytes = layout.numel * self.shard.element_size()
+        self._buffer_bytes = plan.layout.numel * self.shard.element_size()
+
+    def _take_values(self, originals: Sequence[nn.Parameter]) -> None:
+        """Keep this rank's pieces of the originals; without a shard, in memory of their own where there are values."""
+        for param, original in zip(self.params, originals, strict=True):
+            if not self.is_away:
+                param.write_full(original)
+            elif not original.is_meta:
+                param.take(original)
 
     @property
     def is_trainable(self) -> bool:
@@ -349,6 +331,35 @@ class FlatBuffer:
             param.make_unsharded(buffer.data[span.start : span.stop].view(span.shape))
         self._buffer = buffer.data
         self._storage = buffer.untyped_storage()
+
+
+def _pool_key(plan: BufferPlan, device: torch.device) -> object:
+    """Return what is equal for classes that can use each other's memory."""
+    layout = plan.layout
+    return tuple((span.start, span.shape) for span in layout.spans), layout.numel, plan.dtype, device
+
+
+def _sharded_params(
+    plan: BufferPlan, module_fqn: str, members: HandleMembers, mesh: DeviceMesh, shard: torch.Tensor
+) -> list[ShardedParam]:
+    """Return the parameters of a class with pieces in ``shard``, whose values are not theirs yet."""
+    params = []
+    for span in plan.layout.spans:
+        original, bounds = members.originals[span.fqn], plan.layout.bounds(span)
+        start, stop = plan.layout.local_range(span, mesh.get_local_rank())
+        params.append(
+            ShardedParam(
+                span.fqn.removeprefix(f"{module_fqn}."),
+                members.owners[span.fqn],
+                original,
+                ragged_spec(mesh, original.shape, plan.dtype, bounds),
+                shard,
+                start,
+                stop,
+                local_shape(span.shape, bounds, mesh.get_local_rank()),
+            )
+        )
+    return params
 
 
 def _cannot_cast(fqn: str, old: torch.dtype, new: torch.dtype) -> UsageError:

@@ -64,8 +64,8 @@ def attach(model: nn.Module, world_size: int = 2, **options: object) -> tuple[Re
     transport = RecordingTransport(world_size)
     params = [ReducedParam(fqn, param) for fqn, param in model.named_parameters()]
     choices = BucketOptions(**options)  # type: ignore[arg-type]  # each test names options of the right types
-    ranks = Ranks(None, torch.device("cpu"), 0, world_size, tuple(range(world_size)))
-    reducer = Reducer(params, transport, Grid.whole(ranks), choices, queue_callback)
+    grid = Grid.whole(Ranks(None, torch.device("cpu"), 0, world_size, tuple(range(world_size))))
+    reducer = Reducer(params, transport, grid, choices, queue_callback)
     for item, arrive in zip(params, reducer.arrivals(), strict=True):
         item.param.register_post_accumulate_grad_hook(arrive)
     return reducer, transport

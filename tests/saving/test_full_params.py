@@ -18,6 +18,7 @@ from composable import (
     load_full_params,
     replicate,
 )
+from tests.counting import counting_ranks
 from tests.live_bytes import LiveBytes
 from tests.models import Block, TinyGPT, make_model, random_tokens, seeded
 from tests.saving.test_full_state import Odd, assert_like_plain, odd, sharded
@@ -90,27 +91,12 @@ def test_bytes_stay_below_the_limit() -> None:
     run_ranks(count_bytes, 2)
 
 
-class Exchanges:
-    """Counts messages between ranks."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        original = dist.batch_isend_irecv
-
-        def counted(ops: list[Any]) -> Any:
-            self.count += len(ops)
-            return original(ops)
-
-        monkeypatch.setattr(dist, "batch_isend_irecv", counted)
-
-
 def count_messages() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        exchanges = Exchanges(patch)
+    with counting_ranks() as counts:
         model = sharded("gpt", 1)
         assert len(list(iter_full_params(model))) > 20
         # Many small parameters: one message each way.
-        assert exchanges.count == 2
+        assert counts["messages"] == 2
 
 
 def test_small_parameters_share_a_message() -> None:

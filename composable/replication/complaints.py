@@ -1,0 +1,77 @@
+"""What the reducer says when a backward goes wrong, on this rank or on another."""
+
+from collections.abc import Sequence
+
+from composable.errors import UsageError, place_of_rank
+from composable.wording import count_text, list_text, ranks_text
+
+__all__ = ["after_close", "backward_error", "copied_inside", "refused_hook", "second_gradient"]
+
+_MAX_NAMES_SHOWN = 10
+_FIX_UNUSED = (
+    "let every parameter take part in the loss on every rank, freeze those that do not before replicate, "
+    "or pass find_unused_parameters=True"
+)
+
+
+def backward_error(
+    missing: Sequence[str], last: str | None, unused: Sequence[str], others: Sequence[int], stopped: Sequence[int]
+) -> UsageError:
+    """Return the error for the parameters that are missing here, or for what other ranks complain about.
+
+    Args:
+        missing: FQNs that got no gradient on this rank, and should have.
+        last: FQN of the last gradient to arrive here.
+        unused: FQNs that got no gradient on some rank; shown only where nothing is missing here.
+        others: Other ranks on which something is missing.
+        stopped: Ranks whose backward was stopped by an exception.
+    """
+    lines = []
+    if missing:
+        shown = list_text(missing, _MAX_NAMES_SHOWN)
+        lines.append(f"backward ended without a gradient for {count_text(len(missing), 'parameter')}: {shown}")
+        if last is not None:
+            lines.append(f"    the last gradient to arrive was that of {last!r}")
+        if others:
+            lines.append(f"    so did {ranks_text(others)}, perhaps for other parameters")
+    elif others:
+        shown = list_text(unused, _MAX_NAMES_SHOWN)
+        lines.append(f"{ranks_text(others)} ended backward without a gradient for {shown}")
+    fix = _FIX_UNUSED if lines else "drop the gradients of this step, and see what was raised there"
+    if stopped:
+        lines.append(f"{ranks_text(stopped)} did not finish backward: an exception stopped it there")
+    return UsageError("\n".join(lines), at=place_of_rank(), fix=fix)
+
+
+def second_gradient(fqn: str) -> UsageError:
+    """Return the error for a gradient that arrives when the parameter's first was sent."""
+    return UsageError(
+        "a parameter got a second gradient in one backward, after the first was sent to the other ranks",
+        at=f"{place_of_rank()}, parameter {fqn!r}",
+        fix="use activation checkpointing with use_reentrant=False",
+    )
+
+
+def after_close() -> UsageError:
+    """Return the error for a backward whose reducer is closed."""
+    return UsageError(
+        "backward of a forward that ran before the model's annotation was taken off",
+        at=place_of_rank(),
+        fix="run backward before unannotate, or forward again after it",
+    )
+
+
+def copied_inside() -> UsageError:
+    """Return the error for a copy that is made while a backward is running."""
+    return UsageError(
+        "a replicated module cannot be copied inside a backward", at=place_of_rank(), fix="copy it before or after"
+    )
+
+
+def refused_hook(*, has_one: bool) -> UsageError:
+    """Return the error for a second communication hook, or one that comes while a backward is running."""
+    return UsageError(
+        "a communication hook is registered already" if has_one else "a backward is running",
+        at=place_of_rank(),
+        fix="register one hook, before the first backward",
+    )

@@ -1,0 +1,147 @@
+"""What a reducer knows of one backward: which gradients arrived, in which order, and how it ended."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from composable.replication.bucket import Bucket, ReducedParam
+from composable.torch_private import current_autograd_node, will_engine_execute_node
+
+__all__ = ["EndOfBackward", "Round"]
+
+
+class EndOfBackward:
+    """What autograd runs when a backward ends well, and frees when it ends in any way."""
+
+    __slots__ = ("__weakref__", "_run")
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+
+    def __call__(self) -> None:
+        self._run()
+
+
+class Round:
+    """The state of one backward, and after it of the next: what runs for each gradient holds ``seen`` and ``order``.
+
+    Args:
+        numel: How many parameters there are.
+
+    Attributes:
+        is_open: The backward is running, and a gradient arrived in it.
+        synchronises: It averages gradients.
+        was_stopped: The last backward ended by an exception, and nobody has put things right since.
+        seen: For each parameter, whether its gradient arrived.
+        order: Parameters in the order of arrival.
+        sent: How many buckets were started, which is the index of the next.
+        complaint: What this rank tells the others: parameters without a gradient, -1 for a backward that was stopped.
+    """
+
+    __slots__ = (
+        "_armed_modules",
+        "_guard",
+        "_node",
+        "complaint",
+        "is_open",
+        "order",
+        "seen",
+        "sent",
+        "synchronises",
+        "was_stopped",
+    )
+
+    def __init__(self, numel: int) -> None:
+        self.is_open = False
+        self.synchronises = True
+        self.was_stopped = False
+        self.seen = bytearray(numel)
+        self.order: list[int] = []
+        self.sent = 0
+        self.complaint = 0
+        self._armed_modules: set[int] = set()
+        self._node: Any = None
+        self._guard: weakref.ref[EndOfBackward] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Every parameter got its gradient."""
+        return len(self.order) == len(self.seen)
+
+    def clear(self, buckets: Sequence[Bucket], *, synchronises: bool) -> None:
+        """Make this the state of a backward in which nothing has arrived."""
+        self.seen[:] = bytes(len(self.seen))
+        self.order.clear()
+        self._armed_modules.clear()
+        self.sent = 0
+        self.complaint = 0
+        for bucket in buckets:
+            bucket.pending = len(bucket.param_indices)
+        self.synchronises = synchronises
+
+    def open(self, end: EndOfBackward) -> None:
+        """Begin; ``end`` is queued to run when backward ends."""
+        self._guard = weakref.ref(end, self._note_end)
+        self.is_open = True
+
+    def _note_end(self, guard: "weakref.ref[EndOfBackward]") -> None:
+        """Notice a backward that ended without its ``EndOfBackward``: an exception stopped it."""
+        if guard is self._guard and self.is_open:
+            self.is_open = False
+            self._node = None
+            self.was_stopped = True
+
+    def close(self) -> bool:
+        """End a backward that was not stopped; return whether gradients were due in it."""
+        self.is_open = False
+        node, self._node = self._node, None
+        # None are with torch.autograd.grad, say.
+        return bool(self.order) or _is_whole_backward(node)
+
+    def arm(self, module_index: int) -> None:
+        """Note that the gradient of an output of an annotated module arrives."""
+        if module_index not in self._armed_modules:
+            self._armed_modules.add(module_index)
+            self._node = current_autograd_node()
+
+    def missing(self, params: Sequence[ReducedParam], kept: Sequence[int]) -> list[int]:
+        """Return the parameters of the modules in this backward that got no gradient since the last round.
+
+        Args:
+            params: All of them.
+            kept: Of each parameter, whether it got one before, without synchronisation.
+        """
+        if self.is_complete:
+            return []
+        return [
+            index
+            for index, item in enumerate(params)
+            if not self.seen[index] and not kept[index] and item.module_index in self._armed_modules
+        ]
+
+    def full_order(self) -> list[int]:
+        """Return all parameters in the order of arrival, those without a gradient at the end."""
+        return [*self.order, *(index for index, seen in enumerate(self.seen) if not seen)]
+
+
+def _is_whole_backward(node: Any) -> bool:
+    """Say whether the running backward goes all the way from ``node`` to the leaves, as ``loss.backward()`` does.
+
+    ``torch.autograd.grad`` runs only what leads to its inputs. Ask this inside the backward.
+    """
+    if node is None:
+        return False
+    seen = {node}
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        try:
+            if not will_engine_execute_node(current):
+                return False
+        except RuntimeError:  # Raised for a leaf that is an input of torch.autograd.grad.
+            return False
+        for following, _ in current.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return True

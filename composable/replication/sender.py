@@ -1,0 +1,65 @@
+"""How a bucket is averaged over the ranks: an all-reduce, or what a communication hook does instead."""
+
+from typing import Any
+
+import torch
+
+from composable.collectives import Pending, Transport
+from composable.replication.bucket import Bucket
+from composable.replication.comm_hooks import CommHook
+
+__all__ = ["Sender"]
+
+
+class _HookPending:
+    """A bucket that a communication hook reduces."""
+
+    def __init__(self, bucket: Bucket, future: "torch.futures.Future[Any]") -> None:
+        self._bucket = bucket
+        self._future = future
+
+    def finish(self) -> None:
+        result = self._future.wait()
+        self._bucket.take_result(result[0] if isinstance(result, (list, tuple)) else result)
+
+
+class Sender:
+    """Starts the reduction of buckets and waits for it.
+
+    Args:
+        transport: Of the ranks.
+
+    Attributes:
+        hook: State and function of the communication hook; ``None``: an all-reduce per bucket.
+    """
+
+    __slots__ = ("_hook_tail_key", "_pendings", "_transport", "hook")
+
+    def __init__(self, transport: Transport) -> None:
+        self.hook: tuple[Any, CommHook] | None = None
+        self._transport = transport
+        self._hook_tail_key = transport.allocate_key()
+        self._pendings: list[Pending] = []
+
+    def start(self, bucket: Bucket) -> None:
+        """Start the reduction of ``bucket``; of a hook, which leaves the tail alone, that of the tail too.
+
+        Streams: the collective waits for the current one.
+        """
+        if self.hook is not None:
+            state, hook = self.hook
+            if bucket.flat.device.type == "cpu":
+                # Hooks such as PowerSGD start collectives when others complete. Two buckets in flight
+                # would start theirs in any order; on an accelerator the order of its stream holds.
+                self.finish()
+            self._pendings.append(_HookPending(bucket, hook(state, bucket)))
+            if bucket.is_last():
+                self._pendings.append(self._transport.begin_all_reduce(bucket.tail, self._hook_tail_key))
+        elif self._transport.world_size > 1:
+            self._pendings.append(self._transport.begin_all_reduce(bucket.flat, bucket.key))
+
+    def finish(self) -> None:
+        """Wait for all that was started."""
+        for pending in self._pendings:
+            pending.finish()
+        self._pendings.clear()
