@@ -1,9 +1,18 @@
 """What the pages under ``docs/`` show and list is so: code runs, links lead somewhere, no file is missing."""
 
+import contextlib
+import io
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.test_architecture import EDGES, FILES, TREES, find_imports, own_files, room_of
+from tests.world import run_ranks
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -44,3 +53,110 @@ def test_the_folders_of_the_tour_are_in_layer_order() -> None:
     rooms = list(dict.fromkeys(room_of(name) for name in files_of_the_tour()))
     early = [(room, other) for place, room in enumerate(rooms) for other in rooms[place + 1 :] if other in EDGES[room]]
     assert early == []
+
+
+# -- code that is shown
+
+
+def blocks_of(page: str) -> list[tuple[str, str]]:
+    """Return each block of Python on a page, and the text block that follows it at once: what rank 0 prints."""
+    return re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", PAGES[page], flags=re.DOTALL)
+
+
+def run_blocks(sources: list[str]) -> list[str]:
+    """Run the blocks of a page as one program, and return what each printed."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    printed = []
+    for number, source in enumerate(sources):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(source, f"block {number + 1}", "exec"), names)
+        printed.append(out.getvalue())
+    return printed
+
+
+@pytest.mark.parametrize("page", ["docs/importing.md", "docs/life_of_a_parameter.md", "docs/replicate.md"])
+def test_the_code_of_a_page_runs_on_two_ranks_and_prints_what_follows_it(page: str) -> None:
+    blocks = blocks_of(page)
+    printed = run_ranks(run_blocks, 2, [source for source, _ in blocks])[0]
+    assert printed == [expected for _, expected in blocks]
+
+
+# -- what importing changes
+
+# Caches that torch fills when they are first asked, and a counter.
+FILLED_BY_TORCH = {
+    "torch._opaque_base._FakeScriptObject_cls",
+    "torch.jit._builtins._builtin_table",
+    "torch.utils.hooks.RemovableHandle.next_id",
+}
+
+# Modules that the import loads are no change: they are there before the first look.
+LIST_MODULES = """
+import json, sys, composable
+print(json.dumps([name for name in sys.modules if name.startswith("torch.")]))
+"""
+
+FIND_CHANGES = """
+import importlib, json, sys, types
+
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+kept = []  # nothing that is freed may lend its id to something new
+
+
+def look():
+    found = {}
+
+    def note(name, value):
+        kept.append(value)
+        parts = [id(value)]
+        if isinstance(value, (list, tuple, set)):
+            parts += [id(item) for item in value]
+        elif isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
+            parts += [id(item) for pair in value.items() for item in pair if not isinstance(item, str)]
+        elif type(value) is types.FunctionType:
+            parts.append(id(value.__code__))
+        found[name] = parts
+
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "torch" and isinstance(module, types.ModuleType):
+            for key, value in list(vars(module).items()):
+                if key != "__builtins__":
+                    note(f"{name}.{key}", value)
+                if isinstance(value, type) and value.__module__.split(".")[0] == "torch":
+                    for own, member in list(vars(value).items()):
+                        note(f"{value.__module__}.{value.__qualname__}.{own}", member)
+    return found
+
+
+before = look()
+import composable
+print(json.dumps({name: parts[0] for name, parts in look().items() if before.get(name) != parts}))
+"""
+
+
+def run_python(source: str, *values: object) -> Any:
+    """Run ``source`` in a process of its own with ``values`` as arguments; return what it prints, all as JSON."""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", source, *map(json.dumps, values)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_the_page_on_importing_names_everything_that_it_changes_in_torch() -> None:
+    page = PAGES["docs/importing.md"]
+    listed = set(re.findall(r"^\| `(torch\.[\w.]+)` \|", page, flags=re.MULTILINE))
+    names_of_object: dict[int, set[str]] = {}
+    for name, identity in run_python(FIND_CHANGES, run_python(LIST_MODULES)).items():
+        if name not in FILLED_BY_TORCH:
+            names_of_object.setdefault(identity, set()).add(name)
+    # A thing may be reached under several names; the page has one of them.
+    assert [sorted(names) for names in names_of_object.values() if not names & listed] == []
+    assert listed - set().union(*names_of_object.values()) == set()
