@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+from composable import UsageError, fully_shard, plan
+from tests.provoked import messages
 from tests.test_architecture import EDGES, FILES, TREES, find_imports, own_files, room_of
 from tests.world import run_ranks
 
@@ -53,6 +56,32 @@ def test_the_folders_of_the_tour_are_in_layer_order() -> None:
     rooms = list(dict.fromkeys(room_of(name) for name in files_of_the_tour()))
     early = [(room, other) for place, room in enumerate(rooms) for other in rooms[place + 1 :] if other in EDGES[room]]
     assert early == []
+
+
+def anchors_of(page: str) -> set[str]:
+    """Return the anchors that headings get on a page."""
+    headings = re.findall(r"^#+ (.*)$", page, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", [*PAGES, "README.md", "CHANGELOG.md", "CONTRIBUTING.md"])
+def test_the_links_of_a_page_lead_somewhere(name: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.DOTALL)
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = ((ROOT / name).parent / path).resolve() if path else ROOT / name
+        if not target.exists() or (anchor and anchor not in anchors_of(target.read_text())):
+            dead.append(link)
+    assert dead == []
+
+
+def test_the_index_lists_every_page_once() -> None:
+    index = PAGES["docs/README.md"]
+    listed = re.findall(r"^\| \[[^]]+\]\(([^)]+)\) \|", index, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(str(Path(page).relative_to("docs")) for page in PAGES if page != "docs/README.md")
 
 
 # -- code that is shown
@@ -160,3 +189,29 @@ def test_the_page_on_importing_names_everything_that_it_changes_in_torch() -> No
     # A thing may be reached under several names; the page has one of them.
     assert [sorted(names) for names in names_of_object.values() if not names & listed] == []
     assert listed - set().union(*names_of_object.values()) == set()
+
+
+# -- messages
+
+
+def message_without_a_process_group() -> str:
+    with pytest.raises(UsageError) as caught:
+        fully_shard(nn.Linear(2, 2))
+    return f"UsageError: {caught.value}"
+
+
+def test_troubleshooting_shows_messages_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    raised = run_ranks(messages, 2)[0]
+    said = {*raised.values(), message_without_a_process_group(), str(plan(model, world_size=2))}
+    shown = re.findall(r"```text\n(.*?)\n```", PAGES["docs/troubleshooting.md"], flags=re.DOTALL)
+    # How gloo gives up takes as long as its timeout.
+    assert [text for text in shown if "/gloo/" not in text and text not in said] == []
+    # The table of the page on `replicate` has first lines, cut off at names.
+    rows = PAGES["docs/replicate.md"].partition("\n## Errors\n")[2].partition("\n## ")[0]
+    firsts = [row.removesuffix(" ...") for row in re.findall(r"^\| `(.*)` \|", rows, flags=re.MULTILINE)]
+    unsaid = [first for first in firsts if not any(f": {first}" in text for text in said)]
+    # What another rank is told, proved in tests/test_replicate.py.
+    assert [first for first in unsaid if not first.startswith("rank 1 ")] == []
+    used = [name for name, text in raised.items() if any(f": {first}" in text for first in firsts) or text in shown]
+    assert sorted(used) == sorted(raised)
