@@ -57,12 +57,6 @@ def test_the_make_targets_exist() -> None:
     assert set(named) <= set(targets)
 
 
-def test_the_linked_files_exist() -> None:
-    links = re.findall(r"\]\(([^)]+)\)", README)
-    assert links
-    assert [link for link in links if not (ROOT / link).is_file()] == []
-
-
 def test_the_table_of_names_lists_exactly_the_public_ones() -> None:
     table = README.partition("\n## Names\n")[2].partition("\n## ")[0]
     first_column = re.findall(r"^\| (`[^|]*) \|", table, flags=re.MULTILINE)

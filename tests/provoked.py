@@ -1,0 +1,228 @@
+"""Makes the mistakes that ``docs/troubleshooting.md`` and ``docs/replicate.md`` describe, and returns what is said.
+
+Every function runs on two ranks, which both get an error, and leaves them able to go on.
+"""
+
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.checkpoint import checkpoint
+
+from composable import fully_shard, load_checkpoint, replicate, save_checkpoint
+from composable.replicate import register_comm_hook
+
+__all__ = ["FOLDER", "messages"]
+
+FOLDER = "runs/a"  # what the pages call it
+
+
+def make_model(outputs: int = 2) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, outputs))
+
+
+def inputs() -> torch.Tensor:
+    return torch.ones(2, 4)
+
+
+class Two(nn.Module):
+    """Two layers, of which ``run`` says who uses what."""
+
+    def __init__(self, run: Callable[["Two", torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+        self.run = run
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self, x)
+
+
+def annotate_different_plans(_: str) -> None:
+    fully_shard(make_model(), policy={nn.Linear} if dist.get_rank() == 0 else None)(inputs())
+
+
+def replicate_different_models(_: str) -> None:
+    replicate(nn.Linear(4, 2 + dist.get_rank()))
+
+
+def build_the_optimizer_too_early(_: str) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(model)(inputs()).sum().backward()
+    optimizer.step()
+
+
+def use_a_parameter_before_its_module(_: str) -> None:
+    def run(model: Two, x: torch.Tensor) -> torch.Tensor:
+        model.b.unshard()
+        return model.b(model.a(x @ model.b.weight))
+
+    model = Two(run)
+    fully_shard(model.a)
+    fully_shard(model.b, reshard_after_forward=False)
+    fully_shard(model)(inputs()).sum().backward()
+
+
+def call_forward_itself(_: str) -> None:
+    fully_shard(make_model()).forward(inputs())
+
+
+def share_a_parameter_between_two_calls(_: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    fully_shard(model[0])
+    fully_shard(model[1])
+
+
+def forget_to_materialize(_: str) -> None:
+    with torch.device("meta"):
+        model = make_model()
+    fully_shard(model)(inputs())
+
+
+def forget_to_initialise(_: str) -> None:
+    with torch.device("meta"):
+        model = make_model()
+    fully_shard(model).to_empty(device="cpu")
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name != "0.weight":
+                param.zero_()
+    model(inputs())
+
+
+def replicate_on_meta(_: str) -> None:
+    with torch.device("meta"):
+        model = make_model()
+    replicate(model)
+
+
+def use_half_of_the_parameters(_: str) -> None:
+    replicate(Two(lambda model, x: model.a(x)))(inputs()).sum().backward()
+
+
+def checkpoint_with_reentrance(_: str) -> None:
+    def run(model: Two, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(model.b, x, use_reentrant=True)
+        return x
+
+    model = Two(run)
+    replicate(model, ignored_modules=[model.a])
+    for _ in range(3):
+        model(inputs().requires_grad_()).sum().backward()
+
+
+def cast_shards(_: str) -> None:
+    fully_shard(make_model()).half()
+
+
+def load_too_few_keys(_: str) -> None:
+    fully_shard(make_model()).load_state_dict({"0.weight": torch.ones(4, 4)})
+
+
+def load_another_model(folder: str) -> None:
+    save_checkpoint(folder, 1, fully_shard(make_model()))
+    load_checkpoint(folder, fully_shard(make_model(outputs=3)))
+
+
+def load_what_was_damaged(folder: str) -> None:
+    model = fully_shard(make_model())
+    path = Path(save_checkpoint(folder, 1, model).wait()) / "__0_0.distcp"
+    if dist.get_rank() == 0:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    dist.barrier()
+    load_checkpoint(folder, model)
+
+
+def load_from_an_empty_folder(folder: str) -> None:
+    load_checkpoint(folder, fully_shard(make_model()))
+
+
+def pickle_a_sharded_module(_: str) -> None:
+    pickle.dumps(fully_shard(make_model()))
+
+
+def unfreeze_late(_: str) -> None:
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    replicate(model)
+    model[0].weight.requires_grad_(True)
+    model(inputs())
+
+
+def replicate_what_is_frozen(_: str) -> None:
+    replicate(make_model().requires_grad_(False))
+
+
+def replicate_a_list_of_modules(_: str) -> None:
+    replicate(nn.ModuleList([nn.Linear(4, 4)]))
+
+
+def replicate_sparse_gradients(_: str) -> None:
+    replicate(nn.Embedding(8, 4, sparse=True))
+
+
+def annotate_with_both(_: str) -> None:
+    replicate(fully_shard(make_model()))
+
+
+def register_two_hooks(_: str) -> None:
+    model = replicate(make_model())
+    for _ in range(2):
+        register_comm_hook(model, None, default_hooks.allreduce_hook)
+
+
+MISTAKES = [
+    annotate_different_plans,
+    replicate_different_models,
+    build_the_optimizer_too_early,
+    use_a_parameter_before_its_module,
+    call_forward_itself,
+    share_a_parameter_between_two_calls,
+    forget_to_materialize,
+    forget_to_initialise,
+    replicate_on_meta,
+    use_half_of_the_parameters,
+    checkpoint_with_reentrance,
+    cast_shards,
+    load_too_few_keys,
+    load_another_model,
+    load_what_was_damaged,
+    load_from_an_empty_folder,
+    pickle_a_sharded_module,
+    unfreeze_late,
+    replicate_what_is_frozen,
+    replicate_a_list_of_modules,
+    replicate_sparse_gradients,
+    annotate_with_both,
+    register_two_hooks,
+]
+
+
+def messages() -> dict[str, str]:
+    """Make every mistake and return what each raises here, by its name."""
+    found = {}
+    for mistake in MISTAKES:
+        box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(box)
+        assert box[0] is not None
+        try:
+            mistake(box[0])
+        except Exception as error:
+            found[mistake.__name__] = f"{type(error).__name__}: {error}".replace(box[0], FOLDER)
+        else:
+            found[mistake.__name__] = "nothing was raised"
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(box[0])
+    return found

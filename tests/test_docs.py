@@ -1,0 +1,217 @@
+"""What the pages under ``docs/`` show and list is so: code runs, links lead somewhere, no file is missing."""
+
+import contextlib
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from composable import UsageError, fully_shard, plan
+from tests.provoked import messages
+from tests.test_architecture import EDGES, FILES, TREES, find_imports, own_files, room_of
+from tests.world import run_ranks
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in sorted(DOCS.rglob("*.md"))}
+TOUR = PAGES["docs/design.md"].partition("\n## A tour")[2].partition("\n## ")[0]
+
+
+def files_of_the_tour() -> list[str]:
+    """Return the files in the first column of the tour's tables, as modules, in its order."""
+    rows = re.findall(r"^\| `([\w/]+)\.py` \| .+ \|$", TOUR, flags=re.MULTILINE)
+    names = [row if row == "_traversal_utils" else f"composable.{row.replace('/', '.')}" for row in rows]
+    return [name.removesuffix(".__init__") for name in names]
+
+
+def folders_of_the_tour() -> list[str]:
+    return re.findall(r"^### `(\w+)/`", TOUR, flags=re.MULTILINE)
+
+
+def test_the_tour_names_every_file_once_and_none_that_is_gone() -> None:
+    # A folder's `__init__` is the folder's heading.
+    folders = {f"composable.{folder}" for folder in folders_of_the_tour()}
+    assert sorted([*files_of_the_tour(), *folders]) == sorted(FILES)
+
+
+def test_a_file_of_the_tour_needs_nothing_that_comes_after_it() -> None:
+    seen = {f"composable.{folder}" for folder in folders_of_the_tour()}  # their headings; their files count
+    early = []
+    for name in files_of_the_tour():
+        seen.add(name)
+        for target in sorted({file for found in find_imports(TREES[name]) for file in own_files(found)}):
+            # What is taken from a folder may be in any of its files.
+            needed = [file for file in FILES if file == target or file.startswith(f"{target}.")]
+            early += [f"{name} stands before {file}" for file in needed if file not in seen]
+    assert early == []
+
+
+def test_the_folders_of_the_tour_are_in_layer_order() -> None:
+    rooms = list(dict.fromkeys(room_of(name) for name in files_of_the_tour()))
+    early = [(room, other) for place, room in enumerate(rooms) for other in rooms[place + 1 :] if other in EDGES[room]]
+    assert early == []
+
+
+def anchors_of(page: str) -> set[str]:
+    """Return the anchors that headings get on a page."""
+    headings = re.findall(r"^#+ (.*)$", page, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", [*PAGES, "README.md", "CHANGELOG.md", "CONTRIBUTING.md"])
+def test_the_links_of_a_page_lead_somewhere(name: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.DOTALL)
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = ((ROOT / name).parent / path).resolve() if path else ROOT / name
+        if not target.exists() or (anchor and anchor not in anchors_of(target.read_text())):
+            dead.append(link)
+    assert dead == []
+
+
+def test_the_index_lists_every_page_once() -> None:
+    index = PAGES["docs/README.md"]
+    listed = re.findall(r"^\| \[[^]]+\]\(([^)]+)\) \|", index, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(str(Path(page).relative_to("docs")) for page in PAGES if page != "docs/README.md")
+
+
+# -- code that is shown
+
+
+def blocks_of(page: str) -> list[tuple[str, str]]:
+    """Return each block of Python on a page, and the text block that follows it at once: what rank 0 prints."""
+    return re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", PAGES[page], flags=re.DOTALL)
+
+
+def run_blocks(sources: list[str]) -> list[str]:
+    """Run the blocks of a page as one program, and return what each printed."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    printed = []
+    for number, source in enumerate(sources):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(source, f"block {number + 1}", "exec"), names)
+        printed.append(out.getvalue())
+    return printed
+
+
+@pytest.mark.parametrize("page", ["docs/importing.md", "docs/life_of_a_parameter.md", "docs/replicate.md"])
+def test_the_code_of_a_page_runs_on_two_ranks_and_prints_what_follows_it(page: str) -> None:
+    blocks = blocks_of(page)
+    printed = run_ranks(run_blocks, 2, [source for source, _ in blocks])[0]
+    assert printed == [expected for _, expected in blocks]
+
+
+# -- what importing changes
+
+# Caches that torch fills when they are first asked, and a counter.
+FILLED_BY_TORCH = {
+    "torch._opaque_base._FakeScriptObject_cls",
+    "torch.jit._builtins._builtin_table",
+    "torch.utils.hooks.RemovableHandle.next_id",
+}
+
+# Modules that the import loads are no change: they are there before the first look.
+LIST_MODULES = """
+import json, sys, composable
+print(json.dumps([name for name in sys.modules if name.startswith("torch.")]))
+"""
+
+FIND_CHANGES = """
+import importlib, json, sys, types
+
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+kept = []  # nothing that is freed may lend its id to something new
+
+
+def look():
+    found = {}
+
+    def note(name, value):
+        kept.append(value)
+        parts = [id(value)]
+        if isinstance(value, (list, tuple, set)):
+            parts += [id(item) for item in value]
+        elif isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
+            parts += [id(item) for pair in value.items() for item in pair if not isinstance(item, str)]
+        elif type(value) is types.FunctionType:
+            parts.append(id(value.__code__))
+        found[name] = parts
+
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "torch" and isinstance(module, types.ModuleType):
+            for key, value in list(vars(module).items()):
+                if key != "__builtins__":
+                    note(f"{name}.{key}", value)
+                if isinstance(value, type) and value.__module__.split(".")[0] == "torch":
+                    for own, member in list(vars(value).items()):
+                        note(f"{value.__module__}.{value.__qualname__}.{own}", member)
+    return found
+
+
+before = look()
+import composable
+print(json.dumps({name: parts[0] for name, parts in look().items() if before.get(name) != parts}))
+"""
+
+
+def run_python(source: str, *values: object) -> Any:
+    """Run ``source`` in a process of its own with ``values`` as arguments; return what it prints, all as JSON."""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", source, *map(json.dumps, values)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_the_page_on_importing_names_everything_that_it_changes_in_torch() -> None:
+    page = PAGES["docs/importing.md"]
+    listed = set(re.findall(r"^\| `(torch\.[\w.]+)` \|", page, flags=re.MULTILINE))
+    names_of_object: dict[int, set[str]] = {}
+    for name, identity in run_python(FIND_CHANGES, run_python(LIST_MODULES)).items():
+        if name not in FILLED_BY_TORCH:
+            names_of_object.setdefault(identity, set()).add(name)
+    # A thing may be reached under several names; the page has one of them.
+    assert [sorted(names) for names in names_of_object.values() if not names & listed] == []
+    assert listed - set().union(*names_of_object.values()) == set()
+
+
+# -- messages
+
+
+def message_without_a_process_group() -> str:
+    with pytest.raises(UsageError) as caught:
+        fully_shard(nn.Linear(2, 2))
+    return f"UsageError: {caught.value}"
+
+
+def test_troubleshooting_shows_messages_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    raised = run_ranks(messages, 2)[0]
+    said = {*raised.values(), message_without_a_process_group(), str(plan(model, world_size=2))}
+    shown = re.findall(r"```text\n(.*?)\n```", PAGES["docs/troubleshooting.md"], flags=re.DOTALL)
+    # How gloo gives up takes as long as its timeout.
+    assert [text for text in shown if "/gloo/" not in text and text not in said] == []
+    # The table of the page on `replicate` has first lines, cut off at names.
+    rows = PAGES["docs/replicate.md"].partition("\n## Errors\n")[2].partition("\n## ")[0]
+    firsts = [row.removesuffix(" ...") for row in re.findall(r"^\| `(.*)` \|", rows, flags=re.MULTILINE)]
+    unsaid = [first for first in firsts if not any(f": {first}" in text for text in said)]
+    # What another rank is told, proved in tests/test_replicate.py.
+    assert [first for first in unsaid if not first.startswith("rank 1 ")] == []
+    used = [name for name, text in raised.items() if any(f": {first}" in text for first in firsts) or text in shown]
+    assert sorted(used) == sorted(raised)
