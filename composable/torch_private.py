@@ -6,6 +6,7 @@ place. ``tests/test_torch_private.py`` holds the list against the installed torc
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup, ReduceScatterOptions, Work
@@ -20,7 +21,6 @@ from torch import _foreach_copy_ as foreach_copy_  # fills many views in one cal
 from torch import _foreach_mul_ as foreach_mul_  # scales many views in one call
 from torch import _foreach_norm as foreach_norm  # local norms of a list of pieces
 from torch._C import _disabled_torch_function_impl as disabled_torch_function  # what every DTensor has
-from torch._C import _dispatch_get_all_op_names as all_op_names  # to register rules one by one where torch needs it
 from torch._C._distributed import Placement  # base of every placement; its subclasses must call super().__init__()
 from torch._ops import OpOverload  # what `__torch_dispatch__` is called with
 from torch.distributed import _functional_collectives as traceable_collectives  # those that torch.compile can trace
@@ -55,11 +55,11 @@ __all__ = [
     "TensorMeta",
     "TorchDispatchMode",
     "all_gather_into",
-    "all_op_names",
     "current_autograd_node",
     "current_graph_task_id",
     "dcp_state_dict",
     "disabled_torch_function",
+    "dispatch_rule_holder",
     "dtensor_new",
     "foreach_copy_",
     "foreach_mul_",
@@ -89,6 +89,17 @@ module_call_code = torch.nn.Module._call_impl.__code__  # the frame of a module'
 def queue_callback(callback: Callable[[], None]) -> None:
     """Ask autograd to run ``callback`` at the end of the backward that is running."""
     Variable._execution_engine.queue_callback(callback)  # the engine takes it for the backward that runs
+
+
+# -- ragged parameters: composable/ragged/
+
+
+def dispatch_rule_holder() -> Any:
+    """Return the class whose ``find(cls)`` says what runs an operation on tensors of class ``cls``, or ``None``."""
+    # Asked for only where torch skips `__torch_dispatch__` of subclasses of DTensor.
+    from torch._library.simple_registry import GenericTorchDispatchRuleHolder  # one for each operation
+
+    return GenericTorchDispatchRuleHolder
 
 
 # -- transport: composable/collectives/
