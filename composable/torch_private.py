@@ -25,6 +25,7 @@ from torch._C._distributed import Placement  # base of every placement; its subc
 from torch._ops import OpOverload  # what `__torch_dispatch__` is called with
 from torch.distributed import _functional_collectives as traceable_collectives  # those that torch.compile can trace
 from torch.distributed import _state_dict_utils as state_dict_utils  # its `_distribute_tensors` shards full values
+from torch.distributed._functional_collectives import _are_we_tracing as is_tracing  # where a graph is being made
 from torch.distributed.checkpoint import state_dict as dcp_state_dict  # loads full state dicts, scalars as plain ones
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # mesh, placements, shape of a DTensor
@@ -64,6 +65,7 @@ __all__ = [
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
+    "is_tracing",
     "module_call_code",
     "module_load",
     "optim_foreach_types",
