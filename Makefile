@@ -1,9 +1,11 @@
 # Every target makes .venv on first use, and again when its inputs change.
 # ARGS is handed on:  make train ARGS="--parallel replicate"   make test ARGS="-k layout"
+# TORCH takes another torch, in an environment of its own of some gigabytes:  make test TORCH=2.15.0
 
 PYTHON ?= python3
-VENV := .venv
+VENV := .venv$(TORCH:%=-torch-%)
 INSTALLED := $(VENV)/installed
+CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Ranks share the cores of one machine.
 export OMP_NUM_THREADS ?= 1
@@ -31,8 +33,10 @@ bench: $(INSTALLED)
 	python benchmarks/checkpoint.py $(ARGS)
 
 # The build tools come first: with build isolation pip would fetch them, and torch, anew.
+# Another torch has its own bounds for setuptools: 2.11 wants one below 82.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	python -m pip install --quiet -c constraints.txt setuptools wheel
-	python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,examples]'
+	$(if $(TORCH),{ sed -E '/^(torch|setuptools)==/d' constraints.txt; echo torch==$(TORCH); } > $(CONSTRAINTS))
+	python -m pip install --quiet -c $(CONSTRAINTS) $(if $(TORCH),torch 'setuptools>=77',setuptools) wheel
+	python -m pip install --quiet -c $(CONSTRAINTS) --no-build-isolation -e '.[dev,examples]'
 	touch $@

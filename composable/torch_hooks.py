@@ -31,10 +31,11 @@ at_end_of_backward = queue_callback
 
 
 def around_forward(module: nn.Module, before: Callable[..., Any], after: Callable[..., None]) -> list[RemovableHandle]:
-    """Call ``before(module, args, kwargs)`` and ``after(module, args, output)`` outside all other forward hooks.
+    """Call ``before(module, args, kwargs)`` and ``after(module, args, output)`` around the hooks that are there.
 
-    So activation checkpointing and users' hooks, registered before or after, run between them. ``after``
-    also runs when forward raises. ``before`` may return other (args, kwargs).
+    So activation checkpointing and users' hooks run between them; of those that are registered later,
+    a forward hook runs after ``after``. ``after`` also runs when forward raises. ``before`` may return
+    other (args, kwargs).
     """
     return [
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),

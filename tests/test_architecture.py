@@ -17,7 +17,7 @@ REPO = Path(__file__).resolve().parent.parent
 BASE = {"errors", "torch_private", "torch_hooks", "wording", "frames"}
 EDGES: dict[str, set[str]] = {
     "errors": set(),
-    "torch_private": set(),
+    "torch_private": {"errors"},
     "wording": set(),
     "torch_hooks": {"torch_private"},
     "frames": {"torch_private"},

@@ -1,19 +1,28 @@
 """Holds the list of torch's private names against the installed torch, and the package against the list."""
 
 import ast
+import importlib
 import io
+import subprocess
+import sys
 import tokenize
 from pathlib import Path
 
 import pytest
-
-import composable.torch_private as torch_private
+import torch
 
 REPO = Path(__file__).resolve().parent.parent
 LIST_FILE = REPO / "composable" / "torch_private.py"
 OTHER_FILES = [
     path for path in [REPO / "_traversal_utils.py", *sorted((REPO / "composable").rglob("*.py"))] if path != LIST_FILE
 ]
+LIST = ast.parse(LIST_FILE.read_text())
+# Read, not imported: this file says what is gone also where the package cannot be imported.
+LISTED: list[str] = next(
+    ast.literal_eval(node.value)
+    for node in LIST.body
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+)
 
 
 def is_private(name: str) -> bool:
@@ -73,7 +82,8 @@ def undocumented_uses(source: str) -> list[tuple[int, str]]:
     """Return the private uses in statements of which no line says what for."""
     tree = ast.parse(source)
     explained = lines_with_a_purpose(source)
-    spans = [range(node.lineno, (node.end_lineno or node.lineno) + 1) for node in tree.body]
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
+    spans = [range(node.lineno, (node.end_lineno or node.lineno) + 1) for node in statements]
     return [
         (line, name)
         for line, name in private_uses(tree)
@@ -81,13 +91,25 @@ def undocumented_uses(source: str) -> list[tuple[int, str]]:
     ]
 
 
-@pytest.mark.parametrize("name", torch_private.__all__)
-def test_a_listed_name_exists_in_the_installed_torch(name: str) -> None:
-    assert getattr(torch_private, name) is not None
+def is_there(name: str) -> bool:
+    """Say whether this torch has ``torch.a.b``, where any part may be a module, a class or what they hold."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ImportError:
+            continue
+        return all((found := getattr(found, part, None)) is not None for part in parts[length:])
+    return False
+
+
+@pytest.mark.parametrize("name", sorted({name for _, name in private_uses(LIST)}))
+def test_a_private_name_exists_in_the_installed_torch(name: str) -> None:
+    assert is_there(name), f"torch {torch.__version__} has no {name}"
 
 
 def test_the_list_is_sorted_and_has_no_name_twice() -> None:
-    assert sorted(set(torch_private.__all__), key=str) == sorted(torch_private.__all__, key=str)
+    assert sorted(set(LISTED), key=str) == sorted(LISTED, key=str)
 
 
 def test_every_private_name_of_torch_says_what_it_is_for() -> None:
@@ -99,7 +121,7 @@ def test_other_files_reach_private_torch_through_the_list_only(path: Path) -> No
     assert private_uses(ast.parse(path.read_text())) == []
 
 
-@pytest.mark.parametrize("name", torch_private.__all__)
+@pytest.mark.parametrize("name", LISTED)
 def test_a_listed_name_is_used(name: str) -> None:
     used = {
         alias.name
@@ -131,3 +153,22 @@ def test_a_use_without_a_purpose_is_seen() -> None:
     assert not undocumented_uses("from torch._utils import x  # to do y\n")
     assert not undocumented_uses("# to do y\nfrom torch._utils import x\n")
     assert not undocumented_uses("from torch.x import y\n")
+
+
+@pytest.mark.parametrize(
+    ("remove", "message"),
+    [
+        ("del torch._C._will_engine_execute_node", "cannot import name '_will_engine_execute_node' from 'torch._C'"),
+        ("del torch.nn.Module._call_impl", "type object 'Module' has no attribute '_call_impl'"),
+    ],
+)
+def test_a_torch_without_a_listed_name_is_refused_by_that_name(remove: str, message: str) -> None:
+    script = f"import torch\n{remove}\nimport composable"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False, cwd=REPO
+    )
+    error = done.stderr[done.stderr.rindex("composable.errors.UsageError") :]
+    assert error.startswith(
+        f"composable.errors.UsageError: torch {torch.__version__} lacks what this package needs: {message}"
+    )
+    assert error.endswith("\n  fix: install torch 2.11 to 2.15\n")

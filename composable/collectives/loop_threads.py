@@ -4,7 +4,8 @@ A loop thread wakes for every message. If it wakes on the core of the thread tha
 which holds the connection's lock, it takes the core and then polls for the lock. With the
 batch policy a thread that wakes waits for its turn instead: see sched(7).
 
-Linux only; elsewhere, and where it is not allowed, nothing happens.
+Linux only; elsewhere, where it is not allowed, and where gloo gives its loop threads no name of their own
+(torch 2.11), nothing happens.
 """
 
 import os

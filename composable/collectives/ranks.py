@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable.errors import ComposableError, ConfigError, DesyncError, place_of_rank
-from composable.torch_private import traceable_collectives
+from composable.torch_private import is_tracing, traceable_collectives
 
 __all__ = ["Ranks", "device_for", "device_of"]
 
@@ -177,7 +177,8 @@ class Ranks:
             return tensor
         # Offloaded tensors: the group talks in tensors of its own device only.
         moved = tensor.to(self.device)
-        if torch.compiler.is_compiling():
+        # Not `torch.compiler.is_compiling`: in torch 2.11 it says no while the graph behind the operations is made.
+        if is_tracing():
             moved = traceable_collectives.all_reduce(moved, _NAMES[op], self.group)
         else:
             dist.all_reduce(moved, op=op, group=self.group)

@@ -24,6 +24,7 @@ __all__ = [
     "Rule",
     "gather_and_run",
     "is_replicated",
+    "make_stale_view",
     "mark_stale",
     "replicate",
     "wrap",
@@ -272,3 +273,10 @@ def make_view(local: torch.Tensor, spec: DTensorSpec, source: _Source) -> Gather
     view: GatheredView = wrap(GatheredView, local, spec)
     view._source = source
     return view
+
+
+def make_stale_view(base: Any) -> GatheredView:
+    """Return a view of one element that every operation refuses, to find out whether operations reach this file."""
+    source = _Source(base, torch.zeros(1))
+    source.is_stale = True
+    return make_view(torch.zeros(1), base._spec, source)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 from composable.collectives import Ranks
 from composable.errors import ConfigError
 from composable.planning import RaggedShard, local_shape
-from composable.torch_private import DeviceMesh, DTensorSpec, Placement, TensorMeta, traceable_collectives
+from composable.torch_private import DeviceMesh, DTensorSpec, Placement, TensorMeta, is_tracing, traceable_collectives
 
 __all__ = [
     "RaggedLayout",
@@ -190,7 +190,7 @@ def gather_full(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     source = local.detach().reshape(-1)
     source = source if home.type == device.type else source.to(device)
     full = torch.empty(layout.shape, dtype=local.dtype, device=source.device)
-    if torch.compiler.is_compiling() and world_size > 1 and full.numel():
+    if is_tracing() and world_size > 1 and full.numel():
         return _traceable_gather(source, layout).to(home)
     # Bytes, because not every backend knows every dtype.
     full_bytes, item = full.view(-1).view(torch.uint8), local.element_size()

@@ -65,18 +65,20 @@ def test_a_step_compiled_by_inductor_is_that_of_one_process() -> None:
     run_ranks(step_in_one_kernel, 2, "row", timeout_s=110)
 
 
-def test_rules_by_operation_stand_in_where_torch_skips_the_subclass() -> None:
+def test_rules_stand_in_where_torch_skips_subclasses() -> None:
     script = f"""
         import torch, torch.distributed as dist
-        from composable import RaggedDTensor
-        from composable.ragged import registration
+        import composable.ragged.registration as registration
+        from composable.ragged.fallback import GatheredView
+        from composable.ragged.tensor import RaggedDTensor
         from tests.ragged_matrix import prove
 
-        # What torch 2.11 does: its own C++ path takes the subclass along.
-        kept = RaggedDTensor.__dict__["__torch_dispatch__"]
-        del RaggedDTensor.__torch_dispatch__
-        assert not registration._is_dispatched_here()
-        registration._register_every_op(kept.__func__)
+        # What torch 2.11 does: its own C++ path takes the subclasses along.
+        kept = [(cls, cls.__dict__["__torch_dispatch__"]) for cls in (RaggedDTensor, GatheredView)]
+        for cls, _ in kept:
+            del cls.__torch_dispatch__
+        if not registration._is_dispatched_here():  # else this torch does it itself, and the rules were made at import
+            registration._dispatch_every_op({{cls: dispatch.__func__ for cls, dispatch in kept}})
         assert registration._is_dispatched_here()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         for cut in {CUTS}:

@@ -376,6 +376,23 @@ def test_what_has_no_rule_gathers_and_is_counted(world_size: int) -> None:
     run_ranks(fall_back, world_size)
 
 
+def call_an_operation_of_users() -> None:
+    @torch.library.custom_op("composable_tests::doubled", mutates_args=())
+    def doubled(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * 2
+
+    ragged, plain = pairs("element")
+    fallback_counts(reset=True)
+    found = doubled(ragged[0].detach())
+    assert isinstance(found, DTensor) and found.placements == (Replicate(),)
+    assert torch.equal(found.full_tensor(), plain[0] * 2)
+    assert fallback_counts(reset=True) == {"composable_tests.doubled.default": 1}
+
+
+def test_an_operation_that_users_define_later_gathers() -> None:
+    run_ranks(call_an_operation_of_users, 2)
+
+
 def write_to_views() -> None:
     ragged, plain = pairs("row")
     r, p = ragged[0].detach(), plain[0].detach().clone()

@@ -1,0 +1,74 @@
+"""What `make` would run: which environment, and which torch in it."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+PINS = (REPO / "constraints.txt").read_text()
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
+def planned(*words: str) -> list[str]:
+    """Return the commands of `make` for an environment that is not there yet."""
+    # Nothing else: where make runs the tests, what it was given is in the environment.
+    environ = {"PATH": os.environ["PATH"]}
+    command = ["make", "--dry-run", "--no-print-directory", "--always-make", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=REPO, env=environ)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line.strip()]
+
+
+def test_without_torch_the_pinned_one_is_tested() -> None:
+    assert planned("test") == [
+        "python3 -m venv .venv",
+        "python -m pip install --quiet -c constraints.txt setuptools wheel",
+        "python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,examples]'",
+        "touch .venv/installed",
+        "timeout --kill-after=30 720 python -m pytest ",
+    ]
+
+
+def test_another_torch_gets_an_environment_of_its_own() -> None:
+    own = ".venv-torch-2.15.0"
+    assert planned("test", "TORCH=2.15.0", "ARGS=-k layout") == [
+        f"python3 -m venv {own}",
+        f"{{ sed -E '/^(torch|setuptools)==/d' constraints.txt; echo torch==2.15.0; }} > {own}/constraints.txt",
+        f"python -m pip install --quiet -c {own}/constraints.txt torch 'setuptools>=77' wheel",
+        f"python -m pip install --quiet -c {own}/constraints.txt --no-build-isolation -e '.[dev,examples]'",
+        f"touch {own}/installed",
+        "timeout --kill-after=30 720 python -m pytest -k layout",
+    ]
+
+
+def test_the_benchmarks_take_another_torch_too() -> None:
+    commands = planned("bench", "TORCH=2.11.0")
+    assert commands[0] == "python3 -m venv .venv-torch-2.11.0"
+    assert "python benchmarks/step_time.py " in commands
+
+
+@pytest.mark.parametrize(("words", "venv"), [([], ".venv"), (["TORCH=2.12.0"], ".venv-torch-2.12.0")])
+def test_commands_run_in_that_environment(words: list[str], venv: str) -> None:
+    printed = planned(*words, "--eval=where: ; @echo '$(PATH)'", "where")
+    assert printed[0].startswith(f"echo '{REPO}/{venv}/bin:")
+
+
+def test_the_pins_of_another_torch_are_all_but_torch_and_the_build_tool(tmp_path: Path) -> None:
+    line = next(line for line in planned("test", "TORCH=2.11.0") if line.startswith("{"))
+    written = tmp_path / "constraints.txt"
+    command = re.sub(r"> \S+$", f"> {written}", line)
+    subprocess.run(command, shell=True, check=True, timeout=60, cwd=REPO)
+    before, after = (set(text.splitlines()) for text in (PINS, written.read_text()))
+    assert after - before == {"torch==2.11.0"}
+    assert {pin.split("==")[0] for pin in before - after} == {"torch", "setuptools"}
+
+
+def test_git_ignores_such_an_environment() -> None:
+    command = ["git", "check-ignore", "--quiet", ".venv-torch-2.15.0/installed"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=REPO)
+    assert done.returncode in (0, 128), "ignored, or no repository"
