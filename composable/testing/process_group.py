@@ -60,7 +60,8 @@ class SimulatedWork(dist.Work):
         return self._pending.is_over
 
     def describe(self) -> str:
-        return self._shown
+        absent = ", ".join(map(str, self._owner.board.ranks_without(self._pending.group)))
+        return self._shown + (f" (not made on rank {absent})" if absent else "")
 
     def give_up(self) -> bool:
         return False

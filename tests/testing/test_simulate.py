@@ -154,16 +154,17 @@ def groups() -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {}
     pair = dist.new_group([2, 3])
-    if rank in (2, 3):
-        own = dist.new_group([3, 2], use_local_synchronization=True)
-        for name, group in (("pair", pair), ("own", own)):
-            tensor = torch.tensor(float(rank))
-            dist.all_reduce(tensor, group=group)
-            members = dist.get_process_group_ranks(group)
-            found[name] = tensor, dist.get_rank(group), dist.get_world_size(group), members
-        dist.destroy_process_group(own)
-    else:
-        assert pair == dist.GroupMember.NON_GROUP_MEMBER
+    # One on each rank: torch 2.15 names later groups by how many a rank has made.
+    own = dist.new_group([1, 0] if rank < 2 else [3, 2], use_local_synchronization=True)
+    for name, group in (("pair", pair), ("own", own)):
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            assert name == "pair" and rank < 2
+            continue
+        tensor = torch.tensor(float(rank))
+        dist.all_reduce(tensor, group=group)
+        members = dist.get_process_group_ranks(group)
+        found[name] = tensor, dist.get_rank(group), dist.get_world_size(group), members
+    dist.destroy_process_group(own)
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
     for name in ("replicate", "shard"):
         tensor = torch.tensor(float(rank))
@@ -378,9 +379,23 @@ def test_a_deadlock_says_at_once_what_every_rank_waits_for() -> None:
         "    rank 1 waits for recv from rank 2 of [3] float32 with tag 4 in group '0' of ranks 0, 1, 2",
         "    rank 2 has returned",
         "  at:  rank 0",
-        "  fix: make all ranks of a group call the same collectives in the same order",
+        "  fix: make groups, and call the collectives of each, in the same order on all its ranks",
     ]
     assert ", in part_ways" in str(caught.value)
+
+
+def lose_count(rank: int) -> None:
+    # What a rank of torch 2.15 does with a group that only some ranks make.
+    distributed_c10d._world.group_count += rank
+    dist.barrier(dist.new_group([0, 1]))
+
+
+def test_a_group_that_ranks_know_by_different_names_is_said_so() -> None:
+    with pytest.raises(DesyncError) as caught:
+        simulate(2, lose_count)
+    text = str(caught.value)
+    assert "of group '1' of ranks 0, 1 (not made on rank 1), at " in text
+    assert "of group '2' of ranks 0, 1 (not made on rank 0), at " in text
 
 
 def meet(rank: int, kind: str) -> None:
