@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -175,6 +176,15 @@ def groups() -> dict[str, Any]:
     moved = tensor.redistribute(mesh, [Shard(1), Replicate()])
     found["dtensor"] = moved.to_local(), moved.full_tensor(), (tensor + 1).sum().full_tensor()
     return found
+
+
+def test_fake_tensors_may_be_made_in_one_simulation_after_another() -> None:
+    def make_fake(rank: int) -> torch.Size:
+        with FakeTensorMode():
+            return torch.empty(2).shape
+
+    for _ in range(20):
+        assert simulate(2, make_fake) == [torch.Size([2])] * 2
 
 
 def plain(found: Any) -> Any:
