@@ -101,6 +101,25 @@ class SimulatedWork(dist.Work):
     _source_rank = source_rank
 
 
+class _Held:
+    """What a rank waits for that a fault holds back."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+
+    def let_go(self) -> None:
+        self._is_over = True
+
+    def is_over(self) -> bool:
+        return self._is_over
+
+    def describe(self) -> str:
+        return "the end of a delay"
+
+    def give_up(self) -> bool:
+        return False
+
+
 class SimulatedGroup(dist.ProcessGroup):
     """One rank's end of a process group.
 
@@ -289,6 +308,11 @@ class SimulatedGroup(dist.ProcessGroup):
         if isinstance(action, Raise):
             raise action.error
         owner.baton.maybe_let_others_run()
+        if isinstance(action, Delay) and action.holds_rank:
+            held = _Held()
+            owner.baton.later(action.turns, held.let_go)
+            owner.baton.wait(held)
+            return None
         return action
 
     def _send(self, action: Delay | Drop | None, arrive: Any) -> None:

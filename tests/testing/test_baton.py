@@ -104,5 +104,5 @@ def test_random_programs_give_the_same_under_random_turns_and_delays(program: in
     size = 3 + program % 2
     expected = simulate(size, random_program, 2 * program)
     for seed in range(3):
-        faults = [Fault(rank=seed % size, op="any", nth=1 + seed, action=Delay(2 + seed))]
+        faults = [Fault(rank=seed % size, op="any", nth=1 + seed, action=Delay(2 + seed, holds_rank=program % 3 == 1))]
         assert simulate(size, random_program, 2 * program, seed=seed, faults=faults) == expected

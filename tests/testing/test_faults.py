@@ -1,4 +1,4 @@
-"""Messages that are late or lost and calls that raise, on request."""
+"""Ranks and messages that are late, messages that are lost and calls that raise, on request."""
 
 import pytest
 import torch
@@ -48,6 +48,50 @@ def test_a_delay_lasts_so_many_turns() -> None:
     assert prompt <= 1 and 8 <= late <= 12
 
 
+def leave_marks(rank: int, marks: list[tuple[int, int]]) -> list[float]:
+    """Start three calls and wait for them at the end."""
+    tensors = [torch.tensor(float(rank + number)) for number in range(3)]
+    works = []
+    for number, tensor in enumerate(tensors):
+        works.append(dist.all_reduce(tensor, async_op=True))
+        marks.append((rank, number))
+    for work in works:
+        assert work is not None
+        work.wait()
+    return [tensor.item() for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    ("holds_rank", "expected"),
+    [
+        (False, [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]),
+        (True, [(0, 0), (1, 0), (1, 1), (1, 2), (0, 1), (0, 2)]),
+    ],
+)
+def test_a_delay_may_hold_the_rank_so_that_others_get_ahead(holds_rank: bool, expected: list[tuple[int, int]]) -> None:
+    marks: list[tuple[int, int]] = []
+    slow = Fault(rank=0, op="all_reduce", nth=2, action=Delay(9, holds_rank=holds_rank))
+    assert simulate(2, leave_marks, marks, faults=[slow]) == [[1.0, 3.0, 5.0]] * 2
+    assert marks == expected
+
+
+def test_a_rank_that_is_held_is_let_go_when_the_others_have_ended() -> None:
+    held = Fault(rank=0, op="barrier", action=Delay(1000, holds_rank=True))
+    assert simulate(2, lambda rank: rank or dist.barrier(dist.new_group([0])), faults=[held]) == [None, 1]
+
+
+def fail_meanwhile(rank: int) -> None:
+    if rank == 1:
+        raise LookupError("meanwhile")
+    dist.barrier()
+
+
+def test_a_rank_that_is_held_ends_with_the_others() -> None:
+    held = Fault(rank=0, op="barrier", action=Delay(1000, holds_rank=True))
+    with pytest.raises(LookupError, match="meanwhile"):
+        simulate(2, fail_meanwhile, faults=[held])
+
+
 @pytest.mark.parametrize(
     "fault",
     [
@@ -55,6 +99,7 @@ def test_a_delay_lasts_so_many_turns() -> None:
         Fault(rank=0, op="gossip", action=Drop()),
         Fault(rank=0, op="any", nth=0, action=Drop()),
         Fault(rank=0, op="any", action="drop"),  # type: ignore[arg-type]
+        Fault(rank=0, op="any", action=Delay(0)),
     ],
 )
 def test_a_fault_that_can_meet_no_call_is_refused(fault: Fault) -> None:
