@@ -166,6 +166,10 @@ def torch_keeps_groups_by_thread(
     registry: Any = c10d_bindings
     own_world, own_new_group = distributed._world, distributed._new_process_group_helper
     own_init = mesh_class.__init__
+    if torch.__version__ < "2.13":
+        # DTensor makes fake tensors, for which torch 2.11, built for CUDA but without a device, keeps a guard for the
+        # process in the first thread that asks, and crashes once that one has ended (pytorch/pytorch#178950).
+        torch._C._ensureCUDADeviceGuardSet()
 
     class WorldOfThread:
         def __getattr__(self, name: str) -> Any:

@@ -239,7 +239,7 @@ class Baton:
             player.error = DesyncError(
                 "\n".join(["every rank that is left waits for another one", *lines]),
                 at=f"rank {player.rank}",
-                fix="make all ranks of a group call the same collectives in the same order",
+                fix="make groups, and call the collectives of each, in the same order on all its ranks",
             )
 
     def _doing(self, player: Player) -> str:

@@ -1,11 +1,11 @@
-"""What can go wrong on request: messages that are late, that get lost, and calls that raise.
+"""What can go wrong on request: messages and ranks that are late, messages that get lost, and calls that raise.
 
 Only values; ``process_group`` looks here at every call what is to happen to it.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from composable.errors import ConfigError
 
@@ -30,10 +30,15 @@ OPS = (
 class Delay:
     """The rank's message leaves late: after the ranks have taken ``turns`` turns, or can do nothing else.
 
-    The call returns at once, as always; a rank that waits for it waits longer.
+    Attributes:
+        turns: How late, counted in turns of all ranks; there is no time in a simulation.
+        holds_rank: Whether the rank is late itself, and does not go on before its message has left: a slow rank, of
+            which the others get ahead. Otherwise the link is slow: the call returns at once, as always, and a rank
+            that waits for the result waits longer.
     """
 
     turns: int = 1
+    holds_rank: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,8 @@ class FaultPlan:
                 raise ConfigError(f"fault in call {fault.nth}", fix="calls are counted from 1")
             if not isinstance(fault.action, Delay | Drop | Raise):
                 raise ConfigError(f"action is {fault.action!r}", fix="pass a Delay, a Drop or a Raise")
+            if isinstance(fault.action, Delay) and fault.action.turns < 1:
+                raise ConfigError(f"delay of {fault.action.turns} turns", fix="pass 1 or more")
         self._to_come = list(faults)
         self._calls: Counter[tuple[int, str]] = Counter()
 

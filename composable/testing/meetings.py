@@ -119,6 +119,10 @@ class Board:
         self._groups[rank, name, tuple(ranks)] += 1
         return GroupKey(name, tuple(ranks), nth)
 
+    def ranks_without(self, group: GroupKey) -> list[int]:
+        """Return the ranks of ``group`` that have not made it: with names that differ, ranks never meet."""
+        return [rank for rank in group.ranks if self._groups[rank, group.name, group.ranks] <= group.nth]
+
     def meeting(self, group: GroupKey, number: int) -> Meeting:
         """Return the collective with that number in ``group``."""
         return self._meetings.setdefault((group, number), Meeting(group, number))

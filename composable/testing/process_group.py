@@ -60,7 +60,8 @@ class SimulatedWork(dist.Work):
         return self._pending.is_over
 
     def describe(self) -> str:
-        return self._shown
+        absent = ", ".join(map(str, self._owner.board.ranks_without(self._pending.group)))
+        return self._shown + (f" (not made on rank {absent})" if absent else "")
 
     def give_up(self) -> bool:
         return False
@@ -98,6 +99,25 @@ class SimulatedWork(dist.Work):
         return self._pending.peer
 
     _source_rank = source_rank
+
+
+class _Held:
+    """What a rank waits for that a fault holds back."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+
+    def let_go(self) -> None:
+        self._is_over = True
+
+    def is_over(self) -> bool:
+        return self._is_over
+
+    def describe(self) -> str:
+        return "the end of a delay"
+
+    def give_up(self) -> bool:
+        return False
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -288,6 +308,11 @@ class SimulatedGroup(dist.ProcessGroup):
         if isinstance(action, Raise):
             raise action.error
         owner.baton.maybe_let_others_run()
+        if isinstance(action, Delay) and action.holds_rank:
+            held = _Held()
+            owner.baton.later(action.turns, held.let_go)
+            owner.baton.wait(held)
+            return None
         return action
 
     def _send(self, action: Delay | Drop | None, arrive: Any) -> None:

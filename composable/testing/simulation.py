@@ -60,7 +60,7 @@ def simulate(
         world_size: How many ranks.
         fn: What each rank runs.
         *args: Handed to ``fn`` after the rank; the same objects on all ranks.
-        faults: What is to go wrong: messages late or lost, calls that raise.
+        faults: What is to go wrong: ranks or messages late, messages lost, calls that raise.
         seed: Varies the order in which ranks take turns. The same seed gives the same order; without one, a rank
             runs until it has to wait.
         timeout_s: How long all ranks together may take.

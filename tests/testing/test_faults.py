@@ -1,0 +1,112 @@
+"""Ranks and messages that are late, messages that are lost and calls that raise, on request."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from composable import ConfigError, DesyncError, UsageError
+from composable.testing import Delay, Drop, Fault, Raise, simulate
+from tests.testing.programs import all_reduces
+
+
+def test_a_dropped_message_is_a_desync_of_the_others() -> None:
+    with pytest.raises(DesyncError, match=r"rank 1 waits for .*collective 2 of .*a fault dropped its message"):
+        simulate(3, all_reduces, faults=[Fault(rank=1, op="all_reduce", nth=2, action=Drop())])
+
+
+def test_a_fault_that_raises_does_so_in_its_call() -> None:
+    error = OSError("unplugged")
+    with pytest.raises(OSError, match="unplugged") as caught:
+        simulate(3, all_reduces, faults=[Fault(rank=1, op="any", nth=3, action=Raise(error))])
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("delay", [1, 3, 50])
+def test_a_delayed_message_arrives_all_the_same(delay: int) -> None:
+    faults = [Fault(rank=rank, op="all_reduce", nth=2, action=Delay(delay)) for rank in range(2)]
+    assert simulate(3, all_reduces, faults=faults) == [[3.0] * 3] * 3
+
+
+def see_arrival(rank: int) -> list[int]:
+    """Return how often rank 0 asked before the message of rank 1 was there."""
+    tensor = torch.empty(1)
+    if rank == 1:
+        work = dist.isend(torch.ones(1), 0)
+    else:
+        work = dist.irecv(tensor, 1)
+    assert work is not None
+    asked = 0
+    while not work.is_completed():
+        asked += 1
+    return [asked]
+
+
+def test_a_delay_lasts_so_many_turns() -> None:
+    prompt, late = (
+        simulate(2, see_arrival, faults=faults)[0][0] for faults in ([], [Fault(rank=1, op="send", action=Delay(20))])
+    )
+    assert prompt <= 1 and 8 <= late <= 12
+
+
+def leave_marks(rank: int, marks: list[tuple[int, int]]) -> list[float]:
+    """Start three calls and wait for them at the end."""
+    tensors = [torch.tensor(float(rank + number)) for number in range(3)]
+    works = []
+    for number, tensor in enumerate(tensors):
+        works.append(dist.all_reduce(tensor, async_op=True))
+        marks.append((rank, number))
+    for work in works:
+        assert work is not None
+        work.wait()
+    return [tensor.item() for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    ("holds_rank", "expected"),
+    [
+        (False, [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]),
+        (True, [(0, 0), (1, 0), (1, 1), (1, 2), (0, 1), (0, 2)]),
+    ],
+)
+def test_a_delay_may_hold_the_rank_so_that_others_get_ahead(holds_rank: bool, expected: list[tuple[int, int]]) -> None:
+    marks: list[tuple[int, int]] = []
+    slow = Fault(rank=0, op="all_reduce", nth=2, action=Delay(9, holds_rank=holds_rank))
+    assert simulate(2, leave_marks, marks, faults=[slow]) == [[1.0, 3.0, 5.0]] * 2
+    assert marks == expected
+
+
+def test_a_rank_that_is_held_is_let_go_when_the_others_have_ended() -> None:
+    held = Fault(rank=0, op="barrier", action=Delay(1000, holds_rank=True))
+    assert simulate(2, lambda rank: rank or dist.barrier(dist.new_group([0])), faults=[held]) == [None, 1]
+
+
+def fail_meanwhile(rank: int) -> None:
+    if rank == 1:
+        raise LookupError("meanwhile")
+    dist.barrier()
+
+
+def test_a_rank_that_is_held_ends_with_the_others() -> None:
+    held = Fault(rank=0, op="barrier", action=Delay(1000, holds_rank=True))
+    with pytest.raises(LookupError, match="meanwhile"):
+        simulate(2, fail_meanwhile, faults=[held])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(rank=2, op="all_reduce", action=Drop()),
+        Fault(rank=0, op="gossip", action=Drop()),
+        Fault(rank=0, op="any", nth=0, action=Drop()),
+        Fault(rank=0, op="any", action="drop"),  # type: ignore[arg-type]
+        Fault(rank=0, op="any", action=Delay(0)),
+    ],
+)
+def test_a_fault_that_can_meet_no_call_is_refused(fault: Fault) -> None:
+    with pytest.raises(ConfigError):
+        simulate(2, all_reduces, faults=[fault])
+
+
+def test_a_fault_that_met_no_call_is_an_error() -> None:
+    with pytest.raises(UsageError, match="faults met no call"):
+        simulate(2, all_reduces, faults=[Fault(rank=0, op="all_reduce", nth=4, action=Drop())])
