@@ -208,7 +208,8 @@ def forget_meshes() -> None:
     """Empty the caches of DTensor that hold meshes."""
     # By a torch that has not been asked for DTensor, there is none to be emptied.
     if "torch.distributed.tensor" in sys.modules:
-        cache = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+        dispatcher = torch.distributed.tensor.DTensor._op_dispatcher  # its results are cached by mesh
+        cache = dispatcher.sharding_propagator.propagate_op_sharding
         # In some releases each thread has a cache of its own, which ends with it.
         getattr(cache, "cache_clear", lambda: None)()
 
