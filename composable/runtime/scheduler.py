@@ -304,6 +304,8 @@ class Scheduler:
         """Start gathering ahead of use; ``unshard`` waits for it."""
         if handle.is_unsharded or handle.is_gathering:
             return
+        if handle.bring_back():
+            self._streams.shards_written()
         self._unsharded[handle] = None
         self._streams.begin_unshard(handle)
 
