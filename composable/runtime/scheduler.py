@@ -105,8 +105,7 @@ class Scheduler:
         self._running.pop()
         if not self._running and not in_backward():
             for handle in list(self._unsharded):
-                # A handle of another root, which only a prefetch list brings here, has no turn.
-                turn = self._turns.get(handle) or Turn(handle)
+                turn = self._turns[handle]
                 if handle.is_gathering or turn.modules_left:
                     # A prefetch that nothing used, or a group of modules that did not all run.
                     turn.modules_left.clear()
@@ -328,7 +327,9 @@ class Scheduler:
 
     def _prefetch(self, handles: Iterable[Handle]) -> None:
         for handle in handles:
-            self.begin_unshard(handle)
+            # Those of another root are gathered by that root, on streams of its own.
+            if handle in self._turns:
+                self.begin_unshard(handle)
 
     # Recovery
 
