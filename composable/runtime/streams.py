@@ -97,10 +97,15 @@ class DeviceStreams:
             # The shards are written, and the kernels that read the buffers freed so far have run.
             self._unshard.wait_event(self._before_unshard)
             self._before_unshard = None
-        with self._device.stream(self._unshard):
-            handle.begin_unshard()
-            handle.finish_gathers()
-            self._full[handle] = self._unshard.record_event()
+        try:
+            with self._device.stream(self._unshard):
+                handle.begin_unshard()
+                handle.finish_gathers()
+                self._full[handle] = self._unshard.record_event()
+        except BaseException:
+            # Nobody will wait for what was queued, and the shard may be written next.
+            self._device.current_stream().wait_stream(self._unshard)
+            raise
 
     def wait_for_unshard(self, handle: Handle) -> None:
         self._device.current_stream().wait_event(self._full.pop(handle))
@@ -110,9 +115,14 @@ class DeviceStreams:
 
     def begin_reduction(self, path: GradientPath, gradient: GradientBuffer) -> Reduction:
         self._reduce.wait_stream(self._device.current_stream())
-        with self._device.stream(self._reduce):
-            shard = path.begin(gradient.source).finish()
-            return _Reduced(self._device, shard, self._reduce.record_event())
+        try:
+            with self._device.stream(self._reduce):
+                shard = path.begin(gradient.source).finish()
+                return _Reduced(self._device, shard, self._reduce.record_event())
+        except BaseException:
+            # Nobody will wait for what was queued, and the gradient buffer is freed.
+            self._device.current_stream().wait_stream(self._reduce)
+            raise
 
 
 class _Reduced:
