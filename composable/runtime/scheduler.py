@@ -246,6 +246,7 @@ class Scheduler:
             self.reshard(handle)
         for turn in self._last_armed:
             turn.first_forward = None
+        self._streams.end_backward()
         self._pool.release()
         self._last_backward = None
         self.is_backward = False
@@ -262,11 +263,13 @@ class Scheduler:
         """Reduce the handle's gradients and free its parameters."""
         handle = turn.handle
         turn.completed_in = self.backward_id
+        self._streams.meet()
         if handle.is_trainable:
             handle.has_unsynced_gradients = not handle.requires_gradient_sync
             if handle.requires_gradient_sync:
                 self._reduce(handle)
         self.reshard(handle)
+        self._streams.meet()
 
     def _reduce(self, handle: Handle) -> None:
         for flat in handle.buffers:
@@ -341,6 +344,7 @@ class Scheduler:
     def _reset(self) -> None:
         while self._under_way:
             self._under_way.popleft().reduction.finish()
+        self._streams.end_backward()
         for handle in list(self._unsharded):
             self.reshard(handle)
         for handle, turn in self._turns.items():
