@@ -105,8 +105,7 @@ class Scheduler:
         self._running.pop()
         if not self._running and not in_backward():
             for handle in list(self._unsharded):
-                # A handle of another root, which only a prefetch list brings here, has no turn.
-                turn = self._turns.get(handle) or Turn(handle)
+                turn = self._turns[handle]
                 if handle.is_gathering or turn.modules_left:
                     # A prefetch that nothing used, or a group of modules that did not all run.
                     turn.modules_left.clear()
@@ -247,6 +246,7 @@ class Scheduler:
             self.reshard(handle)
         for turn in self._last_armed:
             turn.first_forward = None
+        self._streams.end_backward()
         self._pool.release()
         self._last_backward = None
         self.is_backward = False
@@ -263,12 +263,14 @@ class Scheduler:
         """Reduce the handle's gradients and free its parameters."""
         handle = turn.handle
         turn.completed_in = self.backward_id
+        self._streams.meet()
         trainable = [flat for flat in handle.buffers if flat.is_trainable]
         if trainable:
             handle.has_unsynced_gradients = not handle.requires_gradient_sync
             if handle.requires_gradient_sync:
                 self._reduce(handle, trainable)
         self.reshard(handle)
+        self._streams.meet()
 
     def _reduce(self, handle: Handle, flats: Sequence[FlatBuffer]) -> None:
         for flat in flats:
@@ -305,6 +307,8 @@ class Scheduler:
         """Start gathering ahead of use; ``unshard`` waits for it."""
         if handle.is_unsharded or handle.is_gathering:
             return
+        if handle.bring_back():
+            self._streams.shards_written()
         self._unsharded[handle] = None
         self._streams.begin_unshard(handle)
 
@@ -327,7 +331,9 @@ class Scheduler:
 
     def _prefetch(self, handles: Iterable[Handle]) -> None:
         for handle in handles:
-            self.begin_unshard(handle)
+            # Those of another root are gathered by that root, on streams of its own.
+            if handle in self._turns:
+                self.begin_unshard(handle)
 
     # Recovery
 
@@ -339,6 +345,7 @@ class Scheduler:
     def _reset(self) -> None:
         while self._under_way:
             self._under_way.popleft().reduction.finish()
+        self._streams.end_backward()
         for handle in list(self._unsharded):
             self.reshard(handle)
         for handle, turn in self._turns.items():

@@ -3,7 +3,7 @@
 All-gathers run on the unshard stream and reduce-scatters on the reduce stream; each allocates
 what it writes, so a block's owner stream is always the writer. Memory freed by the host while
 kernels still read it is safe because its next writer first waits for an event recorded after
-those kernels. ``record_stream`` is not used.
+those kernels. ``record_stream`` is not used. The rules, and how they are checked: docs/notes/streams.md.
 
 On the CPU there are no streams: what a device orders by events, the host orders by waiting.
 """
@@ -43,6 +43,17 @@ class Streams(Protocol):
         """The current stream has queued the last reader of a buffer that the host freed."""
         ...
 
+    def meet(self) -> None:
+        """Let every stream that used unsharded parameters in this step wait for all the others.
+
+        Before and after a handle is completed: its gradients may come from another stream than the current one.
+        """
+        ...
+
+    def end_backward(self) -> None:
+        """A backward ends, also one that was cut short: the current stream waits for all the others."""
+        ...
+
     def begin_reduction(self, path: GradientPath, gradient: GradientBuffer) -> Reduction:
         """Start to reduce what the current stream has put into ``gradient``. Collective."""
         ...
@@ -65,6 +76,12 @@ class HostStreams:
     def resharded(self) -> None:
         pass
 
+    def meet(self) -> None:
+        pass
+
+    def end_backward(self) -> None:
+        pass
+
     def begin_reduction(self, path: GradientPath, gradient: GradientBuffer) -> Reduction:
         return path.begin(gradient.source)
 
@@ -82,7 +99,9 @@ class DeviceStreams:
         self._unshard = device.Stream(priority=-1)
         self._reduce = device.Stream(priority=-1)
         self._full: dict[Handle, Any] = {}
-        self._before_unshard: Any = None
+        # By stream: a later event of one stream stands for its earlier ones, but not for those of others.
+        self._before_unshard: dict[int, Any] = {}
+        self._users: dict[int, Any] = {}
         self.names: Mapping[int, str] = {
             device.current_stream().stream_id: "default",
             self._unshard.stream_id: "unshard",
@@ -90,29 +109,63 @@ class DeviceStreams:
         }
 
     def shards_written(self) -> None:
-        self._before_unshard = self._device.current_stream().record_event()
+        current = self._device.current_stream()
+        self._before_unshard[current.stream_id] = current.record_event()
 
     def begin_unshard(self, handle: Handle) -> None:
-        if self._before_unshard is not None:
+        if self._before_unshard:
             # The shards are written, and the kernels that read the buffers freed so far have run.
-            self._unshard.wait_event(self._before_unshard)
-            self._before_unshard = None
-        with self._device.stream(self._unshard):
-            handle.begin_unshard()
-            handle.finish_gathers()
-            self._full[handle] = self._unshard.record_event()
+            for event in self._before_unshard.values():
+                self._unshard.wait_event(event)
+            self._before_unshard.clear()
+        try:
+            with self._device.stream(self._unshard):
+                handle.begin_unshard()
+                handle.finish_gathers()
+                self._full[handle] = self._unshard.record_event()
+        except BaseException:
+            # Nobody will wait for what was queued, and the shard may be written next.
+            self._device.current_stream().wait_stream(self._unshard)
+            raise
 
     def wait_for_unshard(self, handle: Handle) -> None:
-        self._device.current_stream().wait_event(self._full.pop(handle))
+        current = self._device.current_stream()
+        self._users[current.stream_id] = current
+        current.wait_event(self._full.pop(handle))
 
     def resharded(self) -> None:
-        self._before_unshard = self._device.current_stream().record_event()
+        current = self._device.current_stream()
+        self._before_unshard[current.stream_id] = current.record_event()
+
+    def meet(self) -> None:
+        if len(self._users) > 1:
+            current = self._come_after_users()
+            event = current.record_event()
+            for user in self._users.values():
+                if user != current:
+                    user.wait_event(event)
+
+    def end_backward(self) -> None:
+        self._come_after_users()
+        self._users.clear()
 
     def begin_reduction(self, path: GradientPath, gradient: GradientBuffer) -> Reduction:
         self._reduce.wait_stream(self._device.current_stream())
-        with self._device.stream(self._reduce):
-            shard = path.begin(gradient.source).finish()
-            return _Reduced(self._device, shard, self._reduce.record_event())
+        try:
+            with self._device.stream(self._reduce):
+                shard = path.begin(gradient.source).finish()
+                return _Reduced(self._device, shard, self._reduce.record_event())
+        except BaseException:
+            # Nobody will wait for what was queued, and the gradient buffer is freed.
+            self._device.current_stream().wait_stream(self._reduce)
+            raise
+
+    def _come_after_users(self) -> Any:
+        current = self._device.current_stream()
+        for user in self._users.values():
+            if user != current:
+                current.wait_stream(user)
+        return current
 
 
 class _Reduced:

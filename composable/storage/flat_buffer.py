@@ -110,18 +110,12 @@ class FlatBuffer:
             self.gradient_path = ScatterPath(transport, key, divisor)
 
     def begin_unshard(self) -> Pending:
-        """Allocate the buffer and start the all-gather into it, on the current stream.
-
-        Raises:
-            UsageError: The parameters are on another device than the ranks talk on, or of another dtype.
-        """
-        if not self.is_usable:
-            self.attach()
-            self.check_usable()
+        """Allocate the buffer and start the all-gather into it, on the current stream; the shard is usable."""
         if self._storage is None:
             self._make_buffer()
-        assert self._buffer is not None and self._storage is not None and self.gather_path is not None
-        self._storage.resize_(self._buffer_bytes)
+        else:
+            self._storage.resize_(self._buffer_bytes)
+        assert self._buffer is not None and self.gather_path is not None
         return self.gather_path.begin(self._buffer, self.shard)
 
     @property

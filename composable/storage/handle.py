@@ -165,8 +165,22 @@ class Handle:
         """FQNs of the parameters, prefixed from the fully sharded module."""
         return [param.fqn for param in self.params]
 
+    def bring_back(self) -> bool:
+        """Bring pieces to which torch gave other memory back into the shards; say whether there were any.
+
+        Streams: on the one that wrote them and frees their memory, so not on that of gathers.
+
+        Raises:
+            UsageError: The parameters are on another device than the ranks talk on, or of another dtype.
+        """
+        moved = [flat for flat in self.buffers if not (flat.is_empty or flat.is_usable)]
+        for flat in moved:
+            flat.attach()
+            flat.check_usable()
+        return bool(moved)
+
     def begin_unshard(self) -> None:
-        """Start filling the buffers. Collective: all ranks of the shard group, same order."""
+        """Start filling the buffers, after ``bring_back``. Collective: all ranks of the shard group, same order."""
         for flat in self.buffers:
             if flat.is_empty:
                 flat.make_leaves()

@@ -1,0 +1,403 @@
+"""What programs do with an annotated model, to be run on the recording device.
+
+Each is a function of a ``Bench``. It ends where its last gather or step ends, with no cleanup that could
+order what the code under test should have ordered.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from composable import (
+    FSDPModule,
+    accelerate_optimizer,
+    clip_grad_norm_,
+    fully_shard,
+    no_sync,
+)
+from tests.models import BLOCK_CLASSES, loss_of, make_model
+from tests.parity import LR, inputs_of
+from tests.runtime.bench import Bench, Case
+from tests.runtime.between_steps import BETWEEN_STEPS
+from tests.runtime.branches import Branches
+
+__all__ = ["CASES", "ON_BLOCKS"]
+
+
+# Training
+
+
+def train(bench: Bench) -> None:
+    bench.train(2)
+
+
+def train_into_zeroed_gradients(bench: Bench) -> None:
+    bench.clears = False
+    bench.train(2)
+
+
+def train_with_clipping_and_adam(bench: Bench) -> None:
+    bench.optimizer = torch.optim.AdamW([p for p in bench.model.parameters() if p.requires_grad], lr=LR)
+    for seed in range(2):
+        bench.forward(seed).backward()
+        clip_grad_norm_(bench.model.parameters(), 0.1)
+        bench.update()
+
+
+def train_with_an_accelerated_optimizer(bench: Bench) -> None:
+    bench.optimizer = torch.optim.AdamW(bench.model.parameters(), lr=LR)
+    accelerate_optimizer(bench.optimizer, bench.model)
+    for seed in range(2):
+        bench.forward(seed).backward()
+        clip_grad_norm_(bench.optimizer, 0.1)
+        bench.update()
+
+
+def step_in_backward(bench: Bench) -> None:
+    def update(param: torch.Tensor) -> None:
+        with torch.no_grad():
+            assert param.grad is not None
+            param.sub_(param.grad, alpha=LR)
+        param.grad = None
+
+    for param in bench.model.parameters():
+        param.register_post_accumulate_grad_hook(update)
+    for seed in range(3):
+        bench.forward(seed).backward()
+
+
+def accumulate(bench: Bench) -> None:
+    for _ in range(2):
+        with no_sync(bench.model):
+            bench.forward(0).backward()
+            bench.forward(1).backward()
+        bench.forward(2).backward()
+        bench.update()
+
+
+def accumulate_reduced(bench: Bench) -> None:
+    for seed in range(3):
+        bench.forward(seed).backward()
+    bench.update()
+    bench.train(1)
+
+
+def freeze_between_steps(bench: Bench) -> None:
+    bench.train(1)
+    params = list(bench.model.parameters())
+    for param in params[: len(params) // 2]:
+        param.requires_grad_(False)
+    bench.train(1)
+    for param in params:
+        param.requires_grad_(True)
+    bench.train(1)
+
+
+def train_on_a_stream_of_the_user(bench: Bench) -> None:
+    own = bench.recorder.Stream(name="user")
+    bench.train(1)
+    own.wait_stream(bench.recorder.current_stream())
+    with bench.recorder.stream(own):
+        bench.train(2)
+    bench.recorder.current_stream().wait_stream(own)
+    bench.train(1)
+
+
+# Order
+
+
+def prefetch_by_list(bench: Bench) -> None:
+    root, blocks = bench.model, bench.blocks
+    assert isinstance(root, FSDPModule)
+    root.set_modules_to_forward_prefetch(blocks[:2])
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
+        block.set_modules_to_backward_prefetch(blocks[max(index - 2, 0) : index][::-1])
+    blocks[0].set_modules_to_forward_prefetch([])
+    bench.train(2)
+
+
+def prefetch_in_vain(bench: Bench) -> None:
+    root, blocks = bench.model, bench.blocks
+    assert isinstance(root, FSDPModule)
+    bench.train(1)
+    root.set_modules_to_forward_prefetch([])
+    for block in blocks[:-1]:
+        block.set_modules_to_forward_prefetch([])
+    # Gathered again after its own forward, for nobody.
+    blocks[-1].set_modules_to_forward_prefetch(blocks[:1])
+    with torch.no_grad():
+        bench.forward()
+        for param in bench.model.parameters():
+            param.mul_(0.5)
+    bench.train(1)
+
+
+def several_forwards(bench: Bench) -> None:
+    for _ in range(2):
+        loss = bench.forward(0) + bench.forward(1)
+        loss.backward()
+        bench.update()
+    first, second = bench.forward(0), bench.forward(1)
+    first.backward()
+    second.backward()
+    bench.update()
+    bench.train(1)
+
+
+def evaluate(bench: Bench) -> None:
+    for _ in range(2):
+        bench.train(1)
+        with torch.no_grad():
+            bench.forward(5)
+        bench.model.eval()
+        bench.forward(6)
+        bench.model.train()
+
+
+def checkpointed(use_reentrant: bool) -> Callable[[Bench], None]:
+    def run(bench: Bench) -> None:
+        for block in bench.blocks:
+            assert isinstance(block, nn.Module)
+            forward = block.forward
+
+            def again(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
+                return checkpoint(forward, *args, use_reentrant=use_reentrant, **kwargs)
+
+            block.forward = again
+        bench.train(2)
+
+    return run
+
+
+def checkpoint_around(use_reentrant: bool) -> Callable[[Bench], None]:
+    def run(bench: Bench) -> None:
+        for seed in range(3):
+            (x,), _ = inputs_of(bench.model, seed, 0)
+            out = checkpoint(bench.model, x.requires_grad_(True), use_reentrant=use_reentrant)
+            loss_of(out).backward()
+            bench.update()
+
+    return run
+
+
+# Exceptions
+
+
+class Broken(Exception):  # noqa: N818  # a test's own
+    pass
+
+
+def raise_broken(*_: Any) -> None:
+    raise Broken
+
+
+def exception_in_forward(bench: Bench) -> None:
+    bench.train(1)
+    block = bench.blocks[1]
+    assert isinstance(block, nn.Module)
+    hook = next(block.children()).register_forward_pre_hook(raise_broken)
+    with pytest.raises(Broken):
+        bench.forward()
+    hook.remove()
+    bench.update()
+    bench.train(2)
+
+
+def exception_in_backward(bench: Bench) -> None:
+    bench.train(1)
+    for block in (bench.blocks[1], bench.blocks[0]):
+        assert isinstance(block, nn.Module)
+        hook = block.register_full_backward_pre_hook(raise_broken)
+        with pytest.raises(Broken):
+            bench.forward().backward()
+        hook.remove()
+    bench.update()
+    bench.train(2)
+
+
+class Fails:
+    """A path whose first reduction breaks after its work was queued."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.is_due = True
+
+    def begin(self, source: torch.Tensor) -> Any:
+        reduction = self.inner.begin(source)
+        if self.is_due:
+            self.is_due = False
+            raise Broken
+        return reduction
+
+
+def exception_in_a_reduction(bench: Bench) -> None:
+    flat = bench.root.handles[1].buffers[-1]
+    flat.gradient_path = Fails(flat.gradient_path)
+    with pytest.raises(Broken):
+        bench.forward().backward()
+    bench.update()
+    bench.train(2)
+
+
+class FailsToGather:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.is_due = True
+
+    def begin(self, buffer: torch.Tensor, shard: torch.Tensor) -> Any:
+        gather = self.inner.begin(buffer, shard)
+        if self.is_due:
+            self.is_due = False
+            raise Broken
+        return gather
+
+
+def exception_in_a_gather(bench: Bench) -> None:
+    flat = bench.root.handles[1].buffers[-1]
+    flat.gather_path = FailsToGather(flat.gather_path)
+    with pytest.raises(Broken):
+        bench.forward()
+    with torch.no_grad():
+        for param in bench.model.parameters():
+            param.mul_(0.5)
+    bench.train(2)
+
+
+# Several roots
+
+
+def inner_first(bench: Bench) -> None:
+    """A module is a root of its own, with streams of its own, before the model around it runs."""
+    block = make_model("mlp")
+    fully_shard(block, policy=BLOCK_CLASSES)
+    bench.adopt(block)
+    outer = nn.Sequential(bench.model, block)
+    outer.example_inputs = block.example_inputs  # type: ignore[attr-defined]
+    loss_of(block(*inputs_of(block, 0, 0)[0])).backward()
+    torch.optim.SGD(block.parameters(), lr=LR).step()
+    bench.model = outer
+    fully_shard(outer)
+    bench.adopt(outer)
+    bench.optimizer = bench.new_optimizer()
+    bench.train(2)
+
+
+def two_roots(bench: Bench) -> None:
+    """Two models with streams of their own pass activations and gradients to each other."""
+    other = make_model("mlp")
+    fully_shard(other, policy=BLOCK_CLASSES)
+    bench.adopt(other)
+    optimizer = torch.optim.SGD(other.parameters(), lr=LR)
+    for seed in range(3):
+        (x,), _ = inputs_of(bench.model, seed, 0)
+        loss_of(other(bench.model(x))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        bench.update()
+
+
+class Outside(nn.Module):
+    """Calls a model that it does not contain."""
+
+    def __init__(self, outside: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.outside = [outside]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outside[0](self.inner(x))
+
+
+def prefetch_another_root(bench: Bench) -> None:
+    """A root gathers ahead for another one that runs inside its forward."""
+    outer = Outside(bench.model)
+    fully_shard(outer)
+    bench.adopt(outer)
+    assert isinstance(outer, FSDPModule) and isinstance(bench.model, FSDPModule)
+    outer.set_modules_to_forward_prefetch([bench.model])
+    optimizer = torch.optim.SGD(outer.parameters(), lr=LR)
+    for seed in range(3):
+        (x,), _ = inputs_of(bench.model, seed, 0)
+        loss_of(outer(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        bench.update()
+
+
+def branched(bench: Bench) -> Branches:
+    model = Branches(bench.recorder)
+    fully_shard(model, policy=BLOCK_CLASSES)
+    bench.model = model
+    bench.adopt(model)
+    bench.optimizer = bench.new_optimizer()
+    return model
+
+
+def branches(bench: Bench) -> None:
+    model = branched(bench)
+    # Its buffer comes from a prefetch on the other stream, and is freed before the next gather starts.
+    model.beside.blocks[0].set_modules_to_forward_prefetch([])
+    bench.train(2)
+
+
+def exception_in_a_branch(bench: Bench) -> None:
+    model = branched(bench)
+    bench.train(1)
+    for block in (model.first.blocks[1], model.first.blocks[0]):
+        hook = block.register_full_backward_pre_hook(raise_broken)
+        with pytest.raises(Broken):
+            bench.forward().backward()
+        # As autograd does.
+        bench.recorder.set_stream(model.home)
+        hook.remove()
+    bench.train(1)
+
+
+BY_MODEL = [
+    Case(f"train, reshard_after_forward={reshard}", name, train, {"reshard_after_forward": reshard})
+    for name in [
+        "mlp", "gpt", "gpt_tied", "tied_within", "tied_across", "frozen_mixed", "mixed_dtypes", "scalars",
+        "unused", "conditional", "called_twice", "nested_outputs",
+    ]
+    for reshard in (None, False)
+] + [Case("train, one handle", name, train, {"policy": None}) for name in ("empty_params", "uneven", "with_buffers")]  # fmt: skip
+
+ON_BLOCKS: dict[str, Callable[[Bench], None]] = {
+    "train into zeroed gradients": train_into_zeroed_gradients,
+    "clip and step with AdamW": train_with_clipping_and_adam,
+    "step an accelerated optimizer": train_with_an_accelerated_optimizer,
+    "step in backward": step_in_backward,
+    "accumulate under no_sync": accumulate,
+    "accumulate reduced gradients": accumulate_reduced,
+    "freeze and unfreeze": freeze_between_steps,
+    "train on a stream of the user": train_on_a_stream_of_the_user,
+    "prefetch by lists": prefetch_by_list,
+    "prefetch in vain": prefetch_in_vain,
+    "several forwards before a backward": several_forwards,
+    "evaluate": evaluate,
+    "checkpoint blocks": checkpointed(False),
+    "checkpoint blocks, reentrant": checkpointed(True),
+    "checkpoint the model": checkpoint_around(False),
+    "checkpoint the model, reentrant": checkpoint_around(True),
+    "exception in forward": exception_in_forward,
+    "exception in backward": exception_in_backward,
+    "exception in a reduction": exception_in_a_reduction,
+    "exception in a gather": exception_in_a_gather,
+    **BETWEEN_STEPS,
+    "an inner root first": inner_first,
+    "two roots": two_roots,
+    "prefetch another root": prefetch_another_root,
+    "a branch on a stream of its own": branches,
+    "exception in a branch": exception_in_a_branch,
+}
+
+CASES = BY_MODEL + [
+    Case(f"{name}, reshard_after_forward={reshard}", "mlp", run, {"reshard_after_forward": reshard})
+    for name, run in ON_BLOCKS.items()
+    for reshard in (None, False)
+]
