@@ -119,7 +119,7 @@ def check_parity(
         model_fn: Makes the model; called after ``torch.manual_seed(seed)``, on every rank and in the one process.
         batch_fn: Called with step and rank, returns that rank's batch: tensors, also in tuples, lists and dicts, with
             the sample as first dim and as many samples on every rank. Anything else has to be equal on all ranks.
-        annotate: What makes the model parallel, such as ``fully_shard``; a module it returns is the one that is called.
+        annotate: What makes the model parallel, such as ``fully_shard``; a wrapper it returns is what is called.
         world_sizes: Numbers of ranks to try.
         loss_fn: Called with model and batch, returns the mean loss. Default: the model is called with the tensor, the
             tuple or the dict that the batch is, and what it returns is averaged.
@@ -168,7 +168,9 @@ def _on_a_rank(rank: int, training: _Training, expected: _Record) -> dict[str, D
     torch.manual_seed(training.seed)
     model = training.model_fn()
     returned = training.annotate(model)
-    called = returned if isinstance(returned, nn.Module) else model
+    # A lambda that annotates a part of the model returns that part.
+    is_part = any(returned is module for module in model.modules())
+    called = returned if isinstance(returned, nn.Module) and not is_part else model
     largest: dict[str, Difference] = {}
     batches = (training.batch_fn(step, rank) for step in range(training.steps))
     for (kind, step, fqn), value in _train(training, model, called, batches):
