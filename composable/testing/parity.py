@@ -119,19 +119,21 @@ def check_parity(
         model_fn: Makes the model; called after ``torch.manual_seed(seed)``, on every rank and in the one process.
         batch_fn: Called with step and rank, returns that rank's batch: tensors, also in tuples, lists and dicts, with
             the sample as first dim and as many samples on every rank. Anything else has to be equal on all ranks.
-        annotate: What makes the model parallel, such as ``fully_shard``; a module it returns is the one that is called.
+        annotate: What makes the model parallel, such as ``fully_shard``; a wrapper it returns is what is called.
         world_sizes: Numbers of ranks to try.
         loss_fn: Called with model and batch, returns the mean loss. Default: the model is called with the tensor, the
             tuple or the dict that the batch is, and what it returns is averaged.
         optimizer_fn: Called with the annotated model. Default: SGD with a learning rate of 0.1.
         steps: Optimizer steps.
         tolerance: Largest difference to let pass, absolute or relative to the expected value; of low-precision
-            parameters, two units in the last place always pass.
+            parameters, two units in the last place always pass. Where some are of low precision, all that depends
+            on them is, and 1e-6 is too little.
         seed: Of all random generators.
         timeout_s: How long all ranks of one world size may take.
 
     Raises:
-        AssertionError: Something differs. Names the first difference: what, world size, rank, step and FQN.
+        AssertionError: Something differs. Names the first difference, with world size, rank, step and FQN, and
+            what else of its kind differs in that step.
         ConfigError: Batches that cannot be concatenated, or differ in size.
     """
     training = _Training(
@@ -168,22 +170,69 @@ def _on_a_rank(rank: int, training: _Training, expected: _Record) -> dict[str, D
     torch.manual_seed(training.seed)
     model = training.model_fn()
     returned = training.annotate(model)
-    called = returned if isinstance(returned, nn.Module) else model
+    # A lambda that annotates a part of the model returns that part.
+    is_part = any(returned is module for module in model.modules())
+    called = returned if isinstance(returned, nn.Module) and not is_part else model
     largest: dict[str, Difference] = {}
+    failed: list[Difference] = []
+    hints: list[str] = []
+    gradients: dict[str, torch.Tensor] = {}
     batches = (training.batch_fn(step, rank) for step in range(training.steps))
     for (kind, step, fqn), value in _train(training, model, called, batches):
+        if failed and (kind, step) != (failed[0].what, failed[0].step):
+            break
         if (kind, step, fqn) not in expected:
             raise AssertionError(f"{kind} of '{fqn}' at step {step} is not there in one process")
         if kind == "loss":
             value = value.clone()
             dist.all_reduce(value)
             value /= dist.get_world_size()
-        difference, is_close = _compare(value, expected[kind, step, fqn], training.tolerance)
-        found = Difference(kind, dist.get_world_size(), rank, step, fqn, *difference)
+        wanted = expected[kind, step, fqn]
+        at, is_close = _compare(value, wanted, training.tolerance)
+        found = Difference(kind, dist.get_world_size(), rank, step, fqn, _number(value, at), _number(wanted, at))
+        if kind == "gradient":
+            gradients[fqn] = value
         if not is_close:
-            raise AssertionError(str(found))
+            if not failed:
+                if kind == "gradient":
+                    hints = _factor(found, value, wanted)
+                elif kind == "weight" and step >= 0:
+                    hints = _agreed(_number(gradients[fqn], at), _number(expected["gradient", step, fqn], at))
+            failed.append(found)
         largest[kind] = max(largest.get(kind, found), found, key=lambda one: one.amount)
+    if failed:
+        raise AssertionError("\n  ".join([str(failed[0]), *hints, *_also(failed[1:])]))
     return largest
+
+
+def _factor(found: Difference, value: torch.Tensor, expected: torch.Tensor) -> list[str]:
+    """Say by which factor all of a tensor differs, if it is one factor."""
+    value, expected = value.double().flatten(), expected.double().flatten()
+    length = expected.square().sum().item()
+    factor = (value * expected).sum().item() / length if length else 0.0
+    # One element, or a factor that rounds to 1, says nothing.
+    if value.numel() < 2 or not 1e-3 < abs(factor) < 1e3 or abs(factor - 1) < 1e-5:
+        return []
+    if (value - factor * expected).abs().max() > 1e-2 * found.amount:
+        return []
+    return [f"all of it is {factor:.6g} times what it is in one process"]
+
+
+def _agreed(value: float, expected: float) -> list[str]:
+    """Say what the optimizer can have to do with it: all gradients of a step are compared before its weights."""
+    if value == expected == 0:
+        return ["its gradient there is 0: to momentum and weight decay, none at all in one process is not the same"]
+    return [
+        f"its gradient there agrees: {value:.3g}, in one process {expected:.3g}; what the optimizer does differs",
+        *(["Adam divides by gradients as small as this: pass a larger tolerance"] if abs(expected) < 1e-6 else []),
+    ]
+
+
+def _also(others: Sequence[Difference]) -> list[str]:
+    if not others:
+        return []
+    names = ", ".join(f"'{one.fqn}'" for one in others[:3])
+    return [f"also: {names}" + (f" and {len(others) - 3} more" if len(others) > 3 else "")]
 
 
 def _train(
@@ -217,14 +266,14 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def _compare(value: torch.Tensor, expected: torch.Tensor, tolerance: float) -> tuple[tuple[float, float], bool]:
-    """Return the pair of elements that is furthest apart, and whether all are close."""
+def _compare(value: torch.Tensor, expected: torch.Tensor, tolerance: float) -> tuple[int, bool]:
+    """Return where the two are furthest apart, -1 if they are empty, and whether all elements are close."""
     if value.shape != expected.shape or value.dtype != expected.dtype:
         raise AssertionError(
             f"{list(value.shape)} {value.dtype} on the ranks, {list(expected.shape)} {expected.dtype} in one process"
         )
     if not value.numel():
-        return (0.0, 0.0), True
+        return -1, True
     allowed = 0.0
     if value.is_complex():
         value, expected = torch.view_as_real(value), torch.view_as_real(expected)
@@ -235,7 +284,13 @@ def _compare(value: torch.Tensor, expected: torch.Tensor, tolerance: float) -> t
     # What is no number is further than any other element, unless it is expected; of what is too far, the furthest.
     distance = distance.masked_fill(is_close & distance.isnan(), 0.0).nan_to_num(nan=float("inf"))
     at = int(distance.masked_fill(is_close, -1.0).argmax() if not is_close.all() else distance.argmax())
-    return (value.flatten()[at].item(), expected.flatten()[at].item()), bool(is_close.all())
+    return at, bool(is_close.all())
+
+
+def _number(tensor: torch.Tensor, at: int) -> float:
+    """Return what ``_compare`` has found at ``at``."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return float(tensor.flatten()[at].item()) if at >= 0 else 0.0
 
 
 def _concatenated(batches: Sequence[Any], step: int) -> Any:
