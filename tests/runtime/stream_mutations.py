@@ -301,8 +301,8 @@ MUTATIONS = [
         [
             ("        self._pool.give(flat.pool_key, gradient)\n", ""),
             (
-                "                self._under_way.append(",
-                "                self._pool.give(flat.pool_key, gradient)\n                self._under_way.append(",
+                "            self._under_way.append(",
+                "            self._pool.give(flat.pool_key, gradient)\n            self._under_way.append(",
             ),
         ],
         "train, ",
