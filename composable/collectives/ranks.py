@@ -47,6 +47,10 @@ class Ranks:
     size: int
     numbers: tuple[int, ...]
 
+    def __hash__(self) -> int:
+        # Of all fields it would cost a microsecond, and clipping asks once for each parameter.
+        return hash((self.rank, self.numbers))
+
     @staticmethod
     def of(group: dist.ProcessGroup, device: torch.device) -> "Ranks":
         """Return the ranks of a group that this rank is in."""

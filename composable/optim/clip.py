@@ -19,7 +19,7 @@ from composable.collectives import Ranks
 from composable.errors import ConfigError, UsageError
 from composable.optim.local_step import LocalGradients, local_gradients
 from composable.ragged import LIVE_SOURCES, NormParts, RaggedDTensor, RaggedLayout, cut_dims, mark_stale, summed_in
-from composable.torch_private import DeviceMesh, Placement, foreach_mul_, foreach_norm
+from composable.torch_private import Placement, foreach_mul_, foreach_norm
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
 
@@ -143,7 +143,7 @@ class _Groups:
     """The ranks that tensors are cut over; equal ranks of two meshes are one group."""
 
     def __init__(self) -> None:
-        self._by_mesh: dict[tuple[int, int], Ranks] = {}
+        self._by_mesh: dict[tuple[int, int], tuple[Ranks, ...]] = {}
         self._by_placements: dict[tuple[int, tuple[Placement, ...]], tuple[Ranks, ...]] = {}
         self._known: dict[tuple[tuple[int, ...], str], Ranks] = {}
 
@@ -161,20 +161,21 @@ class _Groups:
                     f"this rank is not in the mesh {mesh} of a tensor of shape {list(tensor.shape)}",
                     fix="list the tensors of this rank only",
                 )
-            groups = tuple(self._at(mesh, dim) for dim in cut_dims(tensor) if not placements[dim].is_partial())
+            groups = tuple(
+                self._known_as(Ranks.of_mesh(mesh, dim)) for dim in cut_dims(tensor) if not placements[dim].is_partial()
+            )
             self._by_placements[id(mesh), placements] = groups
         return groups
 
     def of_layout(self, layout: RaggedLayout) -> tuple[Ranks, ...]:
         """Return the one group over which ragged pieces have to be added."""
-        return (self._at(layout.mesh, layout.mesh_dim),)
+        found = self._by_mesh.get((id(layout.mesh), layout.mesh_dim))
+        if found is None:
+            found = self._by_mesh[id(layout.mesh), layout.mesh_dim] = (self._known_as(layout.ranks),)
+        return found
 
-    def _at(self, mesh: DeviceMesh, dim: int) -> Ranks:
-        ranks = self._by_mesh.get((id(mesh), dim))
-        if ranks is None:
-            ranks = Ranks.of_mesh(mesh, dim)
-            ranks = self._by_mesh[id(mesh), dim] = self._known.setdefault((ranks.numbers, ranks.device.type), ranks)
-        return ranks
+    def _known_as(self, ranks: Ranks) -> Ranks:
+        return self._known.setdefault((ranks.numbers, ranks.device.type), ranks)
 
 
 class _Pieces:
