@@ -115,9 +115,11 @@ def what_the_root_caches() -> dict[str, object]:
     root = root_of(model)
     states = _traversal_utils._get_fsdp_states(model)
     places = {"": model, "blocks.0": model.blocks[0], "inp": model.inp}
+    with pytest.raises(AttributeError, match="only the state where forward starts"):
+        _ = states[1]._all_handles
     return {
-        "states": [states.index(state) for state in root.states],
-        "handles": [handle.fqn for handle in root.handles],
+        "states": [states.index(state) for state in states[0]._all_states],
+        "handles": [handle.fqn for handle in states[0]._all_handles],
         "handles of the traversal": [handle.fqn for handle in _traversal_utils._get_fsdp_handles(model)],
         "states that are the root": [state._is_root for state in states],
         "states that know the root": [state.root is root for state in states],
