@@ -1,8 +1,10 @@
-"""Walks a module tree left to right, depth first, never into an incompatible API.
+"""Walks a module tree left to right, depth first, never into an incompatible API unless asked.
 
 Every walk follows ``.modules()`` order with an explicit stack, visits a module once, and
 does not enter a module annotated with an API that excludes ``fully_shard`` (``replicate``):
-what is below it is not sharded, whatever its own annotations say.
+what was sharded below it before is no part of the tree that runs from above, but a root of
+its own. What users do to parameters between steps (optimizers, ``unshard_params``) meets it
+all the same: those walk with ``is_everywhere``.
 
 Use it as ``import _traversal_utils``, never with ``from``: the runtime states are found
 through it, and it is found through their package.
@@ -32,11 +34,11 @@ class _State(Protocol):
     @property
     def _is_root(self) -> bool | None: ...
 
-    def lazy_init(self, module: nn.Module) -> object: ...
+    def lazy_init(self) -> object: ...
 
 
-def _get_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``module`` and what is below it, without the subtrees of incompatible APIs."""
+def _get_modules(module: nn.Module, *, is_everywhere: bool = False) -> Iterator[nn.Module]:
+    """Yield ``module`` and what is below it, without the subtrees of incompatible APIs unless ``is_everywhere``."""
     seen: set[nn.Module] = set()
     stack = [module]
     while stack:
@@ -44,7 +46,7 @@ def _get_modules(module: nn.Module) -> Iterator[nn.Module]:
         if module in seen:
             continue
         seen.add(module)
-        if _is_compatible(module):
+        if is_everywhere or _is_compatible(module):
             yield module
             stack.extend(child for child in reversed(module._modules.values()) if child is not None)
 
@@ -64,10 +66,10 @@ def _get_fsdp_states(module: nn.Module) -> list[FsdpState]:
     return _get_fsdp_states_with_modules(module)[0]
 
 
-def _get_fsdp_handles(module: nn.Module) -> list[Any]:
+def _get_fsdp_handles(module: nn.Module, *, is_everywhere: bool = False) -> list[Any]:
     """Return the handles of all fully sharded modules at or below ``module``, in the order of their modules."""
     handles: dict[Any, None] = {}
-    for visited in _get_modules(module):
+    for visited in _get_modules(module, is_everywhere=is_everywhere):
         state: Any = managing_state(visited, _API)
         handle = state._module_to_handle.get(visited) if state is not None else None
         if handle is not None:
@@ -85,7 +87,7 @@ def _get_root_fsdp_states_with_modules(module: nn.Module) -> tuple[list[FsdpStat
     modules: list[nn.Module] = []
     for state, visited in zip(*_get_fsdp_states_with_modules(module), strict=True):
         if state._is_root is None:
-            state.lazy_init(visited)
+            state.lazy_init()
         if state._is_root:
             states.append(state)
             modules.append(visited)
@@ -97,9 +99,12 @@ def _get_fsdp_root_states(module: nn.Module) -> list[FsdpState]:
     return _get_root_fsdp_states_with_modules(module)[0]
 
 
-def _get_fully_sharded_module_to_states(module: nn.Module) -> dict[nn.Module, FsdpState]:
+def _get_fully_sharded_module_to_states(
+    module: nn.Module, *, is_everywhere: bool = False
+) -> dict[nn.Module, FsdpState]:
     """Return the modules at or below ``module`` that are annotated, or picked by a policy, and who manages each."""
-    states = {visited: managing_state(visited, _API) for visited in _get_modules(module)}
+    visits = _get_modules(module, is_everywhere=is_everywhere)
+    states = {visited: managing_state(visited, _API) for visited in visits}
     return {visited: state for visited, state in states.items() if state is not None}
 
 

@@ -1,8 +1,9 @@
 """Data parallelism as an annotation: how a plain module trains on many ranks, without wrapping it."""
 
+from composable.collectives import set_divergence_timeout
 from composable.contract import contract
-from composable.errors import ComposableError, ConfigError, DesyncError, UsageError
-from composable.fsdp_module import FSDPModule, UnshardHandle
+from composable.errors import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
+from composable.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from composable.fully_shard import fully_shard
 from composable.gradient_sync import no_sync
 from composable.installation import install
@@ -41,6 +42,7 @@ __all__ = [
     "ShardPlan",
     "ShardingStrategy",
     "SizePolicy",
+    "StateDictError",
     "UnshardHandle",
     "UsageError",
     "accelerate_optimizer",
@@ -59,12 +61,16 @@ __all__ = [
     "no_sync",
     "plan",
     "rebind_optimizer",
+    "register_fsdp_forward_method",
     "replicate",
     "save_checkpoint",
     "save_safetensors",
+    "set_divergence_timeout",
     "strict_mode",
     "unannotate",
     "unshard_params",
 ]
+
+__version__ = "0.1.0"
 
 install()

@@ -30,6 +30,7 @@ __all__ = [
     "Annotation",
     "AnnotationFn",
     "contract",
+    "excludes",
     "get_registry",
     "managing_state",
     "promote_member",
@@ -89,6 +90,11 @@ def get_registry(module: nn.Module) -> Mapping[str, Annotation]:
     """Return the APIs on ``module`` in the order they were applied; a read-only view."""
     record = _record_of(module)
     return MappingProxyType(record.annotations if record is not None else {})
+
+
+def excludes(module: nn.Module, api_name: str) -> bool:
+    """Say whether an API on ``module`` is incompatible with ``api_name``, which then leaves all below alone too."""
+    return any(api_name in annotation.incompatible for annotation in get_registry(module).values())
 
 
 def managing_state(module: nn.Module, api_name: str) -> object | None:
@@ -159,6 +165,8 @@ def contract(
 ) -> Callable[[Callable[Concatenate[Any, _P], object]], AnnotationFn[_P, Any]]:
     """Make a function of a module, or of a sequence of modules, an annotation.
 
+    Of a sequence that holds a module and one inside it, the outer one gets the state.
+
     Args:
         state_cls: Called with no arguments, once per call of the annotation.
         incompatible: Names of APIs that may not be on the same module, before or after.
@@ -170,6 +178,8 @@ def contract(
     if isinstance(incompatible, str):
         raise ConfigError("incompatible is a str", fix=f"pass the names in a tuple: ({incompatible!r},)")
     rivals = frozenset(incompatible)
+    if not callable(state_cls):
+        raise ConfigError(f"state_cls is {state_cls!r}", fix="pass a class, or a function that makes a state")
 
     def decorate(fn: Callable[Concatenate[Any, _P], object]) -> AnnotationFn[_P, Any]:
         name = fn.__name__
@@ -184,16 +194,19 @@ def contract(
             modules = [target] if isinstance(target, nn.Module) else list(target)
             _check_modules(name, rivals, modules)
             annotation = Annotation(name, state_cls(), rivals)
-            before = [NamedTree.of(one) for one in modules]
-            for one in modules:
+            before = _outermost({one: NamedTree.of(one) for one in modules})
+            roots = list(before)
+            for one, tree in before.items():
+                _check_below(name, rivals, one, tree.modules)
+            for one in roots:
                 _record_for_write(one).annotations[name] = annotation
             try:
                 result = fn(target, *args, **kwargs)
                 _check_result(name, modules, result)
-                for one, old in zip(modules, before, strict=True):
+                for one, old in before.items():
                     check_same_fqns(name, one, old, NamedTree.of(one))
             except BaseException:
-                _forget(modules, annotation)
+                _forget(roots, annotation)
                 raise
             return target
 
@@ -218,6 +231,14 @@ def _record_of(module: nn.Module) -> _Record | None:
 def _record_for_write(module: nn.Module) -> _Record:
     record: _Record = module.__dict__.setdefault(_RECORD_KEY, _Record())
     return record
+
+
+def _outermost(trees: dict[nn.Module, NamedTree]) -> dict[nn.Module, NamedTree]:
+    """Return the modules that are not inside another one of them: what is on the outer one holds for the inner."""
+    if len(trees) < 2:
+        return trees
+    inside = {below for module, tree in trees.items() for below in tree.modules if below is not module}
+    return {module: tree for module, tree in trees.items() if module not in inside} or trees
 
 
 def _drop_if_empty(module: nn.Module, record: _Record) -> None:
@@ -273,6 +294,20 @@ def _check_modules(name: str, rivals: frozenset[str], modules: Sequence[object])
                     f"{name} cannot be on this module: the policy of a {member_of} ancestor picked it",
                     at=describe_module(module),
                     fix=f"call {name} on this module before {member_of} on the ancestor",
+                )
+
+
+def _check_below(name: str, rivals: frozenset[str], module: nn.Module, visited: Sequence[nn.Module]) -> None:
+    """Refuse a module below which an annotation from further up manages modules that ``name`` would hide from it."""
+    below = [record for one in visited if (record := _record_of(one)) is not None] if rivals else []
+    own = {id(annotation.state) for record in below for annotation in record.annotations.values()}
+    for record in below:
+        for api, state in record.members.items():
+            if api in rivals and id(state) not in own:
+                raise ConfigError(
+                    f"{name} cannot be on this module: the policy of a {api} ancestor picked modules below it",
+                    at=describe_module(module),
+                    fix=f"call {name} on this module before {api} on the ancestor",
                 )
 
 

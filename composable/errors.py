@@ -14,7 +14,15 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-__all__ = ["ComposableError", "ConfigError", "DesyncError", "UsageError", "located", "place_of_rank"]
+__all__ = [
+    "ComposableError",
+    "ConfigError",
+    "DesyncError",
+    "StateDictError",
+    "UsageError",
+    "located",
+    "place_of_rank",
+]
 
 
 class ComposableError(Exception):
@@ -48,6 +56,10 @@ class ConfigError(ComposableError, ValueError):
     """An argument is wrong."""
 
 
+class StateDictError(ConfigError, RuntimeError):
+    """A state dict does not fit a model; a ``RuntimeError`` too, as code that knows torch's own expects."""
+
+
 class UsageError(ComposableError, RuntimeError):
     """The call is right, the moment is wrong."""
 
@@ -60,9 +72,13 @@ def _rebuild(cls: type[ComposableError], what: str, at: str | None, fix: str | N
     return cls(what, at=at, fix=fix)
 
 
+# How messages name a process that is in no process group, and so has no rank.
+_OUTSIDE = "this process"
+
+
 def place_of_rank() -> str:
     """Return how messages name this process."""
-    return f"rank {dist.get_rank()}" if dist.is_available() and dist.is_initialized() else "rank unknown"
+    return f"rank {dist.get_rank()}" if dist.is_available() and dist.is_initialized() else _OUTSIDE
 
 
 @contextmanager
@@ -73,6 +89,6 @@ def located(at: str) -> Iterator[None]:
     except ComposableError as error:
         if error.at is None:
             error.at = at
-        elif not error.at.startswith("rank "):
+        elif not error.at.startswith(("rank ", _OUTSIDE)):
             error.at = f"{at}, {error.at}"
         raise

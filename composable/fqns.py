@@ -9,13 +9,20 @@ from typing import NamedTuple
 from torch import nn
 
 from composable.errors import ConfigError
-from composable.wording import list_text
+from composable.wording import join_fqn, list_text
 
-__all__ = ["SUCCESSOR", "NamedTree", "check_same_fqns", "describe_module"]
+__all__ = ["SUCCESSOR", "NamedTree", "check_same_fqns", "describe_module", "fqn_in_model", "plain_fqn"]
 
 _MAX_NAMES_SHOWN = 10
 # On a meta buffer of which an annotation has taken other names: the tensor with memory that took its place there.
 SUCCESSOR = "_composable_successor"
+# What wrappers of torch, which are no annotations, add to the names of what is below them.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+
+def plain_fqn(fqn: str) -> str:
+    """Return ``fqn`` as a state dict has it: without the parts that wrappers of torch add."""
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 def describe_module(module: nn.Module) -> str:
@@ -27,6 +34,18 @@ def describe_module(module: nn.Module) -> str:
     fqn = _find_fqn(module)
     cls = type(module).__name__
     return f"module '{fqn}' ({cls})" if fqn else f"module {cls}"
+
+
+def fqn_in_model(module: nn.Module, name: str, fqn: str = "") -> str:
+    """Name what ``module`` holds under ``name`` for an error, below the outermost module that is alive; slow.
+
+    Args:
+        module: Holds it.
+        name: Of a parameter or buffer.
+        fqn: A name of it from elsewhere, which counts where it says more.
+    """
+    found = join_fqn(_find_fqn(module), name)
+    return fqn if fqn.endswith(f".{found}") else found
 
 
 def _find_fqn(module: nn.Module) -> str:

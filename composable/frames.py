@@ -6,15 +6,38 @@ a hot path, nor for a compiled region, but ``in_backward``.
 
 import copy
 import inspect
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
-from composable.torch_private import current_graph_task_id, module_call_code
+from composable.torch_private import (
+    current_graph_task_id,
+    functional_call_code,
+    module_call_code,
+    outside_transforms,
+    running_transform,
+    will_engine_execute_node,
+)
 
-__all__ = ["copied_values", "in_backward", "is_called_again", "is_strict_load", "modules_in_call"]
+__all__ = [
+    "copied_values",
+    "in_backward",
+    "in_torch_save",
+    "is_called_again",
+    "is_functional_call",
+    "is_strict_load",
+    "modules_in_call",
+    "run_as_call",
+    "will_get_gradient",
+]
+
+T = TypeVar("T")
 
 
 def in_backward() -> bool:
@@ -22,9 +45,54 @@ def in_backward() -> bool:
     return current_graph_task_id() != -1
 
 
+def in_torch_save() -> bool:
+    """Say whether what is being pickled goes into a file of ``torch.save``."""
+    return next(_frames_of(torch.save.__code__), None) is not None
+
+
+def will_get_gradient(leaf: torch.Tensor) -> bool:
+    """Say whether the backward that is running gets to ``leaf``, or has got there. Inside a backward only."""
+    try:
+        return bool(will_engine_execute_node(get_gradient_edge(leaf).node))
+    except RuntimeError:  # Raised for a leaf that is an input of torch.autograd.grad.
+        return True
+
+
+class _Alive:
+    """Lives as long as what holds it."""
+
+    __slots__ = ("__weakref__",)
+
+
+def watch_graph(leaves: Iterable[torch.Tensor]) -> Callable[[], bool]:
+    """Return a function that says whether a graph of autograd to any of ``leaves``, made so far or later, lives.
+
+    Of leaves that are all frozen no graph is known: it says yes.
+    """
+    alive = _Alive()
+    known = [leaf for leaf in leaves if leaf.requires_grad]
+    if not known:
+        return lambda: True
+    with outside_transforms() if running_transform() is not None else nullcontext(), torch.enable_grad():
+        for leaf in known:
+            # Of all graphs to a leaf, which hold this node.
+            node = get_gradient_edge(leaf).node
+            node.metadata[alive] = None  # type: ignore[index]  # a dict that is there when it is asked for
+    reference = weakref.ref(alive)
+    return lambda: reference() is not None
+
+
 def modules_in_call() -> list[nn.Module]:
-    """Return the modules whose calls are under way, innermost first."""
-    return [frame.f_locals["self"] for frame in _frames_of(module_call_code)]
+    """Return the modules whose calls are under way, innermost first.
+
+    torch.compile compiles no frame of ``nn.Module`` itself, and calls opaque hooks from such frames only.
+    """
+    return [frame.f_locals["self"] for frame in _frames_of(module_call_code, run_as_call.__code__)]
+
+
+def run_as_call(self: nn.Module, run: Callable[[], T]) -> T:  # by that name its frame is read
+    """Return ``run()``, which counts as a call of the module ``self``."""
+    return run()
 
 
 def is_called_again(module: nn.Module) -> bool:
@@ -45,9 +113,14 @@ def is_strict_load() -> bool:
     return frame is not None and bool(frame.f_locals["strict"])
 
 
-def _frames_of(code: CodeType) -> Iterator[FrameType]:
+def is_functional_call() -> bool:
+    """Say whether a ``functional_call`` of torch, which lends modules other parameters, is under way."""
+    return next(_frames_of(functional_call_code), None) is not None
+
+
+def _frames_of(*codes: CodeType) -> Iterator[FrameType]:
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is code:
+        if frame.f_code in codes:
             yield frame
         frame = frame.f_back

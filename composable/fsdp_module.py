@@ -7,17 +7,19 @@ import changed.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from composable.arguments import check_bool, check_device
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
-from composable.runtime import FullyShardState, copy_module, handle_of_module, sharded_state_of
+from composable.runtime import FullyShardState, call_as_forward, copy_module, handle_of_module, sharded_state_of
 from composable.storage import Handle, MarkedMemory, ShardedParam
 
-__all__ = ["FSDPModule", "UnshardHandle", "add_mixin", "remove_mixin"]
+__all__ = ["FSDPModule", "UnshardHandle", "add_mixin", "register_fsdp_forward_method", "remove_mixin"]
 
 
 class UnshardHandle:
@@ -61,6 +63,8 @@ class FSDPModule:
         Only shards are allocated, one tensor for each of a handle's dtypes; parameters stay the same
         objects. The new memory is marked (NaN in floats): what nobody fills is an error at the first use.
         """
+        check_device("device", device, or_none=True)
+        check_bool("recurse", recurse)
         with MarkedMemory():
             super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]  # of nn.Module, further down the MRO
         own, state = _managed(self)
@@ -96,6 +100,19 @@ class FSDPModule:
             handle.attach()
         return self
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or set them to zero, as of any module: also while modules hold unsharded parameters."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # of the module's own class, which comes after this one
+        handles = {
+            handle: None for module in _managed(self)[0].modules() if (handle := handle_of_module(module)) is not None
+        }
+        for param in [param for handle in handles for param in handle.params]:
+            grad = param.sharded.grad
+            if grad is not None and set_to_none:
+                param.sharded.grad = None
+            elif grad is not None:
+                grad.zero_()
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this module's own parameters.
 
@@ -106,6 +123,7 @@ class FSDPModule:
                 or in the module's forward.
         """
         _, state = _managed(self)
+        check_bool("async_op", async_op)
         scheduler = state.lazy_init().scheduler
         handles = _handles(self, recurse=False)
         scheduler.shards_written()
@@ -131,7 +149,12 @@ class FSDPModule:
         Args:
             requires_gradient_sync: Reduce at the end of each handle's backward.
             recurse: Also in fully sharded modules below.
+
+        Raises:
+            ConfigError: ``requires_gradient_sync`` is no bool.
         """
+        check_bool("requires_gradient_sync", requires_gradient_sync)
+        check_bool("recurse", recurse)
         for handle in _handles(self, recurse=recurse):
             handle.requires_gradient_sync = requires_gradient_sync
 
@@ -144,12 +167,8 @@ class FSDPModule:
             reshard_after_forward: Free them, and all-gather again in backward.
             recurse: Also in fully sharded modules below.
         """
-        if not isinstance(reshard_after_forward, bool):
-            raise ConfigError(
-                f"reshard_after_forward is {reshard_after_forward!r}, not a bool",
-                at=describe_module(_managed(self)[0]),
-                fix="pass True or False",
-            )
+        check_bool("reshard_after_forward", reshard_after_forward)
+        check_bool("recurse", recurse)
         for handle in _handles(self, recurse=recurse):
             handle.reshard_option = handle.reshard_after_forward = reshard_after_forward
 
@@ -172,6 +191,33 @@ class FSDPModule:
         ahead = _prefetched(self, modules, "set_modules_to_backward_prefetch")
         for handle in _handles(self, recurse=False):
             handle.backward_prefetch = ahead
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method of a fully sharded module, say ``encode``, find its parameters unsharded as its forward does.
+
+    torch's function of this name does nothing on our modules, and ours nothing on a module that is not fully sharded.
+    Inputs are not moved to the device, and users' forward hooks do not run. Every rank calls the method alike.
+
+    Raises:
+        ConfigError: The module has no method of that name.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    function = getattr(getattr(module, method_name, None), "__func__", None)
+    if function is None:
+        raise ConfigError(
+            f"register_fsdp_forward_method got {method_name!r}, which is no method",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix="pass the name of a method that its class defines",
+        )
+
+    @functools.wraps(function)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call_as_forward(self, functools.partial(function, self, *args, **kwargs))
+
+    # Bound, and with no module of its own: a deep copy of the module calls it on the copy.
+    setattr(module, method_name, MethodType(call, module))
 
 
 def add_mixin(module: nn.Module) -> None:
@@ -259,6 +305,10 @@ def _handles(module: object, *, recurse: bool) -> list[Handle]:
 def _prefetched(module: object, modules: Sequence[object], setter: str) -> tuple[Handle, ...]:
     ahead: list[Handle] = []
     own, _ = _managed(module)
+    if not isinstance(modules, Sequence):
+        raise ConfigError(
+            f"{setter} got {type(modules).__name__}", at=describe_module(own), fix="pass a list of modules"
+        )
     for other in modules:
         if not isinstance(other, FSDPModule):
             raise ConfigError(

@@ -14,9 +14,9 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.collectives import Grid, choose_transport_for, resolve_mesh
+from composable.collectives import Grid, annotating, choose_transport_for, resolve_mesh
 from composable.contract import contract, set_member
-from composable.errors import ConfigError
+from composable.errors import ComposableError, ConfigError, UsageError
 from composable.fsdp_module import add_mixin
 from composable.planning import (
     HandleMembers,
@@ -28,9 +28,11 @@ from composable.planning import (
     name_modules,
 )
 from composable.policies import PolicyLike
+from composable.registrations import take_charge
 from composable.runtime import FullyShardState, register_fully_shard_hooks
 from composable.saving import register_load_check, register_room
 from composable.storage import FirstValues, FlatBuffer, Handle, ParamInitFn, describe_buffers, move_buffers
+from composable.wording import list_text
 
 __all__ = ["fully_shard"]
 
@@ -38,6 +40,7 @@ ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
 
 
 @contract(FullyShardState, incompatible=("replicate",))
+@annotating("fully_shard")
 def fully_shard(
     module: ModuleT,
     *,
@@ -47,6 +50,7 @@ def fully_shard(
     reshard_after_forward: bool | None = None,
     ignored_params: Collection[nn.Parameter] | None = None,
     ignored_modules: Collection[nn.Module] | None = None,
+    unused_gradients: str = "none",
     param_init_fn: ParamInitFn | None = None,
     sync_module_states: bool = False,
     transport: str = "auto",
@@ -70,13 +74,18 @@ def fully_shard(
     Args:
         module: What to annotate, or several modules that share one handle.
         policy: Which submodules get handles: a set of classes, a function of a module that
-            returns a bool, ``ModuleWrapPolicy``, ``CustomPolicy`` or ``SizePolicy``.
+            returns a bool, ``ModuleWrapPolicy``, ``CustomPolicy`` or ``SizePolicy``; or what
+            ``FullyShardedDataParallel`` takes as ``auto_wrap_policy``, but for torch's ``CustomPolicy``.
         mesh: 1-D mesh of the ranks that share the parameters; default: all ranks.
         strategy: ``FULL_SHARD`` or ``SHARD_GRAD_OP``; instead of ``reshard_after_forward``.
         reshard_after_forward: Free the unsharded parameters between forward and backward.
             ``None``: free them, except those of the root, which backward needs first.
         ignored_params: Parameters to leave alone.
         ignored_modules: Modules to leave alone with all below them.
+        unused_gradients: What a parameter gets that no rank has a gradient for. ``none``: its ``grad`` stays
+            as it is, as in one process; at the end of each backward ranks tell each other with one small
+            message. ``zero``: a zero gradient, without the message; optimizers then move the parameter by
+            momentum and weight decay, and a gradient that arrives after its module was reduced is an error.
         param_init_fn: Called with each module that itself owns a parameter or buffer on the meta
             device, in ``modules()`` order: gives values, on the device of the mesh, to what that
             module owns itself. Only that module's parameters are whole meanwhile, and those that
@@ -92,14 +101,14 @@ def fully_shard(
         ``module``, the same object; it and every fully sharded module is now also an ``FSDPModule``.
 
     Raises:
-        UsageError: No process group is initialised.
-        ConfigError: An argument is wrong; the message names the module, the parameter and the fix. With
-            ``param_init_fn`` or ``sync_module_states`` on every rank, also if it is wrong on one only.
+        UsageError: No process group is initialised, or parameters have gradients already.
+        ConfigError: An argument is wrong, or something else manages a parameter; the message names the module, the
+            parameter and the fix. With ``param_init_fn`` or ``sync_module_states`` on every rank, also if it is
+            wrong on one only.
         DesyncError: With either of these options: the ranks differ in options, plan or buffers.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    state = fully_shard.state(modules[0])
-    assert state is not None
+    state = next(found for one in modules if (found := fully_shard.state(one)) is not None)
     state.modules = tuple(modules)
     state.mesh = resolve_mesh(mesh, (param for one in modules for param in one.parameters()), caller="fully_shard")
     state.grid = Grid.of(state.mesh)
@@ -107,7 +116,7 @@ def fully_shard(
     is_collective = sync_module_states is not False or param_init_fn is not None
     members: Sequence[HandleMembers] = ()
     with _collector_paused():
-        failure: ConfigError | None = None
+        failure: ComposableError | None = None
         try:
             _check_first_values(param_init_fn, sync_module_states)
             options = ShardOptions(
@@ -117,11 +126,14 @@ def fully_shard(
                 reshard_after_forward=reshard_after_forward,
                 ignored_params=ignored_params,
                 ignored_modules=ignored_modules,
+                unused_gradients=unused_gradients,
                 transport=state.transport_name,
             )
             state.plan, members = make_plan(module, options)
             state.ignored_modules = frozenset(ignored_modules or ())
-        except ConfigError as error:
+            state.ignored_slots = _slots_of(state, ignored_params or ())
+            _check_no_gradients(members)
+        except ComposableError as error:
             if not is_collective:
                 raise
             failure = error
@@ -141,6 +153,30 @@ def _check_first_values(param_init_fn: object, sync_module_states: object) -> No
         raise ConfigError(f"sync_module_states is {sync_module_states!r}", fix="pass True or False")
 
 
+def _slots_of(state: FullyShardState, params: Collection[nn.Parameter]) -> list[tuple[nn.Module, str]]:
+    """Return every place below the annotated modules that holds one of ``params``."""
+    if not params:
+        return []
+    wanted = set(map(id, params))
+    return [
+        (module, name)
+        for module in managed_modules(state.modules, state.ignored_modules)
+        for name, param in module._parameters.items()
+        if id(param) in wanted
+    ]
+
+
+def _check_no_gradients(members: Sequence[HandleMembers]) -> None:
+    """Refuse parameters that have gradients: this rank's own, of which no slice is that of their mean."""
+    names = [fqn for one in members for fqn, param in one.originals.items() if param.grad is not None]
+    if names:
+        raise UsageError(
+            "parameters have gradients already, which fully_shard would drop",
+            at=f"parameter {list_text(names)}",
+            fix="step with them first, or drop them: zero_grad()",
+        )
+
+
 @contextmanager
 def _collector_paused() -> Iterator[None]:
     """Keep Python's cycle collector from scanning what is being built, again and again, to find that all of it lives.
@@ -157,7 +193,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _compare_calls(
-    state: FullyShardState, param_init_fn: ParamInitFn | None, failure: ConfigError | None, *, is_synced: bool
+    state: FullyShardState, param_init_fn: ParamInitFn | None, failure: ComposableError | None, *, is_synced: bool
 ) -> None:
     """Raise on every rank unless all call with options, plans and buffers that fit. Collective."""
     options: list[str] = []
@@ -166,7 +202,7 @@ def _compare_calls(
         # Values that the first rank sends may come from anywhere.
         options = [f"sync_module_states={is_synced}" if is_synced else f"param_init_fn={param_init_fn is not None}"]
         options.append(f"on {state.mesh.device_type}")
-        plan_text, digest, buffers = str(state.plan), state.plan.digest(), describe_buffers(_managed(state))
+        plan_text, digest, buffers = state.plan.compared_text(), state.plan.digest(), describe_buffers(_managed(state))
     state.grid.everyone.compare(
         "\n".join([*options, digest, *buffers]),
         failure,
@@ -187,10 +223,12 @@ def _build(
     device = state.grid.shard.device
     return [
         [
-            FlatBuffer(buffer_plan, handle_plan.module_fqns[0], member, state.mesh, device, is_deferred=is_deferred)
+            FlatBuffer(buffer_plan, fqn, member, state.mesh, device, is_deferred=is_deferred)
             for buffer_plan in handle_plan.buffers
         ]
         for handle_plan, member in zip(state.plan.handles, members, strict=True)
+        # Names of parameters leave out that of their module; of several modules they start with the position.
+        for fqn in [handle_plan.module_fqns[0] if len(member.modules) == 1 else ""]
     ]
 
 
@@ -220,8 +258,10 @@ def _build_filled(
 
 def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Sequence[Sequence[FlatBuffer]]) -> None:
     """Change the modules: what can fail came before."""
+    number = state.grid.shard.take_number()
     for handle_plan, member, buffers in zip(state.plan.handles, members, built, strict=True):
         handle = Handle(handle_plan, member.modules, buffers)
+        handle.label_params(number)
         state._handles.append(handle)
         for fqn, original in member.originals.items():
             mark_replaced(original, fqn, *member.owners[fqn][0])
@@ -229,11 +269,13 @@ def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Se
             state._module_to_handle[module] = handle
             if module not in state.modules:
                 set_member(module, "fully_shard", state)
+    state.enclose()
     for module in state.modules:
         state.hook_handles += register_load_check(module)
     for module in dict.fromkeys((*state.modules, *state._module_to_handle)):
         state.hook_handles += register_fully_shard_hooks(module, state, state._module_to_handle.get(module))
         state.hook_handles += register_room(module)
         add_mixin(module)
+    take_charge(_managed(state))
     if state.mesh.device_type != "cpu":
         move_buffers(_managed(state), state.grid.shard.device)

@@ -1,10 +1,11 @@
 """Accumulating gradients without synchronising them, for both annotations."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
+from composable.arguments import check_module
 from composable.contract import get_registry
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
@@ -25,7 +26,9 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
     Raises:
         UsageError: There is none.
+        ConfigError: ``module`` is no module.
     """
+    check_module("module", module)
     found: dict[Handle | Reducer, None] = {}
     for visited in module.modules():
         handle = handle_of_module(visited)
@@ -46,6 +49,13 @@ def no_sync(module: nn.Module) -> Iterator[None]:
             one.sync_after_context = syncs if after is None else after
             one.requires_gradient_sync = False
         yield
-    finally:
-        for one, syncs, after in before:
-            one.requires_gradient_sync, one.sync_after_context = syncs, after
+        _restore(before)
+    except BaseException:
+        # Also where Ctrl-C came into the line above.
+        _restore(before)
+        raise
+
+
+def _restore(before: Iterable[tuple[Handle | Reducer, bool, bool | None]]) -> None:
+    for one, syncs, after in before:
+        one.requires_gradient_sync, one.sync_after_context = syncs, after

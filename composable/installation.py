@@ -10,8 +10,8 @@ __all__ = ["install"]
 def install() -> None:
     """Teach torch the parameters of this library. Runs when the package is imported; again, it changes nothing.
 
-    * ``RaggedDTensor`` joins the types that optimizers and ``clip_grad_norm_`` treat in lists, and those that
-      ``torch.load`` reads with ``weights_only=True``. On torch 2.11 it also finds our rule for each operation on it.
+    * ``RaggedDTensor`` joins the types that optimizers and ``clip_grad_norm_`` treat in lists. On torch 2.11 it also
+      finds our rule for each operation on it.
     * ``distribute_tensor`` and ``DTensor.redistribute`` take the placement ``RaggedShard``.
     * ``set_model_state_dict``, ``set_optimizer_state_dict`` and their kin cut full values for our parameters,
       and refuse what does not fit before they change anything.

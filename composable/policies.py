@@ -20,8 +20,8 @@ from composable.errors import ConfigError
 __all__ = ["CustomPolicy", "ModuleWrapPolicy", "Policy", "PolicyLike", "SizePolicy", "has_forward", "resolve_policy"]
 
 _ACCEPTED = (
-    "pass a set of module classes, a function of one module that returns a bool, ModuleWrapPolicy, CustomPolicy "
-    "or SizePolicy"
+    "pass a set of module classes, a function of one module that returns a bool, ModuleWrapPolicy, CustomPolicy, "
+    "SizePolicy, or an auto_wrap_policy of torch"
 )
 _CLASSES_IN_HINT = 5
 
@@ -166,13 +166,7 @@ class SizePolicy(Policy):
         return f"SizePolicy({self.min_numel})"
 
     def _choose(self, tree: "_Tree") -> dict[nn.Module, str]:
-        numels: dict[nn.Module, int] = {}
-        counted: set[int] = set()
-        for module in tree.fqns:
-            # A tied parameter counts once, where it is first met.
-            own = [param for param in module._parameters.values() if param is not None and id(param) not in counted]
-            counted.update(id(param) for param in own)
-            numels[module] = sum(param.numel() for param in own)
+        numels = tree.own_numels()
         picked: dict[nn.Module, str] = {}
         for module in reversed(tree.fqns):
             if numels[module] >= self.min_numel and has_forward(module):
@@ -182,7 +176,62 @@ class SizePolicy(Policy):
         return dict(reversed(picked.items()))
 
 
-PolicyLike: TypeAlias = Policy | AbstractSet[type[nn.Module]] | Callable[[nn.Module], bool]
+@dataclass(frozen=True)
+class _AutoWrapPolicy(Policy):
+    """Asks as torch's ``FullyShardedDataParallel`` asks its ``auto_wrap_policy``.
+
+    ``function(module=, recurse=, nonwrapped_numel=)`` says from the top down which modules to look into, then from the
+    bottom up which to pick, given the elements below that no pick has. Modules without ``forward`` are passed over.
+    """
+
+    function: Callable[..., bool]
+
+    def __post_init__(self) -> None:
+        try:
+            inspect.signature(self.function).bind(module=None, recurse=False, nonwrapped_numel=0)
+        except TypeError as error:
+            raise ConfigError(
+                f"{self} cannot be called with module, recurse and nonwrapped_numel: {error}",
+                fix="give its other arguments with functools.partial",
+            ) from None
+
+    def __str__(self) -> str:
+        return _name_of(getattr(self.function, "func", self.function))
+
+    def _choose(self, tree: "_Tree") -> dict[nn.Module, str]:
+        numels = tree.own_numels()
+        inside = dict.fromkeys((tree.root, *tree.fqns), 0)
+        for module in reversed(tree.fqns):
+            inside[module] += numels[module]
+            inside[tree.parents[module]] += inside[module]
+        inside[tree.root] += sum(param.numel() for param in tree.root._parameters.values() if param is not None)
+        entered: set[nn.Module] = set()
+        for module in inside:
+            is_in_sight = module is tree.root or tree.parents[module] in entered
+            if is_in_sight and self._ask(tree, module, inside[module], recurse=True):
+                entered.add(module)
+        picked: dict[nn.Module, str] = {}
+        taken = dict.fromkeys(inside, 0)
+        for module in reversed(tree.fqns):
+            left = inside[module] - taken[module]
+            if module in entered and has_forward(module) and self._ask(tree, module, left, recurse=False):
+                picked[module] = f"policy: {self}"
+                taken[module] = inside[module]
+            taken[tree.parents[module]] += taken[module]
+        return dict(reversed(picked.items()))
+
+    def _ask(self, tree: "_Tree", module: nn.Module, numel: int, *, recurse: bool) -> bool:
+        answer: object = self.function(module=module, recurse=recurse, nonwrapped_numel=numel)
+        if not isinstance(answer, bool):
+            raise ConfigError(
+                f"policy {self} returned {type(answer).__name__}, not bool",
+                at=f"module '{tree.fqns.get(module, '(root)')}' ({type(module).__name__})",
+                fix="return True or False",
+            )
+        return answer
+
+
+PolicyLike: TypeAlias = Policy | AbstractSet[type[nn.Module]] | Callable[..., bool]
 
 
 def resolve_policy(policy: PolicyLike) -> Policy:
@@ -196,8 +245,26 @@ def resolve_policy(policy: PolicyLike) -> Policy:
     if isinstance(policy, AbstractSet):
         return ModuleWrapPolicy(policy)
     if callable(policy) and not isinstance(policy, type | nn.Module):
-        return CustomPolicy(policy)
+        return _AutoWrapPolicy(policy) if _asks_as_torch(policy) else CustomPolicy(policy)
+    if type(policy).__name__ == "CustomPolicy" and type(policy).__module__.startswith("torch."):
+        raise ConfigError(
+            "torch's CustomPolicy may answer with options for FullyShardedDataParallel",
+            fix="pass the function that it was made from, which returns a bool here",
+        )
     raise ConfigError(f"{_name_of(policy)} is not a policy", fix=_ACCEPTED)
+
+
+def _asks_as_torch(policy: Callable[..., bool]) -> bool:
+    """Say whether a function takes what torch's ``auto_wrap_policy`` is called with, rather than one module."""
+    try:
+        params = inspect.signature(policy).parameters.values()
+    except (TypeError, ValueError):
+        return False  # a builtin without a signature
+    takes_anything = {param.kind for param in params} == {
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    }
+    return takes_anything or any(param.name == "recurse" for param in params)
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -209,6 +276,7 @@ class _Tree:
     """The submodules of a root that may be picked, depth first, left to right.
 
     Attributes:
+        root: What they are below.
         fqns: Submodule -> FQN below the root.
         parents: Submodule -> the module it was reached from.
     """
@@ -216,6 +284,7 @@ class _Tree:
     def __init__(self, root: nn.Module, excluded: Collection[nn.Module]) -> None:
         self.fqns: dict[nn.Module, str] = {}
         self.parents: dict[nn.Module, nn.Module] = {}
+        self.root = root
         seen = {root}
         hidden = list(excluded)
         while hidden:
@@ -236,6 +305,16 @@ class _Tree:
                 for name, child in reversed(module._modules.items())
                 if child is not None
             )
+
+    def own_numels(self) -> dict[nn.Module, int]:
+        """Return the elements that each module owns itself; a tied parameter counts once, where it is first met."""
+        numels: dict[nn.Module, int] = {}
+        counted: set[int] = set()
+        for module in self.fqns:
+            own = [param for param in module._parameters.values() if param is not None and id(param) not in counted]
+            counted.update(id(param) for param in own)
+            numels[module] = sum(param.numel() for param in own)
+        return numels
 
 
 def _name_of(value: object) -> str:

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from composable.collectives import Grid, resolve_ranks
+from composable.arguments import check_module
+from composable.collectives import Grid, annotating, resolve_ranks
 from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
 from composable.fqns import describe_module
@@ -38,6 +39,7 @@ ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
 
 
 @contract(ReplicateState, incompatible=("fully_shard",))
+@annotating("replicate")
 def replicate(
     module: ModuleT,
     *,
@@ -84,8 +86,10 @@ def replicate(
         DesyncError: The ranks have different modules or options.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    state = replicate.state(modules[0])
-    assert state is not None
+    # Of a module and one inside it, the outer one has the state.
+    annotated = {one: found for one in modules if (found := replicate.state(one)) is not None}
+    state = next(iter(annotated.values()))
+    modules = list(annotated)
     state.modules = tuple(modules)
     ranks = resolve_ranks(mesh, process_group, [param for module in modules for param in module.parameters()])
     options = BucketOptions()
@@ -94,6 +98,7 @@ def replicate(
     try:
         options = _check_options(bucket_cap_mb, find_unused_parameters, broadcast_buffers, gradient_as_bucket_view)
         managed = find_tensors(modules, ignored_modules, ranks.device.type)
+        state.ignored_modules = frozenset(ignored_modules or ())
     except ComposableError as error:
         # The other ranks are about to communicate: they must hear of it first.
         failure = error
@@ -127,14 +132,18 @@ def _execute(
     trainable = [ReducedParam(fqn, param, index) for fqn, param, index in managed.params if param.requires_grad]
     state.frozen = [(fqn, param) for fqn, param, _ in managed.params if not param.requires_grad]
     state.reducer = Reducer(trainable, transport, state.grid, options, at_end_of_backward)
+    state.follow()
     state.hook_handles = after_gradients([item.param for item in trainable], state.reducer.arrivals())
     for index, module in enumerate(state.modules):
         state.hook_handles += _register_module_hooks(state, module, index)
         state.hook_handles += register_load_check(module)
+    state.watch()
 
 
 def _register_module_hooks(state: ReplicateState, module: nn.Module, index: int) -> list[RemovableHandle]:
-    return register_replicate_hooks(module, state.before_forward, functools.partial(state.before_backward, index))
+    return register_replicate_hooks(
+        module, state.before_forward, state.after_forward, functools.partial(state.before_backward, index)
+    )
 
 
 def register_comm_hook(module: nn.Module, state: object, hook: CommHook) -> None:
@@ -151,8 +160,12 @@ def register_comm_hook(module: nn.Module, state: object, hook: CommHook) -> None
             The hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` fit.
 
     Raises:
+        ConfigError: ``hook`` is no function, or ``module`` no module.
         UsageError: The module is not replicated, has a hook already, or a backward is running.
     """
+    check_module("module", module)
+    if not callable(hook):
+        raise ConfigError(f"hook is {hook!r:.80}", at=place_of_rank(), fix="pass a function of a state and a bucket")
     annotation = replicate.state(module)
     if annotation is None:
         raise UsageError(

@@ -5,37 +5,161 @@ those of others, is said here.
 """
 
 import dataclasses
+import itertools
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from operator import attrgetter
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from composable.torch_private import queue_callback
+from composable.torch_private import (
+    current_graph_task_id,
+    opaque,
+    outside_transforms,
+    queue_callback,
+    running_transform,
+)
 
 __all__ = [
+    "EndOfBackward",
+    "Ending",
+    "GradientHook",
     "after_gradients",
     "around_forward",
     "around_optimizer",
     "around_state_dict",
     "at_end_of_backward",
+    "before_every_registration",
     "before_every_step",
     "beside_forward",
     "differentiable_tensors",
+    "next_ending_number",
     "on_gradient",
+    "tensors_in",
 ]
 
-at_end_of_backward = queue_callback
+
+class Ending(Protocol):
+    """What one annotation has to do when a backward ends.
+
+    Attributes:
+        number: From ``next_ending_number``: all ranks made their annotations in the same order.
+    """
+
+    number: int
+
+    def start(self) -> None:
+        """Start collectives."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for them."""
+        ...
 
 
-def around_forward(module: nn.Module, before: Callable[..., Any], after: Callable[..., None]) -> list[RemovableHandle]:
+next_ending_number = itertools.count().__next__
+
+
+class EndOfBackward:
+    """What is to be done when a backward ends well.
+
+    One for all annotations: they start in the order of their numbers, whichever heard of the backward first on
+    this rank, and only then wait.
+    """
+
+    __slots__ = ("__weakref__", "_endings", "_held")
+
+    def __init__(self) -> None:
+        self._endings: list[Ending] = []
+        self._held: weakref.ref[Callable[[], None]] | None = None
+
+    def queue(self) -> None:
+        """Let autograd run this.
+
+        What it holds is a bound method, which nothing else holds: this object itself lives on in the traceback of
+        an exception that was raised here, and that may be kept for long.
+        """
+        run = self.run
+        self._held = weakref.ref(run)
+        queue_callback(run)
+
+    def add(self, ending: Ending) -> Callable[[], None]:
+        """Let ``ending`` run too; returns what autograd frees when the backward ends in any way."""
+        self._endings.append(ending)
+        held = None if self._held is None else self._held()
+        assert held is not None, "the backward is running"
+        return held
+
+    @opaque
+    def run(self) -> None:
+        """Start all, then finish all whose start went well; raise the first failure.
+
+        One that failed is left as an exception in backward leaves it, and so are all after Ctrl-C.
+        """
+        if running_transform() is not None:
+            with outside_transforms():
+                self.run()
+            return
+        failures: list[Exception] = []
+        endings = sorted(self._endings, key=attrgetter("number"))
+        started = [ending for ending in endings if _goes_well(ending.start, failures)]
+        for ending in started:
+            _goes_well(ending.finish, failures)
+        if failures:
+            try:
+                raise failures[0]
+            finally:
+                # Else the traceback would hold itself, and what its frames hold.
+                failures.clear()
+
+
+# By the id of the backward, which no other has.
+_RUNNING: "WeakValueDictionary[int, EndOfBackward]" = WeakValueDictionary()
+_QUEUEING = threading.Lock()
+
+
+def at_end_of_backward(ending: Ending) -> Callable[[], None]:
+    """Let ``ending`` run at the end of the backward that is running on this thread; returns what autograd holds."""
+    task = current_graph_task_id()
+    end = _RUNNING.get(task)
+    if end is None:
+        with _QUEUEING:
+            # Another device's thread may be as far.
+            end = _RUNNING.get(task)
+            if end is None:
+                end = EndOfBackward()
+                end.queue()
+                _RUNNING[task] = end
+    return end.add(ending)
+
+
+def _goes_well(run: Callable[[], None], failures: list[Exception]) -> bool:
+    """Note what ``run`` raised: other annotations have to go on, or other ranks would wait for them."""
+    try:
+        run()
+    except Exception as error:
+        failures.append(error)
+        return False
+    return True
+
+
+def around_forward(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> list[RemovableHandle]:
     """Call ``before(module, args, kwargs)`` and ``after(module, args, output)`` around the hooks that are there.
 
     So activation checkpointing and users' hooks run between them; of those that are registered later,
     a forward hook runs after ``after``. ``after`` also runs when forward raises. ``before`` may return
-    other (args, kwargs).
+    other (args, kwargs), ``after`` another output.
     """
     return [
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -44,17 +168,63 @@ def around_forward(module: nn.Module, before: Callable[..., Any], after: Callabl
 
 
 def beside_forward(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[RemovableHandle]:
-    """Call ``before(module, args)`` and ``after(module, args, output)`` in their turn among other forward hooks."""
-    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    """Call ``before(module, args)`` and ``after(module, args, output)`` in their turn among other forward hooks.
+
+    ``after`` also runs when forward raises.
+    """
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
 
 
-def on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call ``hook`` when the gradient of ``tensor`` arrives; also after an in-place change of it as a view."""
-    tensor.register_hook(hook)
+class GradientHook:
+    """What runs when the gradient of a tensor arrives; others may join it."""
+
+    __torch_unserializable__ = True  # Who saves the tensor is not warned that hooks are not saved.
+    __slots__ = ()
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class _Joined(GradientHook):
+    """Several on one tensor.
+
+    A module that returns what a module inside it gave has its part on the same tensor. Autograd would run them in
+    the order in which they came, inner first; where another rank's outer module has an output of its own it
+    runs the outer one first, so that is what happens here.
+    """
+
+    __slots__ = ("hooks",)
+
+    def __init__(self, hooks: list[GradientHook]) -> None:
+        self.hooks = hooks
+
+    @opaque
+    def __call__(self, grad: torch.Tensor) -> None:
+        for hook in self.hooks:
+            hook(grad)
+
+
+def on_gradient(tensor: torch.Tensor, hook: GradientHook) -> None:
+    """Call ``hook`` when the gradient of ``tensor`` arrives; also after an in-place change of it as a view.
+
+    Of several on one tensor the last one registered runs first. Of equal ones (``==``) only one stays.
+    """
+    _join(tensor, hook)
     base = tensor._base
     if base is not None and base.grad_fn is not None:
         # An in-place change gives a view another grad_fn, and the hook on it would never run.
-        base.register_hook(hook)
+        _join(base, hook)
+
+
+def _join(tensor: torch.Tensor, hook: GradientHook) -> None:
+    known = tensor._backward_hooks  # None again after an in-place change, which makes another gradient of it.
+    if known:
+        for key, other in known.items():
+            if isinstance(other, GradientHook):
+                others = other.hooks if isinstance(other, _Joined) else [other]
+                known[key] = _Joined([hook, *(one for one in others if one != hook)])
+                return
+    tensor.register_hook(hook)
 
 
 def after_gradients(
@@ -83,6 +253,20 @@ def before_every_step(check: Callable[..., None]) -> RemovableHandle:
     return registered
 
 
+def before_every_registration(
+    of_module: Callable[[nn.Module, str, nn.Module | None], None],
+    of_parameter: Callable[[nn.Module, str, nn.Parameter], None],
+) -> list[RemovableHandle]:
+    """Call ``of_module(parent, name, child)`` or ``of_parameter(parent, name, param)`` before any module gets one.
+
+    Of the whole process. What writes to ``_modules`` or ``_parameters`` itself is not seen: ``ModuleList.insert`` does.
+    """
+    return [
+        register_module_module_registration_hook(of_module),
+        register_module_parameter_registration_hook(of_parameter),
+    ]
+
+
 def around_optimizer(
     optimizer: torch.optim.Optimizer,
     *,
@@ -107,14 +291,18 @@ def around_optimizer(
 
 
 def differentiable_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that require grad in nested tuples, lists, dicts, dataclasses and plain objects."""
+    """Yield those of ``tensors_in`` that require grad."""
+    return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists, dicts, dataclasses and plain objects, also those with slots."""
     stack = [value]
     seen: set[int] = set()
     while stack:
         item = stack.pop()
         if isinstance(item, torch.Tensor):
-            if item.requires_grad:
-                yield item
+            yield item
         elif (
             item is None
             or isinstance(item, (bool, int, float, complex, str, bytes, torch.Size, type, nn.Module))
@@ -125,9 +313,21 @@ def differentiable_tensors(value: Any) -> Iterator[torch.Tensor]:
             seen.add(id(item))
             if isinstance(item, dict):
                 stack.extend(reversed(list(item.values())))
-            elif isinstance(item, (tuple, list, set, frozenset)):
+            elif isinstance(item, (tuple, list, set, frozenset, deque)):
                 stack.extend(reversed(list(item)))
             elif dataclasses.is_dataclass(item):
                 stack.extend(getattr(item, field.name, None) for field in reversed(dataclasses.fields(item)))
-            elif hasattr(item, "__dict__"):
-                stack.extend(reversed(list(vars(item).values())))
+            else:
+                if hasattr(item, "__dict__"):
+                    stack.extend(reversed(list(vars(item).values())))
+                for slot in _slots_of(type(item)):
+                    stack.append(getattr(item, slot, None))
+
+
+def _slots_of(cls: type) -> tuple[str, ...]:
+    """Return the slots of a class written in Python."""
+    found: list[str] = []
+    for base in cls.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else [slot for slot in slots if isinstance(slot, str)]
+    return tuple(slot for slot in found if slot not in ("__dict__", "__weakref__") and not slot.startswith("__"))

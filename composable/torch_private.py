@@ -6,19 +6,22 @@ place. ``tests/test_torch_private.py`` holds the list against the installed torc
 
 # ruff: noqa: I001  # sorted by who uses them
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup, ReduceScatterOptions, Work
 
-from composable.errors import UsageError
+from composable.errors import UsageError, place_of_rank
 
 try:
     # -- transport: composable/collectives/
     from torch._C._distributed_c10d import AllgatherOptions  # the only options torch.distributed does not export
+
+    from torch.autograd.graph import _engine_run_backward  # its frame tells that a thread runs a backward
 
     # -- ragged parameters: composable/ragged/
     from torch import _foreach_copy_ as foreach_copy_  # fills many views in one call; gradients into buffers
@@ -31,6 +34,7 @@ try:
     from torch.distributed._functional_collectives import _are_we_tracing as is_tracing  # where a graph is being made
     from torch.distributed import _state_dict_utils as state_dict_utils  # its `_distribute_tensors` shards full values
     from torch.distributed.checkpoint import state_dict as dcp_state_dict  # loads full state dicts, scalars plain
+    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # where in a file a value lies
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # mesh, placements, shape of a DTensor
     from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types  # types that get foreach
@@ -45,8 +49,20 @@ try:
     from torch._C import _current_autograd_node as current_autograd_node  # the node whose backward is running
     from torch._C import _current_graph_task_id as current_graph_task_id  # -1 outside a running backward
     from torch._C import _will_engine_execute_node as will_engine_execute_node  # whether the backward reaches a node
+    from torch._C._autograd import _get_sequence_nr as next_node_number  # of the next node of autograd of this thread
     from torch.autograd.variable import Variable  # its `_execution_engine` runs the end of a backward
+    from torch.nn.utils import stateless
     from torch.utils._pytree import tree_map  # moves nested inputs to the device
+
+    # -- profilers: regions in a trace
+    from torch.autograd import profiler as autograd_profiler  # its `_is_profiler_enabled` says whether one runs
+
+    # -- torch.compile: every hook of ours
+    from torch._C._dynamo import eval_frame as frame_evaluation  # what the compiler does with the frames of a function
+
+    # -- transforms of torch.func: hooks of sharded modules
+    from torch._C._functorch import peek_interpreter_stack as running_transform  # the innermost one, or None
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms  # as a context
 
     # -- ranks as threads: composable/testing/
     from torch._C import _distributed_c10d as c10d_bindings  # looks groups up by name, per thread where told so
@@ -57,13 +73,20 @@ try:
 
     dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # wraps a local
     module_load = torch.nn.Module._load_from_state_dict  # what a module that loads in its own way overrides
+    backward_code = _engine_run_backward.__code__  # the frame of a backward, to tell that a thread runs one
     module_call_code = torch.nn.Module._call_impl.__code__  # the frame of a module's call, to tell a recursive one
+    functional_call_code = stateless._functional_call.__code__  # the frame of torch.func.functional_call
     # Used below, at run time; here so that one that is gone is missed at import too.
     _USED_BELOW = (
         ProcessGroup._allgather_base,
         ProcessGroup._get_backend,
+        ProcessGroup._get_sequence_number_for_group,  # type: ignore[attr-defined]  # torch's stub lacks it
         ProcessGroup._reduce_scatter_base,
         Variable._execution_engine.queue_callback,
+        autograd_profiler._is_profiler_enabled,
+        frame_evaluation.set_code_exec_strategy,
+        frame_evaluation._FrameAction,
+        frame_evaluation._FrameExecStrategy,
     )
 except (ImportError, AttributeError) as error:
     raise UsageError(
@@ -78,29 +101,43 @@ __all__ = [
     "OpOverload",
     "Placement",
     "PrefixStore",
+    "StorageInfo",
     "Store",
     "TensorMeta",
     "TorchDispatchMode",
     "TorchWorld",
     "all_gather_into",
+    "autograd_profiler",
+    "backward_code",
     "current_autograd_node",
     "current_graph_task_id",
     "dcp_state_dict",
     "disabled_torch_function",
     "dispatch_rule_holder",
     "dtensor_new",
+    "flat_weight_refs",
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
     "forget_meshes",
+    "functional_call_code",
+    "groups_of_process",
     "is_tracing",
     "module_call_code",
     "module_load",
+    "next_node_number",
+    "opaque",
     "optim_foreach_types",
+    "optimizers_in_backward",
+    "outside_transforms",
     "queue_callback",
+    "real_backend",
     "reduce_scatter_into",
     "register_group",
+    "running_transform",
+    "started_in",
     "state_dict_utils",
+    "store_of_default_group",
     "timeout_of",
     "torch_keeps_groups_by_thread",
     "traceable_collectives",
@@ -109,13 +146,57 @@ __all__ = [
     "tree_map_only",
     "utils_foreach_types",
     "will_engine_execute_node",
+    "without_flat_weight_refs",
     "without_modes",
 ]
 
+_FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
+
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """Ask autograd to run ``callback`` at the end of the backward that is running."""
+    """Ask autograd to run ``callback`` at the end of the backward that is running.
+
+    Raises:
+        UsageError: Compiled autograd runs it, which takes callbacks and never calls them.
+    """
+    # Read only where somebody has imported it: who has not does not compile.
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled_autograd, "in_compiled_autograd_region", False):
+        raise UsageError(
+            "compiled autograd runs this backward, and it never says when the backward ends",
+            at=place_of_rank(),
+            fix="leave compiled autograd off: compiled models need it for nothing",
+        )
     Variable._execution_engine.queue_callback(callback)  # the engine takes it for the backward that runs
+
+
+# -- replication: composable/replication/
+
+
+def optimizers_in_backward() -> Mapping[torch.Tensor, Any]:
+    """Return the hooks of torch's ``_apply_optimizer_in_backward``, by parameter."""
+    # Who has not used it has not imported it.
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    return {} if module is None else module.param_to_optim_hook_handle_map
+
+
+# -- torch.compile: every hook of ours
+
+
+def opaque(fn: _FunctionT) -> _FunctionT:
+    """Let ``torch.compile`` call ``fn`` as it is: no frame of it, nor of what it calls, is traced or compiled.
+
+    What ``torch.compiler.disable`` does, but that imports the compiler, which takes longer than the rest of torch,
+    and wraps every call. This costs nothing where nobody compiles.
+    """
+    skip = frame_evaluation._FrameAction.SKIP  # for a frame that is evaluated: outside of a graph
+    function: Any = fn
+    skip = frame_evaluation._FrameAction.SKIP  # evaluate a frame as Python does
+    strategy = frame_evaluation._FrameExecStrategy(skip, skip)  # this one, and those below it
+    frame_evaluation.set_code_exec_strategy(function.__code__, strategy)  # for a call outside of a graph
+    function._torchdynamo_disable = True  # for a call that is met while a graph is made: the graph ends before it
+    function._torchdynamo_disable_msg = "a hook of a data-parallel annotation communicates"
+    return fn
 
 
 # -- ragged parameters: composable/ragged/
@@ -127,6 +208,27 @@ def dispatch_rule_holder() -> Any:
     from torch._library.simple_registry import GenericTorchDispatchRuleHolder  # one for each operation
 
     return GenericTorchDispatchRuleHolder
+
+
+# -- parameters with two faces: composable/storage/
+
+
+def flat_weight_refs(module: torch.nn.Module) -> Any:
+    """Return the weak references to its parameters that ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` keep."""
+    return getattr(module, "_flat_weight_refs", ())  # a module without them has no such attribute
+
+
+@contextmanager
+def without_flat_weight_refs(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Take these references away for a while: a tensor that has any cannot be swapped, as to another device."""
+    held: list[Any] = [module for module in modules if flat_weight_refs(module)]
+    for module in held:
+        module._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for module in held:
+            module._flat_weight_refs = [None if one is None else weakref.ref(one) for one in module._flat_weights]
 
 
 # -- transport: composable/collectives/
@@ -145,6 +247,31 @@ def reduce_scatter_into(group: ProcessGroup) -> Callable[[torch.Tensor, torch.Te
 def timeout_of(group: ProcessGroup) -> timedelta:
     """Return how long the CPU collectives of ``group`` wait for a peer."""
     return group._get_backend(torch.device("cpu")).options._timeout
+
+
+def started_in(group: ProcessGroup) -> int:
+    """Return how many collectives and messages this process has started in ``group``."""
+    number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # torch's stub lacks it
+    return number
+
+
+def groups_of_process() -> dict[str, ProcessGroup]:
+    """Return the process groups that this process is in, by their names."""
+    return {group.group_name: group for group in list(c10d._world.pg_map)}  # torch lists them nowhere else
+
+
+def store_of_default_group() -> Store:
+    """Return where the ranks of the default process group find each other."""
+    return c10d._get_default_store()  # where else can a rank be asked that is in no collective
+
+
+def real_backend(group: ProcessGroup) -> str:
+    """Return ``gloo`` where host tensors travel by gloo, else ``nccl`` or nothing: a group that only pretends."""
+    devices = group._device_types  # a group may have a backend for each of several devices
+    found = {type(group._get_backend(device)).__name__ for device in devices}
+    return next(
+        (name for name in ("gloo", "nccl") if f"ProcessGroup{name.upper() if name == 'nccl' else 'Gloo'}" in found), ""
+    )
 
 
 # -- ranks as threads: composable/testing/

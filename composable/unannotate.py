@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
+from composable.arguments import check_bool
 from composable.collectives import Grid, Ranks
 from composable.contract import get_registry, managing_state, remove_annotation, remove_member
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
@@ -21,10 +22,10 @@ from composable.frames import in_backward, modules_in_call
 from composable.fsdp_module import remove_mixin
 from composable.planning import mark_replaced
 from composable.ragged import collect_full
+from composable.registrations import leave_alone
 from composable.replication import ReplicateState
 from composable.runtime import AnnotatedPart, FullyShardState
 from composable.storage import Handle, ShardedParam, handle_of, reaches_out
-from composable.wording import join_fqn
 
 __all__ = ["unannotate"]
 
@@ -61,12 +62,13 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
             inside and outside of what is to be undone: the message names its modules; or parameters are on
             another device than the ranks talk on, such as meta. Nothing is changed.
         DesyncError: The ranks have different annotations or gradients there. Nothing is changed.
-        ConfigError: ``module`` is no module.
+        ConfigError: ``module`` is no module, or ``recurse`` no bool.
     """
     removal: _Removal | None = None
     failure: ComposableError | None = None
     with located(place_of_rank()):
         roots = _check_modules(module)
+        check_bool("recurse", recurse)
         states = _states_in(roots, recurse=recurse)
         try:
             removal = _Removal(roots, states)
@@ -143,7 +145,7 @@ class _Removal:
     def lines(self) -> list[str]:
         """Return one text per parameter, equal on all ranks if they can go on together."""
         lines = [
-            f"{handle.fqn} {param.fqn} {list(param.shape)} {param.sharded.dtype}"
+            f"{handle.fqn_of(param)} {list(param.shape)} {param.sharded.dtype}"
             f"{'' if param.sharded.grad is None else ' with a gradient'}"
             f"{' kept by no_sync' if handle.has_unsynced_gradients else ''}"
             for handle in self._handles()
@@ -190,8 +192,7 @@ class _Removal:
 
 def _make_whole(handle: Handle, grid: Grid) -> None:
     """Replace the handle's parameters by ordinary ones and free its shards. Collective."""
-    fqn, has_kept_gradients = handle.fqn, handle.has_unsynced_gradients
-    buffers = list(handle.buffers)
+    has_kept_gradients, buffers = handle.has_unsynced_gradients, list(handle.buffers)
     handle.close()
     while buffers:
         flat = buffers.pop(0)
@@ -200,7 +201,8 @@ def _make_whole(handle: Handle, grid: Grid) -> None:
         for param, value in zip(flat.params, values, strict=True):
             param.place(param.plain_copy(value, _full_gradient(param, grid, has_kept=has_kept_gradients)))
             param.sharded.grad = None
-            mark_replaced(param.sharded, join_fqn(fqn, param.fqn), *param.owners[0])
+            mark_replaced(param.sharded, handle.fqn_of(param), *param.owners[0])
+            leave_alone(module for module, _ in param.owners)
 
 
 def _full_gradient(param: ShardedParam, grid: Grid, *, has_kept: bool) -> torch.Tensor | None:

@@ -232,10 +232,8 @@ class Trainer:
         self.model.train()
         return self._total(part / (windows * self.settings.context))
 
-    def save(self, run: Path, step: int, extra: dict[str, Any], *, keep: int, asynchronous: bool) -> None:
-        self.last_save = save_checkpoint(
-            run, step, self.model, self.optimizer, extra=extra, keep=keep, asynchronous=asynchronous
-        )
+    def save(self, run: Path, step: int, extra: dict[str, Any], **options: Any) -> None:
+        self.last_save = save_checkpoint(run, step, self.model, self.optimizer, extra=extra, **options)
 
     def wait_for_save(self) -> None:
         """Return when the last checkpoint is on disk."""
@@ -339,7 +337,9 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
             if "held_back_loss" in line:
                 progress.note(f"step {done}: held-back loss {line['held_back_loss']:.3f} nats per byte")
         if args.checkpoint_every and (done % args.checkpoint_every == 0 or done == settings.steps):
-            trainer.save(run, done, extra, keep=args.keep, asynchronous=args.async_checkpoints)
+            options = {"keep": args.keep, "asynchronous": args.async_checkpoints}
+            # A run that was resumed from an older checkpoint takes the place of what came after that.
+            trainer.save(run, done, extra, discard_later=checkpoint is not None, **options)
     trainer.wait_for_save()
     if log is not None and progress is not None:
         progress.close()

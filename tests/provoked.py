@@ -4,8 +4,10 @@ Every function runs on two ranks, which both get an error, and leaves them able 
 """
 
 import pickle
+import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,14 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from composable import fully_shard, load_checkpoint, replicate, save_checkpoint
+from composable import fully_shard, load_checkpoint, replicate, save_checkpoint, set_divergence_timeout
 from composable.replicate import register_comm_hook
 
 __all__ = ["FOLDER", "messages"]
 
-FOLDER = "runs/a"  # what the pages call it
+# What the pages call them.
+FOLDER = "runs/a"
+SCRIPT = "train.py:20"
 
 
 def make_model(outputs: int = 2) -> nn.Sequential:
@@ -48,6 +53,18 @@ def annotate_different_plans(_: str) -> None:
     fully_shard(make_model(), policy={nn.Linear} if dist.get_rank() == 0 else None)(inputs())
 
 
+def skip_a_module_on_one_rank(_: str) -> None:
+    def run(model: Two, x: torch.Tensor) -> torch.Tensor:
+        x = model.a(x)
+        return model.b(x) if dist.get_rank() == 0 else x
+
+    set_divergence_timeout(0.5)
+    try:
+        fully_shard(Two(run), policy={nn.Linear})(inputs()).sum().backward()
+    finally:
+        set_divergence_timeout(30)
+
+
 def replicate_different_models(_: str) -> None:
     replicate(nn.Linear(4, 2 + dist.get_rank()))
 
@@ -65,13 +82,21 @@ def use_a_parameter_before_its_module(_: str) -> None:
         return model.b(model.a(x @ model.b.weight))
 
     model = Two(run)
-    fully_shard(model.a)
-    fully_shard(model.b, reshard_after_forward=False)
-    fully_shard(model)(inputs()).sum().backward()
+    fully_shard(model.a, unused_gradients="zero")
+    fully_shard(model.b, reshard_after_forward=False, unused_gradients="zero")
+    fully_shard(model, unused_gradients="zero")(inputs()).sum().backward()
 
 
 def call_forward_itself(_: str) -> None:
     fully_shard(make_model()).forward(inputs())
+
+
+def read_a_parameter_in_another_way(_: str) -> None:
+    weight = fully_shard(nn.Linear(4, 4, bias=False)).weight
+    if dist.get_rank() == 0:
+        weight.norm()
+    else:
+        weight.sum()
 
 
 def share_a_parameter_between_two_calls(_: str) -> None:
@@ -79,6 +104,40 @@ def share_a_parameter_between_two_calls(_: str) -> None:
     model[1].weight = model[0].weight
     fully_shard(model[0])
     fully_shard(model[1])
+
+
+def share_a_parameter_between_two_replicates(_: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    replicate(model[0])
+    replicate(model[1])
+
+
+def wrap_what_is_replicated(_: str) -> None:
+    DistributedDataParallel(replicate(make_model()))
+
+
+def replicate_what_is_wrapped(_: str) -> None:
+    replicate(DistributedDataParallel(make_model()))
+
+
+def add_a_module_late(_: str) -> None:
+    replicate(make_model(outputs=4)).append(nn.Linear(4, 4))(inputs())
+
+
+def shard_with_gradients(_: str) -> None:
+    model = make_model()
+    model(inputs()).sum().backward()
+    fully_shard(model)
+
+
+def step_inside_backward(_: str) -> None:
+    model = make_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit, on import
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    replicate(model)
 
 
 def forget_to_materialize(_: str) -> None:
@@ -148,8 +207,18 @@ def load_from_an_empty_folder(folder: str) -> None:
     load_checkpoint(folder, fully_shard(make_model()))
 
 
+def forget_to_resume(folder: str) -> None:
+    model = fully_shard(make_model())
+    save_checkpoint(folder, 20, model)
+    save_checkpoint(folder, 1, model)
+
+
 def pickle_a_sharded_module(_: str) -> None:
     pickle.dumps(fully_shard(make_model()))
+
+
+def save_pieces_with_torch(folder: str) -> None:
+    torch.save(fully_shard(make_model()).state_dict(), f"{folder}/weights.pt")
 
 
 def unfreeze_late(_: str) -> None:
@@ -184,11 +253,19 @@ def register_two_hooks(_: str) -> None:
 
 MISTAKES = [
     annotate_different_plans,
+    skip_a_module_on_one_rank,
     replicate_different_models,
     build_the_optimizer_too_early,
     use_a_parameter_before_its_module,
     call_forward_itself,
+    read_a_parameter_in_another_way,
     share_a_parameter_between_two_calls,
+    share_a_parameter_between_two_replicates,
+    wrap_what_is_replicated,
+    replicate_what_is_wrapped,
+    add_a_module_late,
+    shard_with_gradients,
+    step_inside_backward,
     forget_to_materialize,
     forget_to_initialise,
     replicate_on_meta,
@@ -199,7 +276,9 @@ MISTAKES = [
     load_another_model,
     load_what_was_damaged,
     load_from_an_empty_folder,
+    forget_to_resume,
     pickle_a_sharded_module,
+    save_pieces_with_torch,
     unfreeze_late,
     replicate_what_is_frozen,
     replicate_a_list_of_modules,
@@ -219,7 +298,10 @@ def messages() -> dict[str, str]:
         try:
             mistake(box[0])
         except Exception as error:
-            found[mistake.__name__] = f"{type(error).__name__}: {error}".replace(box[0], FOLDER)
+            text = f"{type(error).__name__}: {error}".replace(box[0], FOLDER)
+            found[mistake.__name__] = re.sub(r"provoked\.py:\d+", SCRIPT, text).replace(
+                f"in {mistake.__name__}", "in train"
+            )
         else:
             found[mistake.__name__] = "nothing was raised"
         dist.barrier()

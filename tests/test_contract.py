@@ -118,7 +118,7 @@ def test_double_application_names_the_module() -> None:
     fully_shard(model.blocks[1].up)
     assert error_of(lambda: fully_shard(model.blocks[1].up)) == (
         "fully_shard is already on this module\n"
-        "  at:  rank unknown, module 'blocks.1.up' (Linear)\n"
+        "  at:  this process, module 'blocks.1.up' (Linear)\n"
         "  fix: call fully_shard once per module"
     )
 
@@ -129,7 +129,7 @@ def test_an_incompatible_pair_raises_in_both_orders(first: Any, second: Any) -> 
     first(model.out)
     assert error_of(lambda: second(model.out)) == (
         f"{second.__name__} and {first.__name__} cannot both be on one module\n"
-        "  at:  rank unknown, module 'out' (Linear)\n"
+        "  at:  this process, module 'out' (Linear)\n"
         f"  fix: choose one of them for this module; {first.__name__} is on it already"
     )
     assert list(get_registry(model.out)) == [first.__name__]
@@ -203,7 +203,7 @@ def test_an_error_of_the_function_itself_is_told_with_the_rank() -> None:
     def refuse(model: nn.Module) -> None:
         raise ConfigError("bad option", at=describe_module(model))
 
-    assert error_of(lambda: annotation_that(refuse)(MLP())) == "bad option\n  at:  rank unknown, module MLP"
+    assert error_of(lambda: annotation_that(refuse)(MLP())) == "bad option\n  at:  this process, module MLP"
 
 
 def rename_parameter(model: MLP) -> None:
@@ -265,7 +265,7 @@ def test_a_change_of_fqns_is_reported_as_it_is(change: Callable[[MLP], None], di
     model.alias = model.blocks[0]
     assert error_of(lambda: annotation_that(change)(model)) == (
         "\n    ".join(["faulty changed the FQNs of the module it annotates", *differences])
-        + "\n  at:  rank unknown, module MLP"
+        + "\n  at:  this process, module MLP"
         + "\n  fix: an annotation keeps every parameter, buffer and module under its name and in its place"
     )
     assert dict(get_registry(model)) == {}
@@ -358,7 +358,7 @@ def test_a_member_cannot_be_annotated_with_the_same_or_an_incompatible_api(annot
     set_member(model.blocks[0], "fully_shard", fully_shard.state(model))
     message = error_of(lambda: annotate(model.blocks[0]))
     assert "ancestor picked it" in message
-    assert "at:  rank unknown, module 'blocks.0' (MLPBlock)" in message
+    assert "at:  this process, module 'blocks.0' (MLPBlock)" in message
     checkpoint(model.blocks[0])
 
 
@@ -442,3 +442,38 @@ def test_an_annotated_model_is_freed_with_its_last_reference() -> None:
     del model
     gc.collect()
     assert alive() is None
+
+
+def test_of_a_module_and_one_inside_it_the_outer_one_gets_the_state() -> None:
+    model = MLP()
+    seen: list[object] = []
+
+    @contract()
+    def api(modules: list[nn.Module]) -> None:
+        seen.append([api.state(module) is not None for module in modules])
+
+    assert api([model.blocks[0], model]) == [model.blocks[0], model]
+    assert seen == [[False, True]]
+    assert not get_registry(model.blocks[0])
+
+
+@pytest.mark.parametrize("state_cls", [3, "state", None])
+def test_a_state_class_that_cannot_be_called_is_refused(state_cls: Any) -> None:
+    with pytest.raises(ConfigError, match="state_cls is"):
+        contract(state_cls)
+
+
+def test_an_api_cannot_hide_members_from_the_annotation_that_manages_them() -> None:
+    model = MLP()
+
+    @contract()
+    def outer(module: nn.Module) -> None:
+        set_member(model.blocks[0], "outer", outer.state(module))
+
+    @contract(incompatible=("outer",))
+    def hiding(module: nn.Module) -> None: ...
+
+    outer(model)
+    with pytest.raises(ConfigError, match="the policy of a outer ancestor picked modules below it"):
+        hiding(model.blocks)
+    assert not get_registry(model.blocks)

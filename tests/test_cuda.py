@@ -89,7 +89,7 @@ def test_training_on_a_gpu_equals_a_plain_module(name: str, reshard: bool | None
     model = make_model(name).cuda()
     fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES), reshard_after_forward=reshard)
     if slow:
-        root = fully_shard.state(model).lazy_init(model)
+        root = fully_shard.state(model).lazy_init()
         for handle in root.handles:
             for flat in handle.buffers:
                 for path in (flat.gather_path, flat.gradient_path):
@@ -147,6 +147,6 @@ def test_at_most_three_handles_and_two_gradient_buffers_are_alive() -> None:
 def test_streams_have_names() -> None:
     model = make_model("mlp").cuda()
     fully_shard(model)
-    scheduler = fully_shard.state(model).lazy_init(model).scheduler
+    scheduler = fully_shard.state(model).lazy_init().scheduler
     assert isinstance(scheduler, Scheduler)
     assert sorted(scheduler._stream_to_name.values()) == ["default", "reduce", "unshard"]

@@ -2,10 +2,16 @@ import pickle
 
 import pytest
 
-from composable import ComposableError, ConfigError, DesyncError, UsageError
+from composable import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
 from composable.errors import located, place_of_rank
 
-KINDS = [(ConfigError, ValueError), (UsageError, RuntimeError), (DesyncError, RuntimeError)]
+KINDS = [
+    (ConfigError, ValueError),
+    (UsageError, RuntimeError),
+    (DesyncError, RuntimeError),
+    (StateDictError, ValueError),
+    (StateDictError, RuntimeError),
+]
 
 
 def test_a_message_says_what_where_and_what_to_do() -> None:
@@ -50,7 +56,10 @@ def test_located_keeps_a_place_that_names_a_rank() -> None:
 
 
 def test_a_process_outside_a_process_group_has_no_rank() -> None:
-    assert place_of_rank() == "rank unknown"
+    assert place_of_rank() == "this process"
+    with pytest.raises(ConfigError) as caught, located(place_of_rank()), located(place_of_rank()):
+        raise ConfigError("bad", at="module 'out'")
+    assert caught.value.at == "this process, module 'out'"
 
 
 def test_located_leaves_other_errors_alone() -> None:

@@ -122,8 +122,8 @@ def test_a_checkpoint_that_was_being_written_is_ignored(unbroken: Path, text: Pa
     run = tmp_path / "run"
     shutil.copytree(unbroken, run)
     # As a kill leaves it: half a checkpoint, a pointer about to be replaced, half a line.
-    shutil.copytree(run / "step-000006", run / ".partial-000009")
-    (run / ".partial-000009" / "checkpoint.json").unlink()
+    shutil.copytree(run / "step-000006", run / ".partial-000009-0123abcd")
+    (run / ".partial-000009-0123abcd" / "checkpoint.json").unlink()
     (run / ".latest").write_text("step-000009")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')

@@ -1,6 +1,7 @@
 """What ``fully_shard`` does around training: handles, order, collectives, modes, recovery, errors."""
 
 import pickle
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import _traversal_utils
 from composable import ConfigError, DesyncError, FSDPModule, ModuleWrapPolicy, UsageError, fully_shard, no_sync, plan
 from composable.ragged.tensor import RaggedDTensor
-from composable.runtime.state import Root
+from composable.runtime.state import Root, handle_of_module
 from tests.counting import CountingTransport
-from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model
+from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model, random_input
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
 from tests.world import RankErrors, run_threads
 
@@ -36,7 +37,7 @@ def annotate(model: nn.Module, way: str) -> nn.Module:
 def root_of(model: nn.Module) -> Root:
     state = fully_shard.state(model)
     assert state is not None
-    return state.lazy_init(model)
+    return state.lazy_init()
 
 
 def step(model: nn.Module, seed: int = 0) -> torch.Tensor:
@@ -56,9 +57,9 @@ def record_events(root: Root) -> list[str]:
             events.append(f"unshard {fqn}")
             use()
 
-        def resharded(fqn: str = handle.fqn, reshard: Callable[[], None] = reshard) -> None:
+        def resharded(fqn: str = handle.fqn, reshard: Callable[..., None] = reshard, **options: bool) -> None:
             events.append(f"reshard {fqn}")
-            reshard()
+            reshard(**options)
 
         handle.use_unsharded = used  # type: ignore[method-assign]
         handle.reshard = resharded  # type: ignore[method-assign]
@@ -91,6 +92,61 @@ def test_every_way_of_annotating_gives_the_same_handles_in_the_same_order() -> N
         ["inp.weight", "inp.bias", "out.weight", "out.bias"],
         ["up.weight", "up.bias", "down.weight", "down.bias"],
     ]
+
+
+def names_of_lists(seed: int) -> None:
+    rng = random.Random(seed)
+    model = make_model("mlp")
+    named = [*model.named_modules()]
+    chosen = [pair for pair in named if pair[0] in {"inp", "out"} or re.fullmatch(r"blocks\.\d", pair[0])]
+    chosen = rng.sample(chosen, rng.randint(1, len(chosen)))
+    fully_shard([module for _, module in chosen])
+    fully_shard(model)
+    (handle,) = fully_shard.state(chosen[0][1])._handles
+    inside = [
+        (position, fqn, name) for position, (fqn, module) in enumerate(chosen) for name, _ in module.named_parameters()
+    ]
+    if len(chosen) == 1:
+        assert handle._fqns == [name for _, _, name in inside]
+    else:
+        assert handle._fqns == [f"{position}.{name}" for position, _, name in inside]
+    assert len({*handle._fqns}) == len(handle._fqns)
+    root_of(model)
+    assert [handle.fqn_of(param) for param in handle.params] == [f"{fqn}.{name}" for _, fqn, name in inside]
+    params = dict(model.named_parameters())
+    assert all(params[handle.fqn_of(param)] is param.sharded for param in handle.params)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_names_of_a_list_are_prefixed_by_position_and_known_from_the_root(seed: int) -> None:
+    run_threads(names_of_lists, 1, seed)
+
+
+def names_of_a_tie() -> list[str]:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+            self.body[2].weight = self.body[0].weight
+
+    messages = []
+    for first, second in ((0, 2), (2, 0)):
+        body = Outer().body  # whoever holds the model
+        model = nn.ModuleDict({"body": body})
+        fully_shard(body[first])
+        for what in (body[second], [body[second], body[1]], body):
+            with pytest.raises(ConfigError) as caught:
+                fully_shard(what)
+            messages.append(str(caught.value))
+        del model
+    return messages
+
+
+def test_a_tie_names_both_parameters_from_the_outermost_module() -> None:
+    for index, message in enumerate(run_threads(names_of_a_tie, 1)[0]):
+        first, second = ("0", "2") if index < 3 else ("2", "0")
+        assert f"parameter 'body.{second}.weight' is tied to 'body.{first}.weight', which an earlier" in message
+        assert f"at:  rank 0, parameter 'body.{second}.weight' [4, 4] float32" in message
 
 
 def test_unshard_and_reshard_follow_the_model() -> None:
@@ -286,7 +342,9 @@ def control() -> list[object]:
     model.set_reshard_after_forward(False)
     args, _ = inputs_of(model, 1, dist.get_rank())
     loss = loss_of(model(*args))
-    facts.append(type(block.up.weight).__name__)
+    handle = handle_of_module(block)
+    assert handle is not None
+    facts.append((handle.is_unsharded, type(block.up.weight).__name__))
     loss.backward()
     facts.append(type(block.up.weight).__name__)
     plain = type(model.blocks[:2])
@@ -302,7 +360,7 @@ def test_unshard_and_reshard_by_hand() -> None:
             "RaggedDTensor",
             "Parameter",
             "RaggedDTensor",
-            "Parameter",
+            (True, "RaggedDTensor"),
             "RaggedDTensor",
             "ModuleList",
         ]
@@ -714,9 +772,28 @@ class UsedElsewhere(nn.Module):
         return self.second(self.first(x)) + extra
 
 
-def stray_gradient() -> tuple[str, bool]:
+def used_elsewhere() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
     model = UsedElsewhere()
     fully_shard(model, policy={MLPBlock}, reshard_after_forward=False)
+    model(random_input(dist.get_rank(), 2, 8)).square().mean().backward()
+    return {fqn: full(param.grad) for fqn, param in model.named_parameters()}
+
+
+def test_a_gradient_from_outside_the_forward_is_counted() -> None:
+    torch.manual_seed(0)
+    model = UsedElsewhere()
+    model.second.unshard = lambda: None  # type: ignore[assignment]  # what a plain module lacks
+    for rank in range(2):
+        (model(random_input(rank, 2, 8)).square().mean() / 2).backward()
+    expected = {fqn: param.grad for fqn, param in model.named_parameters()}
+    for grads in run_threads(used_elsewhere, 2):
+        assert_equal_params(grads, expected, tolerance=1e-6)
+
+
+def stray_gradient() -> tuple[str, bool]:
+    model = UsedElsewhere()
+    fully_shard(model, policy={MLPBlock}, reshard_after_forward=False, unused_gradients="zero")
     with pytest.raises(UsageError) as caught:
         model(torch.ones(2, 8)).sum().backward()
     model.zero_grad()
@@ -725,7 +802,7 @@ def stray_gradient() -> tuple[str, bool]:
     return str(caught.value), all(param.grad is not None for param in model.parameters())
 
 
-def test_a_gradient_from_outside_the_forward_is_an_error_and_not_lost() -> None:
+def test_without_the_ranks_agreement_such_a_gradient_is_an_error_and_not_lost() -> None:
     for rank, (text, works) in enumerate(run_threads(stray_gradient, 2)):
         assert "arrived after" in text and f"rank {rank}, module 'second'" in text and "fix:" in text
         assert works
@@ -818,7 +895,6 @@ BAD: dict[str, Callable[[Any], Any]] = {
     "twice": _twice,
     "mesh_rank": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))),
     "mesh_kind": lambda model: fully_shard(model, mesh=dist.group.WORLD),
-    "foreign_param": lambda model: fully_shard(model, ignored_params={nn.Parameter(torch.ones(2))}),
     "foreign_module": lambda model: fully_shard(model, ignored_modules=[nn.Linear(2, 2)]),
     "no_pick": lambda model: fully_shard(model, policy={nn.Conv2d}),
     "policy_kind": lambda model: fully_shard(model, policy=3),
@@ -833,7 +909,6 @@ EXPECTED = {
     "twice": r"ConfigError: fully_shard is already on this module(.|\n)*at: .*MLPBlock(.|\n)*fix: .*",
     "mesh_rank": r"ConfigError: mesh has 2 dims(.|\n)*at: .*rank [01](.|\n)*fix: .*",
     "mesh_kind": r"ConfigError: mesh is a SimulatedGroup(.|\n)*fix: .*",
-    "foreign_param": r"ConfigError: .*ignored(.|\n)*fix: .*",
     "foreign_module": r"ConfigError: .*ignored(.|\n)*fix: .*",
     "no_pick": r"ConfigError: .*picks nothing(.|\n)*fix: .*",
     "policy_kind": r"ConfigError: .*policy(.|\n)*fix: .*",
@@ -849,6 +924,16 @@ def test_bad_input_is_refused_with_a_fix_and_changes_nothing(case: str) -> None:
         assert re.fullmatch(EXPECTED[case], text), text
         assert "rank" in text, text
         assert (kinds, classes, hooked) == (["Parameter"], [], [])
+
+
+def sync_of_a_word() -> str:
+    with pytest.raises(ConfigError) as caught:
+        fully_shard(make_model("mlp")).set_requires_gradient_sync("no")
+    return str(caught.value)
+
+
+def test_a_word_does_not_turn_gradient_sync_on() -> None:
+    assert re.match(r"requires_gradient_sync is 'no'(.|\n)*fix: pass True or False", run_threads(sync_of_a_word, 1)[0])
 
 
 def test_without_a_process_group() -> None:
@@ -902,7 +987,8 @@ def stale_optimizer(kind: str) -> str:
     else:
         annotate(model, "policy")
         loss = loss_of(model(*inputs_of(model, 0, dist.get_rank())[0]))
-        # The root is unsharded between forward and backward.
+        # Inside a block a parameter is unsharded.
+        model.blocks[0].unshard()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loss.backward()
     step(model)
@@ -914,7 +1000,8 @@ def stale_optimizer(kind: str) -> str:
 @pytest.mark.parametrize("kind", ["before", "between"])
 def test_an_optimizer_that_holds_replaced_parameters(kind: str) -> None:
     for rank, text in enumerate(run_threads(stale_optimizer, 2, kind)):
-        assert "optimizer holds a parameter" in text and f"rank {rank}" in text and "'inp.weight'" in text
+        fqn = "inp.weight" if kind == "before" else "blocks.0.up.weight"
+        assert "optimizer holds a parameter" in text and f"rank {rank}" in text and repr(fqn) in text
 
 
 def backward_twice() -> str:
@@ -973,11 +1060,13 @@ def test_rank_errors_reach_the_caller() -> None:
 
 def planned_equals_executed() -> bool:
     model = make_model("gpt")
-    expected = plan(model, policy=ModuleWrapPolicy(BLOCK_CLASSES), world_size=2, transport="point_to_point")
+    expected = plan(model, policy=ModuleWrapPolicy(BLOCK_CLASSES), world_size=2)
     fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES))
     state = fully_shard.state(model)
     shards = sum(flat.shard.numel() * flat.shard.element_size() for h in state._handles for flat in h.buffers)
     full_params(model)
+    assert (expected.transport, state.plan.transport) == ("auto", "point_to_point")
+    assert hash(state.plan) == hash(expected)
     return state.plan == expected and shards == expected.shard_bytes
 
 

@@ -1,12 +1,29 @@
 """``replicate`` inside ``fully_shard`` and the reverse, trained against one process."""
 
+import random
 from collections.abc import Callable
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from composable import ConfigError, fully_shard, replicate
-from tests.models import MLPBlock, make_model
+from composable import (
+    ConfigError,
+    FSDPModule,
+    RaggedDTensor,
+    accelerate_optimizer,
+    clip_grad_norm_,
+    full_state_dict,
+    fully_shard,
+    no_sync,
+    replicate,
+    unannotate,
+    unshard_params,
+)
+from composable.optim.units import homes_of, sharded_params_of
+from composable.storage import handle_of
+from tests.models import MLPBlock, make_model, random_input, seeded
 from tests.parity import assert_equal_runs, train_annotated, train_reference
 from tests.world import run_threads
 
@@ -60,3 +77,129 @@ def incompatible(first: str) -> str:
 def test_both_on_one_module_is_an_error(first: str) -> None:
     for rank, text in enumerate(run_threads(incompatible, 2, first)):
         assert "cannot both be on one module" in text and f"rank {rank}" in text and "fix:" in text
+
+
+class Node(nn.Module):
+    """A linear layer, then nodes in a container."""
+
+    def __init__(self, rng: random.Random, depth: int) -> None:
+        super().__init__()
+        self.own = nn.Linear(4, 4)
+        self.below = nn.ModuleList(Node(rng, depth - 1) for _ in range(rng.randint(0, 3) if depth else 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.own(x))
+        for node in self.below:
+            x = x + node(x)
+        return x
+
+
+def make_tree(seed: int) -> Node:
+    return seeded(lambda: Node(random.Random(seed), 4), seed)
+
+
+def annotate_at_random(tree: Node, seed: int) -> tuple[set[str], set[str]]:
+    """Annotate nodes from the bottom up; returns the FQNs of parameters to be sharded, and to be replicated."""
+    rng = random.Random(f"annotations of {seed}")
+    named = [(fqn, node) for fqn, node in tree.named_modules() if isinstance(node, Node)]
+    kinds: dict[str, str] = {}
+    for fqn, node in reversed(named):
+        kind = rng.choices(["", "fully_shard", "policy", "replicate"], [4 if fqn else 1, 2, 1, 2])[0]
+        left = [
+            name
+            for name, _ in named
+            if name.startswith(f"{fqn}." if fqn else "")
+            and name != fqn
+            and not any(f"{name}.".startswith(f"{one}.") for one in kinds)
+        ]
+        if kind == "policy" and left:
+            fully_shard(node, policy=lambda one: isinstance(one, Node))
+        elif kind == "replicate":
+            replicate(node)
+        elif kind:
+            fully_shard(node)
+        if kind:
+            kinds[fqn] = "replicate" if kind == "replicate" else "fully_shard"
+    managed: dict[str, set[str]] = {"fully_shard": set(), "replicate": set(), "": set()}
+    for name, _ in tree.named_parameters():
+        # The nearest annotation around a parameter manages it.
+        around = [fqn for fqn in kinds if not fqn or name.startswith(f"{fqn}.")]
+        managed[kinds[max(around, key=len)] if around else ""].add(name)
+    return managed["fully_shard"], managed["replicate"]
+
+
+def sharded_fqns(tree: nn.Module) -> set[str]:
+    return {fqn for fqn, param in tree.named_parameters() if isinstance(param, RaggedDTensor)}
+
+
+def find_with_every_walker(seed: int) -> None:
+    plain, tree = make_tree(seed), make_tree(seed)
+    sharded, replicated = annotate_at_random(tree, seed)
+    assert sharded_fqns(tree) == sharded
+    params = dict(tree.named_parameters())
+    values = {fqn: param.detach().clone() for fqn, param in plain.named_parameters()}
+    handles = {handle_of(params[fqn]) for fqn in sharded}
+    reducers = {replicate.state(node).reducer for node in tree.modules() if replicate.state(node) is not None}
+    assert {item.fqn for one in reducers for item in one.params} or not replicated
+
+    assert sharded_params_of(tree) == {id(params[fqn]) for fqn in sharded}
+    assert set(homes_of(tree)) == {id(params[fqn]) for fqn in sharded if params[fqn].to_local().numel()}
+
+    for fqn, node in tree.named_modules():
+        if isinstance(node, FSDPModule):
+            inside = {handle_of(param) for _, param in node.named_parameters()} - {None}
+            node.set_requires_gradient_sync(False)
+            assert {one for one in handles if not one.requires_gradient_sync} == inside, fqn
+            node.set_requires_gradient_sync(True)
+            with unshard_params(node):
+                shown = {f"{fqn}.{name}" if fqn else name for name, _ in node.named_parameters()}
+                assert sharded_fqns(tree) == sharded - shown, fqn
+    with unshard_params(tree):
+        assert not sharded_fqns(tree)
+        for fqn, param in tree.named_parameters():
+            assert torch.equal(param, values[fqn]), fqn
+    assert sharded_fqns(tree) == sharded
+
+    if handles or reducers:
+        with no_sync(tree):
+            assert not any(one.requires_gradient_sync for one in [*handles, *reducers])
+        assert list(full_state_dict(tree) or values) == list(values)
+    assert all(one.requires_gradient_sync for one in [*handles, *reducers])
+
+    if sharded and len(sharded | replicated) == len(values):
+        train_both(plain, tree)
+    else:
+        # What nothing manages drifts apart: each rank has data of its own.
+        with torch.no_grad():
+            for one in params.values():
+                one.mul_(2)
+            for one in plain.parameters():
+                one.mul_(2)
+    if handles or reducers:
+        unannotate(tree)
+    assert not sharded_fqns(tree) and not any(isinstance(node, FSDPModule) for node in tree.modules())
+    expected = dict(plain.named_parameters())
+    for fqn, param in tree.named_parameters():
+        torch.testing.assert_close(param, expected[fqn], rtol=1e-5, atol=1e-6, msg=fqn)
+
+
+def train_both(plain: nn.Module, tree: nn.Module) -> None:
+    """Take two clipped steps of each, with an accelerated optimizer for the tree."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    optimizer = accelerate_optimizer(torch.optim.SGD(tree.parameters(), lr=0.1, momentum=0.9), tree)
+    for step in range(2):
+        batches = [random_input(10 * step + one, 3, 4) for one in range(world_size)]
+        for model, batch, stepper in ((plain, torch.cat(batches), reference), (tree, batches[rank], optimizer)):
+            stepper.zero_grad()
+            model(batch).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        torch.testing.assert_close(clip_grad_norm_(tree.parameters(), 0.1), norm)
+        reference.step()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(12))
+def test_every_walker_finds_what_lies_below_other_annotations(seed: int, world_size: int) -> None:
+    run_threads(find_with_every_walker, world_size, seed)

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.distributed.fsdp import wrap as torch_wrap
 
 from composable import ConfigError, CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.policies import resolve_policy
@@ -167,7 +168,7 @@ def test_a_container_that_is_never_called_cannot_be_picked() -> None:
 
 ACCEPTED = (
     "  fix: pass a set of module classes, a function of one module that returns a bool, "
-    "ModuleWrapPolicy, CustomPolicy or SizePolicy"
+    "ModuleWrapPolicy, CustomPolicy, SizePolicy, or an auto_wrap_policy of torch"
 )
 
 
@@ -227,12 +228,84 @@ def test_a_predicate_that_returns_no_bool_raises_at_the_module() -> None:
 
 
 def test_a_function_of_other_arguments_raises_before_any_module_is_asked() -> None:
-    def wrap(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    def wrap(module: nn.Module, fqn: str) -> bool:
         raise AssertionError("not to be called")
 
     with pytest.raises(ConfigError, match="predicate wrap cannot be called with one module") as caught:
         resolve_policy(wrap)  # type: ignore[arg-type]
     assert str(caught.value).splitlines()[-1] == ACCEPTED
+
+
+def wrapped_by_torch(policy: Any, model: nn.Module) -> list[str]:
+    """Return what ``FullyShardedDataParallel`` would wrap below ``model``; containers need nothing of their own."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+            found.append(module)
+
+    found: list[nn.Module] = []
+    fqns = {module: fqn for fqn, module in model.named_modules()}
+    torch_wrap._recursive_wrap(model, policy, Wrapper, set(), set(), only_wrap_children=True)
+    wrapped = {module for module in found if type(module).forward is not nn.Module.forward}
+    return [fqn for module, fqn in fqns.items() if module in wrapped]
+
+
+@pytest.mark.parametrize("build", [MLP, TinyGPT, CalledTwice])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        torch_wrap.ModuleWrapPolicy({MLPBlock, Block, Attention}),
+        torch_wrap.always_wrap_policy,
+        functools.partial(torch_wrap.always_wrap_policy),
+        functools.partial(torch_wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear)),
+        functools.partial(torch_wrap.transformer_auto_wrap_policy, transformer_layer_cls={MLPBlock, Block}),
+        functools.partial(
+            torch_wrap._or_policy,
+            policies=[
+                functools.partial(torch_wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: False),
+                torch_wrap.ModuleWrapPolicy({MLPBlock, nn.Linear}),
+            ],
+        ),
+        *(functools.partial(torch_wrap.size_based_auto_wrap_policy, min_num_params=size) for size in (1, 72, 300, 900)),
+        lambda module, recurse, nonwrapped_numel: isinstance(module, Block) if not recurse else True,
+    ],
+)
+def test_torchs_auto_wrap_policies_pick_what_they_wrap_there(policy: Any, build: Any) -> None:
+    expected = wrapped_by_torch(policy, build())
+    if expected:
+        assert list(picked_fqns(policy, build())) == expected
+    else:
+        assert "picks nothing" in error_of(policy, build())
+
+
+def test_an_auto_wrap_policy_is_named_in_the_plan() -> None:
+    policy = functools.partial(torch_wrap.transformer_auto_wrap_policy, transformer_layer_cls={MLPBlock})
+    assert picked_fqns(policy, MLP(layers=1)) == {"blocks.0": "policy: transformer_auto_wrap_policy"}
+    torch_policy = torch_wrap.ModuleWrapPolicy({MLPBlock})
+    assert picked_fqns(torch_policy, MLP(layers=1)) == {"blocks.0": "policy: ModuleWrapPolicy"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "what", "fix"),
+    [
+        (torch_wrap.CustomPolicy(is_block), "torch's CustomPolicy may answer with options", "pass the function"),
+        (
+            torch_wrap.lambda_auto_wrap_policy,
+            "lambda_auto_wrap_policy cannot be called with module, recurse and nonwrapped_numel: missing a required",
+            "give its other arguments with functools.partial",
+        ),
+        (
+            functools.partial(torch_wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: 1),
+            "policy lambda_auto_wrap_policy returned int, not bool",
+            "return True or False",
+        ),
+    ],
+)
+def test_what_does_not_fit_of_torchs_policies_is_refused_clearly(policy: Any, what: str, fix: str) -> None:
+    message = error_of(policy, MLP())
+    assert what in message and fix in message
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_the_first_example_runs_under_torchrun_and_prints_its_plan(tmp_path: Pat
     source, expected = EXAMPLES[0]
     command = re.match(r"# train\.py: torchrun (.*) train\.py\n", source)
     assert command and expected
-    (tmp_path / "train.py").write_text(source)
+    (tmp_path / "train.py").write_text(source + "print('batch', int(text.sum()))\n")
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *command[1].split(), "train.py"],
@@ -42,7 +42,9 @@ def test_the_first_example_runs_under_torchrun_and_prints_its_plan(tmp_path: Pat
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout == expected
+    printed, batches = re.split(r"(?=^batch)", result.stdout, maxsplit=1, flags=re.MULTILINE)
+    assert printed == expected
+    assert len({*batches.splitlines()}) == 2  # each rank has data of its own
 
 
 @pytest.mark.parametrize(("source", "expected"), EXAMPLES[1:])

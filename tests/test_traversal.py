@@ -16,11 +16,12 @@ class State:
     def __init__(self) -> None:
         self._module_to_handle: dict[nn.Module, str] = {}
         self._is_root: bool | None = None
+        self.module = nn.Module()
         self.inits: list[nn.Module] = []
 
-    def lazy_init(self, module: nn.Module) -> None:
-        self.inits.append(module)
-        for state in _traversal_utils._get_fsdp_states(module):
+    def lazy_init(self) -> None:
+        self.inits.append(self.module)
+        for state in _traversal_utils._get_fsdp_states(self.module):
             state._is_root = state is self
 
 
@@ -29,6 +30,7 @@ def fully_shard(module: Any, handle: str = "", *, picks: dict[nn.Module, str] | 
     first = module if isinstance(module, nn.Module) else module[0]
     state = fully_shard.state(first)
     assert state is not None
+    state.module = first
     state._module_to_handle = {first: handle} if handle else {}
     for pick, name in (picks or {}).items():
         set_member(pick, "fully_shard", state)
@@ -110,6 +112,18 @@ def test_no_walk_enters_an_incompatible_subtree() -> None:
     assert _traversal_utils._get_fsdp_handles(model) == ["root", "seen"]
     assert model.blocks[1].up not in _traversal_utils._get_fully_sharded_module_to_states(model)
     assert _traversal_utils._get_fsdp_states(model.blocks[1]) == []
+
+
+def test_a_walk_everywhere_enters_incompatible_subtrees_too() -> None:
+    model = MLP()
+    fully_shard(model.blocks[1].up, "hidden")
+    fully_shard(model.blocks[2], "seen")
+    replicate(model.blocks[1])
+    fully_shard(model, "root")
+    assert list(_traversal_utils._get_modules(model, is_everywhere=True)) == list(model.modules())
+    assert _traversal_utils._get_fsdp_handles(model, is_everywhere=True) == ["root", "hidden", "seen"]
+    found = _traversal_utils._get_fully_sharded_module_to_states(model, is_everywhere=True)
+    assert list(found) == [model, model.blocks[1].up, model.blocks[2]]
 
 
 def test_a_compatible_api_hides_nothing() -> None:

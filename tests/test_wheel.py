@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import composable
+
 pytest.importorskip("build", reason="the wheel is built with the extra `dev`")
 
 ROOT = Path(__file__).parent.parent
@@ -30,6 +32,7 @@ def test_the_wheel_installs_and_runs_the_readme_example(tmp_path: Path) -> None:
     (source / "composable" / "py.typed").touch()
     run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(source)])
     (wheel,) = (tmp_path / "dist").glob("torch_composable-*.whl")
+    assert wheel.name.startswith(f"torch_composable-{composable.__version__}-")
     names = zipfile.ZipFile(wheel).namelist()
     assert {"_traversal_utils.py", "composable/__init__.py", "composable/py.typed"} <= set(names)
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "examples/"))]

@@ -1,20 +1,32 @@
 """How bytes move between ranks, and how ranks agree: the only folder that calls ``torch.distributed``."""
 
-from composable.collectives.base import Pending, Transport
-from composable.collectives.choose import choose_transport_for, transport_of
+from composable.collectives.base import Pending, Started, Transport
+from composable.collectives.choose import choose_transport_for, host_transport_of, transport_of
 from composable.collectives.mesh import Grid, resolve_mesh, resolve_ranks
 from composable.collectives.own_groups import OwnTransport, make_host_ranks
+from composable.collectives.places import Told, described, notice_tree
 from composable.collectives.ranks import Ranks
+from composable.collectives.verdict import Tree
+from composable.collectives.watch import annotating, set_divergence_timeout, watch_ranks
 
 __all__ = [
     "Grid",
     "OwnTransport",
     "Pending",
     "Ranks",
+    "Started",
+    "Told",
     "Transport",
+    "Tree",
+    "annotating",
     "choose_transport_for",
+    "described",
+    "host_transport_of",
     "make_host_ranks",
+    "notice_tree",
     "resolve_mesh",
     "resolve_ranks",
+    "set_divergence_timeout",
     "transport_of",
+    "watch_ranks",
 ]

@@ -10,11 +10,33 @@ Buffers are one-dimensional and contiguous. ``W`` is the group size, ``S`` the s
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["Pending", "Transport"]
+__all__ = ["Order", "Pending", "Started", "Transport"]
+
+# Of what was started last, how much is kept: a rank runs ahead by a few handles at most.
+_RECENT = 64
+
+
+class Order:
+    """What this rank has started in one process group, where collectives have no tags and meet by their order.
+
+    Attributes:
+        count: How much.
+        recent: Tags of the last ones.
+    """
+
+    __slots__ = ("count", "recent")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.recent: deque[int] = deque(maxlen=_RECENT)
 
 
 class Pending(Protocol):
@@ -25,6 +47,24 @@ class Pending(Protocol):
         ...
 
 
+class Started:
+    """A collective that was started, as the watch of ranks that wait reads it; see ``watch.py``.
+
+    Attributes:
+        transport: That started it.
+        tag: Twice the key of the buffer; one more for a reduce-scatter.
+        number: Which of its kind it is on this rank, from 1 on: of its tag where messages have tags, else of the group.
+        has_tag: Messages are matched by their tag, not by the order of all collectives of the group.
+    """
+
+    __slots__ = ("number", "tag", "transport")
+
+    has_tag = False
+    transport: "Transport"
+    tag: int
+    number: int
+
+
 class Transport(ABC):
     """Moves bytes between the ranks of one group.
 
@@ -33,12 +73,20 @@ class Transport(ABC):
         moves: What it can move, for messages.
         rank: This rank within the group.
         world_size: Ranks in the group.
+        groups: The process groups it talks in; empty until it talks.
+        begun: By tag, how many collectives whose messages have tags this rank has started.
+        is_closed: The ranks have diverged, and every call raises.
+        order: Of all others in the group; shared by all transports of the group.
     """
 
     name: str
     moves: str = "tensors of any device"
     rank: int
     world_size: int
+    groups: "tuple[dist.ProcessGroup, ...]" = ()
+    begun: Mapping[int, int] = MappingProxyType({})
+    order: Order = Order()
+    is_closed: bool = False
     _keys_taken: int = 0
 
     @classmethod
@@ -88,6 +136,9 @@ class Transport(ABC):
         the current stream.
         """
         return like.new_empty(numel)
+
+    def settle(self) -> None:
+        """Wait for all that was started and not finished, also by a ``begin_*`` that an exception cut short."""
 
     def close(self) -> None:
         """Let go of what the transport holds; nothing is in flight. Every rank of the group, in the same order."""

@@ -9,20 +9,29 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from composable.collectives.base import Transport
+from composable.collectives.own_groups import make_host_transport
 from composable.collectives.point_to_point import PointToPointTransport
 from composable.collectives.process_group import ProcessGroupTransport
 from composable.collectives.ranks import Ranks
 from composable.errors import ConfigError
 
-__all__ = ["TRANSPORTS", "choose_transport", "choose_transport_for", "make_transport", "transport_of"]
+__all__ = [
+    "TRANSPORTS",
+    "choose_transport",
+    "choose_transport_for",
+    "host_transport_of",
+    "make_transport",
+    "transport_of",
+]
 
 # The first that fits is taken.
 TRANSPORTS: tuple[type[ProcessGroupTransport], ...] = (PointToPointTransport, ProcessGroupTransport)
 
 # A process group's transport lives as long as the group, like the groups of torch.distributed
-# itself. The values must not keep their keys alive, so only a transport that has a group of
-# its own is kept here.
+# itself. The values must not keep their keys alive, so only transports that have a group of
+# their own are kept here.
 _SHARED: "WeakKeyDictionary[dist.ProcessGroup, PointToPointTransport]" = WeakKeyDictionary()
+_ON_HOST: "WeakKeyDictionary[dist.ProcessGroup, Transport]" = WeakKeyDictionary()
 
 
 def choose_transport(device_type: str, backend: str, world_size: int, name: str = "auto") -> str:
@@ -72,8 +81,23 @@ def transport_of(group: dist.ProcessGroup, name: str) -> Transport:
     if name != PointToPointTransport.name:
         return make_transport(name, group)
     shared = _SHARED.get(group)
-    if shared is None:
+    if shared is None or shared.is_closed:
         shared = _SHARED[group] = PointToPointTransport(group)
+    return shared
+
+
+def host_transport_of(ranks: Ranks, name: str) -> Transport:
+    """Return what moves tensors in host memory between ``ranks``, for whoever may share it. Collective at first use.
+
+    Args:
+        ranks: Who talks.
+        name: Of the transport that they have for parameters, which serves where those are in host memory.
+    """
+    if ranks.device.type == "cpu":
+        return transport_of(ranks.process_group, name)
+    shared = _ON_HOST.get(ranks.process_group)
+    if shared is None:
+        shared = _ON_HOST[ranks.process_group] = make_host_transport(ranks)
     return shared
 
 
@@ -84,7 +108,7 @@ def _backend_for(device_type: str, backend: str) -> str:
 
 def _named(name: str, others: Sequence[str] = ()) -> type[ProcessGroupTransport]:
     found = {one.name: one for one in reversed(TRANSPORTS)}
-    if name not in found:
+    if not isinstance(name, str) or name not in found:
         known = ", ".join(map(repr, [*others, *found]))
         raise ConfigError(f"transport is {name!r}", fix=f"pass one of {known}")
     return found[name]

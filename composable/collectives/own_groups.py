@@ -4,6 +4,7 @@ Two annotations that share a group would have to agree on whose buckets come fir
 may never train, so the group, which all ranks make together, waits until it is needed.
 """
 
+import weakref
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,11 +15,48 @@ from composable.collectives.process_group import ProcessGroupTransport
 from composable.collectives.ranks import Ranks
 from composable.torch_private import timeout_of
 
-__all__ = ["OwnTransport", "make_host_ranks"]
+__all__ = ["OwnTransport", "make_host_ranks", "make_host_transport"]
 
-# Groups that were made and are no longer needed, by the group they were made for. torch derives the
-# names of groups from how many there are: to destroy one makes the next name collide.
-_IDLE: "WeakKeyDictionary[dist.ProcessGroup, list[tuple[str, dist.ProcessGroup]]]" = WeakKeyDictionary()
+# Groups that were made and are no longer needed, by number, under the group they were made for. torch derives
+# the names of groups from how many there are: to destroy one makes the next name collide.
+_IDLE: "WeakKeyDictionary[dist.ProcessGroup, dict[int, _OwnGroup]]" = WeakKeyDictionary()
+_MADE: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
+
+
+class _OwnGroup:
+    """A group that was made for others.
+
+    Attributes:
+        made: The group.
+        number: How many were made before it for the same ranks: equal on all of them.
+        device_type: Of the tensors it talks in.
+        unfinished: Collectives that were begun in it and not finished.
+    """
+
+    __slots__ = ("device_type", "made", "number", "unfinished")
+
+    def __init__(self, made: dist.ProcessGroup, number: int, device_type: str) -> None:
+        self.made = made
+        self.number = number
+        self.device_type = device_type
+        self.unfinished = 0
+
+
+class _Counted(Pending):
+    """A collective that its group knows of until it is finished."""
+
+    __slots__ = ("_group", "_pending")
+
+    def __init__(self, group: _OwnGroup, pending: Pending) -> None:
+        self._group: _OwnGroup | None = group
+        self._pending = pending
+        group.unfinished += 1
+
+    def finish(self) -> None:
+        self._pending.finish()
+        if self._group is not None:
+            self._group.unfinished -= 1
+            self._group = None
 
 
 class OwnTransport(Transport):
@@ -34,46 +72,68 @@ class OwnTransport(Transport):
         self.ranks = ranks
         self.rank = sorted(ranks.numbers).index(ranks.numbers[ranks.rank])
         self.world_size = ranks.size
-        self._group: dist.ProcessGroup | None = None
+        self._group: _OwnGroup | None = None
         self._made: Transport | None = None
+        self._finalizer: weakref.finalize[..., OwnTransport] | None = None
 
     def connect(self) -> Transport:
         """Make the group, if that is still to do. Collective."""
         if self._made is None:
             self._group = _take(self.ranks)
-            self._made = ProcessGroupTransport(self._group)
+            self._made = ProcessGroupTransport(self._group.made)
+            self.groups = self._made.groups
+            # A replicated model that is dropped leaves its group to the next one.
+            self._finalizer = weakref.finalize(self, _leave, weakref.ref(self.ranks.process_group), self._group)
+            self._finalizer.atexit = False
         return self._made
 
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
-        return self.connect().begin_all_gather(buffer, shard, key)
+        return self._counted(self.connect().begin_all_gather(buffer, shard, key))
 
     def begin_reduce_scatter(
         self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
     ) -> Pending:
-        return self.connect().begin_reduce_scatter(source, shard, key, scale=scale)
+        return self._counted(self.connect().begin_reduce_scatter(source, shard, key, scale=scale))
 
     def begin_all_reduce(self, tensor: torch.Tensor, key: int, *, scale: float = 1.0) -> Pending:
-        return self.connect().begin_all_reduce(tensor, key, scale=scale)
+        return self._counted(self.connect().begin_all_reduce(tensor, key, scale=scale))
 
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
-        return self.connect().begin_broadcast(tensor, source_rank, key)
+        return self._counted(self.connect().begin_broadcast(tensor, source_rank, key))
+
+    def settle(self) -> None:
+        if self._made is not None:
+            self._made.settle()
 
     def close(self) -> None:
         """Leave the group to who needs one next. Collective: it is made if it was not."""
         self.connect().close()
-        assert self._group is not None, "connected above"
-        _IDLE.setdefault(self.ranks.process_group, []).append((self.ranks.device.type, self._group))
-        self._group = self._made = None
+        assert self._finalizer is not None, "connected above"
+        self._finalizer()
+        self._group = self._made = self._finalizer = None
+        self.groups = ()
+
+    def _counted(self, pending: Pending) -> Pending:
+        assert self._group is not None, "connected by the caller"
+        return _Counted(self._group, pending)
 
 
-def _take(ranks: Ranks) -> dist.ProcessGroup:
+def _leave(ranks: "weakref.ref[dist.ProcessGroup]", own: _OwnGroup) -> None:
+    """Offer a group to who needs one next, unless a peer may still take part in something that never ended here."""
+    group = ranks()
+    if group is not None and not own.unfinished:
+        _IDLE.setdefault(group, {})[own.number] = own
+
+
+def _take(ranks: Ranks) -> _OwnGroup:
     """Return a group of the same ranks that nothing else uses. Collective over them."""
     group = ranks.process_group
-    idle = _IDLE.get(group, [])
-    for position, (served, own) in enumerate(idle):
-        if served == ranks.device.type:
-            del idle[position]
-            return own
+    idle = _IDLE.setdefault(group, {})
+    # Each rank collects its garbage when it likes: a group is free once all of them say so.
+    offered = {own.number for own in list(idle.values()) if own.device_type == ranks.device.type}
+    free = set.intersection(*ranks.objects(offered))
+    if free:
+        return idle.pop(min(free))
     backend = dist.get_backend(group)
     made = dist.new_group(
         list(ranks.numbers),
@@ -83,7 +143,18 @@ def _take(ranks: Ranks) -> dist.ProcessGroup:
         use_local_synchronization=True,
     )
     assert isinstance(made, dist.ProcessGroup), "every rank that calls this is in the group"
-    return made
+    number = _MADE[group] = _MADE.get(group, 0) + 1
+    return _OwnGroup(made, number, ranks.device.type)
+
+
+def make_host_transport(ranks: Ranks) -> Transport:
+    """Return a transport of the same ranks, in a group of its own that talks in host memory. Collective over them."""
+    backend = dist.get_backend(ranks.process_group)
+    made = dist.new_group(
+        list(ranks.numbers), backend="fake" if backend == "fake" else "gloo", use_local_synchronization=True
+    )
+    assert isinstance(made, dist.ProcessGroup), "every rank that calls this is in the group"
+    return ProcessGroupTransport(made)
 
 
 def make_host_ranks() -> Ranks:

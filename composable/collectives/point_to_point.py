@@ -13,10 +13,15 @@ gloo matches messages first in, first out per (peer, tag). Tags come from the bu
 the process group is the transport's own, so neither user traffic nor another buffer can match.
 """
 
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain, repeat
+
 import torch
 import torch.distributed as dist
 
 from composable.collectives.base import Pending
+from composable.collectives.in_flight import Messages
 from composable.collectives.loop_threads import never_preempt, threads_of_process
 from composable.collectives.process_group import ProcessGroupTransport
 from composable.torch_private import timeout_of
@@ -30,26 +35,25 @@ MAX_RANKS = 8
 _LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 
 
-class _Gather:
+class _Gather(Messages):
     """Slices under way from and to every peer."""
 
-    __slots__ = ("_works",)
+    __slots__ = ()
 
-    def __init__(self, works: list[dist.Work]) -> None:
-        self._works = works
+    has_tag = True
 
-    def finish(self) -> None:
-        works, self._works = self._works, []
-        # Sends too: the shard may be written, and the buffer freed, as soon as this returns.
-        for work in works:
-            work.wait()
+    def __init__(self, transport: "PointToPointTransport", tag: int) -> None:
+        super().__init__(transport.in_flight, transport, tag)
+        begun = transport.begun
+        self.number = begun[tag] = begun[tag] + 1
 
 
 class _Reduce(_Gather):
     """Slices under way; when they have arrived, their sum.
 
     Args:
-        works: The messages.
+        transport: That sent them.
+        tag: Of theirs.
         shard: Where the slice of the lowest peer lands, then the result.
         others: The other ranks' slices, this rank's among them, in rank order.
         scale: Of the result.
@@ -57,8 +61,15 @@ class _Reduce(_Gather):
 
     __slots__ = ("_others", "_scale", "_shard")
 
-    def __init__(self, works: list[dist.Work], shard: torch.Tensor, others: list[torch.Tensor], scale: float) -> None:
-        super().__init__(works)
+    def __init__(
+        self,
+        transport: "PointToPointTransport",
+        tag: int,
+        shard: torch.Tensor,
+        others: list[torch.Tensor],
+        scale: float,
+    ) -> None:
+        super().__init__(transport, tag)
         self._shard = shard
         self._others = others
         self._scale = scale
@@ -118,6 +129,8 @@ class PointToPointTransport(ProcessGroupTransport):
         )
         never_preempt(threads_of_process() - others, name="gloo_tcp_loop")
         super().__init__(upward)
+        self.groups = (upward, downward)
+        self.begun: defaultdict[int, int] = defaultdict(int)
         # The new groups have their ranks sorted; slices are in the order of `group`.
         order = sorted(ranks)
         self.rank = group.rank()
@@ -125,13 +138,35 @@ class PointToPointTransport(ProcessGroupTransport):
         own = self._addresses[self.rank]
         # Nearest first, so that not all ranks send to rank 0 at once.
         peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        self._sends = [
-            (upward if self._addresses[peer] > own else downward, self._addresses[peer], peer) for peer in peers
-        ]
+        above = [peer for peer in peers if self._addresses[peer] > own]
+        below = [peer for peer in peers if self._addresses[peer] < own]
         self._receives = [
-            (upward if self._addresses[peer] < own else downward, self._addresses[peer], peer)
-            for peer in reversed(peers)
+            (group.recv, senders, [self._addresses[peer] for peer in senders])
+            for group, senders in ((upward, below[::-1]), (downward, above[::-1]))
+            if senders
         ]
+        self._sends = [
+            (group.send, receivers, [self._addresses[peer] for peer in receivers])
+            for group, receivers in ((upward, above), (downward, below))
+            if receivers
+        ]
+
+    def _exchange(
+        self, messages: Messages, sent: Sequence[torch.Tensor], landing: Sequence[torch.Tensor], tag: int
+    ) -> None:
+        """Send and receive one tensor to and from each peer.
+
+        Args:
+            messages: Get the works.
+            sent: By rank.
+            landing: By rank.
+            tag: Of the messages.
+        """
+        tags = repeat(tag)
+        calls = [map(recv, [[landing[peer]] for peer in peers], at, tags) for recv, peers, at in self._receives]
+        calls += [map(send, [[sent[peer]] for peer in peers], at, tags) for send, peers, at in self._sends]
+        # Sends too are waited for: the shard may be written, and the buffer freed, as soon as `finish` returns.
+        messages.works.extend(chain(*calls))
 
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
         if self.world_size == 1 or not shard.numel():
@@ -139,11 +174,10 @@ class PointToPointTransport(ProcessGroupTransport):
         tag = 2 * key
         # Through `data`, so that parameters which view the buffer do not count as modified.
         slices = buffer.data.chunk(self.world_size)
-        works = [group.recv([slices[peer]], address, tag) for group, address, peer in self._receives]
-        sent = [shard]
-        works += [group.send(sent, address, tag) for group, address, _ in self._sends]
+        gather = _Gather(self, tag)
+        self._exchange(gather, [shard] * self.world_size, slices, tag)
         slices[self.rank].copy_(shard)
-        return _Gather(works)
+        return gather
 
     def begin_reduce_scatter(
         self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
@@ -158,10 +192,10 @@ class PointToPointTransport(ProcessGroupTransport):
             shard if peer == lowest else torch.empty_like(shard) for peer in range(self.world_size) if peer != self.rank
         ]
         landing.insert(self.rank, slices[self.rank])
-        works = [group.recv([landing[peer]], address, tag) for group, address, peer in self._receives]
-        works += [group.send([slices[peer]], address, tag) for group, address, peer in self._sends]
-        del landing[lowest]
-        return _Reduce(works, shard, landing, scale)
+        others = [tensor for peer, tensor in enumerate(landing) if peer != lowest]
+        reduction = _Reduce(self, tag, shard, others, scale)
+        self._exchange(reduction, slices, landing, tag)
+        return reduction
 
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
         return super().begin_broadcast(tensor, self._addresses[source_rank], key)

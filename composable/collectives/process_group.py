@@ -4,11 +4,17 @@ The calls go to the process group itself: the functions of ``torch.distributed``
 much host time again, in checks that planning has made already.
 """
 
+from collections.abc import Callable, Sequence
+from itertools import starmap
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.distributed as dist
 from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceScatterOptions
 
-from composable.collectives.base import Pending, Transport
+from composable.collectives.base import Order, Pending, Transport
+from composable.collectives.in_flight import Messages, wait_for_all
+from composable.collectives.watch import notice_transport
 from composable.torch_private import AllgatherOptions, all_gather_into, reduce_scatter_into
 
 __all__ = ["DONE", "ProcessGroupTransport"]
@@ -17,6 +23,8 @@ __all__ = ["DONE", "ProcessGroupTransport"]
 _CARRIED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 )
+
+_ORDERS: "WeakKeyDictionary[dist.ProcessGroup, Order]" = WeakKeyDictionary()
 
 
 class _Done:
@@ -31,24 +39,42 @@ class _Done:
 DONE = _Done()
 
 
-class _Running:
-    """A collective of the process group, then the scaling of its result."""
+class _Running(Messages):
+    """A collective of the process group, then the scaling of its result.
 
-    __slots__ = ("_result", "_scale", "_work")
+    Args:
+        transport: That starts it.
+        tag: As the watch of ranks that wait has it.
+        call: Starts the collective.
+        args: Of the call.
+        result: What it fills.
+        scale: Of the result.
+    """
 
-    def __init__(self, work: dist.Work, result: torch.Tensor, scale: float) -> None:
-        self._work: dist.Work | None = work
+    __slots__ = ("_result", "_scale")
+
+    def __init__(
+        self,
+        transport: "ProcessGroupTransport",
+        tag: int,
+        call: Callable[..., dist.Work],
+        args: Sequence[object],
+        result: torch.Tensor,
+        scale: float,
+    ) -> None:
+        super().__init__(transport.in_flight, transport, tag)
         self._result = result
         self._scale = scale
+        order = transport.order
+        order.count = self.number = order.count + 1
+        order.recent.append(tag)
+        self.works.extend(starmap(call, (args,)))
 
     def finish(self) -> None:
-        work = self._work
-        if work is None:
-            return
-        self._work = None
-        work.wait()
+        super().finish()
         if self._scale != 1.0:
             self._result.mul_(self._scale)
+            self._scale = 1.0
 
 
 class ProcessGroupTransport(Transport):
@@ -64,6 +90,10 @@ class ProcessGroupTransport(Transport):
         self.rank = group.rank()
         self.world_size = group.size()
         self._group = group
+        self.groups = (group,)
+        self.order = _ORDERS.setdefault(group, Order())
+        notice_transport(self)
+        self.in_flight: dict[Messages, None] = {}
         self._all_gather = all_gather_into(group)
         self._reduce_scatter = reduce_scatter_into(group)
         # NCCL averages in the collective itself, which saves a kernel.
@@ -95,10 +125,8 @@ class ProcessGroupTransport(Transport):
             return DONE
         options = self._gather_here if buffer.is_cuda else self._gather
         if shard.dtype not in _CARRIED:
-            work = self._all_gather(buffer.view(torch.uint8), shard.view(torch.uint8), options)
-        else:
-            work = self._all_gather(buffer, shard, options)
-        return _Running(work, buffer, 1.0)
+            buffer, shard = buffer.view(torch.uint8), shard.view(torch.uint8)
+        return _Running(self, 2 * key, self._all_gather, (buffer, shard, options), buffer, 1.0)
 
     def begin_reduce_scatter(
         self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
@@ -110,12 +138,12 @@ class ProcessGroupTransport(Transport):
         if shard.is_complex():
             source, shard = torch.view_as_real(source).view(-1), torch.view_as_real(shard).view(-1)
         if not shard.is_cuda:
-            work = self._reduce_scatter(shard, source, self._scatter)
+            options = self._scatter
         elif self._has_mean and scale == self._mean_scale:
-            work, scale = self._reduce_scatter(shard, source, self._scatter_mean), 1.0
+            options, scale = self._scatter_mean, 1.0
         else:
-            work = self._reduce_scatter(shard, source, self._scatter_here)
-        return _Running(work, result, scale)
+            options = self._scatter_here
+        return _Running(self, 2 * key + 1, self._reduce_scatter, (shard, source, options), result, scale)
 
     def begin_all_reduce(self, tensor: torch.Tensor, key: int, *, scale: float = 1.0) -> Pending:
         if self.world_size == 1 or not tensor.numel():
@@ -124,8 +152,8 @@ class ProcessGroupTransport(Transport):
             return DONE
         parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if tensor.is_cuda and self._has_mean and scale == self._mean_scale:
-            return _Running(self._group.allreduce([parts], self._mean), tensor, 1.0)
-        return _Running(self._group.allreduce([parts], self._sum), tensor, scale)
+            return _Running(self, 2 * key, self._group.allreduce, ([parts], self._mean), tensor, 1.0)
+        return _Running(self, 2 * key, self._group.allreduce, ([parts], self._sum), tensor, scale)
 
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
         if self.world_size == 1 or not tensor.numel():
@@ -133,4 +161,8 @@ class ProcessGroupTransport(Transport):
         options = BroadcastOptions()
         options.rootRank = source_rank
         parts = tensor if tensor.dtype in _CARRIED else tensor.view(torch.uint8)
-        return _Running(self._group.broadcast([parts], options), tensor, 1.0)
+        return _Running(self, 2 * key, self._group.broadcast, ([parts], options), tensor, 1.0)
+
+    def settle(self) -> None:
+        if self.in_flight:
+            wait_for_all(self.in_flight)

@@ -10,23 +10,48 @@ messages are global ones: what the launcher, the logs and ``dist.get_rank()`` ca
 
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable.collectives.watch import explained
 from composable.errors import ComposableError, ConfigError, DesyncError, place_of_rank
 from composable.torch_private import is_tracing, traceable_collectives
 
 __all__ = ["Ranks", "device_for", "device_of"]
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 _NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
+# Messages of `confirm` travel under a tag that nothing else here uses.
+_CONFIRM_TAG = 0x5EED
+# How many numbers each group has given out.
+_NUMBERS_TAKEN: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
+
+
+def _watched(method: "Callable[Concatenate[Ranks, _P], _T]") -> "Callable[Concatenate[Ranks, _P], _T]":
+    """Let a method say what the watch of ranks that wait has found, if its wait ends by an error."""
+
+    @functools.wraps(method)
+    def call(ranks: "Ranks", *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return method(ranks, *args, **kwargs)
+        except ComposableError:
+            raise
+        except RuntimeError as error:
+            found = explained(error, ranks.group)
+            if found is error:
+                raise
+            raise found from error
+
+    return cast("Callable[Concatenate[Ranks, _P], _T]", call)
 
 
 @dataclass(frozen=True)
@@ -112,6 +137,7 @@ class Ranks:
         if failure is not None:
             raise failure
 
+    @_watched
     def compare(self, text: str, failure: Exception | None = None, *, shown: str, what: str, fix: str) -> None:
         """Raise on every rank unless all have equal texts and no failure.
 
@@ -143,6 +169,66 @@ class Ranks:
             lines = _first_difference(self.objects(shown), self.numbers)
             raise DesyncError(f"{what}\n{lines}", at=place_of_rank(), fix=fix)
 
+    def confirm(self, key: str, *, shown: Callable[[], str], what: str, fix: str) -> None:
+        """Raise on every rank unless all are about to do the same thing: asked before tensors move that have to fit.
+
+        Sixteen bytes to a peer and from one, in as many rounds as the number of ranks has binary digits. By messages,
+        since a collective of other ranks, of another size, would end the process where it met this one. Does nothing
+        in a graph that is being compiled.
+
+        Args:
+            key: What has to be equal.
+            shown: Says what this rank is about to do, for people.
+            what: What is wrong if the keys differ.
+            fix: What the user should do then.
+
+        Raises:
+            DesyncError: The keys differ.
+        """
+        if is_tracing() or self.is_alone:
+            return
+        number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
+        # The largest number and, as its negative, the least: they agree if all are equal.
+        extremes = torch.tensor([number, -number], device=self._confirm_device)
+        step = 1
+        while step < self.size:
+            got = torch.empty_like(extremes)
+            self._swap(extremes, (self.rank + step) % self.size, got, (self.rank - step) % self.size)
+            extremes = torch.maximum(extremes, got)
+            step *= 2
+        largest, least = extremes.tolist()
+        if largest == -least:
+            return
+        texts = self.objects(shown())
+        lines = [f"    rank {number}: {text}" for number, text in zip(self.numbers, texts, strict=True)]
+        if len(set(texts)) == 1:
+            lines.append("    (of another model or mesh, though in equal words)")
+        raise DesyncError("\n".join([what, *lines]), at=place_of_rank(), fix=fix)
+
+    @functools.cached_property
+    def _confirm_device(self) -> torch.device:
+        # The host, where its group can talk there: reading a number from a device waits for all of its work.
+        talks_on_host = self.device.type == "cpu" or "cpu:" in str(dist.get_backend_config(self.group))
+        return torch.device("cpu") if talks_on_host else self.device
+
+    def _swap(self, sent: torch.Tensor, to: int, got: torch.Tensor, source: int) -> None:
+        if sent.device.type != "cpu":
+            # Both at once: on a stream a receive would wait for ever for the send behind it.
+            self.exchange([(sent, to)], [(got, source)])
+            return
+        group = self.process_group
+        works = group.recv([got], source, _CONFIRM_TAG), group.send([sent], to, _CONFIRM_TAG)
+        for work in works:
+            work.wait()
+
+    def take_number(self) -> int:
+        """Return how often this was called for the group; all ranks in the same order. Not collective."""
+        if self.group is None:
+            return 0
+        number = _NUMBERS_TAKEN.get(self.group, 0)
+        _NUMBERS_TAKEN[self.group] = number + 1
+        return number
+
     def check_member(self, name: str, rank: int) -> None:
         """Raise unless ``rank`` is a rank within the group. Not collective.
 
@@ -154,6 +240,7 @@ class Ranks:
 
     # Values
 
+    @_watched
     def objects(self, value: _T) -> list[_T]:
         """Return every rank's ``value``, which can be pickled."""
         if self.is_alone:
@@ -162,6 +249,7 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    @_watched
     def object_of(self, source: int, value: _T | None) -> _T:
         """Return on every rank the object that ``source``, a rank within the group, has."""
         box = [value]
@@ -169,6 +257,7 @@ class Ranks:
             dist.broadcast_object_list(box, group=self.group, group_src=source, device=self.device)
         return box[0]  # type: ignore[return-value]  # the source gives one
 
+    @_watched
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite ``tensor``, contiguous and on ``device``, with that of ``source``, a rank within the group."""
         if tensor.numel() and not self.is_alone:
@@ -185,9 +274,14 @@ class Ranks:
         if is_tracing():
             moved = traceable_collectives.all_reduce(moved, _NAMES[op], self.group)
         else:
-            dist.all_reduce(moved, op=op, group=self.group)
+            self._all_reduce(moved, op)
         return moved.to(tensor.device)
 
+    @_watched
+    def _all_reduce(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> None:
+        dist.all_reduce(tensor, op=op, group=self.group)
+
+    @_watched
     def gather_ragged(self, full: torch.Tensor, bounds: Sequence[int]) -> None:
         """Complete ``full`` [bytes], of which each rank has its own range ``[bounds[rank], bounds[rank + 1])``."""
         sizes = [stop - start for start, stop in pairwise(bounds)]
@@ -213,6 +307,7 @@ class Ranks:
             if work is not None:
                 work.wait()
 
+    @_watched
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
         """Send and receive tensors of bytes; of a pair of ranks, messages keep their order.
 

@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from composable.collectives import watch_ranks
 from composable.errors import UsageError, place_of_rank
 from composable.planning import first_replacement
 from composable.ragged import RaggedDTensor
 from composable.storage import META_FIX
 from composable.torch_hooks import before_every_step
+from composable.torch_private import opaque
 from composable.wording import list_text
 
 __all__ = ["CHECKS_ITSELF", "check_every_step", "check_parameters", "check_replaced"]
@@ -32,7 +34,7 @@ def check_replaced(optimizer: torch.optim.Optimizer) -> None:
         if replacement is not None:
             raise UsageError(
                 "the optimizer holds a parameter that no module has any more, so its step would be lost",
-                at=f"{place_of_rank()}, parameter {replacement.fqn!r}",
+                at=f"{place_of_rank()}, parameter {replacement.fqn_in_model()!r}",
                 fix="rebind_optimizer(optimizer, model) after annotating the model, or build the optimizer then",
             )
 
@@ -54,7 +56,9 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+@opaque
 def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    watch_ranks()
     if CHECKS_ITSELF not in vars(optimizer):
         check_parameters(optimizer)
 

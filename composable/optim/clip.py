@@ -9,17 +9,29 @@ are not. A plain tensor is taken to be the same on every rank, as ``replicate`` 
 Source: gradient clipping, arXiv 1211.5063.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import reduce
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from composable.arguments import check_bool, check_number, list_of_tensors
 from composable.collectives import Ranks
 from composable.errors import ConfigError, UsageError
 from composable.optim.local_step import LocalGradients, local_gradients
-from composable.ragged import LIVE_SOURCES, NormParts, RaggedDTensor, RaggedLayout, cut_dims, mark_stale, summed_in
+from composable.ragged import (
+    LIVE_SOURCES,
+    NormParts,
+    RaggedDTensor,
+    RaggedLayout,
+    confirm_alike,
+    cut_dims,
+    mark_stale,
+    summed_in,
+)
 from composable.torch_private import Placement, foreach_mul_, foreach_norm
+from composable.wording import count_text
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
 
@@ -52,11 +64,13 @@ def get_total_norm(
         the tensors promote to.
 
     Raises:
-        ConfigError: ``norm_type`` is no number above 0, or this rank is not in the mesh of a tensor.
+        ConfigError: An argument is of another kind, ``norm_type`` not above 0, or this rank is not in the mesh
+            of a tensor.
         UsageError: The norm is not finite, and ``error_if_nonfinite``.
+        DesyncError: On every rank, where ranks that share tensors do something else with ragged ones.
     """
-    pieces = _Pieces()
-    for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+    pieces = _Pieces("get_total_norm")
+    for tensor in list_of_tensors("tensors", tensors):
         pieces.add(tensor)
     return pieces.total_norm(norm_type, error_if_nonfinite, foreach).to(pieces.dtype)
 
@@ -88,11 +102,13 @@ def clip_grad_norm_(
     Raises:
         ConfigError: As ``get_total_norm``; or ``max_norm`` is negative or NaN.
         UsageError: The norm is not finite, and ``error_if_nonfinite``.
+        DesyncError: On every rank, where ranks that share parameters do something else with ragged tensors, or list
+            another number of them.
     """
-    max_norm = float(max_norm)
-    if not max_norm >= 0:
-        raise ConfigError(f"max_norm is {max_norm}", fix="give the largest norm that gradients may have, 0 or above")
-    pieces = _Pieces()
+    max_norm = check_number(
+        "max_norm", max_norm, least=0, fix="give the largest norm that gradients may have, 0 or above"
+    )
+    pieces = _Pieces("clip_grad_norm_")
     params, accelerated = _listed(parameters)
     for parameter in params:
         pieces.expect(parameter)
@@ -124,15 +140,13 @@ def _listed(
     parameters: torch.Tensor | Iterable[torch.Tensor] | torch.optim.Optimizer,
 ) -> tuple[list[torch.Tensor], list[LocalGradients]]:
     """Return the parameters, each once, but those of an accelerated optimizer as the gradients that it steps with."""
-    if isinstance(parameters, torch.Tensor):
-        return [parameters], []
     if isinstance(parameters, torch.optim.Optimizer):
         accelerated = local_gradients(parameters)
         params = _params_of(parameters)
         if accelerated is None:
             return params, []
         return [parameter for parameter in params if type(parameter) is not RaggedDTensor], accelerated
-    return list({id(parameter): parameter for parameter in parameters}.values()), []
+    return list({id(one): one for one in list_of_tensors("parameters", parameters)}.values()), []
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -179,9 +193,15 @@ class _Groups:
 
 
 class _Pieces:
-    """This rank's pieces of tensors, by the groups of ranks that the tensors are cut over."""
+    """This rank's pieces of tensors, by the groups of ranks that the tensors are cut over.
 
-    def __init__(self) -> None:
+    Args:
+        op: What the norm is for, as the ranks tell each other.
+    """
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+        self._expected: Counter[tuple[Ranks, ...]] = Counter()
         self._groups = _Groups()
         self._by_cut: dict[tuple[Ranks, ...], list[torch.Tensor]] = {}
         self._home: torch.device | None = None
@@ -195,7 +215,9 @@ class _Pieces:
 
     def expect(self, tensor: torch.Tensor) -> None:
         """Take part in what the groups of a tensor exchange, also without its gradient."""
-        self._by_cut.setdefault(self._groups.of(tensor), [])
+        cut = self._groups.of(tensor)
+        self._expected[cut] += 1
+        self._by_cut.setdefault(cut, [])
 
     def add(self, tensor: torch.Tensor) -> None:
         """Add a whole tensor's piece."""
@@ -205,6 +227,7 @@ class _Pieces:
     def add_accelerated(self, gradients: LocalGradients) -> None:
         """Add what an accelerated optimizer steps with."""
         cut = self._groups.of_layout(gradients.layout)
+        self._expected[cut] += 1
         self._by_cut.setdefault(cut, [])
         self._dtypes |= gradients.dtypes
         for local in gradients.tensors:
@@ -217,18 +240,35 @@ class _Pieces:
 
     def total_norm(self, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> torch.Tensor:
         """Return the norm of all in fp64. Collective over the groups."""
-        order, home = float(norm_type), self._home or torch.device("cpu")
-        if not order > 0:
-            raise ConfigError(f"norm_type is {norm_type}", fix="give a number above 0, or math.inf")
+        order = check_number("norm_type", norm_type, above=0, fix="give a number above 0, or math.inf")
+        check_bool("error_if_nonfinite", error_if_nonfinite)
+        check_bool("foreach", foreach, or_none=True)
+        home = self._home or torch.device("cpu")
         whole = NormParts(order)
         parts = {cut: _part_of(locals_, whole, home, foreach) for cut, locals_ in self._by_cut.items()}
-        total = whole.norms(_add_over_ranks(parts, whole, home))[0]
+        total = whole.norms(self._add_over_ranks(parts, whole, home))[0]
         if error_if_nonfinite and not bool(total.isfinite()):
             raise UsageError(
                 f"the norm of order {order:g} is {total.item()}",
                 fix="find the gradient that is not finite, or pass error_if_nonfinite=False",
             )
         return total
+
+    def _add_over_ranks(
+        self, parts: dict[tuple[Ranks, ...], torch.Tensor], whole: NormParts, home: torch.device
+    ) -> torch.Tensor:
+        """Return the part of all pieces of all ranks: one all-reduce a group, for all tensors that are cut over it."""
+        while left := [group for cut in parts for group in cut]:
+            group = left[0]
+            cuts = [cut for cut in parts if group in cut]
+            listed = sum(self._expected[cut] for cut in cuts)
+            listed_text = f" of {count_text(listed, 'parameter')}" if listed else ""
+            confirm_alike(f"{self._op} of order {whole.order:g}{listed_text} in {count_text(len(cuts), 'cut')}", group)
+            reduced = group.reduce(torch.stack([parts.pop(cut) for cut in cuts]), whole.op).to(home)
+            for cut, part in zip(cuts, reduced):
+                rest = tuple(other for other in cut if other != group)
+                parts[rest] = whole.combine(parts[rest], part) if rest in parts else part
+        return parts.get((), whole.nothing((1,), home))
 
 
 def _without_partial(tensor: torch.Tensor) -> torch.Tensor:
@@ -265,15 +305,3 @@ def _part_of(
             norms = list(foreach_norm(tensors, whole.order, dtype=summed_in(dtype)))
         found.append(whole.join(whole.of(torch.stack(norms))).to(home))
     return reduce(whole.combine, found) if found else whole.nothing((1,), home)
-
-
-def _add_over_ranks(parts: dict[tuple[Ranks, ...], torch.Tensor], whole: NormParts, home: torch.device) -> torch.Tensor:
-    """Return the part of all pieces of all ranks: one all-reduce a group, for all tensors that are cut over it."""
-    while left := [group for cut in parts for group in cut]:
-        group = left[0]
-        cuts = [cut for cut in parts if group in cut]
-        reduced = group.reduce(torch.stack([parts.pop(cut) for cut in cuts]), whole.op).to(home)
-        for cut, part in zip(cuts, reduced):
-            rest = tuple(other for other in cut if other != group)
-            parts[rest] = whole.combine(parts[rest], part) if rest in parts else part
-    return parts.get((), whole.nothing((1,), home))

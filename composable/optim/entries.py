@@ -67,6 +67,6 @@ def whole_state(entry: dict[Any, Any]) -> None:
 def _foreign(key: object, value: DTensor, layout: RaggedLayout) -> UsageError:
     return UsageError(
         f"optimizer state {key!r} is placed {value.placements}, its parameter {layout.placements}",
-        at=f"rank {layout.rank}, parameter of shape {list(layout.shape)}",
+        at=f"rank {layout.global_rank}, parameter of shape {list(layout.shape)}",
         fix="load the state with set_optimizer_state_dict of torch.distributed.checkpoint.state_dict",
     )

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composable.arguments import check_bool, check_module
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.optim.census import Census, Neighbours, cut_of, take_census
 from composable.optim.checks import CHECKS_ITSELF, check_parameters, check_replaced
@@ -71,8 +72,8 @@ def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module, *, flat: bool 
 
     Source: the flat step of ZeRO, arXiv 1910.02054.
     """
-    if not isinstance(flat, bool):
-        raise ConfigError(f"flat is {flat!r}, not a bool", fix="pass True or False")
+    check_module("model", model)
+    check_bool("flat", flat)
     if type(optimizer) not in _ELEMENT_WISE:
         raise ConfigError(
             f"{type(optimizer).__name__} cannot be accelerated: its step may need more than local elements",

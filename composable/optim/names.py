@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from composable.errors import ConfigError
+from composable.fqns import plain_fqn
 from composable.wording import count_text
 
 __all__ = [
@@ -24,7 +25,6 @@ __all__ = [
 
 # What torch's schedulers and averagers write into a group: there or not, it is the same optimizer.
 _SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class OptimizerNames:
 
 def names_of_params(model: nn.Module) -> dict[torch.Tensor, str]:
     """Return the name that each parameter goes by."""
-    return {param: _plain_name(name) for name, param in model.named_parameters()}
+    return {param: plain_fqn(name) for name, param in model.named_parameters()}
 
 
 def names_by_alias(model: nn.Module) -> dict[str, str]:
     """Return the name that a parameter goes by for each name that it has."""
     names = names_of_params(model)
-    return {_plain_name(name): names[param] for name, param in model.named_parameters(remove_duplicate=False)}
+    return {plain_fqn(name): names[param] for name, param in model.named_parameters(remove_duplicate=False)}
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> OptimizerNames:
@@ -103,10 +103,6 @@ def group_differences(saved: Sequence[GroupNames], current: Sequence[GroupNames]
         if there is not nothing and here is not nothing:
             lines += _one_sided(f"settings of group {index}", there.settings, here.settings, source)
     return lines
-
-
-def _plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _one_sided(subject: str, there: Sequence[str], here: Sequence[str], source: str) -> list[str]:

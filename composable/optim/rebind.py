@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composable.arguments import check_module, check_optimizer
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.optim.entries import cut_state, whole_state
 from composable.planning import replacement_of
@@ -34,10 +35,12 @@ def rebind_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
         ``optimizer``, the same object.
 
     Raises:
-        ConfigError: The optimizer holds no parameter that ``model`` has or had, or one that nothing replaced;
-            nothing was changed.
+        ConfigError: An argument is of another kind; or the optimizer holds no parameter that ``model`` has or had,
+            or one that nothing replaced; nothing was changed.
         UsageError: The optimizer keeps state that is not a parameter's own (LBFGS, once it has stepped).
     """
+    check_optimizer("optimizer", optimizer)
+    check_module("model", model)
     replaced = _find_replacements(optimizer, model)
     if not replaced:
         return optimizer

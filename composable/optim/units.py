@@ -36,14 +36,14 @@ class Home(NamedTuple):
 
 def sharded_params_of(model: nn.Module) -> set[int]:
     """Return the ids of the sharded parameters of ``model``, whatever its modules hold at the moment."""
-    handles: Iterable[Handle] = _traversal_utils._get_fsdp_handles(model)
+    handles: Iterable[Handle] = _traversal_utils._get_fsdp_handles(model, is_everywhere=True)
     return {id(param.sharded) for handle in handles for param in handle.params}
 
 
 def homes_of(model: nn.Module) -> dict[int, Home]:
     """Return the home of every sharded parameter of ``model`` of which this rank owns something, by id."""
     homes: dict[int, Home] = {}
-    handles: Iterable[Handle] = _traversal_utils._get_fsdp_handles(model)
+    handles: Iterable[Handle] = _traversal_utils._get_fsdp_handles(model, is_everywhere=True)
     for flat in (flat for handle in handles for flat in handle.buffers):
         owned = sorted((param for param in flat.params if param.start < param.stop), key=lambda param: param.start)
         for position, param in enumerate(owned):

@@ -1,6 +1,6 @@
 """What an annotation will do, decided before anything is changed: names and shapes in, numbers out."""
 
-from composable.planning.cut import RaggedShard, boxes, local_shape
+from composable.planning.cut import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape
 from composable.planning.layout import FlatLayout
 from composable.planning.options import ShardingStrategy, ShardOptions
 from composable.planning.planner import HandleMembers, make_plan, plan
@@ -19,6 +19,8 @@ __all__ = [
     "ShardingStrategy",
     "boxes",
     "first_replacement",
+    "in_memory_order",
+    "in_order_of_dims",
     "local_shape",
     "make_plan",
     "managed_modules",

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from composable.errors import ConfigError
+from composable.planning.cut import in_order_of_dims
 
 __all__ = ["Align", "FlatLayout", "ShardSplit", "Span", "plan_layout"]
 
@@ -34,16 +35,27 @@ _MAX_GRAINS = 8
 
 @dataclass(frozen=True)
 class Span:
-    """Elements ``[start, stop)`` of the flat buffer, holding one parameter."""
+    """Elements ``[start, stop)`` of the flat buffer, holding one parameter.
+
+    ``order`` are its dims as they lie in memory, from the outermost; empty: as they are numbered.
+    """
 
     fqn: str
     shape: torch.Size
     start: int
     stop: int
+    order: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+    def view_in(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the parameter's place in a flat buffer, in its shape."""
+        flat = buffer[self.start : self.stop]
+        if not self.order:
+            return flat.view(self.shape)
+        return in_order_of_dims(flat.view([self.shape[dim] for dim in self.order]), self.order)
 
 
 @dataclass(frozen=True)
@@ -124,6 +136,7 @@ def plan_layout(
     world_size: int,
     *,
     align: Mapping[str, Align] | None = None,
+    orders: Mapping[str, tuple[int, ...]] | None = None,
 ) -> FlatLayout:
     """Pack parameters in order, then cut the buffer into equal shards.
 
@@ -134,6 +147,7 @@ def plan_layout(
             where that costs at most 1 % of padding in all, and anywhere else; ``"element"`` cuts
             anywhere. ``"tensor"`` (never cut: whole on one rank) and an int n (cut between blocks
             of n rows only) are promises, kept at any cost in padding.
+        orders: Dims of parameters from the outermost in memory, by FQN; what has none lies row by row.
 
     Raises:
         ConfigError: ``world_size`` is below 1, or ``align`` has an unknown FQN or value.
@@ -149,7 +163,7 @@ def plan_layout(
     least = _least_shard_numel(pieces, total, world_size)
     best = _best_placement(pieces, total, world_size, least)
     spans = tuple(
-        Span(fqn, torch.Size(shape), start, start + piece.numel)
+        Span(fqn, torch.Size(shape), start, start + piece.numel, (orders or {}).get(fqn, ()))
         for (fqn, shape), piece, start in zip(params, pieces, best.starts, strict=True)
     )
     return FlatLayout(spans, world_size, best.shard_numel)

@@ -60,6 +60,8 @@ ShardingStrategy.NO_SHARD = ShardingStrategy("NO_SHARD", (MeshDimStrategy(False,
 _PRESETS = {
     one.name: one for one in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 }
+# The names that the collectives know, which planning must not import.
+_TRANSPORTS = ["auto", "point_to_point", "process_group"]
 _SHARDING = "'FULL_SHARD', 'SHARD_GRAD_OP'"
 
 
@@ -74,6 +76,7 @@ class ShardOptions:
         reshard_after_forward: Free the parameters between forward and backward.
         ignored_params: Parameters to leave alone, under all their names.
         ignored_modules: Modules to leave alone with all below them.
+        unused_gradients: What a parameter that no rank has a gradient for gets, ``none`` or ``zero``.
         align: What a cut may do to a parameter, by FQN: see ``plan_layout``.
         transport: The name to print.
 
@@ -87,17 +90,26 @@ class ShardOptions:
     reshard_after_forward: bool | None = None
     ignored_params: Iterable[nn.Parameter] | None = None
     ignored_modules: Iterable[nn.Module] | None = None
+    unused_gradients: str = "none"
     align: Mapping[str, Align] | None = None
     transport: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
+        size = self.world_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"world_size is {size!r:.80}", fix="pass the number of ranks that share the parameters")
+        if self.align is not None and not isinstance(self.align, Mapping):
+            raise ConfigError(f"align is a {type(self.align).__name__}", fix="pass a dict of FQNs")
+        if self.transport not in _TRANSPORTS:
             raise ConfigError(
-                f"world_size is {self.world_size}", fix="pass the number of ranks that share the parameters"
+                f"transport is {self.transport!r:.80}", fix=f"pass one of {', '.join(map(repr, _TRANSPORTS))}"
             )
         freed = self.reshard_after_forward
         if freed is not None and not isinstance(freed, bool):
             raise ConfigError(f"reshard_after_forward is {freed!r}", fix="pass True, False or None")
+        unused = self.unused_gradients
+        if not isinstance(unused, str) or unused not in ("none", "zero"):
+            raise ConfigError(f"unused_gradients is {unused!r}", fix="pass 'none' or 'zero'")
         if self.strategy is not None:
             if freed is not None:
                 raise ConfigError(

@@ -13,6 +13,7 @@ from torch import nn
 
 from composable.contract import get_registry
 from composable.errors import ConfigError
+from composable.planning.cut import order_of
 from composable.planning.layout import Align, plan_layout
 from composable.planning.options import ShardingStrategy, ShardOptions
 from composable.planning.shard_plan import BufferPlan, HandlePlan, ParamPlan, ShardPlan
@@ -46,6 +47,7 @@ def plan(
     reshard_after_forward: bool | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
+    unused_gradients: str = "none",
     align: Mapping[str, Align] | None = None,
     transport: str = "auto",
 ) -> ShardPlan:
@@ -60,6 +62,7 @@ def plan(
             where the module is not the root.
         ignored_params: Parameters to leave alone, under all their names.
         ignored_modules: Modules to leave alone with all below them.
+        unused_gradients: What a parameter that no rank has a gradient for gets, ``none`` or ``zero``.
         align: What a cut may do to a parameter, by FQN: see ``plan_layout``.
         transport: The name to print.
 
@@ -81,6 +84,7 @@ def plan(
         reshard_after_forward=reshard_after_forward,
         ignored_params=ignored_params,
         ignored_modules=ignored_modules,
+        unused_gradients=unused_gradients,
         align=align,
         transport=transport,
     )
@@ -114,6 +118,7 @@ def make_plan(
             params=tuple(_plan_param(found) for found in handle.params),
             buffers=_plan_buffers(handle.params, options.world_size, align),
             reshard_after_forward=True if options.frees is None and handle.is_picked else options.frees,
+            unused_gradients=options.unused_gradients,
         )
         for handle in handles
     )
@@ -141,16 +146,27 @@ def _plan_param(found: FoundParam) -> ParamPlan:
     return ParamPlan(found.fqns[0], param.shape, param.dtype, param.requires_grad, tuple(found.fqns[1:]))
 
 
+def _order_of(found: FoundParam, align: Mapping[str, Align]) -> tuple[int, ...]:
+    """Return the order in which a parameter's dims lie in memory, to be kept; empty: as they are numbered."""
+    order = order_of(found.param)
+    # A promise about rows holds only where rows are what lies together.
+    is_promised = isinstance(align.get(found.fqns[0]), int)
+    return () if is_promised and order and order[0] else order
+
+
 def _plan_buffers(params: Sequence[FoundParam], world_size: int, align: Mapping[str, Align]) -> tuple[BufferPlan, ...]:
     classes: dict[tuple[torch.dtype, bool], list[tuple[str, torch.Size]]] = {}
     for found in params:
         key = (found.param.dtype, found.param.requires_grad)
         classes.setdefault(key, []).append((found.fqns[0], found.param.shape))
+    orders = {found.fqns[0]: order for found in params if (order := _order_of(found, align))}
     return tuple(
         BufferPlan(
             dtype,
             requires_grad,
-            plan_layout(shapes, world_size, align={fqn: align[fqn] for fqn, _ in shapes if fqn in align}),
+            plan_layout(
+                shapes, world_size, align={fqn: align[fqn] for fqn, _ in shapes if fqn in align}, orders=orders
+            ),
         )
         for (dtype, requires_grad), shapes in classes.items()
     )

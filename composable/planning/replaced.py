@@ -11,6 +11,8 @@ from itertools import repeat
 
 from torch import nn
 
+from composable.fqns import fqn_in_model
+
 __all__ = ["Replacement", "first_replacement", "mark_replaced", "marks_made", "replacement_of"]
 
 _MARK = "_composable_replaced_by"
@@ -43,6 +45,11 @@ class Replacement:
         module = None if self._module is None else self._module()
         param = None if module is None else module._parameters.get(self._name)
         return None if param is None or replacement_of(param) is not None else param
+
+    def fqn_in_model(self) -> str:
+        """Name the parameter for an error, as the user sees it now; slow."""
+        module = None if self._module is None else self._module()
+        return self.fqn if module is None else fqn_in_model(module, self._name, self.fqn)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (Replacement, (self.fqn,))

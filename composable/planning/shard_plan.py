@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -66,6 +66,7 @@ class HandlePlan:
         params: In ``named_parameters()`` order.
         buffers: One for each class of parameters.
         reshard_after_forward: ``None``: only where the module is not the root.
+        unused_gradients: What a parameter that no rank has a gradient for gets, ``none`` or ``zero``.
     """
 
     module_fqns: tuple[str, ...]
@@ -74,6 +75,7 @@ class HandlePlan:
     params: tuple[ParamPlan, ...]
     buffers: tuple[BufferPlan, ...]
     reshard_after_forward: bool | None
+    unused_gradients: str = "none"
 
     @property
     def numel(self) -> int:
@@ -141,6 +143,9 @@ class HandleCollectives:
 class ShardPlan:
     """What one annotation does.
 
+    Plans that do the same are equal, whatever the transport: one that is made before is ``auto``, and
+    an annotation's names what the process group got.
+
     Attributes:
         world_size: Ranks that share each buffer.
         transport: How the bytes travel.
@@ -151,7 +156,7 @@ class ShardPlan:
     """
 
     world_size: int
-    transport: str
+    transport: str = field(compare=False)
     class_names: tuple[str, ...]
     handles: tuple[HandlePlan, ...]
     kept_fqns: tuple[str, ...] = ()
@@ -271,6 +276,7 @@ class ShardPlan:
             {
                 "modules": handle.module_fqns,
                 "reshard_after_forward": handle.reshard_after_forward,
+                "unused_gradients": handle.unused_gradients,
                 "params": [
                     (param.fqn, tuple(param.shape), str(param.dtype), param.requires_grad, param.shared_fqns)
                     for param in handle.params
@@ -280,7 +286,7 @@ class ShardPlan:
                         str(buffer.dtype),
                         buffer.requires_grad,
                         buffer.layout.shard_numel,
-                        [(span.fqn, span.start) for span in buffer.layout.spans],
+                        [(span.fqn, span.start, span.order) for span in buffer.layout.spans],
                     )
                     for buffer in handle.buffers
                 ],
@@ -288,6 +294,17 @@ class ShardPlan:
             for handle in self.handles
         ]
         return hashlib.sha256(json.dumps([self.world_size, self.transport, handles]).encode()).hexdigest()
+
+    def compared_text(self) -> str:
+        """Return the plan with a line for each parameter, so that the first line in which ranks differ names it."""
+        headline, *rest = str(self).splitlines()
+        params = [
+            f"parameter {param.fqn!r} {list(param.shape)} {dtype_text(param.dtype)},"
+            f" requires_grad={param.requires_grad}, module {handle.module_fqns[0]!r}"
+            for handle in self.handles
+            for param in handle.params
+        ]
+        return "\n".join([headline, *params, *rest])
 
     def __str__(self) -> str:
         largest = max((handle.buffer_bytes for handle in self.handles), default=0)
@@ -351,4 +368,5 @@ def _describe_handle(handle: HandlePlan) -> str:
         f"{f' ({tied} tied)' if tied else ''}, {handle.numel:,} {kinds},"
         f" {bytes_text(handle.shard_bytes)} per rank{padding}; {handle.reason}"
         f"{'; kept for backward' if handle.reshard_after_forward is False else ''}"
+        f"{'; unused gradients are zero' if handle.unused_gradients == 'zero' else ''}"
     )

@@ -13,16 +13,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.contract import get_registry
+from composable.claims import claim_of, is_sharded
+from composable.contract import excludes, get_registry
 from composable.errors import ConfigError
+from composable.fqns import describe_module, fqn_in_model
 from composable.planning.cut import RaggedShard
 from composable.planning.replaced import replacement_of
 from composable.policies import PolicyLike, has_forward, resolve_policy
+from composable.rivals import rival_on
 from composable.wording import dtype_text, join_fqn
 
 __all__ = ["FoundHandle", "FoundParam", "Structure", "find_structure", "named_roots"]
-
-_FQNS_SHOWN = 4
 
 _T = TypeVar("_T")
 
@@ -87,7 +88,7 @@ def find_structure(
     The annotated modules may carry the annotation's own registry entry already.
 
     Raises:
-        ConfigError: An argument is wrong, or a parameter cannot be sharded.
+        ConfigError: An argument is wrong, or a parameter cannot be sharded, or something else averages its gradient.
     """
     starts = named_roots(module)
     root = starts[0][1]
@@ -156,8 +157,8 @@ class _Exclusion:
     Attributes:
         modules: Every module that is not entered, by whatever path it is reached.
         kept: Outermost modules with an earlier ``fully_shard``, with their FQNs.
-        ignored: Outermost modules that are ignored or replicated.
-        left_params: Ids of unsharded parameters below ``kept``, with their FQNs.
+        ignored: Outermost modules that are ignored, replicated, or carry another API that excludes ``fully_shard``.
+        left_params: Ids of unsharded parameters below ``kept``, with the module, the name there and the FQN.
         ignored_params: Ids of parameters to leave alone.
         ignored_fqns: The first name of each that was met.
     """
@@ -165,18 +166,9 @@ class _Exclusion:
     modules: set[nn.Module] = field(default_factory=set)
     kept: dict[nn.Module, str] = field(default_factory=dict)
     ignored: list[nn.Module] = field(default_factory=list)
-    left_params: dict[int, str] = field(default_factory=dict)
+    left_params: dict[int, tuple[nn.Module, str, str]] = field(default_factory=dict)
     ignored_params: set[int] = field(default_factory=set)
     ignored_fqns: list[str] = field(default_factory=list)
-
-    def fqn_of_taken(self, inner_fqn: str) -> str:
-        """Return the name of a parameter that an earlier annotation called ``inner_fqn``, as far as it can be told."""
-        fqns = [
-            join_fqn(fqn, inner_fqn)
-            for module, fqn in self.kept.items()
-            if inner_fqn in dict(module.named_parameters())
-        ]
-        return " or ".join(fqns[:_FQNS_SHOWN]) or inner_fqn
 
 
 def _exclude(
@@ -199,7 +191,7 @@ def _exclude(
 
     def is_leaf(module: nn.Module) -> bool:
         return module not in roots and (
-            module in to_ignore or not {"replicate", "fully_shard"}.isdisjoint(get_registry(module))
+            module in to_ignore or "fully_shard" in get_registry(module) or excludes(module, "fully_shard")
         )
 
     entered: set[nn.Module] = set()
@@ -213,7 +205,7 @@ def _exclude(
                     fix="pass the outer module alone, or annotate the inner one first",
                 )
             continue
-        is_kept = module not in to_ignore and "replicate" not in get_registry(module)
+        is_kept = module not in to_ignore and not excludes(module, "fully_shard")
         if is_kept:
             found.kept[module] = fqn
         else:
@@ -223,7 +215,7 @@ def _exclude(
                 if _is_sharded(param):
                     continue
                 if is_kept:
-                    found.left_params.setdefault(id(param), join_fqn(inner_fqn, name))
+                    found.left_params.setdefault(id(param), (inner_module, name, join_fqn(inner_fqn, name)))
                 elif id(param) not in found.ignored_params:
                     found.ignored_params.add(id(param))
                     found.ignored_fqns.append(join_fqn(inner_fqn, name))
@@ -234,13 +226,14 @@ def _exclude(
                 f"an ignored module, {type(module).__name__}, is not in the module to annotate",
                 fix="pass modules below it, taken from it after it was built",
             )
-    known = {id(param) for module in entered for _, param in _own_params(module)}
     for index, param in enumerate(params):
-        if id(param) not in known:
+        # Parameters of other modules are no mistake: one set serves the calls on all parts of a model.
+        replacement = replacement_of(param)
+        if replacement is not None:
             raise ConfigError(
-                "an ignored parameter is not in the module to annotate",
+                f"an earlier annotation has taken and sharded an ignored parameter, as '{replacement.fqn}'",
                 at=f"ignored_params[{index}] {_describe_tensor(param)}",
-                fix="pass parameters below it; an annotation that came before replaced those that it manages",
+                fix="pass it in ignored_params of that call too",
             )
     return found
 
@@ -295,6 +288,13 @@ class _Search:
 
     def _collect(self, fqn: str, module: nn.Module, path: "_Path") -> None:
         is_first_visit = module not in self._visited
+        rival = rival_on(module) if is_first_visit else None
+        if rival is not None:
+            raise ConfigError(
+                f"two things would average these gradients: fully_shard and {rival}",
+                at=_place(fqn, module),
+                fix="keep one of them: docs/trainers.md has what to tell trainers that wrap by themselves",
+            )
         self._visited.add(module)
         for name, param in _own_params(module):
             if _is_sharded(param):
@@ -308,9 +308,9 @@ class _Search:
                 continue
             if id(param) not in self._found:
                 try:
-                    self._check(param_fqn, param)
+                    self._check(param, module, name, param_fqn)
                 except ConfigError as error:
-                    error.at = f"parameter '{param_fqn}' {_describe_tensor(param)}"
+                    error.at = f"parameter '{fqn_in_model(module, name, param_fqn)}' {_describe_tensor(param)}"
                     raise
                 self._found[id(param)] = FoundParam(param)
             found = self._found[id(param)]
@@ -319,19 +319,33 @@ class _Search:
             if is_first_visit:
                 found.owners.append((module, name))
 
-    def _check(self, fqn: str, param: nn.Parameter) -> None:
+    def _check(self, param: nn.Parameter, module: nn.Module, name: str, fqn: str) -> None:
         replacement = replacement_of(param)
         if replacement is not None:
             raise ConfigError(
-                f"parameter '{fqn}' is tied to '{self._exclusion.fqn_of_taken(replacement.fqn)}', "
+                f"parameter '{fqn_in_model(module, name, fqn)}' is tied to '{replacement.fqn_in_model()}', "
                 "which an earlier annotation has taken and sharded",
                 fix="annotate the module around both of them, with a policy, or all modules that share it in one list",
             )
         other = self._exclusion.left_params.get(id(param))
         if other is not None:
             raise ConfigError(
-                f"parameter '{fqn}' is tied to '{other}', which an earlier annotation ignores",
+                f"parameter '{fqn_in_model(module, name, fqn)}' is tied to '{fqn_in_model(*other)}', "
+                "which an earlier annotation ignores",
                 fix="name it in ignored_params here too, or in neither call",
+            )
+        claim = claim_of(param)
+        if claim is not None:
+            others: tuple[nn.Module, ...] = getattr(claim.owner, "modules", ())
+            raise ConfigError(
+                f"replicate averages parameter '{fqn}' already, as '{claim.fqn}' of "
+                f"{' and '.join(map(describe_module, others))}",
+                fix="annotate an inner module before the outer one, and have one annotation for modules that share it",
+            )
+        if is_sharded(param):
+            raise ConfigError(
+                f"an earlier annotation shards parameter '{fqn}', which is unsharded at the moment",
+                fix="annotate submodules before the modules around them",
             )
         _check_kind(param)
 

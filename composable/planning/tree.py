@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from composable.contract import get_registry
+from composable.contract import excludes, get_registry
 
 __all__ = ["managed_modules", "name_modules"]
 
@@ -29,7 +29,7 @@ def managed_modules(roots: Iterable[nn.Module], ignored: frozenset[nn.Module]) -
         if module in seen or module in ignored:
             continue
         seen.add(module)
-        if module not in starts and not {"replicate", "fully_shard"}.isdisjoint(get_registry(module)):
+        if module not in starts and ("fully_shard" in get_registry(module) or excludes(module, "fully_shard")):
             continue
         yield module
         stack.extend(child for child in reversed(module._modules.values()) if child is not None)

@@ -2,14 +2,16 @@
 
 from composable.ragged.fallback import LIVE_SOURCES, mark_stale
 from composable.ragged.fallback_log import fallback_counts, strict_mode
+from composable.ragged.lockstep import confirm_alike
 from composable.ragged.norms import NormParts, cut_dims, summed_in
 from composable.ragged.registration import register_ragged
 from composable.ragged.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_full
-from composable.ragged.tensor import RaggedDTensor, hand_over_grad
+from composable.ragged.tensor import HOOKS, RaggedDTensor, hand_over_grad, was_zeroed, watch_zeroing
 from composable.ragged.torch_calls import teach_torch
 from composable.ragged.transfer import cast_dtype, collect_full, spread_full
 
 __all__ = [
+    "HOOKS",
     "LIVE_SOURCES",
     "NormParts",
     "RaggedDTensor",
@@ -17,6 +19,7 @@ __all__ = [
     "RaggedSpec",
     "cast_dtype",
     "collect_full",
+    "confirm_alike",
     "cut_dims",
     "fallback_counts",
     "hand_over_grad",
@@ -28,4 +31,6 @@ __all__ = [
     "strict_mode",
     "summed_in",
     "teach_torch",
+    "was_zeroed",
+    "watch_zeroing",
 ]

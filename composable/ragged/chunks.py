@@ -8,8 +8,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from composable.errors import ConfigError
-from composable.planning import boxes
+from composable.errors import ConfigError, UsageError
+from composable.planning import boxes, in_order_of_dims
 from composable.ragged.spec import RaggedLayout
 
 __all__ = ["chunks_of", "piece_at", "write_items_of"]
@@ -22,12 +22,18 @@ def chunks_of(layout: RaggedLayout) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size([0] * len(layout.shape)), layout.shape)] if layout.rank == 0 else []
     return [
         ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        for offsets, sizes in boxes(layout.shape, layout.lo, layout.hi)
+        for offsets, sizes in boxes(layout.shape, layout.lo, layout.hi, layout.order)
     ]
 
 
 def write_items_of(fqn: str, local: torch.Tensor, layout: RaggedLayout) -> list[WriteItem]:
-    """Return one item a box. Replicas all offer theirs; the planner drops doubles."""
+    """Return one item a box. Replicas all offer theirs; the planner drops doubles.
+
+    Raises:
+        UsageError: There are no values to write.
+    """
+    if local.is_meta:
+        raise UsageError(f"{fqn!r} is on the meta device: there is nothing to save", fix="materialize the model first")
     properties = TensorProperties.create_from_tensor(local)
     return [
         WriteItem(
@@ -50,9 +56,12 @@ def piece_at(index: MetadataIndex, local: torch.Tensor, layout: RaggedLayout) ->
     for chunk in chunks_of(layout):
         stop = start + chunk.sizes.numel()
         if index.offset is None or chunk.offsets == index.offset:
-            return _alone(flat[start:stop]).view(chunk.sizes)
+            piece = _alone(flat[start:stop])
+            if not layout.order:
+                return piece.view(chunk.sizes)
+            return in_order_of_dims(piece.view([chunk.sizes[dim] for dim in layout.order]), layout.order)
         start = stop
-    raise ConfigError(f"no piece of {index.fqn!r} starts at {index.offset} on rank {layout.rank}")
+    raise ConfigError(f"no piece of {index.fqn!r} starts at {index.offset} on rank {layout.global_rank}")
 
 
 def _alone(piece: torch.Tensor) -> torch.Tensor:

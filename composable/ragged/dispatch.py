@@ -18,12 +18,13 @@ from composable.ragged.elementwise import (
     foreach,
     foreach_by_scalar,
     foreach_in_place,
-    fused,
     idle_in_place,
     masked_put_in_place,
     pointwise,
     pointwise_in_place,
     pointwise_out,
+    zero_in_place,
+    zero_list,
 )
 from composable.ragged.fallback import Rule, gather_and_run, replicate, wrap, written
 from composable.ragged.norms import any_or_all, norm_of_list, unscale, vector_norm
@@ -76,7 +77,9 @@ def _choose(op: OpOverload) -> Rule:
         if first not in changed or "List" not in str(op._schema.arguments[0].type):
             return gather_and_run
         names = [argument.name for argument in op._schema.arguments]
-        return partial(fused, names.index("state_steps") if "state_steps" in names else -1)
+        return partial(foreach_in_place, plain_list=names.index("state_steps") if "state_steps" in names else -1)
+    if op in _SPECIAL:
+        return _SPECIAL[op]
     if op in _BY_TENSOR:
         return partial(foreach_by_scalar, _BY_TENSOR[op])
     if name.startswith("_foreach_"):
@@ -85,8 +88,6 @@ def _choose(op: OpOverload) -> Rule:
         if name.removeprefix("_foreach_").rstrip("_") not in _FOREACH_ELEMENTWISE or (changed and not is_in_place):
             return gather_and_run
         return foreach_in_place if is_in_place else foreach
-    if op in _SPECIAL:
-        return _SPECIAL[op]
     if name in _FORBIDDEN or torch.Tag.inplace_view in op.tags:
         return _forbidden
     if name in _LIKE and not changed:
@@ -116,7 +117,9 @@ def _like(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     this = args[0]
     if type(this) is not cls:
         return gather_and_run(cls, op, args, kwargs)
-    # The whole has row-major strides for life, whatever memory format was asked for.
+    if this._spec.layout.order and kwargs.get("memory_format", torch.preserve_format) != torch.preserve_format:
+        return gather_and_run(cls, op, args, kwargs)
+    # The whole has its strides for life, whatever memory format was asked for.
     kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
     local = op(this._local_tensor, *args[1:], **kwargs)
     return wrap(cls, local, this._spec.cast(local.dtype))
@@ -189,7 +192,8 @@ def _random_like(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[
 
 def _random_canvas(this: Any) -> torch.Tensor:
     local: torch.Tensor = this._local_tensor
-    return torch.empty(this._spec.layout.shape, dtype=local.dtype, device=local.device)
+    canvas: torch.Tensor = this._spec.layout.empty_full(local.dtype, local.device)
+    return canvas
 
 
 def _check_draws_from_numbers(op: OpOverload, args: Sequence[Any]) -> None:
@@ -202,6 +206,8 @@ def _check_draws_from_numbers(op: OpOverload, args: Sequence[Any]) -> None:
 
 _SPECIAL: dict[OpOverload, Callable[..., Any]] = {
     aten.copy_.default: copy_in_place,
+    aten.zero_.default: zero_in_place,
+    aten._foreach_zero_.default: zero_list,
     aten.detach.default: _alias,
     aten.alias.default: _alias,
     aten.view.default: _view,

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.ragged.fallback import GatheredView, gather_and_run, is_replicated, wrap, written
 from composable.ragged.fallback_log import count_fallback
+from composable.ragged.lockstep import confirm
 from composable.ragged.spec import RaggedLayout, RaggedSpec, gather_full, slice_full
 from composable.torch_private import OpOverload, dtensor_new, tree_leaves
 
@@ -25,12 +26,13 @@ __all__ = [
     "foreach",
     "foreach_by_scalar",
     "foreach_in_place",
-    "fused",
     "idle_in_place",
     "masked_put_in_place",
     "pointwise",
     "pointwise_in_place",
     "pointwise_out",
+    "zero_in_place",
+    "zero_list",
 ]
 
 _NUMBERS = frozenset({float, int, bool, type(None)})
@@ -131,6 +133,7 @@ def copy_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping
     source: Any = args[1]
     if type(this) is cls and type(source) is cls and not this._spec.layout.matches(source._spec.layout):
         count_fallback(str(op), source._spec.layout)
+        confirm(str(op), [source])
         args = (this, gather_full(source._local_tensor, source._spec.layout), *args[2:])
     return pointwise_in_place(cls, op, args, kwargs)
 
@@ -260,18 +263,40 @@ def _scalar_operand(cls: Any, value: torch.Tensor, layout: RaggedLayout) -> torc
     return scalar if scalar.dim() == 0 else None
 
 
-def foreach_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Run a ``_foreach_*_`` operation."""
+def foreach_in_place(
+    cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, plain_list: int = -1
+) -> None:
+    """Run a ``_foreach_*_`` or ``_fused_*_`` operation, whose argument ``plain_list`` holds plain step counters."""
     tensors = args[0]
     try:
         selection = _SELECTIONS.of([tensor._spec for tensor in tensors])
-        others = _local_lists(cls, args, selection, same_dtype=False)
+        others = _local_lists(cls, args, selection, same_dtype=False, plain_list=plain_list)
     except AttributeError:
         others = None
     if others is None:
         _one_by_one(cls, op, args, kwargs)
     elif selection.count:
-        op([tensor._local_tensor for tensor in selection.pick(tensors)], *others, **kwargs)
+        local = {name: value._local_tensor if isinstance(value, DTensor) else value for name, value in kwargs.items()}
+        op([tensor._local_tensor for tensor in selection.pick(tensors)], *others, **local)
+
+
+def zero_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Set to zero, and note it on the local piece: a gradient may be one that others wait to be added to."""
+    result = idle_in_place(cls, op, args, kwargs)
+    _note_zero(cls, args[0])
+    return result
+
+
+def zero_list(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Do the same to a list."""
+    foreach_in_place(cls, op, args, kwargs)
+    for tensor in args[0]:
+        _note_zero(cls, tensor)
+
+
+def _note_zero(cls: Any, tensor: Any) -> None:
+    if type(tensor) is cls:
+        tensor._local_tensor._composable_zeroed = True
 
 
 def foreach_by_scalar(
@@ -292,24 +317,6 @@ def foreach_by_scalar(
                 by_tensor([tensor._local_tensor for tensor in selection.pick(tensors)], scalar)
             return None
     return foreach_in_place(cls, op, args, kwargs)
-
-
-def fused(plain_list: int, cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Run a ``_fused_*_`` operation, whose argument ``plain_list`` holds plain step counters."""
-    tensors = args[0]
-    try:
-        selection = _SELECTIONS.of([tensor._spec for tensor in tensors])
-        others = _local_lists(cls, args, selection, same_dtype=False, plain_list=plain_list)
-        if kwargs:
-            kwargs = {
-                name: value._local_tensor if isinstance(value, DTensor) else value for name, value in kwargs.items()
-            }
-    except AttributeError:
-        others = None
-    if others is None:
-        _one_by_one(cls, op, args, kwargs)
-    elif selection.count:
-        op([tensor._local_tensor for tensor in selection.pick(tensors)], *others, **kwargs)
 
 
 def foreach(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from composable.errors import UsageError
+from composable.errors import UsageError, place_of_rank
 from composable.ragged.fallback_log import count_fallback
+from composable.ragged.lockstep import confirm, is_parameter
 from composable.ragged.spec import RaggedLayout, gather_full, replicated_spec, slice_full
 from composable.torch_private import DTensorSpec, OpOverload, dtensor_new, tree_leaves, tree_map_only
 
@@ -73,6 +74,7 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
     Raises:
         UsageError: ``strict_mode`` is on; an operand is a plain tensor that may differ between ranks;
             or the operation draws random numbers, which ranks would draw differently.
+        DesyncError: On every rank, where they run different operations.
     """
     tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     ragged: list[Any] = [tensor for tensor in tensors if type(tensor) is cls]
@@ -84,8 +86,9 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
     changed = [leaf for leaf in changed if isinstance(leaf, torch.Tensor)]
     changed_ids = {id(tensor) for tensor in changed}
     for tensor in tensors:
-        _check_operand(cls, op, tensor, layout, is_written=id(tensor) in changed_ids)
+        _check_operand(cls, op, tensor, ragged, is_written=id(tensor) in changed_ids)
     count_fallback(str(op), layout)
+    confirm(str(op), ragged)
 
     fulls: dict[int, torch.Tensor] = {}
     for tensor in tensors:
@@ -126,7 +129,8 @@ def _full(cls: Any, tensor: Any, layout: RaggedLayout) -> torch.Tensor:
     return plain
 
 
-def _check_operand(cls: Any, op: OpOverload, tensor: Any, layout: RaggedLayout, *, is_written: bool) -> None:
+def _check_operand(cls: Any, op: OpOverload, tensor: Any, ragged: Sequence[Any], *, is_written: bool) -> None:
+    layout: RaggedLayout = ragged[0]._spec.layout
     if type(tensor) is cls:
         if tensor._spec.mesh != layout.mesh:
             raise _refusal(op, layout, "mixes ragged tensors of two meshes", "call full_tensor() on one of them")
@@ -138,16 +142,32 @@ def _check_operand(cls: Any, op: OpOverload, tensor: Any, layout: RaggedLayout, 
                 op, layout, f"would write a ragged tensor into one placed {tensor.placements}", "use full_tensor()"
             )
     elif tensor.dim() > 0 and not is_written and op not in _TAKES_PLAIN:
-        raise _refusal(
+        raise _refuse_plain(op, tensor, next(filter(is_parameter, ragged), ragged[0]))
+
+
+def _refuse_plain(op: OpOverload, plain: torch.Tensor, ragged: Any) -> UsageError:
+    """Return the error of an operation on a ragged tensor and a plain one, which each rank may have its own of."""
+    layout: RaggedLayout = ragged._spec.layout
+    if not is_parameter(ragged) or layout.label is None:
+        return _refusal(
             op,
             layout,
-            f"mixes a ragged tensor with a plain one of shape {list(tensor.shape)}, which may differ between ranks",
+            f"mixes a ragged tensor with a plain one of shape {list(plain.shape)}, which may differ between ranks",
             "call full_tensor() on the ragged one, or distribute_tensor(plain, mesh, [Replicate()])",
         )
+    return UsageError(
+        f"{op} meets a sharded parameter and a plain tensor of shape {list(plain.shape)}: "
+        "the parameter is used outside the forward of its module",
+        at=f"{place_of_rank()}, module {layout.label.module}, parameter {str(layout.label)!r} {list(layout.shape)}",
+        fix="call the module itself, not its forward; register_fsdp_forward_method(module, name) for another method; "
+        "annotate a module around all uses; or module.unshard() before. "
+        "For the value without a gradient: full_tensor() under torch.no_grad()",
+    )
 
 
 def _refusal(op: OpOverload, layout: RaggedLayout, what: str, fix: str) -> UsageError:
-    return UsageError(f"{op} {what}", at=f"ragged tensor of shape {list(layout.shape)}", fix=fix)
+    cut_as = "" if layout.label is None else f", cut as parameter {str(layout.label)!r}"
+    return UsageError(f"{op} {what}", at=f"ragged tensor of shape {list(layout.shape)}{cut_as}", fix=fix)
 
 
 class _Source:
@@ -237,6 +257,11 @@ class GatheredView(DTensor):
             raise UsageError(f"{op} on a view of a ragged tensor has no gradient", fix="use torch.no_grad()")
         if changed:
             return _write_through(op, args, kwargs, changed)
+        for leaf in tree_leaves((list(args), dict(kwargs))):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0:
+                raise _refuse_plain(op, leaf, views[0]._source.base)
+        if op is torch.ops.aten.as_strided.default:
+            return _as_strided(views[0], *args[1:], **kwargs)
         replicas = {id(view): wrap(DTensor, view._local_tensor, view._spec) for view in views}
         results = op(
             *tree_map_only(cls, lambda view: replicas[id(view)], list(args)),
@@ -255,8 +280,9 @@ def _write_through(
     base = changed[0]._source.base
     layout: RaggedLayout = base._spec.layout
     tensors = [leaf for leaf in tree_leaves((list(args), dict(kwargs))) if isinstance(leaf, torch.Tensor)]
-    if any(type(tensor) is type(base) for tensor in tensors):
+    if ragged := [tensor for tensor in tensors if type(tensor) is type(base)]:
         count_fallback(str(op), layout)
+        confirm(str(op), ragged)
     fulls = {id(tensor): _full(type(base), tensor, layout) for tensor in tensors}
     results = op(
         *tree_map_only(torch.Tensor, lambda tensor: fulls[id(tensor)], list(args)),
@@ -266,6 +292,17 @@ def _write_through(
         source.write_back()
     originals = {id(fulls[id(view)]): view for view in changed}
     return tree_map_only(torch.Tensor, lambda result: originals.get(id(result), result), results)
+
+
+def _as_strided(
+    view: GatheredView, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> GatheredView:
+    """Run what torch's DTensor has no rule for: ``fill_diagonal_`` is made of it."""
+    local = view._local_tensor
+    # Told from the start of what the view says is its storage, where its local tensor is not.
+    offset = None if storage_offset is None else storage_offset - view.storage_offset() + local.storage_offset()
+    result = local.as_strided(size, stride, offset)
+    return make_view(result, replicated_spec(view._spec.mesh, result), view._source)
 
 
 def make_view(local: torch.Tensor, spec: DTensorSpec, source: _Source) -> GatheredView:

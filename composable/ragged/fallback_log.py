@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from composable.arguments import check_bool
 from composable.errors import UsageError
 from composable.ragged.spec import RaggedLayout
 
@@ -30,7 +31,7 @@ def count_fallback(op: str, layout: RaggedLayout) -> None:
     if _FALLBACKS.strict_depth:
         raise UsageError(
             f"{op} has no rule for ragged tensors and would gather all of {list(layout.shape)}",
-            at=f"rank {layout.rank} of {len(layout.bounds) - 1}",
+            at=f"rank {layout.global_rank}",
             fix="call full_tensor() where a gather is meant, or leave strict_mode()",
         )
     _FALLBACKS.counts[op] += 1
@@ -41,6 +42,7 @@ def fallback_counts(*, reset: bool = False) -> dict[str, int]:
 
     ``full_tensor`` and ``redistribute`` are asked for, and not counted.
     """
+    check_bool("reset", reset)
     counts = dict(_FALLBACKS.counts)
     if reset:
         _FALLBACKS.counts.clear()

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.collectives import Ranks
 from composable.ragged.fallback import gather_and_run, replicate
+from composable.ragged.lockstep import confirm, confirm_alike
 from composable.ragged.spec import RaggedLayout, replicated_spec
 from composable.torch_private import DeviceMesh, OpOverload, dtensor_new, foreach_norm
 
@@ -118,7 +119,8 @@ def vector_norm(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[s
     dtype = kwargs.get("dtype")
     if type(this) is not cls:
         return gather_and_run(cls, op, args, kwargs)
-    if dims is not None and len(dims) and this.dim() > 1 and 0 < order < math.inf:
+    is_row_by_row = not this._spec.layout.order
+    if dims is not None and len(dims) and this.dim() > 1 and 0 < order < math.inf and is_row_by_row:
         return _norm_over_dims(this, order, [dim % this.dim() for dim in dims], keepdim, dtype)
     if dims is not None or keepdim:
         return gather_and_run(cls, op, args, kwargs)
@@ -134,7 +136,7 @@ def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> l
     for index, tensor in enumerate(tensors):
         layout: RaggedLayout = tensor._spec.layout
         for known, members in groups:
-            if layout.mesh_dim == known.mesh_dim and (layout.mesh is known.mesh or layout.mesh == known.mesh):
+            if layout.shares_ranks(known):
                 members.append(index)
                 break
         else:
@@ -160,6 +162,7 @@ def _norms_of_group(
     if dtype is None:
         dtype = next((kind for piece in pieces if (kind := summed_in(piece.dtype))), None)
     whole = NormParts(order)
+    confirm(f"the {order:g}-norm", tensors)
     parts = whole.nothing((len(tensors),), device)
     if pieces:
         found = whole.of(torch.stack(foreach_norm(pieces, order, dtype=dtype)))
@@ -178,6 +181,7 @@ def _norm_over_dims(this: Any, order: float, dims: Sequence[int], keepdim: bool,
     layout: RaggedLayout = this._spec.layout
     kind = dtype or _real_of(this._spec.dtype)
     whole = NormParts(order)
+    confirm(f"the {order:g}-norm over dims {tuple(dims)}", [this])
     parts = _parts_over_dims(this._local_tensor, layout, whole, dims)
     norms = whole.norms(layout.ranks.reduce(parts, whole.op)).to(kind)
     return replicate(norms if keepdim else norms.squeeze(tuple(dims)), layout)
@@ -215,6 +219,7 @@ def any_or_all(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[st
     """Reduce truth values to one; what in-place initialisers ask between draws."""
     this = args[0]
     layout: RaggedLayout = this._spec.layout
+    confirm(str(op), [this])
     local = op(this._local_tensor)
     reduce_op = ReduceOp.MAX if op is aten.any.default else ReduceOp.MIN
     return replicate(layout.ranks.reduce(local.to(torch.uint8), reduce_op).to(local.dtype), layout)
@@ -237,4 +242,6 @@ def unscale(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
             if (grad.device_mesh, dim) not in shared:
                 shared.append((grad.device_mesh, dim))
     for mesh, dim in shared:
-        found.copy_(Ranks.of_mesh(mesh, dim).reduce(found.clone(), ReduceOp.MAX))
+        ranks = Ranks.of_mesh(mesh, dim)
+        confirm_alike("the unscaling of gradients", ranks)
+        found.copy_(ranks.reduce(found.clone(), ReduceOp.MAX))

@@ -9,8 +9,7 @@ import torch
 from composable.errors import UsageError
 from composable.planning import RaggedShard
 from composable.ragged.fallback import GatheredView, make_stale_view
-from composable.ragged.spec import RaggedSpec, rebuild_spec
-from composable.ragged.tensor import RaggedDTensor, rebuild_ragged
+from composable.ragged.tensor import RaggedDTensor
 from composable.torch_private import (
     DTensorSpec,
     TensorMeta,
@@ -58,7 +57,7 @@ def _dispatch_every_op(rules: Mapping[type, Any]) -> None:
 
 
 def register_ragged() -> None:
-    """Let torch run operations, optimizers and safe loading on ``RaggedDTensor``; more than once changes nothing."""
+    """Let torch run operations and optimizers on ``RaggedDTensor``; more than once changes nothing."""
     if not _is_dispatched_here():
         _dispatch_every_op({cls: cls.__dict__["__torch_dispatch__"].__func__ for cls in (RaggedDTensor, GatheredView)})
         if not _is_dispatched_here():
@@ -70,4 +69,3 @@ def register_ragged() -> None:
     for types in (optim_foreach_types, utils_foreach_types):
         if RaggedDTensor not in types:
             types.append(RaggedDTensor)
-    torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, RaggedSpec, rebuild_ragged, rebuild_spec])

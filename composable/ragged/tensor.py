@@ -16,11 +16,13 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.collectives import Ranks
-from composable.errors import ConfigError, UsageError
+from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.frames import in_torch_save
 from composable.planning import RaggedShard
 from composable.ragged.chunks import chunks_of, piece_at, write_items_of
 from composable.ragged.dispatch import RULES, rule_for
 from composable.ragged.fallback import LIVE_SOURCES, is_replicated, mark_stale, written_ragged
+from composable.ragged.lockstep import confirm, confirm_layout
 from composable.ragged.spec import RaggedLayout, RaggedSpec, gather_full, ragged_spec, slice_full
 from composable.torch_private import (
     DeviceMesh,
@@ -31,11 +33,20 @@ from composable.torch_private import (
     dtensor_new,
 )
 
-__all__ = ["RaggedDTensor", "hand_over_grad", "rebuild_ragged"]
+__all__ = ["HOOKS", "RaggedDTensor", "hand_over_grad", "rebuild_ragged", "was_zeroed", "watch_zeroing"]
 
 # torch's own descriptors, whose stubs say Tensor.
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
+
+
+class _Hooks:
+    """How many hooks on gradients were registered so far: while that stays, who has any need not be asked again."""
+
+    made = 0
+
+
+HOOKS = _Hooks()
 
 
 class RaggedDTensor(DTensor):
@@ -85,6 +96,16 @@ class RaggedDTensor(DTensor):
             mark_stale(written_ragged(RaggedDTensor, op, args, kwargs))
         return result
 
+    def register_hook(self, hook: Any) -> Any:
+        """Call ``hook`` with the gradient; of a sharded parameter, with this rank's piece of the reduced one."""
+        HOOKS.made += 1
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Call ``hook`` with this tensor when its gradient is accumulated; of a sharded parameter, the reduced one."""
+        HOOKS.made += 1
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole as a plain tensor on every rank. Differentiable.
 
@@ -93,10 +114,14 @@ class RaggedDTensor(DTensor):
         Args:
             grad_placements: How gradients of the result are spread over the mesh: replicated by default
                 (every rank computes the same), or ``Partial()`` where they have to be summed.
+
+        Raises:
+            DesyncError: On every rank, where they run different operations on ragged tensors; nothing moved.
         """
         if torch.is_grad_enabled() and self.requires_grad:
             full: torch.Tensor = _Gather.apply(self, grad_placements)  # type: ignore[no-untyped-call]
             return full
+        confirm("full_tensor", [self])
         return gather_full(self._local_tensor, self._spec.layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -144,7 +169,7 @@ class RaggedDTensor(DTensor):
         layout = self._spec.layout
         return (
             f"RaggedDTensor(shape={list(layout.shape)}, local={self._local_tensor}, "
-            f"elements [{layout.lo}, {layout.hi}) on rank {layout.rank} of {len(layout.bounds) - 1}, "
+            f"elements [{layout.lo}, {layout.hi}) on rank {layout.global_rank}, "
             f"placements={self._spec.placements})"
         )
 
@@ -202,6 +227,15 @@ class RaggedDTensor(DTensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # Messages between the ranks of one run are pickled too, and arrive where the mesh is.
+        if in_torch_save():
+            raise UsageError(
+                f"torch.save would write this rank's piece of a tensor of shape {list(self.shape)}, "
+                "which cannot be loaded in one process",
+                at=place_of_rank(),
+                fix="torch.save(full_state_dict(model), path) on rank 0; for the optimizer, get_optimizer_state_dict "
+                "with full_state_dict=True; or save_checkpoint; to_local() is the piece",
+            )
         local = self._local_tensor.detach()
         marks = {name: value for name, value in self.__dict__.items() if not name.startswith("_composable_")}
         return (rebuild_ragged, (local, self._spec, self.requires_grad, marks))
@@ -215,14 +249,22 @@ class RaggedDTensor(DTensor):
         ragged = [dim for dim, placement in enumerate(spec.placements) if isinstance(placement, RaggedShard)]
         if not ragged:
             return base
-        bounds = spec.placements[ragged[0]].bounds
-        rebuilt = ragged_spec(spec.mesh, base.shape, base.dtype, bounds, mesh_dim=ragged[0])
+        cut = spec.placements[ragged[0]]
+        rebuilt = ragged_spec(spec.mesh, base.shape, base.dtype, cut.bounds, mesh_dim=ragged[0], order=cut.order)
         return RaggedDTensor.wrap(base._local_tensor, rebuilt, base.requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
         # torch keeps compiled graphs on disk under this key. Ranks that own other ranges need other graphs.
         layout = self._spec.layout
-        key = (layout.shape, self.dtype, layout.bounds, layout.rank, layout.mesh_dim, layout.mesh, self.requires_grad)
+        key = (
+            layout.shape,
+            self.dtype,
+            layout.placements,
+            layout.rank,
+            layout.mesh_dim,
+            layout.mesh,
+            self.requires_grad,
+        )
         return sha256(repr((*key, layout.ranks.process_group.group_name)).encode()).hexdigest()
 
     # -- torch.distributed.checkpoint
@@ -275,6 +317,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, tensor: RaggedDTensor, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
         ctx.spec = tensor._spec
         ctx.grad_placements = grad_placements
+        confirm("full_tensor", [tensor])
         return gather_full(tensor._local_tensor, tensor._spec.layout)
 
     @staticmethod
@@ -284,7 +327,9 @@ class _Gather(torch.autograd.Function):
             if placement.is_partial():
                 # A copy: the incoming gradient may have other readers.
                 grad = grad.contiguous().clone()
-                grad = Ranks.of_mesh(layout.mesh, dim).reduce(grad, ReduceOp.SUM)
+                ranks = Ranks.of_mesh(layout.mesh, dim)
+                confirm_layout("the backward of full_tensor", ranks, layout, grad.dtype)
+                grad = ranks.reduce(grad, ReduceOp.SUM)
                 if placement.reduce_op == "avg":
                     grad /= layout.mesh.size(dim)
         piece = slice_full(grad, layout).clone()
@@ -303,6 +348,17 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return RaggedDTensor.wrap(grad.contiguous(), ctx.spec.cast(grad.dtype))
+
+
+def watch_zeroing(tensor: torch.Tensor) -> None:
+    """Begin to note whether the tensor, if it is ragged, is set to zero: see ``was_zeroed``."""
+    if isinstance(tensor, RaggedDTensor):
+        tensor._local_tensor._composable_zeroed = False  # type: ignore[attr-defined]  # set by the rules of `zero_`
+
+
+def was_zeroed(tensor: torch.Tensor) -> bool:
+    """Say whether ``zero_`` was called on the tensor, alone or in a list, since ``watch_zeroing``."""
+    return isinstance(tensor, RaggedDTensor) and bool(getattr(tensor._local_tensor, "_composable_zeroed", False))
 
 
 def hand_over_grad(param: torch.Tensor, grad: RaggedDTensor) -> None:

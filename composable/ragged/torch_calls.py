@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate
 from composable.collectives import Ranks
 from composable.errors import ConfigError, UsageError
 from composable.planning import RaggedShard
+from composable.ragged.lockstep import confirm_layout
 from composable.ragged.spec import ragged_spec, slice_full
 from composable.ragged.tensor import RaggedDTensor
 from composable.torch_private import DeviceMesh, Placement
@@ -35,6 +36,7 @@ def distribute(
 
     Raises:
         ConfigError: Other placements than one ``RaggedShard`` and ``Replicate``.
+        DesyncError: On every rank, where they run different operations on ragged tensors.
     """
     dims = [dim for dim, placement in enumerate(placements) if isinstance(placement, RaggedShard)]
     others = [p for p in placements if not isinstance(p, (RaggedShard, Replicate))]
@@ -45,14 +47,16 @@ def distribute(
         )
     ragged = placements[dims[0]]
     assert isinstance(ragged, RaggedShard), "chosen above"
-    spec = ragged_spec(mesh, full.shape, full.dtype, ragged.bounds, mesh_dim=dims[0])
+    spec = ragged_spec(mesh, full.shape, full.dtype, ragged.bounds, mesh_dim=dims[0], order=ragged.order)
     full = full.detach()
     if full.device.type != mesh.device_type and not full.is_meta:
         full = full.to(mesh.device_type)
     if src_data_rank is not None and not full.is_meta:
         full = full.clone(memory_format=torch.contiguous_format)
         for dim in range(mesh.ndim):
-            Ranks.of_mesh(mesh, dim).broadcast(full, src_data_rank)
+            ranks = Ranks.of_mesh(mesh, dim)
+            confirm_layout("distribute_tensor", ranks, spec.layout, full.dtype)
+            ranks.broadcast(full, src_data_rank)
     local = slice_full(full, spec.layout).clone()
     return RaggedDTensor.wrap(local, spec)
 

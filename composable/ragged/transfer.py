@@ -36,7 +36,7 @@ def collect_full(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> list[torch.Tensor] | None:
-    """Return the full values of ``tensors`` on rank ``dst``, fresh, contiguous and independent of each other.
+    """Return the full values of ``tensors`` on rank ``dst``, fresh, dense and independent of each other.
 
     Collective: all ranks of the shard group, with the same tensors in the same order.
 
@@ -53,12 +53,13 @@ def collect_full(
     fulls: list[torch.Tensor] | None = None
     if layout.rank in takers:
         fulls = [
-            torch.empty(tensor.shape, dtype=cast_dtype(tensor, dtype), device=device or tensor._local_tensor.device)
+            tensor._spec.layout.empty_full(cast_dtype(tensor, dtype), device or tensor._local_tensor.device)
             for tensor in tensors
         ]
         for tensor, full in zip(tensors, fulls, strict=True):
             own = tensor._spec.layout
-            full.view(-1)[own.lo : own.hi].copy_(tensor._local_tensor.detach().reshape(-1))
+            own.flat(full)[own.lo : own.hi].copy_(tensor._local_tensor.detach().reshape(-1))
+    flat = [tensor._spec.layout.flat(full) for tensor, full in zip(tensors, fulls or (), strict=fulls is not None)]
     exchange = Exchange(layout)
     for owner in range(len(layout.bounds) - 1):
         if fulls is None and owner != layout.rank:
@@ -68,7 +69,7 @@ def collect_full(
                 locals_ = [tensors[piece.which]._local_tensor.detach().reshape(-1) for piece in parcel]
                 exchange.send(locals_, [taker for taker in takers if taker != owner])
             elif fulls is not None:
-                targets = [fulls[piece.which].view(-1)[piece.lo : piece.hi] for piece in parcel]
+                targets = [flat[piece.which][piece.lo : piece.hi] for piece in parcel]
                 exchange.receive(targets, [tensors[piece.which].dtype for piece in parcel], owner)
     exchange.run()
     return fulls
@@ -91,7 +92,10 @@ def spread_full(tensors: Sequence[RaggedDTensor], values: Callable[[int], torch.
     exchange = Exchange(layout)
     if layout.rank == src:
         assert values is not None, "the source has the values"
-        fulls = [values(index).detach().reshape(-1) if tensor.numel() else None for index, tensor in enumerate(tensors)]
+        fulls = [
+            tensor._spec.layout.flat(values(index).detach()) if tensor.numel() else None
+            for index, tensor in enumerate(tensors)
+        ]
         for owner in range(len(layout.bounds) - 1):
             for parcel in _parcels(tensors, owner):
                 pieces = [full[piece.lo : piece.hi] for piece in parcel if (full := fulls[piece.which]) is not None]

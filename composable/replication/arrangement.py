@@ -115,10 +115,10 @@ class Arrangement:
             param.grad = new_views[index].copy_(view)
 
     def _build(self, groups: Sequence[Sequence[int]]) -> None:
-        self.buckets.clear()
+        buckets: list[Bucket] = []
         for number, group in enumerate(groups):
             is_last = number == len(groups) - 1
-            self.buckets.append(
+            buckets.append(
                 Bucket(
                     number,
                     [(index, self._params[index].param) for index in group],
@@ -127,5 +127,6 @@ class Arrangement:
                     key=self._transport.allocate_key(),
                 )
             )
-        holder = {index: bucket for bucket in self.buckets for index in bucket.param_indices}
+        holder = {index: bucket for bucket in buckets for index in bucket.param_indices}
         self.bucket_of[:] = [holder[index] for index in range(len(self._params))]
+        self.buckets[:] = buckets

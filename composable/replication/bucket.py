@@ -125,6 +125,7 @@ class Bucket:
         self.tail = self.flat[stop:]
         self._hook_buffer = self._data
         self.views = [_view_for(self.flat, start, param) for start, param in zip(starts, self._params, strict=True)]
+        self._starts = starts
         self._is_large = stop >= _LARGE_NUMEL * len(self._params)
 
     def index(self) -> int:
@@ -140,8 +141,12 @@ class Bucket:
         self._hook_buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return one view of the buffer per parameter."""
-        return list(self.views)
+        """Return one view of the buffer per parameter: of what ``set_buffer`` gave, if it did."""
+        if self._hook_buffer is self._data:
+            return list(self.views)
+        return [
+            _view_for(self._hook_buffer, start, param) for start, param in zip(self._starts, self._params, strict=True)
+        ]
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters, in the order of ``gradients``."""
@@ -211,7 +216,8 @@ class Bucket:
 
 
 def _view_for(flat: torch.Tensor, start: int, param: nn.Parameter) -> torch.Tensor:
-    """Return the part of ``flat`` at ``start`` that looks like ``param``."""
+    """Return the part of ``flat``, of any dtype, at ``start`` that looks like ``param``."""
+    start += int(flat.storage_offset())
     strides = param.stride() if _is_dense(param) else torch.empty(param.shape, device="meta").stride()
     if param.is_complex():
         pairs = flat.as_strided((*param.shape, 2), (*(2 * stride for stride in strides), 1), start)

@@ -1,5 +1,6 @@
 """What a replicated module does around its forward and its backward."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -8,40 +9,72 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable.frames import in_backward
-from composable.torch_hooks import beside_forward, differentiable_tensors, on_gradient
+from composable.torch_hooks import GradientHook, beside_forward, differentiable_tensors, on_gradient
+from composable.torch_private import opaque
 
 __all__ = ["register_replicate_hooks"]
 
 
 def register_replicate_hooks(
-    module: nn.Module, before_forward: Callable[[nn.Module], None], before_backward: Callable[[], None]
+    module: nn.Module,
+    before_forward: Callable[[nn.Module], None],
+    after_forward: Callable[[BaseException | None], None],
+    before_backward: Callable[[], None],
 ) -> list[RemovableHandle]:
     """Call ``before_forward`` before ``module`` runs, ``before_backward`` when the gradient of an output arrives.
 
-    Activation checkpointing runs a module again inside backward: that is no forward here. A deep
-    copy of the module gets deep copies of the two: pass bound methods, not closures.
+    ``after_forward`` gets what the forward raised, if anything. Activation checkpointing runs a module again inside
+    backward: that is no forward here. A deep copy of the module gets deep copies of the three: pass bound methods,
+    not closures.
     """
-    hooks = _ReplicateHooks(before_forward, before_backward)
+    hooks = _ReplicateHooks(before_forward, after_forward, before_backward)
     return beside_forward(module, hooks.pre_forward, hooks.post_forward)
 
 
 class _ReplicateHooks:
     """The hooks of one replicated module."""
 
-    __slots__ = ("_before_backward", "_before_forward")
+    __slots__ = ("_after_forward", "_before_backward", "_before_forward")
 
-    def __init__(self, before_forward: Callable[[nn.Module], None], before_backward: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        before_forward: Callable[[nn.Module], None],
+        after_forward: Callable[[BaseException | None], None],
+        before_backward: Callable[[], None],
+    ) -> None:
         self._before_forward = before_forward
+        self._after_forward = after_forward
         self._before_backward = before_backward
 
+    @opaque
     def pre_forward(self, module: nn.Module, *_: Any) -> None:
         if not in_backward():
             self._before_forward(module)
 
-    def pre_backward(self, _: torch.Tensor) -> None:
+    @opaque
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not in_backward():
+            self._after_forward(sys.exc_info()[1] if output is None else None)
+        if torch.is_grad_enabled():
+            hook = _OutputHook(self._before_backward)
+            for tensor in differentiable_tensors(output):
+                on_gradient(tensor, hook)
+
+
+class _OutputHook(GradientHook):
+    """Runs when the gradient of an output arrives; equal to those of the module's other calls."""
+
+    __slots__ = ("_before_backward",)
+
+    def __init__(self, before_backward: Callable[[], None]) -> None:
+        self._before_backward = before_backward
+
+    @opaque
+    def __call__(self, grad: torch.Tensor) -> None:
         self._before_backward()
 
-    def post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            for tensor in differentiable_tensors(output):
-                on_gradient(tensor, self.pre_backward)
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _OutputHook and other._before_backward == self._before_backward
+
+    def __hash__(self) -> int:
+        return hash(self._before_backward)

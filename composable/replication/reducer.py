@@ -14,6 +14,7 @@ Source: PyTorch Distributed, arXiv 2006.15704.
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,9 +25,12 @@ from composable.replication.arrangement import Arrangement
 from composable.replication.bucket import Bucket, BucketOptions, ReducedParam
 from composable.replication.comm_hooks import CommHook, copy_hook
 from composable.replication.complaints import after_close, backward_error, copied_inside, refused_hook, second_gradient
-from composable.replication.round import EndOfBackward, Round
+from composable.replication.round import Round
 from composable.replication.sender import Sender
 from composable.replication.tail import Report, Tail
+from composable.torch_hooks import Ending, next_ending_number
+from composable.torch_private import opaque
+from composable.wording import list_text
 
 __all__ = ["Reducer"]
 
@@ -39,11 +43,13 @@ class Reducer:
         transport: Of these ranks; used for nothing else, since its calls must keep their order.
         grid: These ranks.
         options: What the user chose.
-        after_backward: Queues a function to run at the end of the running backward.
+        after_backward: Lets this run at the end of the running backward.
 
     Attributes:
+        number: Its place among all that end a backward.
         requires_gradient_sync: Whether the next backward is a round; if not, gradients stay local.
         sync_after_context: What that is after the ``no_sync`` that runs; ``None``: none runs.
+        rounds: How many backwards there were, the running one included.
     """
 
     def __init__(
@@ -52,12 +58,14 @@ class Reducer:
         transport: Transport,
         grid: Grid,
         options: BucketOptions,
-        after_backward: Callable[[Callable[[], None]], None],
+        after_backward: Callable[[Ending], Callable[[], None]],
     ) -> None:
+        self.number = next_ending_number()
         self.params = tuple(params)
         self.options = options
         self.requires_gradient_sync = True
         self.sync_after_context: bool | None = None
+        self.rounds = 0
         self._transport = transport
         self._grid = grid
         self._scale = 1.0 / grid.divisor
@@ -66,12 +74,14 @@ class Reducer:
         self._is_closed = False
         self._order_key = transport.allocate_key()
         self._round = Round(len(params))
+        self._missing: list[int] | None = None  # Of the round that is ending; None: none is.
         self._kept = bytearray(len(params))  # Arrived since the last round, without synchronisation.
         self._tail = Tail(len(params), transport.rank, transport.world_size)
         self._sender = Sender(transport)
         self._arrangement = Arrangement(
             self.params, transport, cap_bytes=options.cap_bytes, tail_numel=self._tail.numel
         )
+        self._bucket_of = self._arrangement.bucket_of  # changed in place
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -84,9 +94,24 @@ class Reducer:
         return self._sender.hook
 
     @property
+    def round(self) -> Round:
+        """The running backward, or the last one."""
+        return self._round
+
+    def name_of(self, key: int) -> str:
+        """Return what is exchanged under ``key``, for messages."""
+        buckets = list(self.buckets)
+        for bucket in buckets:
+            if bucket.key == key:
+                names = [self.params[index].fqn for index in bucket.param_indices]
+                number = f"bucket {bucket.index() + 1} of {len(buckets)}"
+                return f"the all-reduce of {number}, gradients of {list_text(names, 3)}"
+        return "the order of gradients" if key == self._order_key else "buffers or flags"
+
+    @property
     def has_sound_gradients(self) -> bool:
         """The last backward was not stopped by an exception."""
-        return not self._round.was_stopped
+        return not (self._round.was_stopped or self._round.is_open)
 
     def copied(self, params: Sequence[ReducedParam], transport: Transport, memo: dict[int, Any]) -> "Reducer":
         """Return a reducer of copied parameters: the same options, order and hook, and buckets of its own.
@@ -120,6 +145,8 @@ class Reducer:
 
     def _average_kept_gradients(self) -> None:
         """Do what the next round would have done, one gradient at a time."""
+        if not self.params:
+            return
         device = self.params[0].param.device
         flags = torch.tensor([any(self._kept), *(item.param.grad is not None for item in self.params)])
         flags = flags.to(device, torch.float32)
@@ -154,11 +181,16 @@ class Reducer:
 
         Collective if that backward had started an all-reduce: the ranks that wait for the rest get it.
         """
-        if self._round.was_stopped:
+        # Nothing is in flight but what was cut short, a broadcast of buffers say.
+        self._transport.settle()
+        # A backward that is running is none of the forward's business: so this one was stopped.
+        if self._round.was_stopped or self._round.is_open:
             self._recover()
 
     def arm(self, module_index: int) -> None:
         """Note that the gradient of an output of an annotated module arrives."""
+        if not self.params:
+            return  # Other annotations below average everything.
         if not self._round.is_open:
             self._open()
         self._round.arm(module_index)
@@ -167,45 +199,61 @@ class Reducer:
         """Yield what each parameter must call once its ``grad`` has this backward's gradient in it."""
         return (self._make_arrival(index) for index in range(len(self.params)))
 
-    def end_backward(self) -> None:
-        """End a backward: reduce what is left, and complain about what is missing.
+    def start(self) -> None:
+        """End a backward: start the reduction of what is left."""
+        self._missing = None
+        if not self._round.is_due():
+            self._round.close()
+            return
+        if not self._round.synchronises:
+            for index in self._round.order:
+                self._kept[index] = 1
+            self._round.close()
+            return
+        missing = [] if self.options.find_unused else self._round.missing(self.params, self._kept)
+        self._round.complaint = len(missing)
+        self._missing = missing
+        with torch.no_grad():
+            for bucket in self.buckets[self._round.sent :]:
+                self._launch(bucket)
+
+    def finish(self) -> None:
+        """Wait for the averages, and complain about what is missing.
 
         Raises:
             UsageError: On this or another rank, parameters got no gradient.
         """
-        if not self._round.close():
-            return  # No gradient was due.
-        if not self._round.synchronises:
-            for index in self._round.order:
-                self._kept[index] = 1
+        missing, self._missing = self._missing, None
+        if missing is None:
             return
-        missing = self._round.missing(self.params, self._kept)
-        if self.options.find_unused:
-            missing = []
-        self._round.complaint = len(missing)
         with torch.no_grad():
             report = self._finish_round()
+        self._round.close()
         if missing or (report is not None and any(report.complaints)):
             raise self._error_of(missing, report or Report((), ()))
 
     def _make_arrival(self, index: int) -> Callable[[torch.Tensor], None]:
-        # Runs once per parameter and backward: everything it reads is a local of this call, and
-        # the lists are changed in place when buckets are rebuilt.
-        own_round, bucket_of = self._round, self._arrangement.bucket_of
+        # Runs once per parameter and backward: what it reads most is a local of this call. What leads to the
+        # parameters is held weakly: Python's collector does not see that a parameter holds its hooks.
+        own_round, find_reducer = self._round, weakref.ref(self)
         seen, order = own_round.seen, own_round.order
 
+        @opaque
         def arrive(_: torch.Tensor) -> None:
+            reducer = find_reducer()
+            if reducer is None:
+                return  # The module is gone, and only the parameter lives on.
             if not own_round.is_open:
-                self._open()
+                reducer._open()
             if seen[index]:
-                self._arrive_again(index)
+                reducer._arrive_again(index)
                 return
             seen[index] = 1
             order.append(index)
-            bucket = bucket_of[index]
+            bucket = reducer._bucket_of[index]
             bucket.pending -= 1
             if not bucket.pending:
-                self._launch_full()
+                reducer._launch_full()
 
         return arrive
 
@@ -225,13 +273,13 @@ class Reducer:
                 return  # Another device's thread was first.
             if self._is_closed:
                 raise after_close()
-            self.prepare()
+            if self._round.was_stopped:
+                self._recover()
             with torch.no_grad():
                 self._arrangement.prepare()
             self._round.clear(self.buckets, synchronises=self.requires_gradient_sync)
-            end = EndOfBackward(self.end_backward)
-            self._after_backward(end)
-            self._round.open(end)
+            self._round.open(self._after_backward(self))
+            self.rounds += 1
 
     def _recover(self) -> None:
         """Complete the round of a backward that was stopped, so that no rank waits for this one.
@@ -239,18 +287,20 @@ class Reducer:
         The gradients in the buckets become zero: what a round that was stopped leaves there is
         of no use, and the user may have set it to zero while it was on its way.
         """
-        self._round.was_stopped = False
-        if not self._round.synchronises or not self._round.sent:
-            return
-        self._round.complaint = -1
-        with torch.no_grad():
-            for bucket in self.buckets[self._round.sent :]:
-                bucket.flat.zero_()
-                self._send(bucket)
-            self._sender.finish()
-            for bucket in self.buckets:
-                bucket.flat.zero_()
-            self._end_round()
+        self._transport.settle()
+        if self._round.synchronises and self._round.order:
+            self._round.complaint = -1
+            with torch.no_grad():
+                for bucket in self.buckets[self._round.sent :]:
+                    bucket.flat.zero_()
+                    self._send(bucket)
+                self._sender.finish()
+                for bucket in self.buckets:
+                    bucket.flat.zero_()
+                self._end_round()
+        self._sender.forget()
+        self._missing = None
+        self._round.close()
 
     def _launch_full(self) -> None:
         buckets, own_round = self._arrangement.buckets, self._round
@@ -275,17 +325,11 @@ class Reducer:
             is_complete = self._round.is_complete
             used = None if is_complete else [item.param.grad is not None for item in self.params]
             self._tail.write(bucket.tail, used, self._round.complaint)
-        self._round.sent += 1
         self._sender.start(bucket)
+        self._round.sent += 1
 
     def _finish_round(self) -> Report | None:
-        """Start the buckets that are left, wait for all, and give every parameter its average.
-
-        Returns:
-            What ``Tail.read`` does.
-        """
-        for bucket in self.buckets[self._round.sent :]:
-            self._launch(bucket)
+        """Wait for all buckets, and give every parameter its average; returns what ``Tail.read`` does."""
         self._sender.finish()
         if not self.options.grads_as_views:
             for bucket in self.buckets:

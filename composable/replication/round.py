@@ -7,19 +7,7 @@ from typing import Any
 from composable.replication.bucket import Bucket, ReducedParam
 from composable.torch_private import current_autograd_node, will_engine_execute_node
 
-__all__ = ["EndOfBackward", "Round"]
-
-
-class EndOfBackward:
-    """What autograd runs when a backward ends well, and frees when it ends in any way."""
-
-    __slots__ = ("__weakref__", "_run")
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run = run
-
-    def __call__(self) -> None:
-        self._run()
+__all__ = ["Round"]
 
 
 class Round:
@@ -29,7 +17,7 @@ class Round:
         numel: How many parameters there are.
 
     Attributes:
-        is_open: The backward is running, and a gradient arrived in it.
+        is_open: The backward is running, and a gradient arrived in it; or an exception stopped it just now.
         synchronises: It averages gradients.
         was_stopped: The last backward ended by an exception, and nobody has put things right since.
         seen: For each parameter, whether its gradient arrived.
@@ -61,7 +49,7 @@ class Round:
         self.complaint = 0
         self._armed_modules: set[int] = set()
         self._node: Any = None
-        self._guard: weakref.ref[EndOfBackward] | None = None
+        self._guard: weakref.ref[Callable[[], None]] | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -79,24 +67,28 @@ class Round:
             bucket.pending = len(bucket.param_indices)
         self.synchronises = synchronises
 
-    def open(self, end: EndOfBackward) -> None:
-        """Begin; ``end`` is queued to run when backward ends."""
+    def open(self, end: Callable[[], None]) -> None:
+        """Begin; ``end`` is what autograd frees when backward ends."""
         self._guard = weakref.ref(end, self._note_end)
         self.is_open = True
 
-    def _note_end(self, guard: "weakref.ref[EndOfBackward]") -> None:
-        """Notice a backward that ended without its ``EndOfBackward``: an exception stopped it."""
+    def _note_end(self, guard: "weakref.ref[Callable[[], None]]") -> None:
+        """Notice a backward whose end did not come to an end: an exception stopped it."""
         if guard is self._guard and self.is_open:
+            self.was_stopped = True
             self.is_open = False
             self._node = None
-            self.was_stopped = True
 
-    def close(self) -> bool:
-        """End a backward that was not stopped; return whether gradients were due in it."""
-        self.is_open = False
+    def is_due(self) -> bool:
+        """Say, when a backward ends that was not stopped, whether gradients were due in it."""
         node, self._node = self._node, None
         # None are with torch.autograd.grad, say.
         return bool(self.order) or _is_whole_backward(node)
+
+    def close(self) -> None:
+        """End: everybody has what the backward was for, or a backward that was stopped was put right."""
+        self.was_stopped = False
+        self.is_open = False
 
     def arm(self, module_index: int) -> None:
         """Note that the gradient of an output of an annotated module arrives."""
@@ -121,7 +113,8 @@ class Round:
 
     def full_order(self) -> list[int]:
         """Return all parameters in the order of arrival, those without a gradient at the end."""
-        return [*self.order, *(index for index, seen in enumerate(self.seen) if not seen)]
+        # An exception may have come between the notes in `seen` and `order`.
+        return list(dict.fromkeys([*self.order, *range(len(self.seen))]))
 
 
 def _is_whole_backward(node: Any) -> bool:

@@ -7,6 +7,8 @@ import torch
 from composable.collectives import Pending, Transport
 from composable.replication.bucket import Bucket
 from composable.replication.comm_hooks import CommHook
+from composable.torch_private import autograd_profiler
+from composable.tracing import in_region
 
 __all__ = ["Sender"]
 
@@ -46,6 +48,12 @@ class Sender:
 
         Streams: the collective waits for the current one.
         """
+        if autograd_profiler._is_profiler_enabled:
+            in_region("reduce", f"bucket {bucket.index() + 1}", self._start, bucket)
+        else:
+            self._start(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
         if self.hook is not None:
             state, hook = self.hook
             if bucket.flat.device.type == "cpu":
@@ -60,6 +68,16 @@ class Sender:
 
     def finish(self) -> None:
         """Wait for all that was started."""
+        if autograd_profiler._is_profiler_enabled:
+            in_region("wait for reduce", "buckets", self._finish)
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
         for pending in self._pendings:
             pending.finish()
+        self._pendings.clear()
+
+    def forget(self) -> None:
+        """Forget what was started and is over."""
         self._pendings.clear()

@@ -8,13 +8,27 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from composable.collectives import Grid, OwnTransport
+from composable.claims import claim, release
+from composable.collectives import Grid, OwnTransport, described
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
+from composable.frames import is_functional_call
+from composable.registrations import (
+    check_callers,
+    count_registrations,
+    is_left_alone,
+    leave_alone,
+    take_charge,
+    watch_registrations,
+)
 from composable.replication.broadcasts import BufferSync
 from composable.replication.reducer import Reducer
+from composable.replication.standing import Standing
+from composable.replication.tensors import own_modules, unmanaged_params
 from composable.storage import modules_of_copy
 from composable.torch_hooks import after_gradients
+from composable.torch_private import optimizers_in_backward
+from composable.wording import list_text
 
 __all__ = ["ReplicateState"]
 
@@ -25,11 +39,13 @@ class ReplicateState:
     Attributes:
         modules: The annotated module, or the list of modules of one call.
         reducer: Averages the gradients.
+        ignored_modules: What the annotation leaves alone, with all below.
         buffers: Makes the buffers equal before a forward; ``None`` if there are none or it was not asked for.
-        frozen: Parameters that did not require a gradient, with their FQNs.
+        frozen: Parameters that did not require a gradient when they were last looked at, with their FQNs.
         grid: The ranks, which all hold every parameter.
         transport: In a group of its own; a copied state makes it at its first forward that a backward may follow.
         hook_handles: Remove them, and the modules run as plain ones again.
+        standing: Tells other ranks that wait where the modules are.
     """
 
     modules: tuple[nn.Module, ...]
@@ -41,18 +57,26 @@ class ReplicateState:
 
     def __init__(self) -> None:
         self.modules = ()
+        self.ignored_modules: frozenset[nn.Module] = frozenset()
         self.buffers = None
         self.frozen = []
         self.hook_handles: list[RemovableHandle] = []
+        self._seen = (-1, 0)
+        self.standing = Standing()
 
     def before_forward(self, module: nn.Module) -> None:
         """Prepare a forward of ``module`` that a backward may follow.
 
         Raises:
-            UsageError: A parameter that was frozen at annotation requires a gradient now.
+            UsageError: A parameter that was frozen at annotation requires a gradient now, or was added since; or
+                something else averages gradients, or steps inside backward.
         """
+        self.standing.enter_forward()
         if not torch.is_grad_enabled():
             return
+        if self._seen != (seen := (count_registrations(), len(optimizers_in_backward()))) and not is_functional_call():
+            self._look_again()
+            self._seen = seen
         for fqn, param in self.frozen:
             if param.requires_grad:
                 raise UsageError(
@@ -65,14 +89,56 @@ class ReplicateState:
         if self.buffers is not None and module.training and self.reducer.requires_gradient_sync:
             self.buffers.broadcast()
 
+    def after_forward(self, error: BaseException | None) -> None:
+        """Note that a forward has ended, or what it raised."""
+        self.standing.exit_forward("" if error is None else described(error))
+
     def before_backward(self, index: int) -> None:
         """Note that the gradient of an output of the annotated module ``index`` arrives."""
         self.reducer.arm(index)
+
+    def watch(self) -> None:
+        """Mark what the annotation manages, and notice what is added to its modules from now on."""
+        self._claim()
+        take_charge(self._own_modules())
+
+    def _own_modules(self) -> list[nn.Module]:
+        return [module for root in self.modules for _, module in own_modules(root, self.ignored_modules, self.modules)]
+
+    def _claim(self) -> None:
+        for fqn, param in [*((item.fqn, item.param) for item in self.reducer.params), *self.frozen]:
+            claim(param, fqn, self)
+
+    def _look_again(self) -> None:
+        """Look at the modules as they are now: something was added, or this is the first forward."""
+        check_callers()
+        added = list(unmanaged_params(self.modules, self.ignored_modules))
+        if names := [fqn for fqn, param in added if param.requires_grad]:
+            raise UsageError(
+                "parameters were added after replicate was called, and nothing averages their gradients",
+                at=f"{place_of_rank()}, {list_text(names)}",
+                fix="add modules first; or call replicate on the added module too; or unannotate, and annotate anew",
+            )
+        for item in self.reducer.params:
+            if item.param in optimizers_in_backward():
+                raise UsageError(
+                    "an optimizer steps on a parameter inside backward, before its gradient is averaged",
+                    at=f"{place_of_rank()}, parameter {item.fqn!r}",
+                    fix="step after backward: replicate does not support _apply_optimizer_in_backward",
+                )
+        self.frozen += added
+        self._claim()
+        watch_registrations(self._own_modules())
 
     def use(self, grid: Grid) -> None:
         """Choose the ranks; the transport between them is made when it is needed."""
         self.grid = grid
         self.transport = OwnTransport(grid.everyone)
+
+    def follow(self) -> None:
+        """Let other ranks that wait ask where the modules are."""
+        name = " + ".join(type(module).__name__ for module in self.modules)
+        self.standing.follow(name, self.reducer, self.transport)
 
     def abandon_step(self) -> None:
         """Put things right after a backward that an exception stopped; see ``Reducer.prepare``."""
@@ -82,6 +148,8 @@ class ReplicateState:
         """Make the modules plain ones again. Collective; no forward or backward is running."""
         self.transport.connect()
         self.reducer.close()
+        release([*(item.param for item in self.reducer.params), *(param for _, param in self.frozen)])
+        leave_alone(self._own_modules())
         for hook in self.hook_handles:
             hook.remove()
         self.hook_handles = []
@@ -109,11 +177,17 @@ class ReplicateState:
             slots = [(copy.deepcopy(owner, memo), name) for owner, name in self.buffers.slots]
             twin.buffers = BufferSync(slots, twin.transport, self.grid.everyone.device)
         twin.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
+        twin.ignored_modules = frozenset(
+            copy.deepcopy(module, memo) for module in self.ignored_modules if module in modules
+        )
+        twin.follow()
         of_modules = self.hook_handles[len(params) :]
         twin.hook_handles = [
             *after_gradients([item.param for item in params], twin.reducer.arrivals()),
             *(copy.deepcopy(hook, memo) for hook in of_modules),
         ]
+        twin._claim()
+        leave_alone(copy.deepcopy(module, memo) for module in self._own_modules() if is_left_alone(module))
         return twin
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

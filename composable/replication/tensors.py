@@ -8,12 +8,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from composable.contract import get_registry
+from composable.claims import claim_of, is_managed, is_sharded
+from composable.contract import excludes, get_registry
 from composable.errors import ConfigError, place_of_rank
 from composable.fqns import describe_module
-from composable.replication.state import ReplicateState
+from composable.planning import replacement_of
+from composable.registrations import is_left_alone
+from composable.rivals import rival_on
+from composable.torch_private import optimizers_in_backward
 
-__all__ = ["ManagedTensors", "find_tensors"]
+__all__ = ["ManagedTensors", "find_tensors", "own_modules", "unmanaged_params"]
 
 
 @dataclass
@@ -24,11 +28,13 @@ class ManagedTensors:
         params: (FQN, parameter, index of the annotated module), each parameter once.
         buffers: The slots of the buffers, each tensor once.
         lines: One text per parameter and buffer, to compare between ranks.
+        modules: The modules whose own tensors these are.
     """
 
     params: list[tuple[str, nn.Parameter, int]] = field(default_factory=list)
     buffers: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
 
 
 def find_tensors(
@@ -48,16 +54,23 @@ def find_tensors(
                 at=f"{place_of_rank()}, {describe_module(module)}",
                 fix="pass the modules in it as a list: replicate([*module])",
             )
-    seen = _params_of_nested(modules, ignored)
+    seen = _tensors_of(ignored)
+    nested = _nested_states(modules)
     for index, module in enumerate(modules):
         prefix = f"{index}" if len(modules) > 1 else ""
-        for path, visited in _own_modules(module, ignored, modules):
+        for path, visited in own_modules(module, ignored, modules):
             path = f"{prefix}.{path}".strip(".")
+            managed.modules.append(visited)
+            _check_alone(visited)
             _check_sparse(path, visited)
             for name, param in visited._parameters.items():
                 if param is not None and id(param) not in seen:
                     seen.add(id(param))
                     fqn = f"{path}.{name}" if path else name
+                    claim = claim_of(param)
+                    if claim is not None and id(claim.owner) in nested:
+                        continue  # Averaged there, whoever uses it.
+                    _check_free(fqn, param, modules)
                     _check_tensor("parameter", fqn, param, device_type)
                     managed.params.append((fqn, param, index))
                     managed.lines.append(
@@ -70,7 +83,7 @@ def find_tensors(
                     _check_tensor("buffer", fqn, buffer, None)
                     managed.buffers.append((visited._buffers, name))
                     managed.lines.append(f"buffer {fqn!r} {list(buffer.shape)} {buffer.dtype}")
-    if not any(param.requires_grad for _, param, _ in managed.params):
+    if not any(param.requires_grad for _, param, _ in managed.params) and not _has_annotated(modules):
         raise ConfigError(
             "no parameter requires a gradient, so there is nothing to average",
             at=f"{place_of_rank()}, {describe_module(modules[0])}",
@@ -79,7 +92,22 @@ def find_tensors(
     return managed
 
 
-def _own_modules(
+def unmanaged_params(
+    modules: Sequence[nn.Module], ignored: Collection[nn.Module]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (FQN, parameter) for what ``modules`` hold now and no annotation manages."""
+    left = _tensors_of(ignored)
+    for index, module in enumerate(modules):
+        prefix = str(index) if len(modules) > 1 else ""
+        for path, visited in own_modules(module, ignored, modules):
+            if is_left_alone(visited):
+                continue
+            for name, param in visited._parameters.items():
+                if param is not None and id(param) not in left and not is_managed(param):
+                    yield ".".join(filter(None, [prefix, path, name])), param
+
+
+def own_modules(
     root: nn.Module, ignored: Collection[nn.Module], roots: Collection[nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield (path, module) left to right, without ignored modules and those that carry an annotation of their own."""
@@ -89,8 +117,7 @@ def _own_modules(
         path, module = stack.pop()
         if module in seen or module in ignored:
             continue
-        registry = get_registry(module)
-        if module is not root and ("fully_shard" in registry or ("replicate" in registry and module not in roots)):
+        if module not in roots and ("replicate" in get_registry(module) or excludes(module, "replicate")):
             continue
         seen.add(module)
         yield path, module
@@ -98,18 +125,64 @@ def _own_modules(
         stack.extend((f"{path}.{name}" if path else name, child) for name, child in reversed(children))
 
 
-def _params_of_nested(modules: Sequence[nn.Module], ignored: Collection[nn.Module]) -> set[int]:
-    """Return the ids of parameters that a nested ``replicate`` averages, or that hang in an ignored module."""
-    others: set[int] = set()
-    for module in modules:
-        for visited in module.modules():
-            annotation = get_registry(visited).get("replicate")
-            if annotation is not None and visited not in modules and isinstance(annotation.state, ReplicateState):
-                others.update(id(item.param) for item in annotation.state.reducer.params)
-    for module in ignored:
-        others.update(map(id, module.parameters()))
-        others.update(map(id, module.buffers()))
-    return others
+def _nested_states(modules: Sequence[nn.Module]) -> set[int]:
+    """Return the ids of the states of each ``replicate`` below ``modules``."""
+    below = (visited for module in modules for visited in module.modules() if visited not in modules)
+    found = (get_registry(visited).get("replicate") for visited in below)
+    return {id(annotation.state) for annotation in found if annotation is not None}
+
+
+def _has_annotated(modules: Sequence[nn.Module]) -> bool:
+    """Say whether something below ``modules`` is annotated, so that nothing may be left to do."""
+    below = (visited for module in modules for visited in module.modules() if visited not in modules)
+    return any(not {"replicate", "fully_shard"}.isdisjoint(get_registry(visited)) for visited in below)
+
+
+def _tensors_of(modules: Collection[nn.Module]) -> set[int]:
+    """Return the ids of the parameters and buffers of ``modules``."""
+    return {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+
+
+def _check_alone(module: nn.Module) -> None:
+    """Refuse a module of which torch averages the gradients."""
+    rival = rival_on(module)
+    if rival is not None:
+        raise ConfigError(
+            f"two things would average these gradients: replicate and {rival}",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix="keep one of them: docs/trainers.md has what to tell trainers that wrap by themselves",
+        )
+
+
+def _check_free(fqn: str, param: nn.Parameter, modules: Sequence[nn.Module]) -> None:
+    """Refuse a parameter that another annotation, or an optimizer of its own, takes care of.
+
+    Raises:
+        ConfigError: It names both.
+    """
+    claim, replacement = claim_of(param), replacement_of(param)
+    if claim is not None:
+        others: tuple[nn.Module, ...] = getattr(claim.owner, "modules", ())
+        around = {below for other in others for below in other.modules()}
+        what = f"another replicate averages this parameter, as {claim.fqn!r} of {_names(others)}"
+        fix = "call replicate once for all modules that share it, as replicate([a, b]), or on the module around them"
+        if all(module in around for module in modules):
+            fix = "call replicate on the inner module before the outer one, or leave it to the outer one"
+    elif replacement is not None or (is_sharded(param) and not isinstance(param, DTensor)):
+        what = (
+            f"fully_shard has taken and sharded this parameter, as {fqn if replacement is None else replacement.fqn!r}"
+        )
+        fix = "let one annotation have all modules that share it: call fully_shard on the module around them"
+    elif param in optimizers_in_backward():
+        what = "an optimizer steps on this parameter inside backward, before its gradient is averaged"
+        fix = "step after backward: replicate does not support _apply_optimizer_in_backward"
+    else:
+        return
+    raise ConfigError(what, at=f"{place_of_rank()}, parameter {fqn!r} of {_names(modules)}", fix=fix)
+
+
+def _names(modules: Sequence[nn.Module]) -> str:
+    return " and ".join(map(describe_module, modules))
 
 
 def _check_ignored(modules: Sequence[nn.Module], ignored_modules: Collection[nn.Module] | None) -> frozenset[nn.Module]:

@@ -1,9 +1,8 @@
 """When handles unshard, reshard and reduce, and on which stream."""
 
 from composable.runtime.copies import copy_module
-from composable.runtime.hooks import register_fully_shard_hooks
+from composable.runtime.hooks import call_as_forward, register_fully_shard_hooks
 from composable.runtime.part import AnnotatedPart
-from composable.runtime.readiness import check_on_device
 from composable.runtime.scheduler import Scheduler
 from composable.runtime.state import FullyShardState, handle_of_module, sharded_state_of
 
@@ -11,7 +10,7 @@ __all__ = [
     "AnnotatedPart",
     "FullyShardState",
     "Scheduler",
-    "check_on_device",
+    "call_as_forward",
     "copy_module",
     "handle_of_module",
     "register_fully_shard_hooks",

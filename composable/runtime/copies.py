@@ -9,6 +9,7 @@ States and handles refer to modules outside of what is copied; those are never f
 """
 
 import copy
+import weakref
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward
 from composable.planning import ShardPlan
+from composable.registrations import is_left_alone, leave_alone
 from composable.runtime.part import AnnotatedPart
 from composable.runtime.state import FullyShardState
 from composable.storage import FIX_COPY, modules_of_copy
@@ -85,9 +87,11 @@ class _Session:
         roots = self._roots[state]
         twin = self._memo[id(state)] = copy.copy(state)
         twin.root = None
+        twin.around = []
         twin._handles = [self._memo[id(handle)] for handle in handles]
         twin.modules = ()
         twin.marked_buffers = []
+        twin.ignored_slots = []
         twin.ignored_modules = frozenset()
         twin._module_to_handle = {}
         twin.hook_handles = []
@@ -128,6 +132,7 @@ class _Session:
         memo = self._memo
         for handle in self.part.handles:
             memo[id(handle)].adopt_modules(memo)
+        leave_alone(self._twin_of(module) for module in self.part.modules if is_left_alone(module))
         for state in self.part.states:
             twin = memo[id(state)]
             twin.modules = tuple(self._twin_of(root) for root in self._roots[state])
@@ -135,6 +140,11 @@ class _Session:
             twin.marked_buffers = [
                 (self._twin_of(module), name) for module, name in state.marked_buffers if self._is_inside(module)
             ]
+            twin.ignored_slots = [
+                (self._twin_of(module), name) for module, name in state.ignored_slots if self._is_inside(module)
+            ]
+            outer = [known for around in state.around if (known := around()) is not None]
+            twin.around = [weakref.ref(memo[id(known)]) for known in outer if known in self.part.states]
             managed = self.part.managed_by(state)
             for module in managed:
                 own = state._module_to_handle.get(module)

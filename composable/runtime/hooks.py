@@ -5,20 +5,29 @@ unsharded parameters; the one after forward also runs when forward raises, so th
 unsharded.
 """
 
-from typing import Any
+import math
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from composable.frames import in_backward
+from composable.collectives import described
+from composable.errors import DesyncError, UsageError, place_of_rank
+from composable.frames import in_backward, run_as_call
+from composable.runtime.readiness import check_not_lent
 from composable.runtime.scheduler import Scheduler
-from composable.runtime.state import FullyShardState
+from composable.runtime.state import FullyShardState, handle_of_module, sharded_state_of
 from composable.storage import Handle
-from composable.torch_hooks import around_forward, differentiable_tensors, on_gradient
-from composable.torch_private import tree_map
+from composable.torch_hooks import GradientHook, around_forward, differentiable_tensors, on_gradient, tensors_in
+from composable.torch_private import next_node_number, opaque, outside_transforms, running_transform, tree_map
 
-__all__ = ["register_fully_shard_hooks"]
+__all__ = ["call_as_forward", "register_fully_shard_hooks"]
+
+T = TypeVar("T")
 
 
 def register_fully_shard_hooks(
@@ -35,6 +44,25 @@ def register_fully_shard_hooks(
     return around_forward(module, hooks.pre_forward, hooks.post_forward)
 
 
+def call_as_forward(module: nn.Module, run: Callable[[], T]) -> T:
+    """Return ``run()``, in which a fully sharded module does what it does around its forward."""
+    state = sharded_state_of(module)
+    if state is None:
+        return run()
+    hooks = _ModuleHooks(state, handle_of_module(module))
+
+    def run_between_hooks() -> T:
+        output: Any = None
+        hooks.pre_forward(module, (), {})
+        try:
+            output = run()
+        finally:
+            changed = hooks.post_forward(module, (), output)
+        return output if changed is None else changed  # type: ignore[no-any-return]  # what run returned
+
+    return run_as_call(module, run_between_hooks)
+
+
 class _ModuleHooks:
     """The hooks of one module. A deep copy belongs to the copied state and handle; closures would stay."""
 
@@ -44,13 +72,21 @@ class _ModuleHooks:
         self._state = state
         self._handle = handle
 
+    @opaque
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if running_transform() is not None:
+            with outside_transforms():
+                return self.pre_forward(module, args, kwargs)
         state, handle = self._state, self._handle
         root = state.root
         if root is None:
-            root = state.lazy_init(module)
+            root = state.lazy_init()
         scheduler = root.scheduler
+        if handle is not None and handle.misplaced():
+            _put_right(handle, scheduler)
         is_outermost = scheduler.is_idle
+        if is_outermost and torch.is_grad_enabled():
+            root.additions.check(module, root.states)
         scheduler.enter_forward(module)
         if handle is not None:
             scheduler.pre_forward(handle)
@@ -58,18 +94,33 @@ class _ModuleHooks:
             return _move_inputs(args, kwargs, state.grid.shard.device)
         return None
 
-    def post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    @opaque
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         handle = self._handle
         root = self._state.root
         if root is None or not root.scheduler.is_running(module):
             # pre_forward raised, or a user's hook before it.
-            return
+            return None
+        if output is None and (error := sys.exc_info()[1]) is not None:
+            if not root.scheduler.failure:
+                root.scheduler.failure = described(error, handle.fqn if handle is not None else None)
+            if isinstance(error, DesyncError):
+                # Nothing that is under way will arrive: what the forward has raised already says why.
+                with suppress(DesyncError):
+                    if handle is not None:
+                        root.scheduler.post_forward(handle, module, is_differentiable=False)
+                with suppress(DesyncError):
+                    root.scheduler.exit_forward()
+                return None
+        changed = None
         if handle is not None:
-            _hook_outputs(output, root.scheduler, handle, module)
+            changed = _without_own_memory(output, handle)
+            _hook_outputs(output if changed is None else changed, root.scheduler, handle, module)
         root.scheduler.exit_forward()
+        return changed
 
 
-class _OutputHook:
+class _OutputHook(GradientHook):
     """Runs when the gradient of an output of one forward call arrives.
 
     A call may have several outputs, and an output may also be one of another module's;
@@ -78,18 +129,57 @@ class _OutputHook:
 
     __slots__ = ("_backward_id", "_clock", "_handle", "_scheduler")
 
-    def __init__(self, scheduler: Scheduler, handle: Handle, clock: int) -> None:
+    def __init__(self, scheduler: Scheduler, handle: Handle, clock: float) -> None:
         self._scheduler = scheduler
         self._handle = handle
         self._clock = clock
         self._backward_id = -1
 
+    @opaque
     def __call__(self, grad: torch.Tensor) -> None:
+        if running_transform() is not None:
+            with outside_transforms():
+                self(grad)
+            return
         scheduler = self._scheduler
         if scheduler.is_backward and self._backward_id == scheduler.backward_id:
             return
         scheduler.pre_backward(self._handle, self._clock)
         self._backward_id = scheduler.backward_id
+
+
+class _LeafHook(_OutputHook):
+    """The hook of an output that is a leaf, which lives on: one for all calls.
+
+    Autograd accumulates the gradient of a leaf as soon as it can, so that says nothing about what has run.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, scheduler: Scheduler, handle: Handle) -> None:
+        super().__init__(scheduler, handle, math.inf)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _LeafHook and other._handle is self._handle and other._scheduler is self._scheduler
+
+    def __hash__(self) -> int:
+        return hash(self._handle)
+
+
+def _put_right(handle: Handle, scheduler: Scheduler) -> None:
+    """Make parameters that were assigned since the last forward, say by a load of a part, values of the shards.
+
+    Raises:
+        UsageError: They are lent for this call only, or have another shape or dtype.
+    """
+    check_not_lent(handle)
+    assigned = [found for found in handle.misplaced() if found.is_stranger]
+    # A gather in flight reads the shards: it ends here.
+    scheduler.reshard(handle)
+    for module, name, _, held in assigned:
+        module._parameters[name] = held
+    handle.attach()
+    scheduler.shards_written()
 
 
 def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, module: nn.Module) -> None:
@@ -100,12 +190,75 @@ def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, module: nn.
         tensors = [output] if output.requires_grad else []
     else:
         tensors = list(differentiable_tensors(output))
-    clock = scheduler.post_forward(handle, module, is_differentiable=bool(tensors))
-    if not tensors or in_backward():
+    if in_backward():
+        scheduler.post_forward(handle, module, is_differentiable=bool(tensors))
+        return
+    first_node = scheduler.first_node
+    # What a forward leaves in attributes of its module, such as a loss, leaves it as outputs do.
+    if torch.Tensor in map(type, module.__dict__.values()):
+        tensors += _made_since(first_node, module.__dict__.values())
+    clock = scheduler.post_forward(handle, module, is_differentiable=bool(tensors), leaks=_leaks(tensors, first_node))
+    if not tensors:
         return
     hook = _OutputHook(scheduler, handle, clock)
     for tensor in tensors:
-        on_gradient(tensor, hook)
+        on_gradient(tensor, hook if tensor.grad_fn is not None else _LeafHook(scheduler, handle))
+
+
+def _made_since(first_node: int, values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among ``values`` whose node of autograd is not older than a number."""
+    tensors = [value for value in values if type(value) is torch.Tensor and value.grad_fn is not None]
+    return [tensor for tensor in tensors if tensor.grad_fn._sequence_nr() >= first_node]  # type: ignore[union-attr]
+
+
+def _leaks(outputs: Iterable[torch.Tensor], first_node: int) -> bool:
+    """Say whether a call made nodes of autograd that are younger than its outputs.
+
+    They belong to what left the call by another way, such as an attribute, and run before an output's hook does.
+
+    Args:
+        outputs: Of the call.
+        first_node: Number of the first node that the call could make.
+    """
+    youngest = next_node_number() - 1
+    if youngest < first_node:
+        return False
+    for tensor in outputs:
+        node = tensor.grad_fn
+        if node is not None and node._sequence_nr() == youngest:
+            return False
+    return True
+
+
+def _without_own_memory(output: Any, handle: Handle) -> Any:
+    """Return the output with copies of the tensors that are views of the handle's buffers; ``None``: there are none.
+
+    A module that returns a parameter, or part of one, would return memory that is freed and filled again.
+
+    Raises:
+        UsageError: They lie in an object of a class that is not known.
+    """
+    if isinstance(output, torch.Tensor):
+        # The common case at once: what an operation made is neither a view nor a leaf.
+        if output.grad_fn is not None and output._base is None:
+            return None
+        tensors = [output]
+    else:
+        tensors = list(tensors_in(output))
+    if not any(handle.lies_in_buffer(tensor) for tensor in tensors):
+        return None
+
+    def copy(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) and handle.lies_in_buffer(value) else value
+
+    changed: Any = tree_map(copy, output)
+    if any(handle.lies_in_buffer(tensor) for tensor in tensors_in(changed)):
+        raise UsageError(
+            f"forward returns a parameter, or a view of one, in a {type(output).__name__}",
+            at=f"{place_of_rank()}, module {handle.fqn!r}",
+            fix="return a copy of it (clone()), or return tensors in tuples, lists and dicts",
+        )
+    return changed
 
 
 def _move_inputs(args: Any, kwargs: Any, device: torch.device) -> tuple[Any, Any]:

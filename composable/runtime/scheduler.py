@@ -7,34 +7,33 @@ gradient is never asked, so a parameter that only some ranks use cannot change t
 When is a handle's gradient complete? Autograd runs ready nodes latest-created first. When
 the gradient of a module's output arrives, every node created after that output has run; so
 every handle whose first forward call came later is complete and may be reduced, with no
-hook on any parameter. What no earlier module completes, the end of backward does.
+hook on any parameter. What no earlier module completes, the end of backward does. That order says
+when to reduce *early*. Where it is wrong, the ranks find out when backward ends, and reduce once more.
 See docs/notes/completion.md. On which stream things run is the business of ``streams.py``.
 """
 
-from collections import deque
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from composable.errors import UsageError, place_of_rank
-from composable.frames import in_backward, is_called_again
+from composable.frames import in_backward, is_called_again, watch_graph
+from composable.runtime.account import Account
+from composable.runtime.agreement import Agreement
+from composable.runtime.notices import notice_leak
+from composable.runtime.reductions import Reductions
 from composable.runtime.streams import Streams
 from composable.runtime.turn import Turn
-from composable.storage import FlatBuffer, GradientBuffer, GradientPool, Handle, Reduction
+from composable.storage import Handle
+from composable.torch_hooks import Ending, after_gradients, next_ending_number
+from composable.torch_private import autograd_profiler, next_node_number, opaque
+from composable.tracing import in_region
 
 __all__ = ["Scheduler"]
-
-# Gradient buffers alive at once: one being reduced, one being filled.
-MAX_GRADIENT_BUFFERS = 2
-
-
-class _UnderWay(NamedTuple):
-    """A reduction that was started, and what its source and its result belong to."""
-
-    reduction: Reduction
-    flat: FlatBuffer
-    gradient: GradientBuffer
 
 
 class Scheduler:
@@ -43,34 +42,55 @@ class Scheduler:
     Args:
         handles: All handles of the root, left to right, depth first.
         streams: Of the device where they live.
-        queue_callback: Asks autograd to call a function at the end of the running backward.
+        at_end: Lets this run at the end of the running backward; returns what autograd frees when that ends.
 
     Attributes:
+        number: Its place among all that end a backward.
         is_backward: A backward of this root is running.
         backward_id: How many backwards there were, the running one included.
+        forward_id: The same of forwards.
+        backwards_before: Of the backwards, those before the last forward.
+        failure: What the last forward raised.
         is_closed: Another annotation took the place of this one.
     """
 
     def __init__(
-        self, handles: Sequence[Handle], streams: Streams, queue_callback: Callable[[Callable[[], None]], None]
+        self, handles: Sequence[Handle], streams: Streams, at_end: Callable[[Ending], Callable[[], None]]
     ) -> None:
         self.handles = tuple(handles)
+        self.number = next_ending_number()
         self.is_backward = False
         self.backward_id = 0
+        self.forward_id = 0
+        self.backwards_before = 0
+        self.failure = ""
         self.is_closed = False
         self._clock = 0
         self._turns = {handle: Turn(handle) for handle in handles}
         self._streams = streams
-        self._queue_callback = queue_callback
+        self._at_end = at_end
+        self._reductions = Reductions(streams)
+        self._agreements: Sequence[Agreement] = ()
         self._running: list[nn.Module] = []
+        self._first_nodes: list[int] = []
         self._armed: list[Turn] = []
         self._last_armed: list[Turn] = []
         self._queue: list[Turn] = []
         self._unsharded: dict[Handle, None] = {}
-        self._under_way: deque[_UnderWay] = deque()
-        self._pool = GradientPool()
+        self._lingering: dict[Handle, None] = {}
+        self._leaf_hooks: dict[Handle, list[RemovableHandle]] = {}
+        self._graphs: dict[Handle, Callable[[], bool]] = {}
         self._last_forward: Turn | None = None
         self._last_backward: Turn | None = None
+        self._thread: int | None = None
+        self._is_threaded = False
+        self._makes_graph = False
+        self._is_ending = False
+        self._end: Callable[[], object] = lambda: None
+
+    def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement]]) -> None:
+        """Let the ranks compare at the end of each backward; ``make`` gets the accounts of all handles."""
+        self._agreements = make([account for turn in self._turns.values() for account in turn.accounts])
 
     @property
     def is_idle(self) -> bool:
@@ -87,21 +107,43 @@ class Scheduler:
     def enter_forward(self, module: nn.Module) -> None:
         """A managed module starts its forward; the outermost one starts a forward pass."""
         running = self._running
+        first_node = -1
         if not in_backward():
+            first_node = next_node_number()
             if self.is_backward or (running and running[0] is module and not is_called_again(module)):
                 # The last backward raised before its final callback, or Ctrl-C ended the last forward.
                 self._reset()
             if not running:
+                self.forward_id += 1
+                self.backwards_before = self.backward_id
+                self.failure = ""
+                self._first_nodes.clear()
                 self._last_forward = None
+                for handle in list(self._unsharded):
+                    if self._turns[handle].first_forward is not None:
+                        # Of a forward that no backward has followed yet: the shards may have been written since.
+                        self.reshard(handle)
                 self._streams.shards_written()
+            thread = threading.get_ident()
+            if thread != self._thread:
+                # Numbers of nodes are per thread: those of two say nothing about who runs first.
+                self._is_threaded = self._thread is not None
+                self._thread = thread
+        self._first_nodes.append(first_node)
         running.append(module)
 
     def is_running(self, module: nn.Module) -> bool:
         """Say whether ``module`` is the innermost managed module whose forward has started."""
         return bool(self._running) and self._running[-1] is module
 
+    @property
+    def first_node(self) -> int:
+        """Number of autograd's next node when the innermost managed module started its forward, outside backward."""
+        return self._first_nodes[-1]
+
     def exit_forward(self) -> None:
         """The innermost managed module ends its forward, also by an exception."""
+        self._first_nodes.pop()
         self._running.pop()
         if not self._running and not in_backward():
             for handle in list(self._unsharded):
@@ -111,6 +153,9 @@ class Scheduler:
                     turn.modules_left.clear()
                     if handle.is_gathering or handle.reshard_after_forward or turn.first_forward is None:
                         self.reshard(handle)
+            # Users clip, zero and load what the modules hold: also before backward.
+            for handle in self._unsharded:
+                handle.hide()
 
     def pre_forward(self, handle: Handle) -> None:
         """Make the handle's parameters usable and start gathering what comes next.
@@ -129,8 +174,7 @@ class Scheduler:
             turn.modules_left.update(handle.modules)
         if in_backward():
             # Activation checkpointing runs the forward again: order and clock stay as they are.
-            if not self.is_backward:
-                self._begin_backward()
+            self._note_backward()
             self.unshard(handle)
             return
         self._clock += 1
@@ -149,27 +193,30 @@ class Scheduler:
         elif following is not None and following is not turn:
             self.begin_unshard(following.handle)
 
-    def post_forward(self, handle: Handle, module: nn.Module, *, is_differentiable: bool) -> int:
+    def post_forward(self, handle: Handle, module: nn.Module, *, is_differentiable: bool, leaks: bool = False) -> int:
         """End one call of ``module``; returns its clock, which the output's hook must give to ``pre_backward``.
 
         Args:
             handle: Of the module.
             module: Whose forward ended.
             is_differentiable: Some output takes part in autograd.
+            leaks: Backward may get to nodes of this call before it gets to an output, or without.
         """
         turn = self._turns[handle]
         turn.modules_left.discard(module)
         if in_backward():
-            if is_differentiable and turn.met_in != self.backward_id and turn not in self._queue:
+            if is_differentiable:
                 # Reentrant checkpointing: the first forward ran without grad, so only now is it known.
-                turn.first_forward = 0
-                self._queue.insert(0, turn)
-                self._last_armed.append(turn)
+                self._queue_late(turn)
             return self._clock
         self._clock += 1
         if is_differentiable and turn.first_forward is None:
             turn.first_forward = turn.entered_at
             self._armed.append(turn)
+        if leaks:
+            notice_leak(handle)
+            self._linger(handle, with_graph=True)
+            self._watch_leaves(handle)
         # The last call of the forward: no other module of the handle is to run, nor this one around itself.
         if not turn.modules_left and self._running.count(module) == 1:
             turn.entered_at = None
@@ -179,17 +226,19 @@ class Scheduler:
 
     # Backward
 
-    def pre_backward(self, handle: Handle, clock: int) -> None:
+    def pre_backward(self, handle: Handle, clock: float) -> None:
         """The gradient of an output of ``handle`` arrived; ``clock`` is that call's end."""
-        if not self.is_backward:
-            self._begin_backward()
+        self._note_backward()
         queue, backward_id = self._queue, self.backward_id
-        while queue and _first_forward(queue[-1]) > clock:
-            self._complete(queue.pop())
+        if queue and _first_forward(queue[-1]) > clock and not self._is_threaded:
+            if self._makes_graph:
+                with torch.no_grad():
+                    self._complete_after(clock)
+            else:
+                self._complete_after(clock)
         turn = self._turns[handle]
-        if turn.completed_in == backward_id:
-            # Forwards and backwards interleave: reduced already, and more is coming.
-            turn.is_late = True
+        if turn.queued_in != backward_id or turn.completed_in == backward_id:
+            self._queue_late(turn)
         if turn.met_in == backward_id:
             self.unshard(handle)
             return
@@ -207,6 +256,27 @@ class Scheduler:
         if following is not None and following.first_forward is not None and following.completed_in != backward_id:
             self.begin_unshard(following.handle)
 
+    def _complete_after(self, clock: float) -> None:
+        """Complete the handles whose first forward began after ``clock``."""
+        queue = self._queue
+        while queue and _first_forward(queue[-1]) > clock:
+            self._complete(queue.pop(), is_early=True)
+
+    def _note_backward(self) -> None:
+        """A backward is running: begin it, unless it was begun."""
+        if not self.is_backward:
+            self._begin_backward()
+        elif self._end() is None:
+            # That was another one, which an exception has stopped.
+            self._tidy_up()
+            self._begin_backward()
+
+    def _note_end(self, _: object) -> None:
+        """Autograd has ended a backward: also one that an exception stopped, and whose gradients users drop now."""
+        if self.is_backward:
+            for handle in list(self._unsharded):
+                handle.hide()
+
     def _begin_backward(self) -> None:
         if self.is_closed:
             raise UsageError(
@@ -214,93 +284,184 @@ class Scheduler:
                 at=place_of_rank(),
                 fix="run backward before unannotate, or forward again after it",
             )
-        self._queue_callback(self._end_backward)
+        # First: the next forward undoes a backward that was cut short, here as well.
         self.is_backward = True
+        self._end = weakref.ref(self._at_end(self), self._note_end)
         self.backward_id += 1
+        self._makes_graph = torch.is_grad_enabled()
         armed = self._armed or self._last_armed
         for handle, turn in self._turns.items():
+            for account in turn.accounts:
+                account.clear()
+            if handle.keeps_gradients:
+                handle.drop_zeroed_gradients()
             if handle.has_unsynced_gradients and turn.first_forward is None:
                 turn.first_forward = 0
                 armed = [*armed, turn]
         self._queue = sorted(armed, key=_first_forward)
+        for turn in armed:
+            turn.queued_in = self.backward_id
         self._last_armed, self._armed = armed, []
 
-    def _end_backward(self) -> None:
-        """Complete what no earlier module completed, and hand over every gradient."""
+    def _queue_late(self, turn: Turn) -> None:
+        """Let the end of backward complete what was not expected in it, or is complete already."""
+        if turn.completed_in == self.backward_id:
+            # Forwards and backwards interleave: reduced already, and more is coming.
+            turn.is_late = True
+        elif turn.queued_in != self.backward_id:
+            # It ran before the backward before this one, or its first forward had no grad.
+            turn.queued_in = self.backward_id
+            turn.first_forward = 0
+            self._queue.insert(0, turn)
+            self._last_armed.append(turn)
+
+    def start(self) -> None:
+        """End a backward: complete what no earlier module completed, and tell the other ranks what is left."""
         if not self.is_backward:
             return
+        with torch.no_grad():
+            self._complete_the_rest()
+        is_synced = False
+        for turn in self._turns.values():
+            if turn.handle.requires_gradient_sync:
+                is_synced = True
+                for account in turn.accounts:
+                    account.look()
+            else:
+                turn.handle.keep_gradients()
+        if is_synced:
+            for agreement in self._agreements:
+                agreement.begin(has_failed=self._reductions.failure is not None)
+        self._is_ending = True
+
+    def _complete_the_rest(self) -> None:
         while self._queue:
-            self._complete(self._queue.pop())
+            self._complete(self._queue.pop(), is_early=False)
         for turn in self._turns.values():
             if turn.is_late:
                 turn.is_late = False
-                self._complete(turn)
-        self._finish_backward()
+                self._complete(turn, is_early=False)
 
-    def _finish_backward(self) -> None:
-        while self._under_way:
-            self._finish_reduction()
-        armed = [turn.handle for turn in self._last_armed]
-        stray = [handle for handle in armed if handle.requires_gradient_sync and handle.has_gradients()]
-        for handle in list(self._unsharded):
-            self.reshard(handle)
-        for turn in self._last_armed:
-            turn.first_forward = None
-        self._streams.end_backward()
-        self._pool.release()
-        self._last_backward = None
-        self.is_backward = False
+    def finish(self) -> None:
+        """Reduce what is left on any rank, and hand over every gradient.
+
+        Raises:
+            UsageError: On this or another rank, a gradient could not be reduced.
+        """
+        if not self._is_ending:
+            return  # `start` raised: the next forward begins by tidying up.
+        self._is_ending = False
+        with torch.no_grad():
+            self._reductions.finish()
+            complaining = [agreement for agreement in self._agreements if agreement.finish()]
+            stray = self._reduce_the_rest()
+            failure = self._reductions.end()
+            self._finish_backward()
+            self._settle()
+        for agreement in complaining:
+            agreement.raise_together(failure)
+        if failure is not None:
+            raise failure
         if stray:
-            for handle in stray:
-                handle.drop_gradients()
             raise UsageError(
                 "a gradient arrived after its module was reduced: a parameter was used outside its forward",
                 at=f"{place_of_rank()}, module {', '.join(repr(handle.fqn) for handle in stray)}",
-                fix="use them in the forward of their own module, or let the module above own them",
+                fix="use them in the forward of their own module, let the module above own them, "
+                "or annotate with unused_gradients='none'",
             )
 
-    def _complete(self, turn: Turn) -> None:
+    def _settle(self) -> None:
+        """Give parameters what waited for the other ranks; hooks of users run."""
+        for turn in self._turns.values():
+            for account in turn.accounts:
+                if account.waits:
+                    account.settle()
+
+    def _reduce_the_rest(self) -> list[Handle]:
+        """Reduce what some rank still holds; returns handles of whose gradients the ranks do not tell each other."""
+        stray: list[Handle] = []
+        for handle, turn in self._turns.items():
+            for account in turn.accounts:
+                if not account.has_more:
+                    continue
+                account.has_more = False
+                if account.fills_with_zeros:
+                    stray.append(handle)
+                    handle.drop_gradients()
+                else:
+                    gradient = self._reductions.take(account)
+                    if gradient is not None:
+                        self._reductions.begin(account, gradient)
+        self._reductions.finish()
+        return stray
+
+    def _finish_backward(self) -> None:
+        for handle in list(self._unsharded):
+            if self._makes_graph and not handle.is_gathering:
+                self._linger(handle, with_graph=True)
+            self._reshard_unless_running(handle)
+        if self._makes_graph:
+            for handle in self._lingering:
+                self._watch_leaves(handle)
+        self._end_lingering()
+        for turn in self._last_armed:
+            turn.first_forward = None
+        while self._first_nodes and self._first_nodes[-1] < 0:
+            # Run again by checkpointing, and stopped in the hook after forward: torch tells nobody.
+            self._first_nodes.pop()
+            del self._running[len(self._first_nodes) :]
+        self._streams.end_backward()
+        self._last_backward = None
+        self._is_threaded, self._thread = False, None
+        self.is_backward = False
+
+    def _complete(self, turn: Turn, *, is_early: bool) -> None:
         """Reduce the handle's gradients and free its parameters."""
         handle = turn.handle
         turn.completed_in = self.backward_id
+        if self._makes_graph:
+            # A backward of this backward will read the parameters.
+            self._linger(handle, with_graph=True)
         self._streams.meet()
-        trainable = [flat for flat in handle.buffers if flat.is_trainable]
+        trainable = [account for account in turn.accounts if account.flat.is_trainable]
         if trainable:
             handle.has_unsynced_gradients = not handle.requires_gradient_sync
             if handle.requires_gradient_sync:
-                self._reduce(handle, trainable)
-        self.reshard(handle)
+                self._reduce(turn, trainable, is_early=is_early)
+            elif is_early and any(account.flat.expects_more(account.flat.gradient_bits()) for account in trainable):
+                self._linger(handle)
+        self._reshard_unless_running(handle)
         self._streams.meet()
 
-    def _reduce(self, handle: Handle, flats: Sequence[FlatBuffer]) -> None:
-        for flat in flats:
-            if flat.is_empty:
-                flat.accumulate_nothing()
-                continue
-            while len(self._under_way) >= MAX_GRADIENT_BUFFERS:
-                self._finish_reduction()
-            gradient = self._pool.take(flat.pool_key, flat.make_gradient_buffer)
-            flat.take_gradients(gradient)
-            if flat is flats[-1]:
-                self.reshard(handle)
-            assert flat.gradient_path is not None, "connected when the root was decided"
-            reduction = self._streams.begin_reduction(flat.gradient_path, gradient)
-            self._under_way.append(_UnderWay(reduction, flat, gradient))
+    def _reduce(self, turn: Turn, accounts: Sequence[Account], *, is_early: bool) -> None:
+        for account in accounts:
+            gradient = self._reductions.take(account)
+            if is_early and account.had != account.flat.all_bits and account.flat.expects_more(account.had):
+                # Not complete after all: parts of backward that read the parameters are still to run.
+                self._linger(turn.handle)
+            if account is accounts[-1]:
+                self._reshard_unless_running(turn.handle)
+            if gradient is not None:
+                self._reductions.begin(account, gradient)
 
-    def _finish_reduction(self) -> None:
-        reduction, flat, gradient = self._under_way.popleft()
-        shard = reduction.finish()
-        self._pool.give(flat.pool_key, gradient)
-        flat.accumulate(shard)
+    def _reshard_unless_running(self, handle: Handle) -> None:
+        # A backward inside a forward leaves the modules around it as they are.
+        if not self._running or not any(module in handle.modules for module in self._running):
+            self.reshard(handle)
 
     # Unshard and reshard
 
     def unshard(self, handle: Handle) -> None:
         """Make the modules of ``handle`` hold unsharded parameters. Collective unless it is unsharded."""
         if handle.is_unsharded:
+            if handle.is_hidden:
+                handle.show()
             return
         self.begin_unshard(handle)
-        self._streams.wait_for_unshard(handle)
+        if autograd_profiler._is_profiler_enabled:
+            in_region("wait for gather", handle.fqn, self._streams.wait_for_unshard, handle)
+        else:
+            self._streams.wait_for_unshard(handle)
         handle.use_unsharded()
 
     def begin_unshard(self, handle: Handle) -> None:
@@ -310,7 +471,10 @@ class Scheduler:
         if handle.bring_back():
             self._streams.shards_written()
         self._unsharded[handle] = None
-        self._streams.begin_unshard(handle)
+        if autograd_profiler._is_profiler_enabled:
+            in_region("gather", handle.fqn, self._streams.begin_unshard, handle)
+        else:
+            self._streams.begin_unshard(handle)
 
     def reshard(self, handle: Handle) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them.
@@ -321,9 +485,45 @@ class Scheduler:
             return
         if handle.is_gathering:
             self._streams.wait_for_unshard(handle)
-        del self._unsharded[handle]
-        handle.reshard()
+        handle.reshard(frees=handle not in self._lingering)
         self._streams.resharded()
+        # Last: what was cut short is done again.
+        self._unsharded.pop(handle, None)
+
+    def _linger(self, handle: Handle, *, with_graph: bool = False) -> None:
+        """Keep the memory of the parameters, on this rank, until a backward ends, or until the graph is gone as well.
+
+        Gathers and reductions are those of a handle that is freed: the other ranks may have freed it.
+        """
+        self._lingering[handle] = None
+        if with_graph and (handle not in self._graphs or not self._graphs[handle]()):
+            trainable = any(flat.is_trainable for flat in handle.buffers)
+            # A graph to frozen parameters is one to others too.
+            params = [param for each in ((handle,) if trainable else self.handles) for param in each.params]
+            self._graphs[handle] = watch_graph(leaf for param in params if (leaf := param.unsharded) is not None)
+
+    def _end_lingering(self, *, always: bool = False) -> None:
+        """Free what lingers, but where its graph has to be gone and lives: another backward may go through it."""
+        for handle in list(self._lingering):
+            if not always and handle in self._graphs and self._graphs[handle]():
+                continue
+            del self._lingering[handle]
+            self._graphs.pop(handle, None)
+            for hook in self._leaf_hooks.pop(handle, ()):
+                hook.remove()
+            if handle not in self._unsharded:
+                handle.free_buffers()
+                self._streams.resharded()
+
+    def _watch_leaves(self, handle: Handle) -> None:
+        """Hear of the next backward also if it gets to no output of an annotated module."""
+        if handle not in self._leaf_hooks:
+            leaves = [param.leaf() for param in handle.params if param.leaf().requires_grad]
+            self._leaf_hooks[handle] = after_gradients(leaves, [self._hear_of_backward] * len(leaves))
+
+    @opaque
+    def _hear_of_backward(self, _: torch.Tensor) -> None:
+        self._note_backward()
 
     def shards_written(self) -> None:
         """The current stream wrote the shards outside of forward; gathers that start now must wait for it."""
@@ -343,21 +543,32 @@ class Scheduler:
             self._reset()
 
     def _reset(self) -> None:
-        while self._under_way:
-            self._under_way.popleft().reduction.finish()
+        """Begin anew, from whatever state an exception at any line has left; it may cut this short too."""
+        self._tidy_up()
+        self._first_nodes.clear()
+        self._running.clear()
+
+    def _tidy_up(self) -> None:
+        """Forget the forwards and backwards so far, but for a forward that is running around the backward."""
+        for handle in self.handles:
+            handle.settle()
+        for agreement in self._agreements:
+            agreement.abandon()
+        self._reductions.abandon()
         self._streams.end_backward()
+        self._end_lingering(always=True)
         for handle in list(self._unsharded):
-            self.reshard(handle)
+            self._reshard_unless_running(handle)
         for handle, turn in self._turns.items():
             turn.end_step()
             handle.drop_gradients()
         self._queue.clear()
         self._armed = []
         self._last_armed = []
-        self._pool.release()
         self._last_backward = None
+        self._is_threaded, self._thread = False, None
+        self._is_ending = False
         self.is_backward = False
-        self._running.clear()
 
     def let_go(self, handles: Iterable[Handle]) -> None:
         """Leave ``handles`` to another root.
@@ -370,6 +581,7 @@ class Scheduler:
                 "a module that ran on its own so far is called by another root in the middle of its step",
                 fix="call the outermost annotated module before the modules inside it",
             )
+        self._end_lingering(always=True)
         for handle in handles:
             self.reshard(handle)
             if handle in self._turns:
@@ -382,6 +594,10 @@ class Scheduler:
         self.abandon_step()
         self.let_go(self.handles)
         self.is_closed = True
+        # A graph of before holds this scheduler, and must not hold the shards with it.
+        self._agreements = ()
+        for turn in self._turns.values():
+            turn.accounts = []
 
 
 def _first_forward(turn: Turn) -> int:

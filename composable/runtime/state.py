@@ -1,5 +1,7 @@
 """What an annotated module remembers, and what the root of a tree of them has besides."""
 
+import functools
+import weakref
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -7,12 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 import _traversal_utils
-from composable.collectives import Grid, Ranks, transport_of
+from composable.collectives import Grid, Ranks, host_transport_of, notice_tree, transport_of
 from composable.contract import managing_state
 from composable.errors import UsageError, located, place_of_rank
 from composable.planning import ShardPlan, name_modules
-from composable.runtime.readiness import check_ready
+from composable.runtime.account import Account
+from composable.runtime.additions import Additions
+from composable.runtime.agreement import Agreement
+from composable.runtime.notices import notice_plan
+from composable.runtime.readiness import check_not_lent, check_ready
 from composable.runtime.scheduler import Scheduler
+from composable.runtime.standing import Standing
 from composable.runtime.streams import streams_for
 from composable.storage import Handle
 from composable.torch_hooks import at_end_of_backward
@@ -30,10 +37,12 @@ class FullyShardState:
         grid: The ranks of the mesh.
         transport_name: How the handles' bytes travel.
         ignored_modules: What the annotation leaves alone, with all below.
+        ignored_slots: (module, name) of the parameters outside of these that it leaves alone.
         marked_buffers: (module, name) of buffers that may hold the mark of memory that nobody has written to.
         _handles: Handles of this annotation, left to right, depth first.
         hook_handles: Remove them, and the modules run as plain ones again.
         root: What runs the tree that this state is in; ``None`` until lazy init.
+        around: States of modules annotated around these ones, later and so further out.
     """
 
     def __init__(self) -> None:
@@ -43,15 +52,17 @@ class FullyShardState:
         self.grid: Grid
         self.transport_name = ""
         self.ignored_modules: frozenset[nn.Module] = frozenset()
+        self.ignored_slots: list[tuple[nn.Module, str]] = []
         self.marked_buffers: list[tuple[nn.Module, str]] = []
         self._handles: list[Handle] = []
         self._module_to_handle: dict[nn.Module, Handle] = {}
         self.hook_handles: list[RemovableHandle] = []
         self.root: Root | None = None
+        self.around: list[weakref.ref[FullyShardState]] = []
 
     @property
     def _is_root(self) -> bool | None:
-        """Whether forward starts here; ``None`` until lazy init."""
+        """Whether this is the outermost annotation; ``None`` until lazy init."""
         return None if self.root is None else self.root.state is self
 
     @property
@@ -75,14 +86,12 @@ class FullyShardState:
             for flat in handle.buffers:
                 flat.is_marked = True
 
-    def lazy_init(self, module: nn.Module | None = None) -> "Root":
+    def lazy_init(self) -> "Root":
         """Decide the root, on the first forward or the first call that needs it.
 
+        The outermost module annotated on the same ranks is the root, whichever part of it runs first: were it the
+        part, forwards and gradients of before the first call of the whole would belong to another scheduler.
         Collective over the shard group when no root is known yet: ranks compare their plans.
-
-        Args:
-            module: Where forward starts; default: the annotated module. Every state below
-                it, also one that was a root of its own so far, shares this root.
 
         Raises:
             DesyncError: The ranks annotated different plans.
@@ -90,7 +99,23 @@ class FullyShardState:
         """
         if self.root is not None:
             return self.root
-        return Root.adopt(self, self.modules if module is None or module in self.modules else (module,))
+        return Root.adopt(self._outermost())
+
+    def enclose(self) -> None:
+        """Let the annotations below know this one, which was made around them."""
+        for state in _states_below(self.modules):
+            if state is not self:
+                state.around.append(weakref.ref(self))
+
+    def _outermost(self) -> "FullyShardState":
+        for around in reversed(self.around):
+            state = around()
+            if state is not None and state.grid.everyone == self.grid.everyone:
+                below = _states_below(state.modules)
+                # Modules may have been moved away since, and annotations undone.
+                if state in below and self in below:
+                    return state
+        return self
 
     def abandon_step(self) -> None:
         """Forget a step that an exception or Ctrl-C cut short. Nothing is running."""
@@ -99,13 +124,15 @@ class FullyShardState:
 
 
 class Root:
-    """A tree of annotated modules in which forward starts at one of them.
+    """A tree of annotated modules, whichever of them runs first.
 
     Attributes:
-        state: Of the annotation where forward starts.
+        state: Of the outermost annotation.
         handles: Every handle of the tree, left to right, depth first.
         states: Every state of the tree, in the same order.
         scheduler: Runs the handles.
+        additions: Notices parameters that come after the annotation.
+        standing: Tells other ranks that wait where the tree is.
     """
 
     def __init__(
@@ -115,44 +142,72 @@ class Root:
         self.handles = handles
         self.states = states
         self.scheduler = scheduler
+        self.additions = Additions()
+        self.standing = Standing(type(state.modules[0]).__name__.removeprefix("FSDP"), scheduler)
+        notice_tree(self.standing)
 
     @staticmethod
-    def adopt(state: FullyShardState, modules: Sequence[nn.Module]) -> "Root":
-        """Make ``state`` the root of everything below ``modules``. Collective; see ``lazy_init``."""
-        states: list[FullyShardState] = []
+    def adopt(state: FullyShardState) -> "Root":
+        """Make ``state`` the root of everything below its modules. Collective; see ``lazy_init``."""
+        modules = state.modules
         names = name_modules(modules)
-        for module in modules:
-            states += [found for found in _traversal_utils._get_fsdp_states(module) if found not in states]
+        states = _states_below(modules)
         handles: list[Handle] = list(
             dict.fromkeys(handle for module in modules for handle in _traversal_utils._get_fsdp_handles(module))
         )
         for handle in handles:
-            handle.fqn = names.get(handle.modules[0], handle.fqn)
+            handle.name_modules([names.get(*pair) for pair in zip(handle.modules, handle.module_fqns, strict=True)])
         _compare_plans(states, _find_failure(states, names))
         for found in states:
             if found.root is not None:
                 found.root.scheduler.let_go(found._handles)
+                for handle in found._handles:
+                    # Graphs of forwards below either root may read them: nobody knows when the last one is gone.
+                    handle.is_shared |= found.root.state not in states
         for found in states:
             transport = transport_of(found.grid.shard.process_group, found.transport_name)
             for handle in found._handles:
                 for flat in handle.buffers:
                     flat.connect(transport, found.grid.divisor)
         scheduler = Scheduler(handles, streams_for(state.grid.shard.device), at_end_of_backward)
+        scheduler.agree_by(functools.partial(_make_agreements, states))
         root = Root(state, handles, states, scheduler)
-        for found in states:
-            found.root = root
         # Backward starts with the root's parameters, so freeing them after forward only costs a gather.
         own = state._module_to_handle.get(modules[0])
         for handle in handles:
             option = handle.reshard_option
             handle.reshard_after_forward = handle is not own if option is None else option
+        # Last, and where forward starts after all others: what was cut short is done again.
+        for found in states:
+            if found is not state:
+                found.root = root
+        state.root = root
+        notice_plan(state.plan, state.grid.everyone)
         return root
 
     def close(self) -> None:
         """Undo ``adopt``, so that the next forward decides the root anew; that is collective again."""
         self.scheduler.close()
+        self.standing.close()
         for state in self.states:
             state.root = None
+
+
+def _make_agreements(states: Sequence[FullyShardState], accounts: Sequence[Account]) -> list[Agreement]:
+    """Return one agreement for each group of ranks that shares handles. Collective over them."""
+    ranks_of = {flat: state for state in states for handle in state._handles for flat in handle.buffers}
+    found: dict[Ranks, tuple[str, list[Account]]] = {}
+    for account in accounts:
+        if not account.fills_with_zeros:
+            state = ranks_of[account.flat]
+            found.setdefault(state.grid.everyone, (state.transport_name, []))[1].append(account)
+    return [Agreement(ranks, host_transport_of(ranks, name), own) for ranks, (name, own) in found.items()]
+
+
+def _states_below(modules: Sequence[nn.Module]) -> list[FullyShardState]:
+    """Return the states at or below ``modules``, each once."""
+    found = (state for module in modules for state in _traversal_utils._get_fsdp_states(module))
+    return list(dict.fromkeys(found))
 
 
 def sharded_state_of(module: nn.Module) -> FullyShardState | None:
@@ -181,7 +236,7 @@ def _compare_plans(states: Sequence[FullyShardState], failure: UsageError | None
         ranks.compare(
             "".join(state.plan.digest() for state in own),
             failure,
-            shown="\n".join(str(state.plan) for state in own),
+            shown="\n".join(state.plan.compared_text() for state in own),
             what="the ranks annotated different plans",
             fix="build the same model and call fully_shard with the same arguments on every rank",
         )
@@ -193,6 +248,7 @@ def _find_failure(states: Sequence[FullyShardState], names: Mapping[nn.Module, s
         with located(place_of_rank()):
             for state in states:
                 for handle in state._handles:
+                    check_not_lent(handle)
                     handle.attach()
             check_ready(states, names)
     except UsageError as error:

@@ -131,7 +131,13 @@ class DeviceStreams:
     def wait_for_unshard(self, handle: Handle) -> None:
         current = self._device.current_stream()
         self._users[current.stream_id] = current
-        current.wait_event(self._full.pop(handle))
+        full = self._full.pop(handle, None)
+        if full is not None:
+            current.wait_event(full)
+            return
+        # An exception cut the beginning short, or this wait.
+        current.wait_stream(self._unshard)
+        handle.finish_gathers()
 
     def resharded(self) -> None:
         current = self._device.current_stream()

@@ -5,6 +5,7 @@ The clock counts starts and ends of forwards of fully sharded modules; backwards
 
 from torch import nn
 
+from composable.runtime.account import Account
 from composable.storage import Handle
 
 __all__ = ["Turn"]
@@ -15,9 +16,11 @@ class Turn:
 
     Attributes:
         handle: The handle.
+        accounts: Of its flat buffers.
         first_forward: Clock of its first differentiable forward since the last backward; 0: before all others;
             ``None``: there was none, so the next backward does not reduce it.
         entered_at: Clock of the start of a forward that has not ended.
+        queued_in: The last backward that has or had to complete it.
         met_in: The last backward in which a gradient of an output arrived.
         completed_in: The last backward that completed it: reduced its gradients, or kept them.
         is_late: Gradients are still coming in the backward that completed it.
@@ -28,6 +31,7 @@ class Turn:
     """
 
     __slots__ = (
+        "accounts",
         "completed_in",
         "entered_at",
         "first_forward",
@@ -38,27 +42,32 @@ class Turn:
         "next_backward",
         "next_forward",
         "previous_forward",
+        "queued_in",
     )
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
+        self.accounts = [
+            Account(flat, fills_with_zeros=handle.plan.unused_gradients == "zero") for flat in handle.buffers
+        ]
         self.modules_left: set[nn.Module] = set()
         self.forget()
 
     def forget(self) -> None:
         """Begin anew: another root has run the handle meanwhile."""
-        self.first_forward: int | None = None
-        self.entered_at: int | None = None
-        self.met_in: int | None = None
         self.completed_in: int | None = None
-        self.is_late = False
-        self.modules_left.clear()
+        self.met_in: int | None = None
+        self.queued_in: int | None = None
         self.next_forward: Turn | None = None
         self.previous_forward: Turn | None = None
         self.next_backward: Turn | None = None
+        self.end_step()
 
     def end_step(self) -> None:
         """Forget a step that was cut short; the hints stay."""
-        self.first_forward = self.entered_at = None
+        self.first_forward: int | None = None
+        self.entered_at: int | None = None
         self.is_late = False
         self.modules_left.clear()
+        for account in self.accounts:
+            account.clear()

@@ -2,11 +2,13 @@
 
 What is written is a checkpoint of ``torch.distributed.checkpoint`` in the layout of its
 ``get_state_dict``; torch alone reads it too. Around it: the folder that is whole or invisible
-(``checkpoint_files.py``), and checks of bytes and names before anything is changed
-(``checkpoint_state.py``). Loading verifies first and then reads in place: beside the model's own
-tensors it needs memory for the optimizer state only.
+(``run_folder.py``), and checks of bytes and names before anything is changed
+(``manifest.py``, ``metadata.py``, ``contents.py``). Loading verifies first and then reads in place: beside the
+model's own tensors it needs memory for the optimizer state only.
 """
 
+import errno
+import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,28 +23,32 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from composable.collectives import Ranks, make_host_ranks
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.optim import OptimizerNames
 from composable.saving.contents import (
     DataPlanner,
     apply,
     as_data,
+    check_places,
     describe_optimizers,
     find_differences,
+    read_data,
     staged,
     state_to_save,
     targets,
 )
+from composable.saving.manifest import METADATA, Manifest, as_path, find_damage
+from composable.saving.metadata import CheckedReader, read_metadata
 from composable.saving.run_folder import (
     EXTRA,
-    Manifest,
     SummedFiles,
-    find_damage,
+    abandon,
+    check_step,
     find_folder,
     new_partial,
     older_whole,
@@ -50,6 +56,7 @@ from composable.saving.run_folder import (
     read_manifest,
     write_summed,
 )
+from composable.saving.run_owner import Owner, own
 
 __all__ = ["SaveHandle", "SavedCheckpoint", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -110,22 +117,26 @@ def save_checkpoint(
     *,
     extra: Any = None,
     keep: int = 2,
+    discard_later: bool = False,
     asynchronous: bool = False,
 ) -> SaveHandle:
     """Save model, optimizer state and ``extra`` as ``folder/step-NNNNNN``, and remove older checkpoints.
 
     Collective: all ranks, with equal arguments. The folder must be one that all ranks see. A kill at any moment
-    leaves whole checkpoints only; the one before stays until this one is on disk.
+    leaves whole checkpoints only; the one before stays until this one is on disk. Only what ``save_checkpoint`` wrote
+    is ever removed or replaced. One run writes to a folder at a time: from the first save until the model is gone, or
+    the process of the first rank ends.
 
     Args:
-        folder: Of the run; made if need be. Nothing else should write checkpoints to it.
-        step: Optimizer steps done. A checkpoint of the same step is replaced; those of later steps, from a
-            continuation that was abandoned for this one, are removed.
+        folder: Of the run; made if need be.
+        step: Optimizer steps done. A checkpoint of the same step is replaced.
         model: Annotated or plain.
         optimizer: One, several, or none. State is saved by FQN, as it is: nothing is initialised for it.
         extra: Settings, scheduler state, position in the data ... as data: tensors, numbers, strings, and lists,
             tuples and dicts of them. Rank 0's is saved.
         keep: Checkpoints to leave in the folder, this one included.
+        discard_later: Remove checkpoints of later steps, from a continuation that was abandoned for this one, once
+            this one is on disk. Without it they are an error.
         asynchronous: Copy to the host, return, and write in the background, over a gloo group of its own. The next
             save of the model waits for it, and raises what it raised.
 
@@ -133,26 +144,37 @@ def save_checkpoint(
         A handle to wait with; done already unless ``asynchronous``.
 
     Raises:
-        ConfigError: A wrong argument, a parameter in the optimizer that is not the model's, values that are no data.
-        UsageError: A parameter on the meta device, or writing failed. The checkpoints before are as they were.
+        ConfigError: A wrong argument, a parameter in the optimizer that is not the model's, values that are no data,
+            checkpoints of later steps, a folder of this name that was not written here.
+        UsageError: A parameter on the meta device, another run writes to the folder, or writing failed. The
+            checkpoints before are as they were, and the one that was begun is removed.
         DesyncError: Ranks gave different arguments.
     """
-    ranks, previous = _settle(model)
-    optimizers = _as_tuple(optimizer)
+    ranks, optimizers = _checked(model, optimizer)
     with ranks.agreed():
+        run = as_path("folder", folder)
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigError(f"step is {step!r}", fix="pass the number of optimizer steps done")
-        if keep < 1:
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ConfigError(f"keep is {keep!r}", fix="keep at least one checkpoint")
+    previous = _settle(model)
+    with ranks.agreed():
         described = describe_optimizers(model, optimizers)
         state = state_to_save(model, optimizers)
         packed = None if extra is None else as_data(extra, "extra")
         if asynchronous:
             state = staged(state)
-    _check_equal(ranks, described, folder=str(folder), step=step, keep=keep, asynchronous=asynchronous)
-    partial = _on_first(ranks, lambda: new_partial(Path(folder), step), f"cannot write to {folder}")
+    arguments = {"step": step, "keep": keep, "discard_later": discard_later, "asynchronous": asynchronous}
+    _check_equal(ranks, described, folder=str(folder), **arguments)
+    begun: list[_Place] = []
+
+    def begin() -> Path:
+        begun.append(_Place.begin(run, step, model, keep=keep, discard_later=discard_later))
+        return begun[0].partial
+
+    partial = _on_first(ranks, begin, f"cannot write to {folder}")
     writers = ranks if not asynchronous else _writers(ranks, previous)
-    work = _Save(writers, partial, step, state, described, packed, keep)
+    work = _Save(writers, partial, step, state, described, packed, begun[0] if begun else None)
     if not asynchronous:
         done: Future[Path] = Future()
         done.set_result(work.run())
@@ -169,9 +191,9 @@ def find_checkpoint(path: str | PathLike[str]) -> SavedCheckpoint:
     Looks at the disk only: not collective, and only ``extra`` is verified.
 
     Raises:
-        ConfigError: There is no checkpoint, or it does not describe itself readably.
+        ConfigError: There is no checkpoint, it does not describe itself readably, or ``extra`` is damaged or no data.
     """
-    folder = find_folder(Path(path))
+    folder = find_folder(as_path("path", path))
     return _read(folder, read_manifest(folder))
 
 
@@ -179,7 +201,8 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
     """Load what ``save_checkpoint`` saved, whatever number of ranks and way of sharding wrote it.
 
     Collective: all ranks. The bytes of all files and the names of all values are checked first, the ranks sharing
-    the reading; then tensors are read in place. Hyperparameters, such as ``lr``, are loaded as saved.
+    the reading; then tensors are read in place. Hyperparameters, such as ``lr``, are loaded as saved. Whatever the
+    files hold, no code of theirs is run, and nothing outside of the checkpoint's folder is read.
 
     Args:
         path: A run's folder, whose latest checkpoint is loaded, or a checkpoint's. Rank 0's counts.
@@ -190,18 +213,20 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
         The checkpoint, on every rank with the ``extra`` that rank 0 saved.
 
     Raises:
-        ConfigError: There is no checkpoint; a file is missing, truncated or changed; names or shapes in the model,
-            or classes, groups or settings of optimizers, are not those that were saved. The message lists all
+        ConfigError: There is no checkpoint; a file is missing, truncated, changed or no data; names or shapes in the
+            model, or classes, groups or settings of optimizers, are not those that were saved. The message lists all
             differences. On every rank, and nothing has been changed.
         UsageError: A parameter on the meta device, or the files changed while they were read.
     """
-    ranks, _ = _settle(model)
-    optimizers = _as_tuple(optimizer)
-    folder, manifest = _on_first(ranks, lambda: _found(Path(path)), f"cannot read {path}")
+    ranks, optimizers = _checked(model, optimizer)
+    _settle(model)
+    folder, manifest = _on_first(ranks, lambda: _found(as_path("path", path)), f"cannot read {path}")
     _verify(ranks, folder, manifest)
-    reader, failure = FileSystemReader(folder), f"{folder} was not loaded to its end"
-    with ranks.agreed(), _as_usage_error(failure):
-        metadata = reader.read_metadata()
+    failure = f"{folder} was not loaded to its end"
+    with ranks.agreed(), _as_ours(failure):
+        metadata = read_metadata(folder / METADATA, {name: saved.bytes for name, saved in manifest.files.items()})
+        with located(f"{place_of_rank()}, {folder}"):
+            check_places(metadata, manifest.optimizers)
         differences = find_differences(metadata, manifest.optimizers, model, optimizers)
         if differences:
             raise ConfigError(
@@ -210,10 +235,48 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
             )
         flat = targets(metadata, model, optimizers)
         checkpoint = _read(folder, manifest)
-    with _as_usage_error(failure), _alone_is_fine():
-        load(flat, storage_reader=reader, planner=DataPlanner())
-    apply(flat, metadata, model, optimizers)
+    with _as_ours(failure), _alone_is_fine():
+        load(flat, storage_reader=CheckedReader(folder, metadata), planner=DataPlanner(folder))
+    try:
+        apply(flat, metadata, model, optimizers)
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        raise UsageError(failure, at=f"{place_of_rank()}: {type(error).__name__}: {error}") from error
     return checkpoint
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a save writes to; on the first rank."""
+
+    owner: Owner
+    partial: Path
+    keep: int
+    discard_later: bool
+
+    @staticmethod
+    def begin(run: Path, step: int, model: nn.Module, *, keep: int, discard_later: bool) -> "_Place":
+        owner = own(run)
+        try:
+            check_step(run, step, discard_later=discard_later)
+            partial = new_partial(run, step, owner.partials)
+        except BaseException:
+            owner.leave()
+            raise
+        owner.keep(model)
+        owner.partials.add(partial)
+        return _Place(owner, partial, keep, discard_later)
+
+    def publish(self, manifest: Manifest) -> Path:
+        self.owner.check()
+        self.owner.partials.discard(self.partial)
+        return publish(
+            self.partial, manifest, keep=self.keep, discard_later=self.discard_later, in_use=self.owner.partials
+        )
+
+    def leave(self, *, remove: bool) -> None:
+        self.owner.partials.discard(self.partial)
+        if remove:
+            abandon(self.partial)
 
 
 @dataclass(frozen=True)
@@ -226,12 +289,21 @@ class _Save:
     state: dict[str, Any]
     optimizers: tuple[OptimizerNames, ...]
     extra: bytes | None
-    keep: int
+    place: _Place | None
 
     def run(self) -> Path:
         """Write this rank's part; return when the checkpoint of all ranks has its final name."""
+        try:
+            return self._write()
+        except BaseException as error:
+            if self.place is not None:
+                # After an error no rank writes any more: all have told how it went.
+                self.place.leave(remove=isinstance(error, Exception))
+            raise
+
+    def _write(self) -> Path:
         what = f"{self.partial} was not written to its end; earlier checkpoints are as they were"
-        with _as_usage_error(what):
+        with _as_ours(what):
             files = SummedFiles()
             writer = FileSystemWriter(self.partial)
             writer.fs = files
@@ -245,7 +317,8 @@ class _Save:
     def _publish(self, sums: dict[str, Any]) -> Path:
         if self.extra is not None:
             sums[EXTRA] = write_summed(self.partial / EXTRA, self.extra)
-        return publish(self.partial, Manifest(self.step, sums, self.optimizers), keep=self.keep)
+        assert self.place is not None, "the first rank has it"
+        return self.place.publish(Manifest(self.step, sums, self.optimizers))
 
 
 def _check_equal(ranks: Ranks, optimizers: Sequence[OptimizerNames], **arguments: object) -> None:
@@ -266,7 +339,7 @@ def _check_equal(ranks: Ranks, optimizers: Sequence[OptimizerNames], **arguments
 def _on_first(ranks: Ranks, call: Callable[[], T], failure: str) -> T:
     """Return what ``call`` gives on the first rank; ``failure`` says what an error of the system means."""
     result: Any = None
-    with ranks.agreed(), _as_usage_error(failure):
+    with ranks.agreed(), _as_ours(failure):
         if ranks.rank == 0:
             result = call()
     first: T = ranks.object_of(0, result)
@@ -282,19 +355,28 @@ def _writers(ranks: Ranks, previous: SaveHandle | None) -> Ranks:
     return make_host_ranks()
 
 
-def _settle(model: nn.Module) -> tuple[Ranks, SaveHandle | None]:
-    """Wait for a save of ``model`` in the background; return it, and the ranks for what comes next."""
-    ranks = Ranks.of_world()
+def _settle(model: nn.Module) -> SaveHandle | None:
+    """Wait for a save of ``model`` in the background; return it."""
     previous = _PENDING.get(model)
     if previous is not None and not previous._is_collected:
         previous.wait()
-    return ranks, previous
+    return previous
 
 
-def _as_tuple(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
-    if optimizer is None:
-        return ()
-    return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+def _checked(model: nn.Module, optimizer: Optimizers) -> tuple[Ranks, tuple[torch.optim.Optimizer, ...]]:
+    """Return all ranks, and the optimizers, once all have been called with such things."""
+    ranks = Ranks.of_world()
+    with ranks.agreed():
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model is a {type(model).__name__}, not a module", fix="pass the model, then optimizers")
+        if optimizer is None:
+            return ranks, ()
+        optimizers: Any = tuple(optimizer) if isinstance(optimizer, Iterable) else (optimizer,)
+        for one in optimizers:
+            if not all(hasattr(one, name) for name in ("param_groups", "state_dict", "load_state_dict")):
+                what = f"optimizer is a {type(one).__name__}, not an optimizer"
+                raise ConfigError(what, fix="pass an optimizer, a list of them, or None")
+    return ranks, optimizers
 
 
 def _found(path: Path) -> tuple[Path, Manifest]:
@@ -308,7 +390,7 @@ def _read(folder: Path, manifest: Manifest) -> SavedCheckpoint:
         damage = find_damage(folder, {EXTRA: manifest.files[EXTRA]})
         if damage:
             raise _damaged(folder, damage, older_whole(folder))
-        extra = torch.load(folder / EXTRA, map_location="cpu", weights_only=True)
+        extra = read_data(folder / EXTRA, str(folder / EXTRA), device="cpu")
     return SavedCheckpoint(folder, manifest.step, extra)
 
 
@@ -337,15 +419,26 @@ def _write_alone(state: dict[str, Any], writer: FileSystemWriter) -> None:
 
 
 @contextmanager
-def _as_usage_error(what: str) -> Iterator[None]:
+def _as_ours(what: str) -> Iterator[None]:
     """Turn what torch's writers and readers raise, the same on every rank, into an error of this library."""
     try:
         yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise UsageError(what, at=f"rank {rank}: {type(cause).__name__}: {cause}") from cause
+        if isinstance(cause, ComposableError):
+            raise type(cause)(cause.what, at=cause.at or f"rank {rank}", fix=cause.fix) from None
+        raise _failure(what, f"rank {rank}", cause) from cause
     except OSError as error:
-        raise UsageError(what, at=f"{place_of_rank()}: {type(error).__name__}: {error}") from error
+        raise _failure(what, place_of_rank(), error) from error
+
+
+def _failure(what: str, place: str, cause: BaseException) -> UsageError:
+    fix = None
+    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        what, fix = f"no space left: {what}", "free some, keep fewer checkpoints, or save to another disk"
+    # Of torch's text about a pickle, the part that advises to trust it is left out.
+    text = "it holds what is no data" if isinstance(cause, pickle.UnpicklingError) else str(cause)
+    return UsageError(what, at=f"{place}: {type(cause).__name__}: {text}", fix=fix)
 
 
 @contextmanager

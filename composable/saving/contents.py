@@ -10,9 +10,11 @@ Nothing here communicates.
 
 import io
 import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from composable.errors import ConfigError, UsageError
+from composable.errors import ComposableError, ConfigError, UsageError
 from composable.optim import OptimizerNames, describe_optimizer, group_differences, names_of_params
 from composable.torch_private import tree_map
 
@@ -31,8 +33,10 @@ __all__ = [
     "DataPlanner",
     "apply",
     "as_data",
+    "check_places",
     "describe_optimizers",
     "find_differences",
+    "read_data",
     "staged",
     "state_to_save",
     "targets",
@@ -46,12 +50,14 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 class DataPlanner(DefaultLoadPlanner):
     """Reads into the flat names of a checkpoint; what is no tensor is read as data, which runs no code."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._folder = folder
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value that is no tensor in its place."""
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        fqn = read_item.dest_index.fqn
+        self.state_dict[fqn] = read_data(value, f"{self._folder}, {fqn}")
 
 
 def as_data(value: object, name: str) -> bytes:
@@ -67,10 +73,41 @@ def as_data(value: object, name: str) -> bytes:
         torch.load(packed, weights_only=True)
     except (pickle.PickleError, RuntimeError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"{name} is more than data: {str(error).strip().partition(chr(10))[0]}",
+            f"{name} is more than data: {_without_advice(error)}",
             fix="use tensors, numbers, strings, and lists, tuples and dicts of them",
         ) from None
     return packed.getvalue()
+
+
+def read_data(source: Path | io.BytesIO, name: str, *, device: str | None = None) -> Any:
+    """Return what ``as_data`` packed. Whatever ``source`` holds, no code of its is run.
+
+    Raises:
+        ConfigError: It holds something else; ``name`` says in the message where it is from.
+        OSError: It cannot be read.
+    """
+    try:
+        return torch.load(source, map_location=device, weights_only=True)
+    except OSError:
+        raise
+    # Whatever a broken archive or pickle makes torch raise.
+    except Exception as error:
+        raise ConfigError(
+            f"{name} cannot be read as data: {_without_advice(error)}",
+            fix="load another checkpoint, and do not trust where this one is from",
+        ) from None
+
+
+def _without_advice(error: Exception) -> str:
+    """Return what is wrong with a pickle; torch goes on to advise how to run the code in it."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    if named is not None:
+        return f"it names {named[1]}"
+    if isinstance(error, pickle.UnpicklingError):
+        return "it holds what is no data"
+    if isinstance(error, ComposableError):
+        return error.what
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def describe_optimizers(model: nn.Module, optimizers: Optimizers) -> tuple[OptimizerNames, ...]:
@@ -150,6 +187,36 @@ def find_differences(
         if here != there:
             lines.append(f"{name} is {_shape(there)} in the checkpoint, {_shape(here)} in the model")
     return lines + (_optimizer_differences(saved, describe_optimizers(model, optimizers)) if optimizers else [])
+
+
+def check_places(metadata: Metadata, saved: Sequence[OptimizerNames]) -> None:
+    """Raise unless the values of a checkpoint make a model's state and the optimizers ``saved`` when put together.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    paths = list(metadata.planner_data.values())
+    groups = sum(len(optimizer.groups) for optimizer in saved)
+    nested: dict[str, Any] = {"model": {}, "optimizer": {"state": {}, "param_groups": []}}
+    try:
+        for path in paths:
+            is_state = path[0] == "optimizer" and path[1] == "state" and len(path) > 3
+            is_setting = path[:2] == ("optimizer", "param_groups") and len(path) > 3 and path[2] in range(groups)
+            if not (path[0] == "model" or is_state or is_setting) or type(path[1]) is not str:
+                raise ValueError(path)
+            if is_state and type(path[2]) is not str:
+                raise ValueError(path)
+            if any(type(part) is int and not 0 <= part < len(paths) for part in path):
+                raise ValueError(path)
+            _place(nested, path, None)
+        found = nested["optimizer"]["param_groups"]
+        if len(set(paths)) < len(paths) or len(found) != groups or not all(isinstance(one, dict) for one in found):
+            raise ValueError("its groups are not those that it names")
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ConfigError(
+            f"the values of the checkpoint do not make a model and its optimizers: {error}",
+            fix="load another checkpoint, and do not trust where this one is from",
+        ) from None
 
 
 def targets(metadata: Metadata, model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:

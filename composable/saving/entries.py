@@ -12,15 +12,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composable.arguments import check_module
 from composable.collectives import Ranks
 from composable.contract import get_registry, managing_state
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.replication import ReplicateState
 from composable.runtime import FullyShardState, handle_of_module, sharded_state_of
-from composable.saving.fit import entries_to_load
+from composable.storage import META_FIX
+from composable.wording import list_text
 
-__all__ = ["Entries", "batches", "entries_of", "has_meta", "largest_handle_bytes", "ranks_of"]
+__all__ = ["Entries", "batches", "entries_now", "entries_of", "has_meta", "largest_handle_bytes", "ranks_of"]
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,9 @@ def ranks_of(model: nn.Module) -> Ranks:
 
     Raises:
         UsageError: There is no annotation.
-        ConfigError: Annotations are on different ranks.
+        ConfigError: ``model`` is no module, or annotations are on different ranks.
     """
+    check_module("model", model)
     found: dict[tuple[int, ...], Ranks] = {}
     for module in model.modules():
         states = [managing_state(module, "fully_shard"), *(one.state for one in get_registry(module).values())]
@@ -77,7 +80,7 @@ def entries_of(model: nn.Module, ranks: Ranks, options: object, *, permits_meta:
         model: Annotated; between steps. What an earlier forward left unsharded is resharded.
         ranks: Who shares it.
         options: What else has to be the same on all ranks; compared by its ``repr``.
-        permits_meta: Entries on the meta device will do; then those of the modules are returned as they are.
+        permits_meta: Entries on the meta device will do.
 
     Raises:
         UsageError: In a forward or backward, inside ``unshard_params``, or parameters are on the meta device.
@@ -85,18 +88,27 @@ def entries_of(model: nn.Module, ranks: Ranks, options: object, *, permits_meta:
     """
     with ranks.agreed():
         _check_moment(model)
-        if permits_meta and has_meta(entries_to_load(model)[0].values()):
-            entries = Entries(dict(entries_to_load(model)[0]), None)
-        else:
-            values = model.state_dict(keep_vars=True)
-            entries = Entries(dict(values), getattr(values, "_metadata", None))
+        entries = entries_now(model)
+        on_meta = [key for key, value in entries.values.items() if _is_meta(value)]
+        if on_meta and not permits_meta:
+            raise UsageError(
+                "full values are asked for, and there are none on the meta device",
+                at=f"{place_of_rank()}, {list_text(on_meta)}",
+                fix=META_FIX,
+            )
     _compare(entries, ranks, options)
     return entries
 
 
+def entries_now(model: nn.Module) -> Entries:
+    """Return the entries of ``model`` as they are; compares nothing."""
+    values = model.state_dict(keep_vars=True)
+    return Entries(dict(values), getattr(values, "_metadata", None))
+
+
 def has_meta(values: Iterable[Any]) -> bool:
     """Say whether some tensor is on the meta device."""
-    return any(isinstance(value, torch.Tensor) and value.is_meta for value in values)
+    return any(map(_is_meta, values))
 
 
 def largest_handle_bytes(model: nn.Module) -> int:
@@ -121,6 +133,10 @@ def batches(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iter
         total += size
     if batch:
         yield batch
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _check_moment(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from composable.contract import get_registry
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import StateDictError, UsageError, place_of_rank
 from composable.frames import is_strict_load
 from composable.torch_hooks import around_state_dict
 from composable.torch_private import module_load
@@ -39,16 +39,17 @@ class Differences:
     unexpected: tuple[str, ...] = ()
     unfit: tuple[str, ...] = ()
 
-    def error(self, *, strict: bool, loaded: str = "nothing was loaded") -> ConfigError | None:
+    def error(self, *, strict: bool, loaded: str = "nothing was loaded") -> StateDictError | None:
         """Return the one error that lists them all; without ``strict`` only what fits nowhere counts."""
-        lists = {"of the wrong kind or shape": self.unfit}
+        lists = {"Of the wrong kind or shape": self.unfit}
         if strict:
-            lists = {"missing": self.missing, "unexpected": self.unexpected, **lists}
-        found = [(name, keys) for name, keys in lists.items() if keys]
-        if not found:
+            # In torch's words, which trainers look for.
+            names = {"Missing key(s) in state_dict": self.missing, "Unexpected key(s) in state_dict": self.unexpected}
+            lists = {name: tuple(f'"{key}"' for key in keys) for name, keys in names.items()} | lists
+        lines = [f"\n    {name}: {list_text(keys, _MAX_SHOWN, write=str)}" for name, keys in lists.items() if keys]
+        if not lines:
             return None
-        lines = [f"\n    {len(keys)} {name}: {list_text(keys, _MAX_SHOWN, write=str)}" for name, keys in found]
-        return ConfigError(
+        return StateDictError(
             f"the state dict does not fit the model, and {loaded}{''.join(lines)}",
             at=place_of_rank(),
             fix="give each key its full tensor; strict=False permits missing and unexpected keys",
@@ -113,7 +114,7 @@ def check_before_load(
         metadata: What torch hands to the module about this load.
 
     Raises:
-        ConfigError: Keys are missing, unexpected or of another shape; nothing was changed in ``module``.
+        StateDictError: Keys are missing, unexpected or of another shape; nothing was changed in ``module``.
         UsageError: ``assign=True`` would replace parameters that ``replicate`` holds.
     """
     expected, opaque = entries_to_load(module, prefix)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
+from composable.arguments import check_bool, check_device, described
 from composable.collectives import Ranks
 from composable.errors import ConfigError, place_of_rank
 from composable.saving.entries import Entries, batches, entries_of, ranks_of
@@ -26,12 +27,12 @@ def iter_full_params(
     device: torch.device | str | None = None,
     rank0_only: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield every parameter by FQN, in full, as the plain model's ``named_parameters()`` would.
+    """Yield every parameter by FQN, in full, in the order of the plain model's ``named_parameters()``.
 
     Collective: the call, and each step of the iteration, by all ranks of the shard group. Ranks may stop
-    early, all at the same parameter. A rank that stops alone leaves those that go on waiting for it until
-    the process group's timeout. Between steps of the iteration the model may be used; values are those
-    at the time when the batch they are in was gathered.
+    early, all at the same parameter. A rank that stops alone leaves those that go on waiting for it, until
+    it waits for them elsewhere and all raise ``DesyncError``, or for the process group's timeout. Between steps
+    of the iteration the model may be used; values are those at the time when the batch they are in was gathered.
 
     Args:
         model: Annotated by ``fully_shard`` or ``replicate``, or with annotated modules below it.
@@ -42,7 +43,8 @@ def iter_full_params(
         rank0_only: Only the first rank of the shard group gets values; the others get ``None`` with each FQN.
 
     Yields:
-        FQN and a fresh tensor that nobody else holds. A tied parameter comes once, under its first FQN.
+        FQN, as in ``state_dict()``, and a fresh tensor that nobody else holds. A tied parameter comes once, under
+        its first FQN.
 
     Raises:
         UsageError: The model is not annotated, a forward or backward runs, or parameters are on the meta device.
@@ -50,13 +52,24 @@ def iter_full_params(
         DesyncError: The ranks made different calls.
     """
     ranks = ranks_of(model)
-    check_float(dtype)
-    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
-        raise ConfigError(f"max_bytes is {max_bytes!r}", fix="pass a positive number of bytes, or None")
+    with ranks.agreed():
+        check_float(dtype)
+        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
+            raise ConfigError(f"max_bytes is {max_bytes!r}", fix="pass a positive number of bytes, or None")
+        check_bool("rank0_only", rank0_only)
+        check_device("device", device, or_none=True)
     limit = max_bytes_of(model) if max_bytes is None else max(max_bytes // 2, 1)
-    entries_of(model, ranks, ("iter_full_params", limit, dtype, rank0_only))
+    entries = entries_of(model, ranks, ("iter_full_params", limit, dtype, rank0_only))
     target = None if device is None else torch.device(device)
-    return _iterate(list(model.named_parameters()), ranks, limit, dtype, target, 0 if rank0_only else None)
+    return _iterate(_named_params(model, entries), ranks, limit, dtype, target, 0 if rank0_only else None)
+
+
+def _named_params(model: nn.Module, entries: Entries) -> list[tuple[str, torch.Tensor]]:
+    """Return each parameter once, by the first name that a state dict has for it: without the parts of wrappers."""
+    names: dict[int, str] = {}
+    for key, tensor in entries.tensors().items():
+        names.setdefault(id(tensor), key)
+    return [(names.get(id(param), fqn), param) for fqn, param in model.named_parameters()]
 
 
 def _iterate(
@@ -102,7 +115,9 @@ def load_full_params(
         DesyncError: The ranks made different calls, or the iteration failed on ``src``, which raises what happened.
     """
     ranks = ranks_of(model)
-    ranks.check_member("src", src)
+    with ranks.agreed():
+        ranks.check_member("src", src)
+        check_bool("strict", strict)
     entries = entries_of(model, ranks, ("load_full_params", src, strict))
     is_source = ranks.rank == src
     reader = _Reader(entries, pairs if is_source and pairs is not None else (), max_bytes_of(model), strict=strict)
@@ -118,7 +133,7 @@ def load_full_params(
         targets = [entries.values[key] for key in keys]
         spread_values(targets, [value for _, value in batch] if is_source else None, ranks, src)
         arrived |= {id(target) for target in targets}
-    missing = [fqn for fqn, param in model.named_parameters() if id(param) not in arrived]
+    missing = [fqn for fqn, param in _named_params(model, entries) if id(param) not in arrived]
     error = Differences(missing=tuple(missing)).error(strict=strict, loaded="what came was loaded")
     if error is not None:
         raise error
@@ -133,7 +148,7 @@ class _Reader:
     ) -> None:
         self.unexpected: list[str] = []
         self._targets = entries.tensors()
-        self._pairs = iter(pairs)
+        self._pairs = iter(pairs if isinstance(pairs, Iterable) else [pairs])
         self._max_bytes = max_bytes
         self._strict = strict
         self._seen: set[str] = set()
@@ -142,7 +157,8 @@ class _Reader:
         """Return the next pairs; none at the end. Of two names of one tensor the later pair counts."""
         batch: dict[int, tuple[str, torch.Tensor]] = {}
         total = 0
-        for key, value in self._pairs:
+        for pair in self._pairs:
+            key, value = _checked(pair)
             if not self._accept(key, value):
                 continue
             batch[id(self._targets[key])] = (key, value)
@@ -162,3 +178,13 @@ class _Reader:
             raise error
         self.unexpected += differences.unexpected
         return not differences.unexpected
+
+
+def _checked(pair: object) -> tuple[str, torch.Tensor]:
+    if isinstance(pair, tuple | list) and len(pair) == 2:
+        key, value = pair
+        if isinstance(key, str) and isinstance(value, torch.Tensor):
+            return key, value
+    raise ConfigError(
+        f"pairs is or holds {described(pair)}", at=place_of_rank(), fix="pass (FQN, tensor) pairs, as dict.items() has"
+    )

@@ -11,11 +11,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from composable.arguments import check_bool, check_device
 from composable.collectives import Ranks
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ragged import RaggedDTensor, cast_dtype, collect_full, spread_full
-from composable.saving.entries import Entries, batches, entries_of, has_meta, largest_handle_bytes, ranks_of
-from composable.saving.fit import Differences, entries_to_load, find_differences
+from composable.saving.entries import (
+    Entries,
+    batches,
+    entries_now,
+    entries_of,
+    has_meta,
+    largest_handle_bytes,
+    ranks_of,
+)
+from composable.saving.fit import Differences, find_differences
 from composable.saving.room import make_room
 
 __all__ = [
@@ -74,10 +83,12 @@ def full_state_dict(
         ConfigError: ``dst`` is no rank of the group, or ``dtype`` no floating-point type.
         DesyncError: The ranks made different calls.
     """
-    device = torch.device(device)
     ranks = ranks_of(model)
-    ranks.check_member("dst", dst)
-    check_float(dtype)
+    with ranks.agreed():
+        check_device("device", device)
+        device = torch.device(device)
+        ranks.check_member("dst", dst)
+        check_float(dtype)
     entries = entries_of(model, ranks, ("full_state_dict", dst, dtype))
     fulls: dict[int, torch.Tensor] = {}
     unique = {id(tensor): tensor for tensor in entries.tensors().values()}
@@ -119,14 +130,17 @@ def load_full_state_dict(
         The missing and unexpected keys, on every rank; empty if ``strict``.
 
     Raises:
-        ConfigError: On every rank: keys are missing, unexpected or of another shape, all in one error; nothing was
-            changed. Or an argument is wrong.
+        StateDictError: On every rank: keys are missing, unexpected or of another shape, all in one error; nothing was
+            changed.
+        ConfigError: An argument is wrong.
         UsageError: The model is not annotated, or a forward or backward runs.
         DesyncError: The ranks made different calls, or reading a value failed on ``src``, which
             raises what happened; batches before it are loaded.
     """
     ranks = ranks_of(model)
-    ranks.check_member("src", src)
+    with ranks.agreed():
+        ranks.check_member("src", src)
+        check_bool("strict", strict)
     options = ("load_full_state_dict", src, strict)
     entries = entries_of(model, ranks, options, permits_meta=True)
     is_source = ranks.rank == src
@@ -144,7 +158,7 @@ def load_full_state_dict(
         for name, module in model.named_modules():
             make_room(module, dict.fromkeys(given), f"{name}." if name else "", {})
         # The modules hold other buffers now.
-        entries = Entries(dict(entries_to_load(model)[0]), None)
+        entries = entries_now(model)
     _spread(entries, given, state_dict if is_source else None, ranks, src, max_bytes_of(model))
     _finish(model, entries, given, state_dict if is_source else None, ranks, src)
     return IncompatibleKeys(list(differences.missing), list(differences.unexpected))

@@ -1,4 +1,4 @@
-"""Room in an annotated module for what a state dict brings, and state dicts that would hold nothing."""
+"""Room in an annotated module for what a state dict brings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-import _traversal_utils
 from composable.errors import located, place_of_rank
-from composable.runtime import check_on_device, handle_of_module, sharded_state_of
+from composable.fqns import plain_fqn
+from composable.runtime import handle_of_module, sharded_state_of
 from composable.storage import mark_unfilled
 from composable.torch_hooks import around_state_dict
+from composable.wording import join_fqn
 
 __all__ = ["make_room", "register_room"]
 
@@ -19,7 +20,7 @@ __all__ = ["make_room", "register_room"]
 def register_room(module: nn.Module) -> list[RemovableHandle]:
     """Let ``state_dict()`` and ``load_state_dict()`` of a sharded module meet sharded parameters with memory."""
     return around_state_dict(
-        module, before_save=[_reshard, _refuse_meta], before_load=[_reshard, make_room], after_load=[_bring_back]
+        module, before_save=[_reshard], before_load=[_reshard, make_room], after_load=[_bring_back]
     )
 
 
@@ -27,16 +28,6 @@ def _reshard(module: nn.Module, *_: Any) -> None:
     state, handle = sharded_state_of(module), handle_of_module(module)
     if state is not None and handle is not None and state.root is not None and state.root.scheduler.is_idle:
         state.root.scheduler.reshard(handle)
-
-
-def _refuse_meta(module: nn.Module, *_: Any) -> None:
-    """Refuse a state dict without values, which would be saved as one."""
-    state = sharded_state_of(module)
-    # Below a policy's root nothing has to be looked at twice.
-    if state is not None and module in state.modules:
-        with located(place_of_rank()):
-            names = {submodule: fqn for fqn, submodule in module.named_modules()}
-            check_on_device(_traversal_utils._get_fsdp_states(module), names)
 
 
 def make_room(
@@ -52,7 +43,11 @@ def make_room(
     buffers: dict[int, torch.Tensor] = {}
     for fqn, submodule in module.named_modules(prefix=prefix.rstrip(".")):
         for name, tensor in [*submodule._parameters.items(), *submodule._buffers.items()]:
-            if tensor is None or not tensor.is_meta or (f"{fqn}.{name}" if fqn else name) not in state_dict:
+            if tensor is None or not tensor.is_meta:
+                continue
+            # Wrappers below add their part to the keys only when their turn comes.
+            key = join_fqn(fqn, name)
+            if key not in state_dict and plain_fqn(key) not in state_dict:
                 continue
             if id(tensor) in params:
                 params[id(tensor)].make_room(device)

@@ -5,34 +5,41 @@ A checkpoint is written under a name that readers ignore, synced, and only then 
 rename too, and older checkpoints are renamed away before they are removed. So a kill at any moment
 leaves whole checkpoints under such names, and nothing else.
 
-``checkpoint.json`` holds length and CRC-32 of every file; what torch reads back carries no check of
-its own. Nothing here communicates: one process writes the names, all may read.
+A folder is ours if its ``checkpoint.json`` says so, whatever its name, and only files that are listed there are
+removed. Nothing here communicates: one process writes the names, all may read.
 """
 
 import io
-import json
 import os
 import re
+import secrets
 import shutil
 import zlib
-from collections.abc import Generator, Iterable
+from collections.abc import Collection, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from composable.errors import ConfigError
-from composable.optim import GroupNames, OptimizerNames
+from composable.errors import ConfigError, place_of_rank
+from composable.saving.manifest import (
+    MANIFEST,
+    UNREADABLE,
+    FileSum,
+    Manifest,
+    check_inside,
+    find_damage,
+    manifest_bytes,
+    parse_manifest,
+)
 
 __all__ = [
     "EXTRA",
-    "FileSum",
-    "Manifest",
     "SummedFiles",
-    "find_damage",
+    "abandon",
+    "check_step",
     "find_folder",
     "new_partial",
     "older_whole",
@@ -43,36 +50,14 @@ __all__ = [
 ]
 
 EXTRA = "extra.pt"
-_MANIFEST = "checkpoint.json"
-_FORMAT = 1
 _WHOLE = re.compile(r"step-(\d{6,})")
 # Stands in for step-NNNNNN while another checkpoint of the same step takes its place.
-_REPLACED = re.compile(r"\.replaced-(\d{6,})")
+_REPLACED = re.compile(r"\.replaced-(\d{6,})(-[0-9a-f]{8})?")
+_REMOVED = re.compile(r"\.removed-(\d{6,})(-[0-9a-f]{8})?")
+# With what nobody else has in a name, so that it says who wrote it.
+_PARTIAL = re.compile(r"\.partial-(\d{6,})-[0-9a-f]{8}")
 # From here on a checksum in a second thread costs less than it saves.
 _PARALLEL_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class FileSum:
-    """Length and CRC-32 of a file."""
-
-    bytes: int
-    crc32: int
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says about itself.
-
-    Attributes:
-        step: Optimizer steps done.
-        files: Every other file, by name.
-        optimizers: What was saved of them, in order.
-    """
-
-    step: int
-    files: dict[str, FileSum]
-    optimizers: tuple[OptimizerNames, ...]
 
 
 class SummedFiles(FileSystem):
@@ -94,11 +79,17 @@ class SummedFiles(FileSystem):
             return
         with ThreadPoolExecutor(1) as pool:
             raw = _SummedFile(path, pool)
-            with io.BufferedWriter(raw) as file:
-                yield file
-                if not file.closed:
-                    file.flush()
-                    os.fsync(file.fileno())
+            try:
+                with io.BufferedWriter(raw) as file:
+                    yield file
+                    if not file.closed:
+                        file.flush()
+                        os.fsync(file.fileno())
+            except Exception as error:
+                if raw.failure is None:
+                    raise
+                # torch says instead what became of its archive.
+                raise OSError(raw.failure.errno, raw.failure.strerror, os.fspath(path)) from error
         self.sums[Path(path).name] = FileSum(raw.written_bytes, raw.crc32)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -113,8 +104,16 @@ class _SummedFile(io.FileIO):
         self._pool = pool
         self.written_bytes = 0
         self.crc32 = 0
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
+        try:
+            return self._write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def _write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         if view.nbytes < _PARALLEL_BYTES:
             written = super().write(view)
@@ -140,26 +139,73 @@ def write_summed(path: Path, content: bytes) -> FileSum:
     return FileSum(len(content), zlib.crc32(content))
 
 
-def new_partial(run: Path, step: int) -> Path:
-    """Make an empty folder for a checkpoint to be written in, and the run's folder above it."""
-    partial = run / f".partial-{step:06d}"
-    _remove([partial])
-    partial.mkdir(parents=True)
-    # A kill came between the two renames of `publish`.
-    for replaced in run.glob(".replaced-*"):
-        whole = run / f"step-{_step_of(replaced):06d}"
-        if not whole.exists():
-            replaced.rename(whole)
+def check_step(run: Path, step: int, *, discard_later: bool) -> None:
+    """Raise unless a checkpoint of ``step`` may be written to ``run`` without taking anything from anybody.
+
+    Raises:
+        ConfigError: There are checkpoints of later steps; or what has this one's name was not written here, or holds
+            files that were not.
+    """
+    later = [one for one in _own_checkpoints(run) if (_step_of(one) or 0) > step]
+    if later and not discard_later:
+        raise ConfigError(
+            f"{run} holds checkpoints of later steps than {step}: {', '.join(one.name for one in later)}",
+            at=place_of_rank(),
+            fix="load_checkpoint first, to go on from the latest; save to another folder, to begin anew; or pass "
+            "discard_later=True, to remove them",
+        )
+    whole = run / f"step-{step:06d}"
+    manifest = _own_manifest(whole)
+    if manifest is None and (whole.exists() or whole.is_symlink()):
+        raise ConfigError(
+            f"{whole} is there already, and is no whole checkpoint of save_checkpoint",
+            at=place_of_rank(),
+            fix="move it away, or save to another folder",
+        )
+    others = _others_in(whole, manifest) if manifest is not None else []
+    if others:
+        raise ConfigError(
+            f"{whole} would be replaced, and holds what save_checkpoint did not write: {', '.join(others)}",
+            at=place_of_rank(),
+            fix="move that away, or save to another folder",
+        )
+
+
+def new_partial(run: Path, step: int, in_use: Collection[Path] = ()) -> Path:
+    """Make an empty folder for a checkpoint to be written in, and tidy up what a kill has left.
+
+    Args:
+        run: The run's folder.
+        step: Of the checkpoint.
+        in_use: Such folders that are being written now.
+    """
+    for path in _named(run, _REPLACED):
+        # A kill came between the two renames of `publish`.
+        whole = run / f"step-{_step_of(path):06d}"
+        if _own_manifest(path) is not None and not whole.exists():
+            path.rename(whole)
+    _tidy(run, in_use)
+    partial = _hidden(run, "partial", step)
+    partial.mkdir()
     return partial
 
 
-def publish(partial: Path, manifest: Manifest, *, keep: int) -> Path:
+def abandon(partial: Path) -> None:
+    """Remove a folder from ``new_partial`` that was not written to its end."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def publish(
+    partial: Path, manifest: Manifest, *, keep: int, discard_later: bool = False, in_use: Collection[Path] = ()
+) -> Path:
     """Give a folder whose files are written and synced its final name, then remove what is older.
 
     Args:
         partial: From ``new_partial``.
         manifest: What is in it.
-        keep: Checkpoints to leave, this one included.
+        keep: Checkpoints to leave, this one and those of later steps included.
+        discard_later: Remove checkpoints of later steps.
+        in_use: Folders from ``new_partial`` that are being written now.
 
     Raises:
         ConfigError: A file of ``manifest`` is not there: another process wrote it elsewhere.
@@ -171,17 +217,17 @@ def publish(partial: Path, manifest: Manifest, *, keep: int) -> Path:
             f"{partial} lacks what other ranks wrote: {', '.join(sorted(gone))}",
             fix="save to a folder that all ranks see under one name",
         )
-    _write_manifest(partial, manifest)
+    write_summed(partial / MANIFEST, manifest_bytes(manifest))
     sync_folder(partial)
-    if whole.exists():
-        replaced = run / f".replaced-{manifest.step:06d}"
-        _remove([replaced])
-        whole.rename(replaced)
-    partial.rename(whole)
+    # All bytes are written before the first name changes: a full disk stops nothing half-way.
     write_summed(run / ".latest", whole.name.encode())
+    if whole.exists():
+        whole.rename(_hidden(run, "replaced", manifest.step))
+    partial.rename(whole)
     os.replace(run / ".latest", run / "latest")
     sync_folder(run)
-    _prune(run, whole, keep)
+    _prune(run, whole, keep, discard_later=discard_later)
+    _tidy(run, in_use)
     return whole
 
 
@@ -191,7 +237,7 @@ def find_folder(path: Path) -> Path:
     Raises:
         ConfigError: There is no whole checkpoint.
     """
-    if _WHOLE.fullmatch(path.name) or (path / _MANIFEST).is_file():
+    if _WHOLE.fullmatch(path.name) or (path / MANIFEST).is_file():
         if path.is_dir():
             return path
         raise ConfigError(f"there is no checkpoint {path}", fix=_instead(path))
@@ -210,50 +256,19 @@ def read_manifest(folder: Path) -> Manifest:
     """Return what the checkpoint ``folder`` says about itself.
 
     Raises:
-        ConfigError: It does not, or not readably.
+        ConfigError: It does not, or not readably, or names files outside of it.
     """
-    path = folder / _MANIFEST
+    path = folder / MANIFEST
     try:
-        document = json.loads(path.read_bytes())
-        body = document["checkpoint"]
-        if document["crc32"] != zlib.crc32(_canonical(body)):
-            raise ValueError("its contents changed after it was written")
-        if body["format"] != _FORMAT:
-            raise ValueError(f"it has format {body['format']}, this version reads {_FORMAT}")
-        return Manifest(
-            int(body["step"]),
-            {name: FileSum(**saved) for name, saved in body["files"].items()},
-            tuple(
-                OptimizerNames(
-                    saved["kind"],
-                    tuple(GroupNames(tuple(group["params"]), tuple(group["settings"])) for group in saved["groups"]),
-                )
-                for saved in body["optimizers"]
-            ),
-        )
+        check_inside(folder, path)
+        if not path.is_file():
+            raise FileNotFoundError
+        return parse_manifest(path)
     except FileNotFoundError:
         reason = "is missing: the checkpoint was not written to its end, or not by save_checkpoint"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"cannot be read: {error}"
+    except UNREADABLE as error:
+        reason = f"cannot be read: {getattr(error, 'what', error)}"
     raise ConfigError(f"{path} {reason}", fix=_instead(folder))
-
-
-def find_damage(folder: Path, files: dict[str, FileSum]) -> list[str]:
-    """Read ``files`` and return a line for each that is not what was written."""
-    lines = []
-    for name, saved in files.items():
-        path = folder / name
-        try:
-            found = path.stat().st_size
-            if found != saved.bytes:
-                lines.append(f"{path} has {found:,} bytes; {saved.bytes:,} were written")
-            elif _crc32(path) != saved.crc32:
-                lines.append(f"{path} has changed: its {found:,} bytes are not those that were written")
-        except FileNotFoundError:
-            lines.append(f"{path} is missing")
-        except OSError as error:
-            lines.append(f"{path} cannot be read: {error}")
-    return lines
 
 
 def older_whole(folder: Path) -> Path | None:
@@ -279,63 +294,86 @@ def _instead(folder: Path) -> str:
 
 
 def _whole_checkpoints(run: Path) -> list[Path]:
-    """Return the checkpoints of ``run``, oldest step first."""
-    found = list(run.iterdir()) if run.is_dir() else []
+    """Return what claims to be a checkpoint of ``run``, oldest step first."""
     by_step: dict[int, Path] = {}
     for pattern in (_REPLACED, _WHOLE):  # the final name wins
-        for path in found:
-            match = pattern.fullmatch(path.name)
-            if match:
-                by_step[int(match[1])] = path
+        for path in _named(run, pattern):
+            if (path / MANIFEST).is_file():
+                by_step[_step_of(path) or 0] = path
     return [by_step[step] for step in sorted(by_step)]
 
 
+def _own_checkpoints(run: Path) -> list[Path]:
+    """Return the checkpoints that were written here and still have their names, oldest step first."""
+    found = [path for path in _named(run, _WHOLE) if _own_manifest(path) is not None]
+    return sorted(found, key=lambda path: _step_of(path) or 0)
+
+
+def _own_manifest(folder: Path) -> Manifest | None:
+    """Return what ``folder`` says about itself if ``save_checkpoint`` wrote it, as its name says."""
+    if folder.is_symlink() or not (folder / MANIFEST).is_file():
+        return None
+    try:
+        manifest = parse_manifest(folder / MANIFEST)
+    except UNREADABLE:
+        return None
+    return manifest if manifest.step == _step_of(folder) else None
+
+
+def _others_in(folder: Path, manifest: Manifest) -> list[str]:
+    """Return the names in ``folder`` that its manifest does not list."""
+    return sorted(path.name for path in folder.iterdir() if path.name not in {*manifest.files, MANIFEST})
+
+
+def _hidden(run: Path, kind: str, step: int) -> Path:
+    return run / f".{kind}-{step:06d}-{secrets.token_hex(4)}"
+
+
+def _named(run: Path, pattern: re.Pattern[str]) -> list[Path]:
+    return [path for path in run.iterdir() if pattern.fullmatch(path.name)] if run.is_dir() else []
+
+
 def _step_of(folder: Path) -> int | None:
-    match = _WHOLE.fullmatch(folder.name) or _REPLACED.fullmatch(folder.name)
-    return int(match[1]) if match else None
+    matches = (pattern.fullmatch(folder.name) for pattern in (_WHOLE, _REPLACED, _REMOVED))
+    return next((int(match[1]) for match in matches if match), None)
 
 
-def _prune(run: Path, newest: Path, keep: int) -> None:
-    # Checkpoints of a later step belong to a continuation that was abandoned for this one.
-    others = [path for path in _whole_checkpoints(run) if path != newest]
-    earlier = [path for path in others if (_step_of(path) or 0) < (_step_of(newest) or 0)]
-    kept = earlier[-(keep - 1) :] if keep > 1 else []
+def _prune(run: Path, newest: Path, keep: int, *, discard_later: bool) -> None:
+    step = _step_of(newest) or 0
+    others = [path for path in _own_checkpoints(run) if path != newest]
+    earlier = [path for path in others if (_step_of(path) or 0) < step]
+    later = [path for path in others if (_step_of(path) or 0) > step]
     # A name that promises a whole checkpoint goes before its files do.
-    for path in others:
-        if path not in kept and _WHOLE.fullmatch(path.name):
-            gone = run / f".removed-{_step_of(path):06d}"
-            _remove([gone])
-            path.rename(gone)
-    _remove([*run.glob(".removed-*"), *run.glob(".partial-*"), *run.glob(".replaced-*")])
+    for path in earlier[: max(0, len(earlier) - (keep - 1))] + (later if discard_later else []):
+        path.rename(_hidden(run, "removed", _step_of(path) or 0))
 
 
-def _remove(folders: Iterable[Path]) -> None:
-    for folder in folders:
-        if folder.exists():
-            shutil.rmtree(folder)
+def _tidy(run: Path, in_use: Collection[Path]) -> None:
+    """Remove what is under names that nobody reads, as far as it was written here."""
+    for path in [*_named(run, _REMOVED), *_named(run, _REPLACED)]:
+        _discard(path)
+    for path in _named(run, _PARTIAL):
+        if path not in in_use:
+            shutil.rmtree(path)
 
 
-def _write_manifest(folder: Path, manifest: Manifest) -> None:
-    body = {"format": _FORMAT, **asdict(manifest)}
-    document = {"crc32": zlib.crc32(_canonical(body)), "checkpoint": body}
-    write_summed(folder / _MANIFEST, json.dumps(document, indent=1).encode())
-
-
-def _canonical(body: Any) -> bytes:
-    return json.dumps(body, sort_keys=True).encode()
+def _discard(hidden: Path) -> None:
+    """Remove the files that the manifest of a checkpoint lists, then it; others stay, under the name they had."""
+    manifest = _own_manifest(hidden)
+    is_ours = manifest is not None or hidden.name.count("-") == 2
+    if hidden.is_symlink() or not hidden.is_dir() or not is_ours:
+        return
+    for name in [*manifest.files, MANIFEST] if manifest is not None else []:
+        (hidden / name).unlink(missing_ok=True)
+    whole = hidden.with_name(f"step-{_step_of(hidden):06d}")
+    if not any(hidden.iterdir()):
+        hidden.rmdir()
+    elif not whole.exists():
+        hidden.rename(whole)
 
 
 def _length(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
-
-
-def _crc32(path: Path) -> int:
-    crc32 = 0
-    chunk = memoryview(bytearray(1 << 20))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(chunk):
-            crc32 = zlib.crc32(chunk[:count], crc32)
-    return crc32
 
 
 def sync_folder(path: Path) -> None:

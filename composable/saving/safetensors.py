@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from composable.arguments import check_bool
 from composable.errors import ConfigError, place_of_rank
 from composable.ragged import cast_dtype
-from composable.saving.entries import Entries, batches, entries_of, ranks_of
-from composable.saving.fit import entries_to_load
+from composable.saving.entries import Entries, batches, entries_now, entries_of, ranks_of
 from composable.saving.full_state import (
     IncompatibleKeys,
     check_float,
@@ -31,6 +31,7 @@ from composable.saving.full_state import (
     load_full_state_dict,
     max_bytes_of,
 )
+from composable.saving.manifest import as_path, check_inside, file_name
 from composable.saving.run_folder import sync_folder
 
 __all__ = ["load_safetensors", "save_safetensors"]
@@ -86,9 +87,10 @@ def save_safetensors(
         DesyncError: The ranks made different calls, or writing failed on the first rank, which raises what happened.
     """
     ranks = ranks_of(model)
-    check_float(dtype)
-    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
-        raise ConfigError(f"max_shard_bytes is {max_shard_bytes!r}", fix="pass a positive number of bytes")
+    with ranks.agreed():
+        check_float(dtype)
+        if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+            raise ConfigError(f"max_shard_bytes is {max_shard_bytes!r}", fix="pass a positive number of bytes")
     entries = entries_of(model, ranks, ("save_safetensors", max_shard_bytes, dtype))
     values, aliases = _split_ties(entries)
     with ExitStack() as stack:
@@ -96,7 +98,7 @@ def save_safetensors(
         with ranks.agreed():
             _check_entries(entries, values, dtype)
             if ranks.rank == 0:
-                target = Path(path)
+                target = as_path("path", path)
                 limit = None if target.suffix == ".safetensors" else max_shard_bytes
                 writer = stack.enter_context(_writing(target, _plan_files(values, aliases, dtype, limit)))
         for batch in batches(values.items(), max_bytes_of(model)):
@@ -135,11 +137,12 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
         DesyncError: The ranks made different calls.
     """
     ranks = ranks_of(model)
+    check_bool("strict", strict)
     files: _Files | None = None
     with ExitStack() as stack:
         with ranks.agreed():
             if ranks.rank == 0:
-                files = _Files.open(Path(path), stack, model)
+                files = _Files.open(as_path("path", path), stack, model)
         return load_full_state_dict(model, files, strict=strict)
 
 
@@ -177,7 +180,8 @@ class _Writer:
         handle = self._open[file.name]
         handle.seek(8 + len(file.header) + file.spans[key][0])
         if value.nbytes:
-            # Through its address: numpy, torch's other way to the bytes, may not be installed.
+            # The format knows no strides. Through its address: numpy, torch's other way to the bytes, may be missing.
+            value = value.contiguous()
             handle.write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
 
     def close(self) -> None:
@@ -360,7 +364,7 @@ def _find_files(path: Path) -> list[Path]:
     index = path / _INDEX
     if index.is_file():
         with _naming(index):
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted({file_name(name) for name in json.loads(index.read_text())["weight_map"].values()})
         paths = [path / name for name in names]
     else:
         paths = [path / _SINGLE if path.is_dir() else path]
@@ -371,13 +375,16 @@ def _find_files(path: Path) -> list[Path]:
             at=place_of_rank(),
             fix=f"pass a .safetensors file, or a folder with {_SINGLE} or {_INDEX}",
         )
+    if path.is_dir():
+        for one in paths:
+            check_inside(path, one)
     return paths
 
 
 def _missing_names(model: nn.Module, known: Mapping[str, Path]) -> dict[str, str]:
     """Return the names of tied tensors that the files lack, each with one that they have."""
     names: dict[int, list[str]] = {}
-    for key, tensor in entries_to_load(model)[0].items():
+    for key, tensor in entries_now(model).tensors().items():
         names.setdefault(id(tensor), []).append(key)
     ties = [(key, next((k for k in tied if k in known), None)) for tied in names.values() for key in tied]
     return {key: name for key, name in ties if name is not None and key not in known}

@@ -15,13 +15,13 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 import _traversal_utils
+from composable.arguments import check_bool, check_module
 from composable.collectives import Ranks
-from composable.errors import ConfigError, DesyncError, UsageError, place_of_rank
+from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.ragged import RaggedDTensor, collect_full, hand_over_grad, slice_full, spread_full
 from composable.runtime import Scheduler
 from composable.storage import Handle, ShardedParam
-from composable.wording import join_fqn
 
 __all__ = ["unshard_params"]
 
@@ -35,10 +35,7 @@ class _Options:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if not isinstance(getattr(self, field.name), bool):
-                raise ConfigError(
-                    f"{field.name} is {getattr(self, field.name)!r}, not a bool", fix="pass True or False"
-                )
+            check_bool(field.name, getattr(self, field.name))
 
     @property
     def copies(self) -> bool:
@@ -83,6 +80,8 @@ def unshard_params(
         DesyncError: With ``with_grads``, a parameter has a gradient on some ranks only.
         ConfigError: An option is not a bool.
     """
+    check_module("module", module)
+    check_bool("recurse", recurse)
     options = _Options(writeback, rank0_only, offload_to_cpu, with_grads)
     found = _find(module, recurse=recurse, options=options)
     if with_grads:
@@ -128,8 +127,8 @@ def _leave(shown: Sequence["_Shown"], options: _Options) -> None:
 
 def _find(module: nn.Module, *, recurse: bool, options: _Options) -> list[tuple[Handle, Scheduler]]:
     """Return the handles to show, and who runs each; those that an outer context shows already are left out."""
-    states = _traversal_utils._get_fully_sharded_module_to_states(module)
-    roots = [state.lazy_init(owner) for owner, state in states.items()]
+    states = _traversal_utils._get_fully_sharded_module_to_states(module, is_everywhere=True)
+    roots = [state.lazy_init() for state in states.values()]
     for root in roots:
         if not root.scheduler.is_idle:
             raise UsageError(
@@ -178,7 +177,7 @@ def _check_gradients(handles: Sequence[Handle]) -> None:
                 fix="run a backward outside of no_sync first",
             )
         for param in handle.params:
-            members.setdefault(param.layout.ranks, []).append((join_fqn(handle.fqn, param.fqn), param))
+            members.setdefault(param.layout.ranks, []).append((handle.fqn_of(param), param))
     for ranks, named in members.items():
         mine = torch.tensor([param.sharded.grad is not None for _, param in named], dtype=torch.uint8)
         both = ranks.reduce(torch.stack([mine, 1 - mine]).to(ranks.device), ReduceOp.MAX)
@@ -249,7 +248,7 @@ class _Shown:
             if not param.is_placed(placed) or placed.shape != param.shape or placed.dtype != param.sharded.dtype:
                 raise UsageError(
                     "a parameter was replaced while unshard_params showed it",
-                    at=f"{place_of_rank()}, parameter {join_fqn(self.handle.fqn, param.fqn)!r}",
+                    at=f"{place_of_rank()}, parameter {self.handle.fqn_of(param)!r}",
                     fix="change it in place, with copy_()",
                 )
 

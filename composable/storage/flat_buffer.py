@@ -11,7 +11,6 @@ Source: flat parameters, arXiv 2304.11277.
 """
 
 import copy
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable.collectives import Pending, Transport
 from composable.errors import UsageError, place_of_rank
+from composable.frames import will_get_gradient
 from composable.planning import BufferPlan, HandleMembers, local_shape
-from composable.ragged import RaggedDTensor, hand_over_grad, ragged_spec
+from composable.ragged import HOOKS, RaggedDTensor, hand_over_grad, ragged_spec
 from composable.storage.gather_path import Gather, GatherPath
 from composable.storage.gradient_buffer import GradientBuffer
 from composable.storage.gradient_path import GradientPath, ScatterPath
@@ -31,6 +31,8 @@ from composable.storage.unfilled import META_FIX
 from composable.torch_private import foreach_copy_
 
 __all__ = ["FlatBuffer"]
+
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class FlatBuffer:
@@ -46,6 +48,7 @@ class FlatBuffer:
             the originals are real. Without it, it is on meta as long as one of them is.
 
     Attributes:
+        all_bits: A bit for each parameter, as other numbers whose bits are some of them.
         is_away: The shard rests on another device than the ranks talk on.
         is_marked: Part of the shard may hold the mark of memory that nobody has written to.
     """
@@ -74,6 +77,8 @@ class FlatBuffer:
         split = plan.layout.split_of(mesh.get_local_rank())
         self._piece_sizes = split.sizes
         self._pieces = list(zip(self.params, split.indices, strict=True))
+        self.all_bits = (1 << len(self.params)) - 1
+        self._hooks_known, self._has_hooks = -1, False
         self.gather_path: GatherPath | None = None
         self.gradient_path: GradientPath | None = None
         self._transport: Transport | None = None
@@ -104,10 +109,10 @@ class FlatBuffer:
         All ranks of the shard group, same order.
         """
         if self._transport is not transport:
-            self._transport = transport
             key = transport.allocate_key()
             self.gather_path = Gather(transport, key)
             self.gradient_path = ScatterPath(transport, key, divisor)
+            self._transport = transport
 
     def begin_unshard(self) -> Pending:
         """Allocate the buffer and start the all-gather into it, on the current stream; the shard is usable."""
@@ -117,6 +122,11 @@ class FlatBuffer:
             self._storage.resize_(self._buffer_bytes)
         assert self._buffer is not None and self.gather_path is not None
         return self.gather_path.begin(self._buffer, self.shard)
+
+    def settle(self) -> None:
+        """Wait for all that its transport has started, also where an exception cut that short."""
+        if self._transport is not None:
+            self._transport.settle()
 
     @property
     def is_usable(self) -> bool:
@@ -152,19 +162,21 @@ class FlatBuffer:
         for param, piece in zip(self.params, pieces, strict=True):
             if piece.dtype != self.dtype:
                 raise _cannot_cast(param.fqn, self.dtype, piece.dtype)
-        if self.shard.is_meta or self.is_away:
-            self._rest_on(torch.zeros(self.shard.shape, dtype=self.dtype, device=self.device))
-        for param, piece in zip(self.params, pieces, strict=True):
-            if piece is not param.local:
-                param.local.data.copy_(piece)
-                param.show(param.local)
+        # Maybe inside a first forward in inference mode; see ``_make_buffer``.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if self.shard.is_meta or self.is_away:
+                self._rest_on(torch.zeros(self.shard.shape, dtype=self.dtype, device=self.device))
+            for param, piece in zip(self.params, pieces, strict=True):
+                if piece is not param.local:
+                    param.local.data.copy_(piece)
+                    param.show(param.local)
 
     def check_convertible(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Raise ``UsageError`` if ``fn`` cannot be applied: it changes the dtype, or the device of what others hold."""
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.shard.device))
         if probe.dtype != self.dtype:
             raise _cannot_cast(self.params[0].fqn, self.dtype, probe.dtype)
-        held = [param.fqn for param in self.params if weakref.getweakrefs(param.sharded)]
+        held = [param.fqn for param in self.params if param.is_weakly_held]
         if probe.device != self.shard.device and held:
             raise UsageError(
                 "the device of a parameter to which something holds a weak reference cannot change",
@@ -211,6 +223,19 @@ class FlatBuffer:
         if self._storage is not None:
             self._storage.resize_(0)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Say whether a plain tensor lies in the buffer, whose memory is there."""
+        storage = self._storage
+        # Tensors of other classes, or under a transform, have no memory of their own.
+        if storage is None or type(tensor) not in _PLAIN or tensor.device.type != self.device.type:
+            return False
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:
+            return False
+        start = storage.data_ptr()
+        return start <= address < start + self._buffer_bytes
+
     def write_back(self) -> None:
         """Make this rank's part of the unsharded values the values of the shard; the buffer is full."""
         if self._buffer is None or self.is_empty:
@@ -228,25 +253,27 @@ class FlatBuffer:
     def _moved_leaves(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         if self._buffer is None:
             return []
-        views = [self._buffer[span.start : span.stop].view(span.shape) for span in self.plan.layout.spans]
+        views = [span.view_in(self._buffer) for span in self.plan.layout.spans]
         pairs = zip([param.leaf() for param in self.params], views, strict=True)
         return [(leaf, view) for leaf, view in pairs if leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape]
 
-    def take_gradients(self, gradient: GradientBuffer) -> None:
-        """Move the leaves' gradients into ``gradient``; a missing one counts as zero."""
+    def take_gradients(self, gradient: GradientBuffer) -> int:
+        """Move the leaves' gradients into ``gradient``; returns the bits of those that had one, the others are zero."""
         views: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
+        had = self.all_bits
         for param, view in zip(self.params, gradient.views, strict=True):
             leaf = param.unsharded
             grad = None if leaf is None else leaf.grad
             if leaf is None or grad is None:
                 view.zero_()
+                had ^= 1 << self.params.index(param)
             else:
                 views.append(view)
                 grads.append(grad)
                 leaf.grad = None
         if not grads:
-            return
+            return had
         try:
             foreach_copy_(views, grads)
         except RuntimeError as error:
@@ -259,6 +286,7 @@ class FlatBuffer:
                 at=f"{place_of_rank()}, parameter {', '.join(map(repr, names))}",
                 fix="build the embedding with sparse=False, or pass it in ignored_modules",
             ) from error
+        return had
 
     def copied(self, memo: dict[int, Any], *, with_kept_gradients: bool) -> "FlatBuffer":
         """Return a deep copy with a shard of its own, not connected to a transport.
@@ -271,6 +299,7 @@ class FlatBuffer:
         twin.shard = self.shard.clone()
         twin.params = [param.copied(twin.shard, memo) for param in self.params]
         twin._pieces = [(param, index) for param, (_, index) in zip(twin.params, self._pieces, strict=True)]
+        twin._hooks_known = -1
         twin.gather_path = twin.gradient_path = twin._transport = None
         twin._buffer = twin._storage = None
         if with_kept_gradients and self.has_gradients():
@@ -285,52 +314,102 @@ class FlatBuffer:
         """Say whether any leaf holds a gradient."""
         return any(param.unsharded is not None and param.unsharded.grad is not None for param in self.params)
 
+    def gradient_bits(self) -> int:
+        """Return the bits of the parameters whose leaves hold a gradient."""
+        found = 0
+        for number, param in enumerate(self.params):
+            if param.unsharded is not None and param.unsharded.grad is not None:
+                found |= 1 << number
+        return found
+
+    def expects_more(self, had: int) -> bool:
+        """Say whether the running backward will reach a leaf that is not among ``had``, the bits of some parameters."""
+        return had != self.all_bits and any(
+            param.unsharded is not None and param.unsharded.requires_grad and will_get_gradient(param.unsharded)
+            for index, param in enumerate(self.params)
+            if not had >> index & 1
+        )
+
+    def keep_gradients(self) -> bool:
+        """Note the gradients that wait on the leaves, so that ``zero_grad`` drops them; say whether there are any."""
+        kept = False
+        for param in self.params:
+            if param.unsharded is not None and param.unsharded.grad is not None:
+                param.keep_gradient()
+                kept = True
+        return kept
+
+    def drop_zeroed_gradients(self) -> None:
+        """Forget the kept gradients of parameters whose ``grad`` the user has dropped or set to zero meanwhile."""
+        for param in self.params:
+            param.drop_zeroed_gradient()
+
+    def has_hooks(self) -> bool:
+        """Say whether users registered hooks on the gradient of a sharded parameter."""
+        if self._hooks_known != HOOKS.made:
+            self._hooks_known = HOOKS.made
+            self._has_hooks = any(
+                param.sharded._post_accumulate_grad_hooks or param.sharded._backward_hooks for param in self.params
+            )
+        return self._has_hooks
+
     def drop_gradients(self) -> None:
         """Forget what the leaves hold."""
         for param in self.params:
-            if param.unsharded is not None:
-                param.unsharded.grad = None
+            param.forget_gradient()
 
     def make_gradient_buffer(self) -> GradientBuffer:
         """Allocate what ``take_gradients`` fills, on the current stream."""
         assert self._transport is not None, "connected when the root was decided"
         return GradientBuffer(self.plan.layout, self._transport.empty(self.plan.layout.numel, self.shard))
 
-    def accumulate(self, reduced: torch.Tensor) -> None:
-        """Make ``reduced`` [S] the gradient of the sharded parameters, or add it to what they have."""
+    def accumulate(self, reduced: torch.Tensor, bits: int, *, with_hooks: bool = False) -> None:
+        """Make ``reduced`` [S] the gradient of some sharded parameters, or add it to what they have.
+
+        Args:
+            reduced: The mean over the ranks.
+            bits: Of the parameters.
+            with_hooks: Run hooks on the gradient as on any leaf: those of ``register_hook`` on what is added, then
+                those of ``register_post_accumulate_grad_hook``.
+        """
         pieces = reduced.split_with_sizes(self._piece_sizes)
-        for param, index in self._pieces:
+        chosen = self._pieces
+        if bits != self.all_bits:
+            chosen = [piece for number, piece in enumerate(chosen) if bits >> number & 1]
+        for param, index in chosen:
             sharded = param.sharded
             if not sharded.requires_grad:
                 continue
             grad = param.empty_grad() if index is None else param.wrap_grad(pieces[index])
+            if with_hooks:
+                grad = param.run_hooks(grad)
             held = sharded.grad
-            if held is None:
+            if held is None or held is param.placeholder:
+                param.placeholder = None
                 hand_over_grad(sharded, grad)
             elif isinstance(held, RaggedDTensor) and held._spec is param.spec:
                 if index is not None:
                     held._local_tensor.add_(grad._local_tensor)
             else:
                 sharded.grad = held + grad
-
-    def accumulate_nothing(self) -> None:
-        """Give the parameters of a class without elements their gradients, which need no reduction."""
-        self.drop_gradients()
-        self.accumulate(self.shard.new_empty(0))
+            if with_hooks:
+                param.run_post_hooks()
 
     def _make_buffer(self) -> None:
         layout = self.plan.layout
-        buffer = torch.empty(layout.numel, dtype=self.dtype, device=self.shard.device)
-        for span, param in zip(layout.spans, self.params, strict=True):
-            param.make_unsharded(buffer.data[span.start : span.stop].view(span.shape))
-        self._buffer = buffer.data
+        # What is made in inference mode could never be saved for backward, and this is made once.
+        with torch.inference_mode(mode=False):
+            buffer = torch.empty(layout.numel, dtype=self.dtype, device=self.shard.device)
+            for span, param in zip(layout.spans, self.params, strict=True):
+                param.make_unsharded(span.view_in(buffer.data))
+            self._buffer = buffer.data
         self._storage = buffer.untyped_storage()
 
 
 def _pool_key(plan: BufferPlan, device: torch.device) -> object:
     """Return what is equal for classes that can use each other's memory."""
     layout = plan.layout
-    return tuple((span.start, span.shape) for span in layout.spans), layout.numel, plan.dtype, device
+    return tuple((span.start, span.shape, span.order) for span in layout.spans), layout.numel, plan.dtype, device
 
 
 def _sharded_params(
@@ -346,11 +425,11 @@ def _sharded_params(
                 span.fqn.removeprefix(f"{module_fqn}."),
                 members.owners[span.fqn],
                 original,
-                ragged_spec(mesh, original.shape, plan.dtype, bounds),
+                ragged_spec(mesh, original.shape, plan.dtype, bounds, order=span.order),
                 shard,
                 start,
                 stop,
-                local_shape(span.shape, bounds, mesh.get_local_rank()),
+                local_shape(span.shape, bounds, mesh.get_local_rank(), span.order),
             )
         )
     return params

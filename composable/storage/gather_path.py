@@ -13,7 +13,15 @@ __all__ = ["Gather", "GatherPath"]
 
 
 class GatherPath(Protocol):
-    """Fills a buffer from the shards of all ranks."""
+    """Fills a buffer from the shards of all ranks.
+
+    Attributes:
+        transport: Moves the bytes.
+        key: Of the buffer, the same on all ranks.
+    """
+
+    transport: Transport
+    key: int
 
     def begin(self, buffer: torch.Tensor, shard: torch.Tensor) -> Pending:
         """Start to fill ``buffer`` [W * S] with every rank's ``shard`` [S], on the current stream.

@@ -28,7 +28,7 @@ class GradientBuffer:
 
     def __init__(self, layout: FlatLayout, source: torch.Tensor) -> None:
         self.source = source
-        self.views = [source[span.start : span.stop].view(span.shape) for span in layout.spans]
+        self.views = [span.view_in(source) for span in layout.spans]
         filled = 0
         for span in layout.spans:
             if span.start > filled:

@@ -8,8 +8,9 @@ decides when each call is made.
 import copy
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from composable.collectives import Pending
@@ -17,19 +18,51 @@ from composable.planning import HandlePlan
 from composable.storage.copy_reach import is_part_of_module, modules_of_copy, reaches_out
 from composable.storage.flat_buffer import FlatBuffer
 from composable.storage.sharded_param import ShardedParam, has_own_setattr
+from composable.wording import join_fqn
 
 __all__ = ["FIX_COPY", "Handle", "handle_of"]
 
 FIX_COPY = "deep-copy {names} or a module around, in one call"
 
 
-class _Managed:
-    """The mark of a handle on its parameters, sharded and unsharded; copies of a parameter have none."""
+class ParamLabel:
+    """Who a sharded parameter is.
 
-    __slots__ = ("handle",)
+    Attributes:
+        key: Equal on all ranks, and another one for each parameter of the same ranks.
+    """
+
+    __slots__ = ("_fqn", "_handle", "_kind", "key")
+
+    def __init__(self, annotation: int, param: ShardedParam, handle: "Handle") -> None:
+        self._fqn = param.fqn
+        self._kind = type(param.owners[0][0]).__name__
+        # What the handle is called changes when the root is known.
+        self._handle = weakref.ref(handle)
+        self.key = f"{annotation} {handle.fqn} {param.fqn}"
+
+    def __str__(self) -> str:
+        handle = self._handle()
+        return self._fqn if handle is None else join_fqn(handle.fqn, self._fqn)
+
+    @property
+    def module(self) -> str:
+        """What messages call the module that owns it."""
+        return f"{str(self).rpartition('.')[0]!r} ({self._kind})"
+
+
+class _Managed:
+    """The mark of a handle on its parameters, sharded and unsharded; copies of a parameter have none.
+
+    Attributes:
+        key: Tells the parameters of deep copies, which share their layouts, apart; equal on all ranks.
+    """
+
+    __slots__ = ("handle", "key")
 
     def __init__(self, handle: "Handle") -> None:
         self.handle = weakref.ref(handle)
+        self.key = handle.copy_key
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> None:
         handle = self.handle()
@@ -47,29 +80,48 @@ def handle_of(param: nn.Parameter) -> "Handle | None":
     return None if mark is None else mark.handle()
 
 
+class Misplaced(NamedTuple):
+    """What a module holds where a handle gave it a face of a parameter: the other face, or another tensor."""
+
+    module: nn.Module
+    name: str
+    param: ShardedParam
+    held: nn.Parameter
+
+    @property
+    def is_stranger(self) -> bool:
+        """It is neither face."""
+        return self.held is not self.param.sharded and self.held is not self.param.unsharded
+
+
 class Handle:
     """The parameters that are unsharded and resharded together. Where they are in a step the scheduler knows.
 
     Attributes:
         plan: What was decided before anything was built.
-        fqn: Name of the fully sharded module from the root; set when the root is known.
+        fqn: Name of the (first) fully sharded module from the root; set when the root is known.
+        module_fqns: Names of all of them.
         modules: The fully sharded module, or several that share the handle.
         is_gathering: An unshard was started and is not in use yet.
-        is_unsharded: The modules hold the unsharded parameters.
+        is_unsharded: The unsharded parameters are there, and the modules hold them.
+        is_hidden: They are there, and the modules hold the sharded ones all the same.
         held_with: Options of the context that shows full parameters to the user; ``reshard`` has to wait.
         is_lent: That context shows them in a way that forward and backward cannot use.
         reshard_option: What the user asked for; ``None``: free between forward and backward unless root.
         reshard_after_forward: What that means now that the root is known.
         requires_gradient_sync: Reduce gradients at the end of this handle's backward.
         sync_after_context: What ``requires_gradient_sync`` is after the ``no_sync`` that runs; ``None``: none runs.
-        has_unsynced_gradients: A backward without synchronisation left gradients on the leaves.
+        has_unsynced_gradients: The last backward did not synchronise, on any rank.
+        is_shared: Two roots have run it, and its memory stays.
+        keeps_gradients: Such a backward left gradients on leaves of this rank.
         forward_prefetch: Handles to unshard after this one in forward, or ``None``: as recorded.
         backward_prefetch: The same for backward.
+        copy_key: Which copy of which copy of the annotated handle this is; empty for that one.
     """
 
     def __init__(self, plan: HandlePlan, modules: Sequence[nn.Module], buffers: Sequence[FlatBuffer]) -> None:
         self.plan = plan
-        self.fqn = plan.module_fqns[0]
+        self.name_modules(plan.module_fqns)
         self.modules = tuple(modules)
         self.buffers = tuple(buffers)
         self.reshard_option = plan.reshard_after_forward
@@ -77,18 +129,36 @@ class Handle:
         self.requires_gradient_sync = True
         self.sync_after_context: bool | None = None
         self.has_unsynced_gradients = False
+        self.keeps_gradients = False
+        self.is_shared = False
         self.forward_prefetch: tuple[Handle, ...] | None = None
         self.backward_prefetch: tuple[Handle, ...] | None = None
+        self.copy_key = ""
+        self._copies = 0
         self._start_sharded()
         self._place_sharded()
+
+    def name_modules(self, fqns: Sequence[str]) -> None:
+        """Note what the fully sharded modules are called."""
+        self.module_fqns = tuple(fqns)
+        self.fqn = self.module_fqns[0]
+
+    def fqn_of(self, param: ShardedParam) -> str:
+        """Return the name of one of the handle's parameters from where its modules are named."""
+        if len(self.module_fqns) == 1:
+            return join_fqn(self.fqn, param.fqn)
+        position, _, name = param.fqn.partition(".")
+        return join_fqn(self.module_fqns[int(position)], name)
 
     def _start_sharded(self) -> None:
         """Begin a life in which nothing was unsharded yet."""
         self.is_gathering = False
         self.is_unsharded = False
+        self.is_hidden = False
         self.held_with: object | None = None
         self.is_lent = False
-        self._gathers: list[Pending] = []
+        self._gathers: list[Pending] | None = None  # Of an unshard that has not ended, also of one that never will.
+        self._places: list[tuple[nn.Module, str, ShardedParam]] = []
         self._plain_owners: list[tuple[nn.Module, str, ShardedParam]] = []
         self._swaps: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
         self._watched: list[ShardedParam] = []
@@ -100,10 +170,20 @@ class Handle:
                 if face is not None:
                     face._composable_managed = mark  # type: ignore[attr-defined]  # read by handle_of
             param.place(param.sharded)
+            self._places += [(module, name, param) for module, name in param.owners]
             if any(has_own_setattr(module) for module, _ in param.owners):
                 self._watched.append(param)
             else:
                 self._plain_owners += [(module, name, param) for module, name in param.owners]
+
+    def label_params(self, annotation: int) -> None:
+        """Say who the parameters are, for messages, and for ranks that compare what they do with them.
+
+        Args:
+            annotation: Its number among those of the same ranks.
+        """
+        for param in self.params:
+            param.layout.label = ParamLabel(annotation, param, self)
 
     def attach(self) -> None:
         """Bring back what torch replaced: parameters that a load assigned, and memory that it gave to parameters.
@@ -118,16 +198,30 @@ class Handle:
         for param in self.params:
             for module, name in param.owners:
                 held = module._parameters.get(name)
-                if held is not None and held is not param.sharded:
+                if held is not None and held is not param.sharded and held is not param.unsharded:
                     param.take(held)
+                    param.sharded.grad = None  # As a new parameter has none.
             param.place(param.sharded)
         for flat in self.buffers:
             flat.attach()
+
+    def misplaced(self) -> list[Misplaced]:
+        """Return what modules hold in place of the face that the handle gave them; inside a context, nothing."""
+        found: list[Misplaced] = []
+        if self.held_with is None:
+            is_unsharded = self.is_unsharded and not self.is_hidden
+            for module, name, param in self._places:
+                held = module._parameters.get(name)
+                if held is not (param.unsharded if is_unsharded else param.sharded) and held is not None:
+                    found.append(Misplaced(module, name, param, held))
+        return found
 
     def copied(self, memo: dict[int, Any]) -> "Handle":
         """Return a deep copy with shards of its own; ``adopt_modules`` completes it."""
         self.attach()
         twin = memo[id(self)] = copy.copy(self)
+        self._copies += 1
+        twin.copy_key, twin._copies = f"{self.copy_key}.{self._copies}", 0
         if self.sync_after_context is not None:
             # The context that runs ends for this handle only.
             twin.requires_gradient_sync, twin.sync_after_context = self.sync_after_context, None
@@ -162,7 +256,7 @@ class Handle:
 
     @property
     def _fqns(self) -> list[str]:
-        """FQNs of the parameters, prefixed from the fully sharded module."""
+        """FQNs of the parameters below the fully sharded module, of several modules below their position."""
         return [param.fqn for param in self.params]
 
     def bring_back(self) -> bool:
@@ -181,23 +275,36 @@ class Handle:
 
     def begin_unshard(self) -> None:
         """Start filling the buffers, after ``bring_back``. Collective: all ranks of the shard group, same order."""
+        if self._gathers is not None:
+            self.settle()
+        self._gathers = gathers = []
         for flat in self.buffers:
             if flat.is_empty:
                 flat.make_leaves()
             else:
-                self._gathers.append(flat.begin_unshard())
+                gathers.append(flat.begin_unshard())
         self.is_gathering = True
 
     def finish_gathers(self) -> None:
         """Wait for the all-gathers: the thread on CPU, the current stream on CUDA."""
-        for gather in self._gathers:
+        for gather in self._gathers or ():
             gather.finish()
+
+    def settle(self) -> None:
+        """Wait for all that was started for this handle, also by a call that an exception cut short."""
+        for flat in self.buffers:
+            flat.settle()
 
     def use_unsharded(self) -> None:
         """Make the modules hold the unsharded parameters; the gathers are finished."""
-        self._gathers = []
-        self.is_gathering = False
+        self.show()
+        # Last: what comes before is done again if an exception cuts it short.
         self.is_unsharded = True
+        self.is_gathering = False
+        self._gathers = None
+
+    def show(self) -> None:
+        """Make the modules hold the unsharded parameters, which are there."""
         if self._swaps is None:
             self._swaps = [(module, name, param.sharded, param.leaf()) for module, name, param in self._plain_owners]
         for module, name, sharded, leaf in self._swaps:
@@ -208,18 +315,55 @@ class Handle:
         for param in self._watched:
             param.leaf().requires_grad_(param.sharded.requires_grad)
             param.place(param.leaf())
+        self.is_hidden = False
 
-    def reshard(self) -> None:
-        """Make the modules hold the sharded parameters and free the buffers."""
-        self._gathers = []
-        self.is_gathering = False
+    def reshard(self, *, frees: bool = True) -> None:
+        """Make the modules hold the sharded parameters and free the buffers, or leave these to ``free_buffers``."""
+        if self._gathers is not None:
+            # Not in use yet, or cut short: the memory may still be written to.
+            self.settle()
+        # First: who is cut short from here on is unsharded and resharded anew.
         self.is_unsharded = False
+        self.is_gathering = False
+        self._gathers = None
+        self._show_sharded()
+        if frees:
+            self.free_buffers()
+
+    def hide(self) -> None:
+        """Make the modules hold the sharded parameters, and keep the unsharded ones; ``show`` undoes it."""
+        if self.is_unsharded and self.held_with is None:
+            # First: a module that misses a parameter then finds it.
+            self.is_hidden = True
+            self._show_sharded()
+
+    def _show_sharded(self) -> None:
         for module, name, param in self._plain_owners:
             module._parameters[name] = param.sharded
         for param in self._watched:
             param.place(param.sharded)
+
+    def free_buffers(self) -> None:
+        """Free the memory of the buffers, while the modules hold the sharded parameters; not of a shared handle."""
+        if self.is_shared:
+            return
         for flat in self.buffers:
             flat.free_buffer()
+
+    def keep_gradients(self) -> None:
+        """Note that gradients wait on the unsharded parameters, so that ``zero_grad`` drops them."""
+        for flat in self.buffers:
+            self.keeps_gradients |= flat.keep_gradients()
+
+    def drop_zeroed_gradients(self) -> None:
+        """Forget kept gradients that the user has dropped by ``zero_grad``."""
+        self.keeps_gradients = False
+        for flat in self.buffers:
+            flat.drop_zeroed_gradients()
+
+    def lies_in_buffer(self, tensor: torch.Tensor) -> bool:
+        """Say whether a plain tensor is a view of the unsharded parameters."""
+        return any(flat.holds(tensor) for flat in self.buffers)
 
     def has_gradients(self) -> bool:
         """Say whether any unsharded parameter holds a gradient."""
@@ -227,7 +371,7 @@ class Handle:
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced."""
-        self.has_unsynced_gradients = False
+        self.has_unsynced_gradients = self.keeps_gradients = False
         for flat in self.buffers:
             flat.drop_gradients()
 

@@ -8,6 +8,7 @@ annotation; only the entry in ``module._parameters`` changes.
 """
 
 import copy
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +16,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.errors import UsageError
+from composable.errors import UsageError, place_of_rank
 from composable.planning import mark_replaced
-from composable.ragged import RaggedDTensor, RaggedLayout, RaggedSpec, slice_full
+from composable.ragged import (
+    HOOKS,
+    RaggedDTensor,
+    RaggedLayout,
+    RaggedSpec,
+    hand_over_grad,
+    slice_full,
+    was_zeroed,
+    watch_zeroing,
+)
 from composable.storage.unfilled import mark_unfilled
+from composable.torch_private import flat_weight_refs, without_flat_weight_refs
 
 __all__ = ["Owner", "ShardedParam"]
 
@@ -29,23 +40,26 @@ class ShardedParam:
     """One unique parameter and every place that holds it.
 
     Attributes:
-        fqn: Name below the handle's first module.
+        fqn: Name below the handle's module; of several modules behind the position of the one that it is below.
         owners: (module, attribute name) of every place, tied ones included.
         sharded: What ``module.parameters()`` gives: ``RaggedDTensor``, full shape.
         unsharded: Plain leaf that views the buffer; ``None`` until the first unshard.
         local: This rank's piece, a view of the handle's shard; what ``sharded`` shows, unless torch replaced it.
         start: First element of this rank's piece in the handle's shard.
         stop: Past the last one; equal to ``start`` where this rank owns nothing.
+        placeholder: The zero gradient that ``sharded`` has while the leaf keeps one to be reduced later.
     """
 
     __slots__ = (
         "_empty_grad",
         "_is_flat",
+        "_kept_beside",
         "_marks",
         "fqn",
         "local",
         "local_shape",
         "owners",
+        "placeholder",
         "shape",
         "sharded",
         "spec",
@@ -77,6 +91,9 @@ class ShardedParam:
         self.sharded = nn.Parameter(RaggedDTensor.wrap(self.local, spec), requires_grad=original.requires_grad)
         self.unsharded: nn.Parameter | None = None
         self._empty_grad: RaggedDTensor | None = None
+        self.placeholder: RaggedDTensor | None = None
+        self._kept_beside: torch.Tensor | None = None
+        _share_hooks(original, self.sharded)
         # Marks that users put on parameters (say, `no_weight_decay`) must survive.
         _copy_marks(original, self.sharded)
         self._marks = self.sharded.__dict__
@@ -101,11 +118,19 @@ class ShardedParam:
             sharded._local_tensor = local
         else:
             fresh = nn.Parameter(RaggedDTensor.wrap(local, self.spec), requires_grad=sharded.requires_grad)
-            torch.utils.swap_tensors(sharded, fresh)
+            with without_flat_weight_refs(module for module, _ in self.owners):
+                torch.utils.swap_tensors(sharded, fresh)
+            _share_hooks(fresh, sharded)
             self._empty_grad = None
         if sharded.__dict__ is not self._marks:
             sharded.__dict__.update(self._marks)
             self._marks = sharded.__dict__
+
+    @property
+    def is_weakly_held(self) -> bool:
+        """Something has a weak reference to the sharded parameter: neither its owners, nor this object."""
+        owned = {id(ref) for module, _ in self.owners for ref in flat_weight_refs(module)}
+        return any(id(ref) not in owned for ref in weakref.getweakrefs(self.sharded))
 
     def make_room(self, device: torch.device) -> None:
         """Let the sharded parameter show memory of its own, marked as not filled."""
@@ -185,13 +210,66 @@ class ShardedParam:
             )
         return self._empty_grad
 
+    # Gradients that wait on the leaf. ``zero_grad`` sees sharded parameters only, so their ``grad`` tells of it.
+
+    def keep_gradient(self) -> None:
+        """Note that the leaf's gradient waits to be reduced with later ones."""
+        held = self.sharded.grad
+        if held is None:
+            held = self.empty_grad()
+            if self.stop > self.start:
+                held = RaggedDTensor.wrap(torch.zeros_like(self.ragged._local_tensor), self.spec)
+            self.placeholder = held
+            hand_over_grad(self.sharded, held)
+        watch_zeroing(held)
+        self._kept_beside = held
+
+    def drop_zeroed_gradient(self) -> None:
+        """Forget the waiting gradient if ``grad`` was dropped or set to zero since; else wait on."""
+        beside, self._kept_beside = self._kept_beside, None
+        if beside is not None and (self.sharded.grad is not beside or was_zeroed(beside)):
+            self.forget_gradient()
+
+    def forget_gradient(self) -> None:
+        """Drop the leaf's gradient, and what says that it waits."""
+        if self.unsharded is not None:
+            self.unsharded.grad = None
+        self._kept_beside = None
+        if self.placeholder is not None:
+            if self.sharded.grad is self.placeholder:
+                self.sharded.grad = None
+            self.placeholder = None
+
+    # Hooks of users on the gradient.
+
+    def run_hooks(self, grad: RaggedDTensor) -> RaggedDTensor:
+        """Return what the functions of ``register_hook`` make of a gradient."""
+        for hook in list((self.sharded._backward_hooks or {}).values()):
+            changed = hook(grad)
+            if changed is None:
+                continue
+            if not isinstance(changed, RaggedDTensor) or changed._spec.layout != self.layout:
+                raise UsageError(
+                    f"a hook on the gradient of a sharded parameter returned {type(changed).__name__} "
+                    f"{list(getattr(changed, 'shape', []))}",
+                    at=f"{place_of_rank()}, parameter {self.fqn!r}",
+                    fix="return None, or what element-wise operations make of the gradient that the hook got",
+                )
+            grad = changed
+        return grad
+
+    def run_post_hooks(self) -> None:
+        """Call the functions of ``register_post_accumulate_grad_hook``."""
+        for hook in list((self.sharded._post_accumulate_grad_hooks or {}).values()):
+            hook(self.sharded)
+
     def copied(self, shard: torch.Tensor, memo: dict[int, Any]) -> "ShardedParam":
         """Return a deep copy over ``shard``, with the gradient; its owners are still this one's.
 
         From then on ``memo`` gives the copy's sharded parameter for both faces of this one.
         """
         twin = copy.copy(self)
-        twin.unsharded = twin._empty_grad = None
+        twin.unsharded = twin._empty_grad = twin.placeholder = twin._kept_beside = None
         twin.local = self.piece_of(shard)
         # As a copy of any tensor: the gradient and the user's marks go along.
         known: Any = copy.deepcopy(self.sharded, memo)
@@ -200,6 +278,9 @@ class ShardedParam:
             known._local_tensor = twin.local
         twin.sharded = known
         twin._marks = known.__dict__
+        if self._kept_beside is not None and self.sharded.grad is self._kept_beside:
+            twin._kept_beside = known.grad
+            twin.placeholder = known.grad if self._kept_beside is self.placeholder else None
         if self.unsharded is not None:
             memo[id(self.unsharded)] = twin.sharded
         return twin
@@ -208,6 +289,7 @@ class ShardedParam:
         """Return an ordinary parameter with ``value`` and ``grad``, both in full shape, in this one's place."""
         plain = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
         _copy_marks(self.sharded, plain)
+        _share_hooks(self.sharded, plain)
         plain.grad = grad
         return plain
 
@@ -223,6 +305,16 @@ class ShardedParam:
 def has_own_setattr(module: nn.Module) -> bool:
     """Say whether the module watches assignments, as ``nn.LSTM`` does to keep its flat weights."""
     return type(module).__setattr__ is not nn.Module.__setattr__
+
+
+def _share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Give ``target`` the hooks that users registered on ``source``; what they hold to remove them stays good."""
+    HOOKS.made += 1
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    hooks = source._post_accumulate_grad_hooks
+    if hooks:
+        target._post_accumulate_grad_hooks = hooks
 
 
 def _copy_marks(source: nn.Parameter, target: nn.Parameter) -> None:

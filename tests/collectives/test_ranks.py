@@ -7,19 +7,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ReduceOp
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from composable import (
-    DesyncError,
+    ComposableError,
     fully_shard,
     iter_full_params,
     load_full_state_dict,
+    rebind_optimizer,
     replicate,
+    strict_mode,
     unannotate,
     unshard_params,
 )
 from composable.collectives import Grid, Ranks
 from composable.errors import ConfigError
+from composable.ragged.chunks import piece_at
 from tests.world import RankErrors, run_threads
 
 
@@ -91,7 +96,7 @@ def in_a_subgroup(call: str) -> str:
     is_last = dist.get_rank() == 3
     try:
         CALLS[call](mesh, group, is_last)
-    except (DesyncError, ConfigError) as error:
+    except ComposableError as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("ranks that differ went on")
 
@@ -141,7 +146,29 @@ def torn_gradients(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: boo
         pass
 
 
+def hidden_gather(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
+    weight = fully_shard(nn.Linear(4, 4), mesh=mesh).weight
+    assert f" on rank {dist.get_rank()}," in repr(weight)
+    with strict_mode():
+        weight.detach().sort()
+
+
+def foreign_piece(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
+    weight = fully_shard(nn.Linear(4, 4), mesh=mesh).weight
+    piece_at(MetadataIndex("weight", torch.Size([5, 0])), weight.to_local(), weight._spec.layout)
+
+
+def foreign_state(mesh: dist.DeviceMesh, group: dist.ProcessGroup, is_last: bool) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[model.weight]["momentum_buffer"] = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)])
+    rebind_optimizer(optimizer, fully_shard(model, mesh=mesh))
+
+
 CALLS = {
+    "strict_mode": hidden_gather,
+    "piece": foreign_piece,
+    "rebind_optimizer": foreign_state,
     "fully_shard": other_plans,
     "replicate": other_modules,
     "iter_full_params": other_values,
@@ -157,9 +184,10 @@ def test_messages_in_a_subgroup_name_global_ranks(call: str) -> None:
     _, _, third, fourth = run_threads(in_a_subgroup, 4, call)
     for text in (third, fourth):
         assert "rank 0" not in text and "rank 1" not in text, text
+        assert "rank 2" in text or "rank 3" in text, text
     if "wrong" in call:
         assert fourth.partition("\n")[0] == third.partition("\n")[0] and "rank 3" in third
-    elif call != "unshard_params":
+    elif call not in {"unshard_params", "strict_mode", "piece", "rebind_optimizer"}:
         assert "    rank 2: " in third and "    rank 3: " in third
         assert third.replace("at:  rank 2", "") == fourth.replace("at:  rank 3", "")
 

@@ -185,15 +185,16 @@ def refused() -> dict[str, str]:
         return loss
 
     lbfgs.step(closure)
+    model.zero_grad()
     fully_shard(model)
     with pytest.raises(ConfigError) as caught:
         rebind_optimizer(optimizer, other)
     texts = {"other model": str(caught.value)}
-    loss = model(batch_of(0, dist.get_rank())).square().mean()
+    model.unshard()
     with pytest.raises(ConfigError) as caught:
         rebind_optimizer(optimizer, model)
     texts["in between"] = str(caught.value)
-    loss.backward()
+    model.reshard()
     with pytest.raises(UsageError) as refusal:
         rebind_optimizer(lbfgs, model)
     texts["lbfgs"] = str(refusal.value)

@@ -27,7 +27,7 @@ def fully_shard(module: nn.Module) -> nn.Module:
     return module
 
 
-@contract()
+@contract(incompatible=("fully_shard",))
 def replicate(module: nn.Module) -> nn.Module:
     return module
 
@@ -593,7 +593,6 @@ def test_a_dtensor_parameter_is_refused(one_rank: None) -> None:
         ({"align": {"nothing": "tensor"}}, r"align names parameters that no handle owns: \['nothing'\]"),
         ({"align": {"inp.weight": "rows"}}, "align of 'inp.weight' is 'rows'"),
         ({"policy": "Block"}, "is not a policy"),
-        ({"ignored_params": [nn.Parameter(torch.zeros(2, 3))]}, "an ignored parameter is not in the module"),
         ({"ignored_params": nn.Parameter(torch.zeros(2))}, "ignored_params is one Parameter"),
         ({"ignored_params": ["inp.weight"]}, r"ignored_params\[0\] is str"),
         ({"ignored_modules": [nn.Linear(2, 2)]}, "an ignored module, Linear, is not in the module"),
@@ -607,10 +606,21 @@ def test_a_wrong_argument_is_refused(arguments: dict[str, object], message: str)
         plan(MLP(), **{"world_size": 2, **arguments})  # type: ignore[arg-type]
 
 
-def test_an_ignored_parameter_outside_the_module_is_described() -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan(MLP(), world_size=2, ignored_params=[nn.Parameter(torch.zeros(2, 3))])
-    assert caught.value.at == "ignored_params[0] [2, 3] float32"
+def test_one_set_of_ignored_parameters_serves_the_calls_on_all_parts_of_a_model() -> None:
+    model = TinyGPT(layers=2)
+    ignored = {model.blocks[0].norm1.weight, model.head.weight}
+    names = [plan(part, world_size=2, ignored_params=ignored).ignored_fqns for part in (*model.blocks, model)]
+    assert names == [("norm1.weight",), (), ("blocks.0.norm1.weight", "head.weight")]
+
+
+def test_an_api_that_excludes_fully_shard_is_left_alone_by_a_plan_as_by_the_walks() -> None:
+    model = TinyGPT(layers=2)
+
+    @contract(incompatible=("fully_shard",))
+    def own_api(module: nn.Module) -> None: ...
+
+    own_api(model.blocks[0])
+    assert list(owned(plan(model, policy={Block}, world_size=2))) == ["", "blocks.1"]
 
 
 def test_the_module_itself_cannot_be_ignored() -> None:

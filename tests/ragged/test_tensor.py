@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from composable.errors import ConfigError, UsageError
-from composable.planning.cut import RaggedShard, local_shape
+from composable.planning.cut import RaggedShard, local_shape, order_of
 from composable.ragged.fallback_log import fallback_counts, strict_mode
 from composable.ragged.spec import ragged_spec
 from composable.ragged.tensor import RaggedDTensor
 from tests.ragged_pairs import CUTS, SHAPES, assert_equal, cpu_mesh, make_module, pairs, set_grads, values
-from tests.world import RankErrors, run_ranks
+from tests.world import RankErrors, run_ranks, run_threads
 
 WORLD_SIZES = [1, 2, 3, 4]
 
@@ -106,7 +106,7 @@ def print_rank_local() -> list[str]:
 
 def test_printing_shows_the_piece_and_does_not_communicate() -> None:
     assert run_ranks(print_rank_local, 2)[1] == [
-        "RaggedDTensor(shape=[3, 2], local=tensor([[4., 5.]]), elements [4, 6) on rank 1 of 2, "
+        "RaggedDTensor(shape=[3, 2], local=tensor([[4., 5.]]), elements [4, 6) on rank 1, "
         "placements=(RaggedShard(bounds=(0, 4, 6)),))"
     ]
 
@@ -423,6 +423,34 @@ def write_to_views() -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_writing_to_a_view_writes_to_the_whole(world_size: int) -> None:
     run_ranks(write_to_views, world_size)
+
+
+def fill_diagonals() -> None:
+    mesh = cpu_mesh()
+    cases: list[Callable[[Any], object]] = [
+        lambda t: t.fill_diagonal_(7.0),
+        lambda t: t.fill_diagonal_(7.0, wrap=True),
+        lambda t: t[1:].fill_diagonal_(7.0),
+        lambda t: t.t().fill_diagonal_(7.0),
+        lambda t: t[1:, 1:].t().fill_diagonal_(7.0),
+        lambda t: t.diagonal().fill_(7.0),
+        lambda t: t.as_strided((2,), (1,)).mul_(3.0),
+    ]
+    for shape in ((6, 6), (3, 7), (7, 3)):
+        for full in (torch.randn(shape), torch.randn(shape[::-1]).t()):
+            bounds = [rank * 5 for rank in range(mesh.size())] + [full.numel()]
+            spec = ragged_spec(mesh, shape, full.dtype, bounds, order=order_of(full))
+            for fill in cases:
+                ragged, plain = nn.Parameter(RaggedDTensor.from_full(full, spec)), nn.Parameter(full.clone())
+                with torch.no_grad():
+                    fill(ragged)
+                    fill(plain)
+                assert torch.equal(ragged.full_tensor(), plain)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_diagonal_can_be_filled(world_size: int) -> None:
+    run_threads(fill_diagonals, world_size)
 
 
 def read_stale_views() -> None:

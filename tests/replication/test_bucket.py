@@ -11,7 +11,7 @@ from composable.collectives.base import Pending, Transport
 from composable.errors import UsageError
 from composable.replication.bucket import Bucket, BucketOptions, ReducedParam, plan_buckets
 from composable.replication.reducer import Reducer
-from composable.torch_private import queue_callback
+from composable.torch_hooks import at_end_of_backward
 from tests.models import MLP, random_input, seeded
 
 MB = 2**20
@@ -65,7 +65,7 @@ def attach(model: nn.Module, world_size: int = 2, **options: object) -> tuple[Re
     params = [ReducedParam(fqn, param) for fqn, param in model.named_parameters()]
     choices = BucketOptions(**options)  # type: ignore[arg-type]  # each test names options of the right types
     grid = Grid.whole(Ranks(None, torch.device("cpu"), 0, world_size, tuple(range(world_size))))
-    reducer = Reducer(params, transport, grid, choices, queue_callback)
+    reducer = Reducer(params, transport, grid, choices, at_end_of_backward)
     for item, arrive in zip(params, reducer.arrivals(), strict=True):
         item.param.register_post_accumulate_grad_hook(arrive)
     return reducer, transport
@@ -193,6 +193,22 @@ def test_a_buffer_set_by_a_hook_lasts_for_one_round() -> None:
     bucket.take_result(bucket.buffer())
     assert bucket.buffer().dtype == torch.float32
     assert bucket.views[0].tolist() == [1, 1, 1, 1]
+
+
+def test_the_gradients_of_a_bucket_are_views_of_the_buffer_that_a_hook_set() -> None:
+    params = [torch.zeros(2, 3), torch.zeros(4)]
+    bucket = make_bucket(*params)
+    other = bucket.buffer().to(torch.float16)
+    bucket.set_buffer(other)
+    for number, (grad, param) in enumerate(zip(bucket.gradients(), params, strict=True)):
+        assert grad.shape == param.shape and grad.dtype == torch.float16
+        grad.fill_(number + 1)
+    bucket.take_result(bucket.buffer())
+    assert [view.unique().tolist() for view in bucket.views] == [[1], [2]]
+    assert all(grad is view for grad, view in zip(bucket.gradients(), bucket.views, strict=True))
+    part = torch.cat([torch.zeros(8), bucket.buffer()])[8:]  # not at the start of its memory
+    bucket.set_buffer(part)
+    assert [grad.unique().tolist() for grad in bucket.gradients()] == [[1], [2]]
 
 
 # -- Reducer

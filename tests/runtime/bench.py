@@ -38,7 +38,7 @@ class Bench:
         """Make ``module`` a root and put it on the device."""
         state = fully_shard.state(module)
         assert state is not None
-        root = state.lazy_init(module)
+        root = state.lazy_init()
         put_on_device(root, self.recorder, self.runtime)
         return root
 

@@ -1,6 +1,6 @@
 """Breaks the stream rules one at a time, to show that the recording device finds each.
 
-A mutation replaces some text of ``streams.py`` or ``scheduler.py``. The result is a module of its own; the
+A mutation replaces some text of ``streams.py``, ``reductions.py`` or ``scheduler.py``. The result is a module of its own; the
 real one stays as it is. Text that is no longer there exactly once is an error, so this table cannot go stale.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
-from composable.runtime import scheduler, streams
+from composable.runtime import reductions, scheduler, streams
 from tests.runtime.bench import Case, run_case
 from tests.runtime.recorded import Runtime
 from tests.runtime.recording import Recorder
@@ -41,7 +41,7 @@ def case_named(name: str) -> Case:
 
 def mutated_source(mutation: Mutation) -> dict[ModuleType, str]:
     """Return the files of the runtime with the edits made, each where its text is."""
-    sources = {module: inspect.getsource(module) for module in (streams, scheduler)}
+    sources = {module: inspect.getsource(module) for module in (streams, reductions, scheduler)}
     for old, new in mutation.edits:
         found = [module for module, source in sources.items() if old in source]
         assert len(found) == 1 and sources[found[0]].count(old) == 1, f"not there once: {old}"
@@ -55,6 +55,7 @@ def mutated(mutation: Mutation) -> Runtime:
     for module, source in mutated_source(mutation).items():
         made[module] = ModuleType(module.__name__)
         exec(compile(source, f"<{mutation.name}>", "exec"), made[module].__dict__)
+    made[scheduler].__dict__["Reductions"] = made[reductions].Reductions
     return Runtime(made[streams].DeviceStreams, made[scheduler].Scheduler)
 
 
@@ -79,13 +80,13 @@ GATHER = """\
                 handle.begin_unshard()
 """
 FULL = "                self._full[handle] = self._unshard.record_event()\n"
-WAIT_FOR_FULL = "current.wait_event(self._full.pop(handle))"
+WAIT_FOR_FULL = "current.wait_event(full)"
 WAIT_FOR_SOURCE = "        self._reduce.wait_stream(self._device.current_stream())\n        try:\n"
 REDUCE = "            with self._device.stream(self._reduce):\n"
 REDUCED = "                return _Reduced(self._device, shard, self._reduce.record_event())\n"
 WAIT_FOR_REDUCED = "self._device.current_stream().wait_event(self._event)"
-COMPLETE = "        turn.completed_in = self.backward_id\n        self._streams.meet()\n"
-COMPLETED = "        self.reshard(handle)\n        self._streams.meet()\n"
+COMPLETE = "            self._linger(handle, with_graph=True)\n        self._streams.meet()\n"
+COMPLETED = "        self._reshard_unless_running(handle)\n        self._streams.meet()\n"
 BRING_BACK = "        if handle.bring_back():\n            self._streams.shards_written()\n"
 FREE = "        for flat in handle.buffers:\n            flat.free_buffer()\n"
 
@@ -101,8 +102,8 @@ MUTATIONS = [
         "no event when a forward starts",
         [
             (
-                "                self._last_forward = None\n                self._streams.shards_written()\n",
-                "                self._last_forward = None\n",
+                "                self._streams.shards_written()\n            thread = threading.get_ident()\n",
+                "            thread = threading.get_ident()\n",
             )
         ],
         "train, ",
@@ -195,13 +196,13 @@ MUTATIONS = [
     # Use
     Mutation(
         "a forward does not wait for its gather",
-        [(WAIT_FOR_FULL, "self._full.pop(handle)")],
+        [(WAIT_FOR_FULL, "pass")],
         "train, ",
         "race of the buffer of '': addmm reads on default, not ordered after: all_gather writes on unshard",
     ),
     Mutation(
         "another stream waits for the gather",
-        [(WAIT_FOR_FULL, "self._unshard.wait_event(self._full.pop(handle))")],
+        [(WAIT_FOR_FULL, "self._unshard.wait_event(full)")],
         "train, ",
         "race of the buffer of",
     ),
@@ -210,6 +211,15 @@ MUTATIONS = [
         [("        if handle.is_gathering:\n            self._streams.wait_for_unshard(handle)\n", "")],
         "prefetch in vain",
         "race of the shard of 'blocks.0': mul_.Tensor writes on default, not ordered after: all_gather reads on unshard",
+    ),
+    Mutation(
+        "a gather whose beginning was cut short is not waited for",
+        [
+            ("        current.wait_stream(self._unshard)\n        handle.finish_gathers()\n", ""),
+            (FULL, ""),
+        ],
+        "train, ",
+        "race of the buffer of",
     ),
     # Reshard
     Mutation(
@@ -227,7 +237,7 @@ MUTATIONS = [
     Mutation(
         "the event of a reshard recorded before the readers",
         [
-            (WAIT_FOR_FULL, WAIT_FOR_FULL + "\n        self._early = current.record_event()"),
+            (WAIT_FOR_FULL, WAIT_FOR_FULL + "\n            self._early = current.record_event()"),
             (RESHARDED, RESHARDED.replace("current.record_event()", "self._early")),
         ],
         "train, ",
@@ -299,10 +309,10 @@ MUTATIONS = [
     Mutation(
         "a gradient buffer is filled again while it is reduced",
         [
-            ("        self._pool.give(flat.pool_key, gradient)\n", ""),
+            ("        self._pool.give(account.flat.pool_key, gradient)\n", ""),
             (
-                "            self._under_way.append(",
-                "            self._pool.give(flat.pool_key, gradient)\n            self._under_way.append(",
+                "        self._under_way.append(",
+                "        self._pool.give(account.flat.pool_key, gradient)\n        self._under_way.append(",
             ),
         ],
         "train, ",
@@ -310,7 +320,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gradient buffers are freed while they are reduced, after an exception",
-        [("            self._under_way.popleft().reduction.finish()\n", "            self._under_way.popleft()\n")],
+        [("            self._under_way[0].reduction.finish()\n", "")],
         "exception in backward",
         "freed by the gradient buffer of",
     ),
@@ -335,7 +345,7 @@ MUTATIONS = [
     ),
     Mutation(
         "compute streams do not wait for what completes a handle",
-        [(COMPLETED, "        self.reshard(handle)\n")],
+        [(COMPLETED, "        self._reshard_unless_running(handle)\n")],
         "a branch on a stream of its own",
         "writes on side, not ordered after: _foreach_copy_ reads on default",
     ),
@@ -361,8 +371,8 @@ MUTATIONS = [
         "a backward that was cut short is left alone",
         [
             (
-                "        self._streams.end_backward()\n        for handle in list(self._unsharded):\n",
-                "        for handle in list(self._unsharded):\n",
+                "        self._streams.end_backward()\n        self._end_lingering(always=True)\n",
+                "        self._end_lingering(always=True)\n",
             )
         ],
         "exception in a branch",

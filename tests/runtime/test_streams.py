@@ -151,7 +151,7 @@ def train_recorded(name: str) -> tuple[Run, list[str], int]:
 
     def annotate(model: nn.Module) -> None:
         fully_shard(model, policy=BLOCK_CLASSES)
-        put_on_device(fully_shard.state(model).lazy_init(model), recorder)
+        put_on_device(fully_shard.state(model).lazy_init(), recorder)
 
     with recorder:
         run = train_annotated(name, annotate)

@@ -75,6 +75,9 @@ def make(parallel: str, seed: int = 0) -> nn.Module:
     if parallel in ("fully_shard", "nested"):
         fully_shard(model.blocks[1])
         fully_shard(model)
+    elif parallel == "below replicate":
+        fully_shard(model.blocks[1])
+        replicate(model, find_unused_parameters=True)
     elif parallel == "replicate":
         replicate(model, find_unused_parameters=True)
     return model
@@ -190,6 +193,7 @@ def full_local(param: torch.Tensor) -> torch.Tensor:
         (3, "fully_shard", 1, "none", "adamw"),
         (3, "replicate", 2, "fully_shard", "both"),
         (4, "fully_shard", 4, "replicate", "sgd"),
+        (2, "below replicate", 3, "below replicate", "adamw"),
     ],
 )
 def test_training_goes_on_to_the_bit(
@@ -399,6 +403,7 @@ def save_async_with_torch(folder: Path) -> None:
         trained[0].state.setdefault(param, {})
     states, optimizer_states = get_state_dict(model, trained)
     expected = snapshot(model, trained)
+    # As docs/checkpoints.md says: on the default group its messages would meet those of the training.
     group = dist.new_group(backend="gloo")
     future = dcp.async_save({"model": states, "optimizer": optimizer_states}, checkpoint_id=folder, process_group=group)
     with torch.no_grad():

@@ -1,12 +1,14 @@
 """Full parameters one after the other, out of and into a sharded model."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from composable import (
     ConfigError,
@@ -16,13 +18,16 @@ from composable import (
     fully_shard,
     iter_full_params,
     load_full_params,
+    load_full_state_dict,
+    load_safetensors,
     replicate,
+    save_safetensors,
 )
 from tests.counting import counting_ranks
 from tests.live_bytes import LiveBytes
 from tests.models import Block, TinyGPT, make_model, random_tokens, seeded
 from tests.saving.test_full_state import Odd, assert_like_plain, odd, sharded
-from tests.world import run_ranks
+from tests.world import run_ranks, run_threads
 
 NAMES = ["gpt_tied", "frozen_mixed", "mixed_dtypes", "scalars", "empty_params", "uneven"]
 
@@ -137,13 +142,15 @@ def refuse() -> None:
     def load(given: Any, **options: Any) -> Any:
         return load_full_params(model, given if rank == 0 else None, **options)
 
-    with pytest.raises(ConfigError, match="1 unexpected: stranger"):
+    with pytest.raises(ConfigError, match=r"Unexpected key\(s\) in state_dict: .stranger."):
         load([*pairs, ("stranger", torch.ones(2))])
     with pytest.raises(ConfigError, match=r"inp.weight has shape \[9\], not \[8, 8\]"):
         load([("inp.weight", torch.ones(9))], strict=False)
     with pytest.raises(ConfigError, match=r"'inp\.weight' comes twice"):
         load([*pairs, pairs[0]])
-    with pytest.raises(ConfigError, match=r"what came was loaded\n.*2 missing: inp.weight, inp.bias"):
+    with pytest.raises(
+        ConfigError, match=r"what came was loaded\n.*Missing key\(s\) in state_dict: .inp.weight., .inp.bias."
+    ):
         load(pairs[2:])
     assert load([*pairs[2:], ("stranger", torch.ones(2))], strict=False) == (["inp.weight", "inp.bias"], ["stranger"])
 
@@ -169,3 +176,88 @@ def refuse() -> None:
 
 def test_a_pair_that_does_not_fit_is_an_error_on_every_rank() -> None:
     run_ranks(refuse, 2)
+
+
+class Tied(nn.Module):
+    """Tied across activation checkpointing, with a frozen part and a buffer."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.tokens = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2)])
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.tokens.weight
+        self.blocks[0].register_buffer("count", torch.tensor(seed))
+        self.blocks[1][0].weight.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def checkpointed(how: str, seed: int, device: str = "cpu") -> nn.Module:
+    """Return a sharded model whose blocks and head are in wrappers, put on before or after the annotation."""
+    with torch.device(device):
+        model = Tied(seed)
+    if how == "after":
+        fully_shard(model, policy={nn.Sequential})
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    model.blocks[1][1] = checkpoint_wrapper(model.blocks[1][1])
+    model.head = checkpoint_wrapper(model.head)
+    return model if how == "after" else fully_shard(model, policy={nn.Sequential})
+
+
+def name_what_is_wrapped(how: str, folder: str) -> None:
+    rank = dist.get_rank()
+    plain = Tied(1)
+    model = checkpointed(how, 1)
+    assert [fqn for fqn, _ in iter_full_params(model)] == [fqn for fqn, _ in plain.named_parameters()]
+    # What comes out goes in, whatever is wrapped there.
+    other = checkpointed(how, 2)
+    pairs = list(iter_full_params(model))
+    assert load_full_params(other, pairs if rank == 0 else None) == ([], [])  # type: ignore[arg-type]  # on every rank
+    with pytest.raises(ConfigError, match=r'Missing key\(s\) in state_dict: "blocks.0.0.weight"'):
+        load_full_params(other, [pair for pair in pairs if pair[0] != "blocks.0.0.weight"])  # type: ignore[misc]
+    for device in ("cpu", "meta") if how == "before" else ("cpu",):
+        for load in ("full", "safetensors", "torch"):
+            fresh = checkpointed(how, 3, device)
+            if load == "full":
+                load_full_state_dict(fresh, plain.state_dict() if rank == 0 else None)
+            elif load == "torch":
+                fresh.load_state_dict(plain.state_dict())
+            else:
+                save_safetensors(model, f"{folder}/{device}")
+                load_safetensors(fresh, f"{folder}/{device}")
+            found = full_state_dict(fresh)
+            assert list(found) == (list(plain.state_dict()) if rank == 0 else [])
+            assert all(torch.equal(value, plain.state_dict()[fqn]) for fqn, value in found.items()), (device, load)
+            assert fresh.head.weight is fresh.tokens.weight
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_names_are_those_of_the_plain_model_whatever_is_wrapped(how: str, tmp_path: Path) -> None:
+    run_threads(name_what_is_wrapped, 2, how, str(tmp_path))
+
+
+def look_at_meta() -> None:
+    with torch.device("meta"):
+        plain, model = Tied(), Tied()
+    fully_shard(model, policy={nn.Sequential})
+    found = model.state_dict()
+    assert list(found) == list(plain.state_dict())
+    assert all(value.is_meta and value.shape == plain.state_dict()[fqn].shape for fqn, value in found.items())
+    for call in (full_state_dict, iter_full_params):
+        with pytest.raises(UsageError, match="there are none on the meta device"):
+            call(model)
+    # As trainers do: look, make a mapping of names, load.
+    load_full_state_dict(model, Tied(5).state_dict() if dist.get_rank() == 0 else None)
+    expected = dict(Tied(5).named_parameters())
+    assert all(full is not None and torch.equal(full, expected[fqn]) for fqn, full in iter_full_params(model))
+
+
+def test_the_state_dict_of_a_meta_model_has_meta_tensors() -> None:
+    run_threads(look_at_meta, 2)

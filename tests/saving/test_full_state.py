@@ -12,10 +12,12 @@ from torch import nn
 from composable import (
     ConfigError,
     DesyncError,
+    StateDictError,
     UsageError,
     fallback_counts,
     full_state_dict,
     fully_shard,
+    iter_full_params,
     load_full_state_dict,
     no_sync,
     replicate,
@@ -367,9 +369,9 @@ def unfit_state(plain: nn.Module) -> dict[str, Any]:
 
 
 UNFIT = (
-    "2 missing: inp.bias, blocks.1.up.weight",
-    "1 unexpected: stranger",
-    "2 of the wrong kind or shape: blocks.0.up.weight has shape [3, 5], not [16, 8], out.bias is a str, not a tensor",
+    'Missing key(s) in state_dict: "inp.bias", "blocks.1.up.weight"',
+    'Unexpected key(s) in state_dict: "stranger"',
+    "Of the wrong kind or shape: blocks.0.up.weight has shape [3, 5], not [16, 8], out.bias is a str, not a tensor",
 )
 
 
@@ -468,13 +470,15 @@ def load_plainly() -> None:
     state["0.2.bias"] = torch.ones(5)
     state["0.2.extra"] = torch.ones(5)
     state["0.2.weight"] = torch.ones(4, 4)
-    with pytest.raises(ConfigError, match=r"(?s)1 unexpected: 0.2.extra.*0.2.bias has shape \[5\]"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)Unexpected key\(s\) in state_dict: .0.2.extra.*0.2.bias has shape \[5\]"
+    ):
         outer.load_state_dict(state)
     assert all(torch.equal(a, b) for a, b in zip(before, local_values(inner), strict=True))
 
     # A replicated module is checked alike.
     copies = replicate(MLP())
-    with pytest.raises(ConfigError, match=r"1 missing: out\.bias"):
+    with pytest.raises(ConfigError, match=r"Missing key\(s\) in state_dict: .out\.bias."):
         copies.load_state_dict({k: v for k, v in make_model("mlp").state_dict().items() if k != "out.bias"})
     found = full_state_dict(copies)
     assert list(found) == (list(MLP().state_dict()) if dist.get_rank() == 0 else [])
@@ -484,3 +488,27 @@ def load_plainly() -> None:
 
 def test_torchs_own_load_takes_full_and_sharded_tensors() -> None:
     run_threads(load_plainly, 2)
+
+
+def shard_below_a_replica() -> None:
+    model, plain = MLP(), make_model("mlp", 4)
+    fully_shard(model.blocks[0])
+    replicate(model)
+    state = plain.state_dict()
+    given = state if dist.get_rank() == 0 else None
+    load_full_state_dict(model, given)
+    found = full_state_dict(model)
+    assert list(found) == (list(state) if dist.get_rank() == 0 else [])
+    assert all(torch.equal(value, state[key]) for key, value in found.items())
+    assert {fqn for fqn, _ in iter_full_params(model)} == {fqn for fqn, _ in plain.named_parameters()}
+    assert all(torch.equal(full, plain.get_parameter(fqn)) for fqn, full in iter_full_params(model))  # type: ignore[arg-type]
+    other = make_model("mlp", 5).state_dict()
+    model.load_state_dict(other)
+    assert all(torch.equal(full, other[fqn]) for fqn, full in iter_full_params(model))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "blocks.0') as caught:
+        model.load_state_dict({key: value for key, value in other.items() if not key.startswith("blocks.0")})
+    assert isinstance(caught.value, ConfigError) and type(caught.value) is StateDictError
+
+
+def test_what_is_sharded_below_a_replica_is_saved_and_loaded() -> None:
+    run_threads(shard_below_a_replica, 2)

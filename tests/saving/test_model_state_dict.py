@@ -1,6 +1,8 @@
 """torch.distributed.checkpoint's own functions on annotated models, from one world size to another."""
 
 import copy
+import os
+import pickle
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -22,10 +24,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from composable import ConfigError, RaggedDTensor, fallback_counts, fully_shard
+from composable import (
+    ConfigError,
+    RaggedDTensor,
+    UsageError,
+    fallback_counts,
+    full_state_dict,
+    fully_shard,
+    save_checkpoint,
+)
 from tests.models import BLOCK_CLASSES, make_model
 from tests.saving.test_full_state import Odd, local_values, odd, unfit_state
-from tests.world import run_threads
+from tests.world import run_ranks, run_threads
 
 # Tied, with frozen parts, with replicated and ignored parts, of several dtypes.
 NAMES = ["gpt_tied", "frozen_mixed", "odd", "mixed_dtypes"]
@@ -231,8 +241,8 @@ def refuse() -> None:
     state = unfit_state(plain_model("mlp", 2))
     state["out.bias"] = torch.ones(9)
     parts = (
-        "2 missing: inp.bias, blocks.1.up.weight",
-        "1 unexpected: stranger",
+        'Missing key(s) in state_dict: "inp.bias", "blocks.1.up.weight"',
+        'Unexpected key(s) in state_dict: "stranger"',
         "has shape [3, 5]",
         "out.bias has shape [9]",
     )
@@ -260,3 +270,90 @@ def refuse() -> None:
 
 def test_a_model_state_that_does_not_fit_is_one_error_on_every_rank() -> None:
     run_threads(refuse, 2)
+
+
+def save_what_one_process_cannot_load(folder: str) -> None:
+    model = annotated_model("gpt_tied", 1)
+    optimizer = make_optimizer(model)
+    train(model, optimizer, range(2))
+    # In whatever it is wrapped, and in every format of torch.
+    for value in (model.state_dict(), {"a": [model.state_dict()]}, optimizer.state_dict(), list(model.parameters())):
+        for zipped in (True, False):
+            with pytest.raises(UsageError, match=r"(?s)cannot be loaded in one process.*full_state_dict\(model\)"):
+                torch.save(value, f"{folder}/{dist.get_rank()}.pt", _use_new_zipfile_serialization=zipped)
+    # What does not end in such a file goes on as before.
+    state, pieces = model.state_dict(), [local.clone() for local in local_values(model)]
+    for found in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert all(torch.equal(found[fqn].to_local(), value.to_local()) for fqn, value in state.items())
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, dict(state))
+    assert all(torch.equal(told[dist.get_rank()][fqn].to_local(), value.to_local()) for fqn, value in state.items())
+    dcp.save({"model": state}, checkpoint_id=f"{folder}/dcp")
+    save_checkpoint(f"{folder}/own", 2, model, optimizer)
+    save_checkpoint(f"{folder}/own", 3, model, optimizer, asynchronous=True).wait()
+    assert all(torch.equal(a, b) for a, b in zip(pieces, local_values(model), strict=True))
+    whole = full_state_dict(model)
+    if dist.get_rank() == 0:
+        torch.save(whole, f"{folder}/whole.pt")
+        plain = plain_model("gpt_tied", 2)
+        plain.load_state_dict(torch.load(f"{folder}/whole.pt", weights_only=True))
+        assert_equal(plain.state_dict(), trained("gpt_tied", 2)[0].state_dict())
+    # Rank 0's piece would be given to everybody.
+    with pytest.raises(ConfigError, match=r"extra is more than data: torch.save would write this rank's piece"):
+        save_checkpoint(f"{folder}/own", 4, model, extra={"ema": next(iter(state.values()))})
+
+
+def test_torch_save_of_pieces_is_an_error_that_says_how_to_save(tmp_path: Path) -> None:
+    run_ranks(save_what_one_process_cannot_load, 2, str(tmp_path))
+
+
+class Pretrained(nn.Module):
+    """Saves and loads itself as the models of a hub do: each rank calls, rank 0 writes."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(9, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+    def save_pretrained(self, folder: str, *, is_main_process: bool = True, state_dict: Any = None) -> None:
+        state_dict = self.state_dict() if state_dict is None else state_dict
+        if is_main_process:
+            # Of names that share memory, one; then contiguous tensors on the host, by name.
+            first: dict[int, str] = {}
+            for name, value in state_dict.items():
+                first.setdefault(value.data_ptr() if value.numel() else id(value), name)
+            state = {name: state_dict[name].contiguous().cpu() for name in first.values()}
+            os.makedirs(folder, exist_ok=True)
+            torch.save(state, f"{folder}/pytorch_model.bin")
+
+    @classmethod
+    def from_pretrained(cls, folder: str) -> "Pretrained":
+        model = cls(7)
+        model.load_state_dict(torch.load(f"{folder}/pytorch_model.bin", weights_only=True), strict=False)
+        return model
+
+
+def save_pretrained(folder: str) -> None:
+    model = fully_shard(Pretrained(1))
+    state = full_state_dict(model)
+    model.save_pretrained(folder, is_main_process=dist.get_rank() == 0, state_dict=state)
+    dist.barrier()
+    assert_equal(Pretrained.from_pretrained(folder).state_dict(), Pretrained(1).state_dict())
+    # Without it, no file of pieces.
+    with pytest.raises(UsageError, match="full_state_dict"):
+        model.save_pretrained(f"{folder}/pieces")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_save_pretrained_with_a_full_state_dict_saves_the_plain_model(world_size: int, tmp_path: Path) -> None:
+    run_threads(save_pretrained, world_size, str(tmp_path / "hub"))

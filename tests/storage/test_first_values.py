@@ -15,7 +15,7 @@ import torch.distributed.tensor as dtensor
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from composable import ConfigError, DesyncError, UsageError, fully_shard, replicate, unshard_params
+from composable import ConfigError, DesyncError, UsageError, full_state_dict, fully_shard, replicate, unshard_params
 from composable.storage.handle import Handle
 from composable.storage.unfilled import mark_unfilled
 from tests.models import make_model
@@ -234,7 +234,7 @@ def one_by_one() -> None:
     assert all(param is params[fqn] for fqn, param in model.named_parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = reference()
-    fully_shard.state(model).lazy_init(model)
+    fully_shard.state(model).lazy_init()
     assert_same_model(model, expected)
     assert_trains_alike(model, optimizer, expected)
 
@@ -292,7 +292,7 @@ def use_too_early() -> dict[str, str]:
     found = {
         "forward": error_of(lambda: model(TOKENS)),
         "unshard": error_of(model.unshard),
-        "state_dict": error_of(model.state_dict),
+        "full_state_dict": error_of(lambda: full_state_dict(model)),
         "step": error_of(optimizer.step),
     }
     model.to_empty(device="cpu")
@@ -313,7 +313,9 @@ def test_the_first_use_names_all_that_has_no_values_and_leaves_nothing_half_done
     for rank, found in enumerate(run_ranks(use_too_early, 2)):
         start = "parameters and buffers are still on the meta device\n  at:  "
         first = "'tokens.weight', 'layers.0.gain', 'layers.0.norm.weight'"
-        for call in ("forward", "unshard", "state_dict"):
+        assert found["full_state_dict"].startswith("full values are asked for, and there are none on the meta device")
+        assert f"rank {rank}, {first}" in found["full_state_dict"]
+        for call in ("forward", "unshard"):
             assert found[call].startswith(f"{start}rank {rank}, {first}"), call
             assert "and 23 more\n  fix: model.to_empty(device=...)" in found[call]
             assert "param_init_fn" in found[call] and "sync_module_states" in found[call]

@@ -101,7 +101,7 @@ def train(model: nn.Module, steps: int = 3, optimizer: torch.optim.Optimizer | N
 def flats_of(model: nn.Module) -> list:
     state = fully_shard.state(model)
     assert state is not None
-    return [flat for handle in state.lazy_init(model).handles for flat in handle.buffers]
+    return [flat for handle in state.lazy_init().handles for flat in handle.buffers]
 
 
 # A hook that halves precision

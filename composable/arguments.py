@@ -1,0 +1,104 @@
+"""Checks of arguments that many functions take: what is wrong is a ``ConfigError`` before anything happens."""
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable.errors import ConfigError, place_of_rank
+
+__all__ = [
+    "check_bool",
+    "check_device",
+    "check_module",
+    "check_number",
+    "check_optimizer",
+    "check_path",
+    "described",
+    "list_of_tensors",
+]
+
+
+def check_module(name: str, value: object) -> None:
+    """Raise unless ``value`` is one module."""
+    if not isinstance(value, nn.Module):
+        raise ConfigError(f"{name} is {described(value)}, not a module", at=place_of_rank(), fix="pass an nn.Module")
+
+
+def check_optimizer(name: str, value: object) -> None:
+    """Raise unless ``value`` is an optimizer of torch's kind."""
+    if not isinstance(value, torch.optim.Optimizer):
+        what = f"{name} is {described(value)}, not an optimizer"
+        raise ConfigError(what, at=place_of_rank(), fix="pass a torch.optim.Optimizer")
+
+
+def check_bool(name: str, value: object, *, or_none: bool = False) -> None:
+    """Raise unless ``value`` is ``True`` or ``False`` itself: what is merely true is mostly an argument too early."""
+    if not isinstance(value, bool) and not (or_none and value is None):
+        choices = "True, False or None" if or_none else "True or False"
+        raise ConfigError(f"{name} is {described(value)}, not a bool", at=place_of_rank(), fix=f"pass {choices}")
+
+
+def check_number(
+    name: str, value: object, *, fix: str, least: float | None = None, above: float | None = None
+) -> float:
+    """Return ``value`` as a float.
+
+    Raises:
+        ConfigError: It is no number, or a tensor of several, or NaN, or below ``least``, or not above ``above``.
+    """
+    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if isinstance(number, Real) and not isinstance(number, bool):
+        found = float(number)
+        if (least is None or found >= least) and (above is None or found > above) and found == found:
+            return found
+    raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix=fix)
+
+
+def check_path(name: str, value: object) -> None:
+    """Raise unless ``value`` can be the path of a file or folder."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
+        raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix="pass a path")
+
+
+def check_device(name: str, value: object, *, or_none: bool = False) -> None:
+    """Raise unless ``value`` names a device, or is one, or the number of an accelerator that there is."""
+    if isinstance(value, torch.device) or (or_none and value is None):
+        return
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < torch.accelerator.device_count():
+        return
+    if isinstance(value, str):
+        with suppress(RuntimeError):
+            torch.device(value)
+            return
+    raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix="pass a torch.device or its name")
+
+
+def list_of_tensors(name: str, value: object) -> list[torch.Tensor]:
+    """Return one tensor, or all of an iterable of tensors, as a list."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    # A module may be iterable, and its class was meant for something else.
+    is_list = isinstance(value, Iterable) and not isinstance(value, str | type | nn.Module)
+    found: list[Any] = list(value) if is_list else [value]  # type: ignore[call-overload]  # it is iterable
+    # By type: there are few, and clipping asks in every step.
+    if not all(issubclass(kind, torch.Tensor) for kind in set(map(type, found))):
+        wrong = next(one for one in found if not isinstance(one, torch.Tensor))
+        what = f"{name} is or holds {described(wrong)}"
+        raise ConfigError(what, at=place_of_rank(), fix="pass tensors, such as model.parameters()")
+    return found
+
+
+def described(value: object) -> str:
+    """Name a value: short ones as they are written, others by their type."""
+    if value is None or isinstance(value, bool | int | float | str):
+        text = repr(value)
+        return text if len(text) <= 80 else f"{text[:77]}..."
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = type(value)
+    return f"a {kind.__name__}" if kind.__module__ in {"builtins", "torch"} else f"a {kind.__module__}.{kind.__name__}"

@@ -1,0 +1,341 @@
+"""Ends waits for what will never come, and says on every rank who waits for what, and where each other rank is.
+
+One thread in each process looks now and then whether a thread has waited for other ranks too long. Then it asks
+every rank, through the store in which the process group has met, where it is, and judges the answers. A rank that
+is merely slow is no error: that is logged, and asked again later. If the ranks have diverged, the process groups in
+which they wait are closed, which ends the waits, and each raises what the verdict says.
+
+A question has a number. Whoever is first to ask it collects the answers and writes the verdict; all ranks read it.
+
+gloo has no way to give up a wait. But where one wait of a group runs out of time, gloo closes all connections of
+the group, and every other wait in it ends: so a message that nobody sends is waited for, for a millisecond.
+"""
+
+import atexit
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from composable.collectives.base import Started, Transport
+from composable.collectives.places import described, name_of, notice_transport, place_here, transports, waiting_threads
+from composable.collectives.verdict import Place, Verdict, judge, place_from, text_of
+from composable.errors import ConfigError, DesyncError, place_of_rank
+from composable.torch_private import PrefixStore, Store, groups_of_process, real_backend, store_of_default_group
+
+__all__ = ["annotating", "explained", "notice_transport", "set_divergence_timeout", "watch_ranks"]
+
+VARIABLE = "COMPOSABLE_DIVERGENCE_TIMEOUT"
+DEFAULT_S = 30.0
+# Looks in the time of the limit, and the longest time between two.
+_LOOKS = 10
+_MAX_PAUSE_S = 3.0
+# How long ranks get to answer, in looks and at least in seconds: a rank may hold the interpreter's lock.
+_PATIENCE_LOOKS = 5
+_MIN_PATIENCE_S = 2.0
+# Of the message that nobody sends.
+_NO_TAG = 2**31 - 1
+_FIX = (
+    "run the same modules in the same order on every rank, and let every rank raise, or none; "
+    "the process groups are closed: start again from a checkpoint"
+)
+_LOG = logging.getLogger("composable")
+
+
+def set_divergence_timeout(seconds: float | None) -> None:
+    """Choose how long a rank waits for others before all ranks are asked where they are.
+
+    If they have diverged, every rank raises ``DesyncError``. Each rank calls it, or the environment variable
+    ``COMPOSABLE_DIVERGENCE_TIMEOUT`` says the same; the default is 30 seconds.
+
+    Args:
+        seconds: The limit; ``None`` or 0: never ask.
+
+    Raises:
+        ConfigError: ``seconds`` is no such number.
+    """
+    _WATCH.limit_s = _limit(seconds, "seconds")
+    _WATCH.start()
+
+
+def watch_ranks() -> None:
+    """Watch over the ranks also where nothing was annotated: ranks that did may wait for this one."""
+    if _WATCH.thread is None and not torch.compiler.is_compiling() and dist.is_available() and dist.is_initialized():
+        _WATCH.start()
+
+
+@contextmanager
+def annotating(caller: str) -> Iterator[None]:
+    """Watch over the ranks from this call on, and remember for the others what it raises."""
+    _WATCH.start()
+    _WATCH.failed_call = ""
+    try:
+        yield
+    except BaseException as error:
+        _WATCH.failed_call = f"has left {caller} by {described(error)}"
+        raise
+
+
+def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None) -> RuntimeError:
+    """Return the error for a wait that ended with ``error``: that of the verdict, if there is one."""
+    groups = waited.transport.groups if isinstance(waited, Started) else (waited or dist.group.WORLD,)
+    thread = _WATCH.thread
+    if thread is not None:
+        thread.look_now()
+        for group in groups:
+            if isinstance(group, dist.ProcessGroup) and group in _WATCH.closed:
+                return _diverged(_WATCH.closed[group])
+    if not isinstance(waited, Started):
+        return error
+    first_line = str(error).partition("\n")[0]
+    return DesyncError(
+        f"the wait for {name_of(waited)} has ended by an error of the process group: {first_line}",
+        at=place_of_rank(),
+        fix="see what the other ranks say first: one has ended, or has been waited for longer than the group permits",
+    )
+
+
+class _Watch:
+    """What a process has: the limit, the thread for its default process group, and why groups were closed."""
+
+    def __init__(self) -> None:
+        self.closed: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, ...]] = weakref.WeakKeyDictionary()
+        self.limit_s: float | None = None
+        self.failed_call = ""
+        self.thread: _Thread | None = None
+
+    def start(self) -> None:
+        """Watch over the default process group, if it has other ranks and nobody does yet."""
+        if self.limit_s is None:
+            self.limit_s = _limit(os.environ.get(VARIABLE, DEFAULT_S), VARIABLE)
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if group is not None and not real_backend(group):
+            return
+        if self.thread is not None:
+            if self.thread.is_alive() and self.thread.limit_s == self.limit_s and self.thread.group() is group:
+                return
+            self.thread.end()
+            self.thread = None
+        if group is None or not self.limit_s or group.size() == 1:
+            return
+        self.thread = _Thread(self, group, self.limit_s)
+        self.thread.start()
+        atexit.unregister(self.end)
+        # Before the interpreter ends: a thread that it finds in a call of the store would abort the process.
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        if self.thread is not None:
+            self.thread.end()
+
+
+class _Thread(threading.Thread):
+    """Watches until the process group is destroyed.
+
+    Attributes:
+        limit_s: How long a wait may take until the ranks are asked.
+    """
+
+    def __init__(self, watch: _Watch, group: dist.ProcessGroup, limit_s: float) -> None:
+        super().__init__(name="composable watch", daemon=True)
+        self.group = weakref.ref(group)
+        self.limit_s = limit_s
+        self._watch = watch
+        self._rank = group.rank()
+        self._size = group.size()
+        # A connection of its own: one that waits for a key is locked meanwhile.
+        store: Store = store_of_default_group().clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+        store.set_timeout(timedelta(seconds=60))
+        self._store: Store = PrefixStore("composable watch", store)
+        self._pause_s = min(limit_s / _LOOKS, _MAX_PAUSE_S)
+        self._patience_s = max(_PATIENCE_LOOKS * self._pause_s, _MIN_PATIENCE_S)
+        self._question = 0
+        self._wake = threading.Event()
+        self._looked = threading.Condition()
+        self._looks = 0
+        # A thread has lost its wait, and will raise what is found.
+        self._is_heard = False
+        self._is_ended = False
+        # By thread: what it waits for, since when, and how long it may until it asks.
+        self._since: dict[int, tuple[tuple[object, ...], float, float]] = {}
+
+    def end(self) -> None:
+        """Let the thread come to its end."""
+        self._is_ended = True
+        self._wake.set()
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(timeout=_MIN_PATIENCE_S)
+
+    def look_now(self) -> None:
+        """Return when the thread has read what the other ranks have decided so far."""
+        with self._looked:
+            # Of a look that is under way, it is not known what it has read already.
+            enough = self._looks + 2
+            self._is_heard = True
+            while self._looks < enough and self.is_alive() and not self._is_ended:
+                self._wake.set()
+                self._looked.wait(self._patience_s / 20)
+
+    def run(self) -> None:
+        try:
+            self._skip_old_questions()
+            while not self._is_ended and self.group() is not None and dist.group.WORLD is self.group():
+                self._look()
+                with self._looked:
+                    self._looks += 1
+                    self._looked.notify_all()
+                self._wake.wait(self._pause_s)
+                self._wake.clear()
+        except Exception as error:
+            # The store ends with the rank or the launcher that holds it.
+            _LOG.debug("the watch of ranks that wait has ended: %s", error)
+        finally:
+            with self._looked:
+                self._is_ended = True
+                self._looked.notify_all()
+
+    def _skip_old_questions(self) -> None:
+        while self._store.check([self._key("verdict")]):
+            self._question += 1
+
+    def _key(self, what: str) -> str:
+        return f"{self._question}/{what}"
+
+    def _look(self) -> None:
+        is_asker = self._has_waited_too_long() and self._store.add(self._key("asked"), 1) == 1
+        if is_asker or self._store.check([self._key("asked")]):
+            self._answer(is_asker=is_asker)
+
+    def _has_waited_too_long(self) -> bool:
+        now = time.monotonic()
+        before, self._since = self._since, {}
+        is_too_long = False
+        for found in waiting_threads():
+            # It may have begun just after the last look, and is seen to be over after the limit at the next.
+            since = (found.mark, now, self.limit_s - 2 * self._pause_s)
+            known = before.get(found.thread, since)
+            if known[0] != found.mark:
+                known = since
+            mark, begun, patience_s = known
+            if now - begun >= patience_s:
+                is_too_long = True
+                # Asked again after twice as long.
+                known = (mark, begun, 2 * (now - begun) + self.limit_s)
+            self._since[found.thread] = known
+        return is_too_long
+
+    def _answer(self, *, is_asker: bool) -> None:
+        """Tell where this process is, and do what the ranks are told."""
+        self._store.set(self._key(f"place/{self._rank}"), text_of(self._place()))
+        if is_asker:
+            places = self._collect()
+            verdict = judge(places)
+            self._store.set(self._key("verdict"), _written(verdict))
+        elif not self._has_come(self._key("verdict"), 4 * self._patience_s):
+            # Who asked has ended.
+            self._store.set(self._key("verdict"), _written(Verdict(False, (), ())))
+        verdict = _read(self._store.get(self._key("verdict")).decode())
+        self._question += 1
+        if verdict.is_diverged:
+            self._close(verdict)
+        elif self._since and verdict.lines:
+            _LOG.warning("a rank has waited long for others\n%s\n  at:  %s", "\n".join(verdict.lines), place_of_rank())
+
+    def _place(self) -> Place:
+        place = place_here()
+        failed = self._watch.failed_call
+        if failed and not place.waits:
+            return replace(place, failed_call=failed, text=f"{failed}; {place.text}")
+        return place
+
+    def _collect(self) -> dict[int, Place | None]:
+        deadline = time.monotonic() + self._patience_s
+        places: dict[int, Place | None] = {}
+        for rank in range(self._size):
+            key = self._key(f"place/{rank}")
+            is_there = self._has_come(key, deadline - time.monotonic())
+            places[rank] = place_from(self._store.get(key).decode()) if is_there else None
+        return places
+
+    def _has_come(self, key: str, patience_s: float) -> bool:
+        deadline = time.monotonic() + patience_s
+        while not self._store.check([key]):
+            if time.monotonic() >= deadline or self._is_ended:
+                return False
+            time.sleep(min(self._pause_s, 0.02))
+        return True
+
+    def _close(self, verdict: Verdict) -> None:
+        """End every wait in the groups of the verdict, and let nobody start anything in them."""
+        groups = {name: group for name, group in groups_of_process().items() if name in verdict.groups}
+        if groups and not self._is_heard and not waiting_threads():
+            # Who does not wait learns of it at the next collective.
+            _LOG.error("%s", _diverged(verdict.lines))
+        self._watch.closed.update(dict.fromkeys(groups.values(), verdict.lines))
+        for transport in transports():
+            if any(group.group_name in groups for group in transport.groups):
+                _refuse(transport, verdict.lines)
+        for group in groups.values():
+            _end_waits(group)
+
+
+def _end_waits(group: dist.ProcessGroup) -> None:
+    if real_backend(group) != "gloo":
+        # NCCL's own watchdog ends what waits on the device.
+        return
+    for peer in range(group.size()):
+        # A connection that its peer has closed ends this wait at once, and leaves the others open.
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.zeros(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+
+
+def _refuse(transport: Transport, lines: tuple[str, ...]) -> None:
+    """Let every call of ``transport`` raise; what shadows the methods costs nothing before."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise _diverged(lines)
+
+    transport.is_closed = True
+    for name in ("begin_all_gather", "begin_reduce_scatter", "begin_all_reduce", "begin_broadcast"):
+        setattr(transport, name, refuse)
+
+
+def _diverged(lines: tuple[str, ...]) -> DesyncError:
+    return DesyncError(
+        "\n".join(["the ranks went different ways, and what one waits for will never come", *lines]),
+        at=place_of_rank(),
+        fix=_FIX,
+    )
+
+
+def _written(verdict: Verdict) -> str:
+    return "\n".join([str(int(verdict.is_diverged)), " ".join(verdict.groups), *verdict.lines])
+
+
+def _read(text: str) -> Verdict:
+    is_diverged, groups, *lines = text.split("\n")
+    return Verdict(is_diverged == "1", tuple(groups.split()), tuple(lines))
+
+
+def _limit(value: object, name: str) -> float:
+    """Return the limit in seconds; 0: none."""
+    with suppress(TypeError, ValueError):
+        if value is None or (not isinstance(value, bool) and 0 <= (seconds := float(value)) < math.inf):  # type: ignore[arg-type]
+            return 0.0 if value is None else seconds
+    raise ConfigError(
+        f"{name} is {value!r}", fix="give a number of seconds, 0 to wait as long as the process group does"
+    )
+
+
+_WATCH = _Watch()

@@ -1,0 +1,110 @@
+"""Notices what is added below annotated modules after their annotation, and wrappers of torch that are put around them.
+
+Nothing is paid in a step: torch calls a hook when a module or parameter is registered, which is rare, and the
+hook counts those below an annotation. Who remembers the count sees at its next forward whether to look.
+"""
+
+import weakref
+from collections.abc import Iterable
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from composable.claims import is_managed
+from composable.errors import UsageError, place_of_rank
+from composable.frames import modules_in_call
+from composable.rivals import WRAPPER, averaged_twice, averaged_twice_in, rival_on
+from composable.torch_hooks import before_every_registration
+from composable.torch_private import opaque
+
+__all__ = [
+    "check_callers",
+    "count_registrations",
+    "is_left_alone",
+    "leave_alone",
+    "take_charge",
+    "watch_registrations",
+]
+
+
+class _Count:
+    value = 0
+
+
+_COUNT = _Count()
+_WATCHED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_LEFT: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_REGISTERED: list[RemovableHandle] = []
+
+
+def watch_registrations(modules: Iterable[nn.Module]) -> None:
+    """Count what is registered in any of ``modules`` from now on."""
+    if not _REGISTERED:
+        _REGISTERED.extend(before_every_registration(_before_module, _before_parameter))
+    _WATCHED.update(modules)
+
+
+def take_charge(modules: Iterable[nn.Module]) -> None:
+    """Note that an annotation manages what ``modules`` hold themselves, and watch them."""
+    taken = list(modules)
+    _LEFT.difference_update(taken)
+    watch_registrations(taken)
+
+
+def leave_alone(modules: Iterable[nn.Module]) -> None:
+    """Note that the annotation of ``modules`` was undone, which is no mistake where another one is around them."""
+    _LEFT.update(modules)
+
+
+def is_left_alone(module: nn.Module) -> bool:
+    """Say whether the annotation of ``module`` was undone, and it was put nowhere else since."""
+    return module in _LEFT
+
+
+def count_registrations() -> int:
+    """Return how many modules and parameters were registered in watched modules so far."""
+    return _COUNT.value
+
+
+def check_callers() -> None:
+    """Refuse a forward inside a wrapper of torch that takes care of parameters which an annotation manages.
+
+    Raises:
+        UsageError: The wrapper is older than the annotation, so only a forward shows it.
+    """
+    for module in modules_in_call():
+        both = averaged_twice(module)
+        if both is not None:
+            raise _two_averages(*both)
+
+
+def _two_averages(rival: str, fqn: str) -> UsageError:
+    """Return the error for a parameter that ``rival``, which is torch's, takes care of as well."""
+    return UsageError(
+        f"two things average these gradients: an annotation of this library and {rival}",
+        at=f"{place_of_rank()}, parameter {fqn!r}",
+        fix="keep one of them: docs/trainers.md has what to tell trainers that wrap by themselves",
+    )
+
+
+@opaque
+def _before_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if parent in _WATCHED:
+        _COUNT.value += 1
+        if child is not None:
+            _LEFT.difference_update(child.modules())
+    rival = rival_on(parent)
+    if rival is not None and child is not None:
+        both = averaged_twice_in(rival, child)
+        if both is not None:
+            raise _two_averages(*both)
+
+
+@opaque
+def _before_parameter(parent: nn.Module, name: str, param: nn.Parameter) -> None:
+    # Annotations themselves place parameters in modules that watch assignments: those are managed.
+    if parent in _WATCHED and not is_managed(param):
+        _COUNT.value += 1
+        if hasattr(param, "_st_info"):
+            # What the wrapper, or torch's replicate on it, makes of a sharded parameter that it takes over.
+            raise _two_averages(WRAPPER, name)

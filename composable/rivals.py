@@ -1,0 +1,50 @@
+"""Recognises what of torch averages gradients too, by the names of classes: nothing of it is imported."""
+
+import functools
+import sys
+
+from torch import nn
+
+from composable.claims import is_managed
+
+__all__ = ["WRAPPER", "averaged_twice", "averaged_twice_in", "rival_on"]
+
+WRAPPER = "DistributedDataParallel"
+# Where a class is defined, what it is called, and how messages call it.
+_CLASSES = {
+    ("torch.nn.parallel.distributed", WRAPPER): WRAPPER,
+    ("torch.distributed._composable.replicate_with_fsdp", "ReplicateModule"): "torch's replicate",
+}
+# Where torch's own annotations have the key under which a module keeps their names; who uses none has not imported it.
+_CONTRACT, _KEY = "torch.distributed._composable.contract", "REGISTRY_KEY"
+
+
+def rival_on(module: nn.Module) -> str | None:
+    """Return what of torch averages the gradients of ``module`` and all below it, in words; or ``None``."""
+    found = _rival_class(type(module))  # type: ignore[arg-type]  # every class is hashable
+    if found is not None:
+        return found
+    key = getattr(sys.modules.get(_CONTRACT), _KEY, None)
+    return "torch's replicate" if key in vars(module) and "replicate" in vars(module)[key] else None
+
+
+def averaged_twice(module: nn.Module) -> tuple[str, str] | None:
+    """Return (what of torch is on ``module``, a parameter that an annotation manages as well), or ``None``."""
+    rival = rival_on(module)
+    return None if rival is None else averaged_twice_in(rival, module._modules.get("module") or module)
+
+
+def averaged_twice_in(rival: str, wrapped: nn.Module) -> tuple[str, str] | None:
+    """Do what ``averaged_twice`` does for what a wrapper holds."""
+    # What users tell DistributedDataParallel to leave alone.
+    left = getattr(wrapped, "_ddp_params_and_buffers_to_ignore", None) or ()
+    for fqn, param in wrapped.named_parameters():
+        if param.requires_grad and fqn not in left and is_managed(param):
+            return rival, fqn
+    return None
+
+
+@functools.cache
+def _rival_class(cls: type[nn.Module]) -> str | None:
+    keys = ((base.__module__, base.__qualname__) for base in cls.__mro__)
+    return next((_CLASSES[key] for key in keys if key in _CLASSES), None)

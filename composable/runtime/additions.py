@@ -1,0 +1,97 @@
+"""Whether something trainable was added below a sharded module after the annotation, which nothing would average.
+
+A frozen parameter that is added is none of our business: every rank holds it whole.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Protocol
+
+from torch import nn
+
+import _traversal_utils
+from composable.claims import is_managed
+from composable.contract import excludes
+from composable.errors import UsageError, place_of_rank
+from composable.frames import is_functional_call
+from composable.planning import name_modules
+from composable.registrations import check_callers, count_registrations, is_left_alone, watch_registrations
+from composable.storage import Handle
+from composable.wording import join_fqn, list_text
+
+__all__ = ["Additions"]
+
+
+class _Annotated(Protocol):
+    """What is asked of the state of an annotation."""
+
+    ignored_modules: frozenset[nn.Module]
+    ignored_slots: list[tuple[nn.Module, str]]
+    _handles: list[Handle]
+
+
+class Additions:
+    """Looks at a tree of annotated modules when something was registered in it."""
+
+    __slots__ = ("_frozen", "_seen")
+
+    def __init__(self) -> None:
+        self._seen = -1
+        self._frozen: list[nn.Parameter] = []
+
+    def check(self, module: nn.Module, states: Collection[_Annotated]) -> None:
+        """Raise if ``module``, whose forward begins, has parameters that no annotation knows.
+
+        Args:
+            module: The outermost fully sharded module that runs.
+            states: Every state of the tree.
+
+        Raises:
+            UsageError: It names them, or what else averages gradients.
+        """
+        seen = count_registrations()
+        if self._seen == seen and not any(param.requires_grad for param in self._frozen):
+            return
+        if is_functional_call():
+            return  # What is lent for one call was not added.
+        check_callers()
+        for state in states:
+            for handle in state._handles:
+                handle.attach()  # What was assigned in the place of a sharded parameter is a value for it.
+        added = dict(_unmanaged(module, states))
+        names = [fqn for fqn, param in added.items() if param.requires_grad]
+        if names:
+            raise UsageError(
+                "parameters were added after fully_shard was called, and nothing averages their gradients",
+                at=f"{place_of_rank()}, {list_text(names)}",
+                fix="add modules first; or call fully_shard on the added module too; or unannotate, and annotate anew",
+            )
+        self._frozen = list(added.values())
+        watch_registrations(_traversal_utils._get_modules(module))
+        self._seen = seen
+
+
+def _unmanaged(root: nn.Module, states: Collection[_Annotated]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters below ``root`` that no annotation manages or ignores, with their names."""
+    ignored = {module for state in states for module in state.ignored_modules}
+    slots = {slot for state in states for slot in state.ignored_slots}
+    names = name_modules([root])
+    left: set[int] = set()
+    entered: list[nn.Module] = []
+    seen = {root}
+    stack = [root]
+    while stack:
+        module = stack.pop()
+        if module in ignored or excludes(module, "fully_shard"):
+            left.update(map(id, module.parameters()))
+            continue
+        entered.append(module)
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    for module in entered:
+        if is_left_alone(module):
+            continue
+        for name, param in module._parameters.items():
+            if param is not None and id(param) not in left and (module, name) not in slots and not is_managed(param):
+                yield join_fqn(names[module], name), param

@@ -1,0 +1,77 @@
+"""What the ranks tell each other at the end of a backward: one small message from each to all.
+
+Autograd's order says when a handle may be reduced early; what it missed, and which parameters got no
+gradient anywhere, only all ranks together know. See docs/notes/completion.md.
+
+The message travels in host memory, also where parameters live on a device: nobody waits for kernels.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from composable.collectives import Pending, Ranks, Transport
+from composable.runtime.account import Account
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """The message of the handles that one group of ranks shares.
+
+    Args:
+        ranks: Who shares them.
+        transport: Between these ranks, for tensors on the CPU; this takes a key of it.
+        accounts: Of all flat buffers, in an order equal on all ranks.
+    """
+
+    def __init__(self, ranks: Ranks, transport: Transport, accounts: Sequence[Account]) -> None:
+        self._ranks = ranks
+        self._transport = transport
+        self._key = transport.allocate_key()
+        self._accounts = tuple(accounts)
+        # One byte for a complaint, then the accounts.
+        length = 1 + sum(account.numel_bytes for account in accounts)
+        self._mine, self._every = bytearray(length), bytearray(length * ranks.size)
+        self._pending: Pending | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """There is nobody to agree with."""
+        return self._ranks.is_alone
+
+    def begin(self, *, has_failed: bool) -> None:
+        """Tell the other ranks. Collective."""
+        if self._ranks.is_alone:
+            return
+        self._mine[:] = bytes([has_failed]) + b"".join([account.told() for account in self._accounts])
+        self._pending = self._transport.begin_all_gather(
+            torch.frombuffer(self._every, dtype=torch.uint8), torch.frombuffer(self._mine, dtype=torch.uint8), self._key
+        )
+
+    def finish(self) -> bool:
+        """Make the accounts those of all ranks; return whether any rank complains."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return False
+        pending.finish()
+        length = len(self._mine)
+        told = [bytes(self._every[start : start + length]) for start in range(0, len(self._every), length)]
+        if all(one == told[0] for one in told):
+            # Nobody knows more than this rank.
+            return bool(told[0][0])
+        start = 1
+        for account in self._accounts:
+            stop = start + account.numel_bytes
+            account.hear([one[start:stop] for one in told])
+            start = stop
+        return any(one[0] for one in told)
+
+    def abandon(self) -> None:
+        """Wait for a message that was begun, and forget it."""
+        self._transport.settle()
+        self._pending = None
+
+    def raise_together(self, failure: Exception | None) -> None:
+        """Raise the failure of any rank on all of them. Collective, after ``finish`` has said that there is one."""
+        self._ranks.raise_together(failure)

@@ -1,0 +1,39 @@
+"""What users should know of their model and is no error: logged as a warning, each text once in a process."""
+
+import logging
+
+from composable.collectives import Ranks
+from composable.errors import place_of_rank
+from composable.planning import ShardPlan
+from composable.storage import Handle
+
+__all__ = ["notice_leak", "notice_plan"]
+
+_LOG = logging.getLogger("composable")
+_SAID: set[str] = set()
+
+
+def notice_plan(plan: ShardPlan, ranks: Ranks) -> None:
+    """Log what is likely not meant in the plan of a root, on the first of its ranks.
+
+    Of a root only: of an annotation it is not known whether another one comes around it.
+    """
+    if ranks.rank == 0 and ranks.size > 1:
+        for warning in plan.warnings:
+            _warn_once(f"{warning}\n  at:  {place_of_rank()}, module {' + '.join(plan.class_names)}")
+
+
+def notice_leak(handle: Handle) -> None:
+    """Log that the parameters stay in memory, if they would be freed had the forward not leaked."""
+    if handle.reshard_after_forward:
+        _warn_once(
+            "a forward leaves tensors by another way than its output: its parameters stay in memory until backward ends"
+            f"\n  at:  {place_of_rank()}, module {handle.fqn!r} ({handle.plan.class_names[0]})"
+            "\n  fix: return them, keep them as attributes of this module, or compute them under torch.no_grad()"
+        )
+
+
+def _warn_once(text: str) -> None:
+    if text not in _SAID:
+        _SAID.add(text)
+        _LOG.warning("%s", text)

@@ -1,0 +1,105 @@
+"""Reductions under way: a few gradient buffers, filled and reduced in turn."""
+
+from collections import deque
+from typing import NamedTuple
+
+from composable.errors import UsageError
+from composable.runtime.account import Account
+from composable.runtime.streams import Streams
+from composable.storage import FlatBuffer, GradientBuffer, GradientPool, Reduction, handle_of
+from composable.torch_private import autograd_profiler
+from composable.tracing import in_region
+
+__all__ = ["Reductions"]
+
+# Gradient buffers alive at once: one being reduced, one being filled.
+MAX_GRADIENT_BUFFERS = 2
+
+
+class _UnderWay(NamedTuple):
+    """A reduction that was started, and what its source and its result belong to."""
+
+    reduction: Reduction
+    account: Account
+    gradient: GradientBuffer
+
+
+class Reductions:
+    """Takes gradients from the leaves and gives them, reduced, to the sharded parameters.
+
+    Args:
+        streams: Of the device.
+
+    Attributes:
+        failure: What went wrong on this rank; it still took part in every collective.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self.failure: UsageError | None = None
+        self._streams = streams
+        self._under_way: deque[_UnderWay] = deque()
+        self._pool = GradientPool()
+
+    def take(self, account: Account) -> GradientBuffer | None:
+        """Move the gradients of the leaves into a buffer; ``None`` where there are no elements to reduce."""
+        flat = account.flat
+        if flat.is_empty:
+            account.had |= flat.gradient_bits()
+            flat.drop_gradients()
+            account.take(flat.shard.new_empty(0))
+            return None
+        while len(self._under_way) >= MAX_GRADIENT_BUFFERS:
+            self._finish_first()
+        gradient = self._pool.take(flat.pool_key, flat.make_gradient_buffer)
+        try:
+            account.had |= flat.take_gradients(gradient)
+        except UsageError as error:
+            # The other ranks are about to reduce: they get zeros, and hear of it at the end of backward.
+            flat.drop_gradients()
+            flat.take_gradients(gradient)
+            self.failure = self.failure or error
+        return gradient
+
+    def begin(self, account: Account, gradient: GradientBuffer) -> None:
+        """Start to reduce what ``take`` returned. Collective."""
+        path = account.flat.gradient_path
+        assert path is not None, "connected when the root was decided"
+        if autograd_profiler._is_profiler_enabled:
+            name = _name_of(account.flat)
+            reduction = in_region("reduce", name, self._streams.begin_reduction, path, gradient)
+        else:
+            reduction = self._streams.begin_reduction(path, gradient)
+        self._under_way.append(_UnderWay(reduction, account, gradient))
+
+    def finish(self) -> None:
+        """Wait for all that was started."""
+        while self._under_way:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        reduction, account, gradient = self._under_way.popleft()
+        if autograd_profiler._is_profiler_enabled:
+            shard = in_region("wait for reduce", _name_of(account.flat), reduction.finish)
+        else:
+            shard = reduction.finish()
+        self._pool.give(account.flat.pool_key, gradient)
+        account.take(shard)
+
+    def end(self) -> UsageError | None:
+        """Give the buffers back to the device; returns what went wrong."""
+        self._pool.release()
+        failure, self.failure = self.failure, None
+        return failure
+
+    def abandon(self) -> None:
+        """Wait for all that was started, and forget it."""
+        while self._under_way:
+            self._under_way[0].reduction.finish()
+            self._under_way.popleft()
+        self.end()
+
+
+def _name_of(flat: FlatBuffer) -> str:
+    """Return the name of the module whose parameters lie in ``flat``."""
+    handle = handle_of(flat.params[0].sharded)
+    return "" if handle is None else handle.fqn

@@ -1,0 +1,59 @@
+"""Where a root is, as other ranks that wait are told; read from another thread, so nothing is noted for it."""
+
+from composable.collectives import Started, Told, Transport, Tree
+from composable.runtime.scheduler import Scheduler
+from composable.storage import FlatBuffer
+
+__all__ = ["Standing"]
+
+
+class Standing:
+    """Tells where the modules of a root are.
+
+    Args:
+        name: Of the root's class.
+        scheduler: That runs its handles.
+    """
+
+    def __init__(self, name: str, scheduler: Scheduler) -> None:
+        self._name = name
+        self._scheduler = scheduler
+        self._flats = [(handle, flat) for handle in scheduler.handles for flat in handle.buffers if not flat.is_empty]
+
+    def close(self) -> None:
+        """Let go of every handle; from now on nothing is told."""
+        self._flats = []
+
+    def tell(self, *, in_backward: bool) -> Told | None:
+        """Return where they are; ``None`` where nothing is sharded."""
+        address = _address(self._flats[0][1]) if self._flats else None
+        if address is None or not address[0].groups:
+            return None
+        scheduler = self._scheduler
+        forwards, backwards, failure = scheduler.forward_id, scheduler.backward_id, scheduler.failure
+        is_backward = scheduler.is_backward
+        is_last = is_backward or backwards > scheduler.backwards_before
+        is_inside = bool(scheduler._running) or (is_last and in_backward)
+        text = f"{'backward' if is_last else 'forward'} {backwards if is_last else forwards} of {self._name}"
+        if is_inside:
+            text = f"in {text}"
+        elif is_backward:
+            text = f"has left {text} by an exception"
+        elif failure:
+            text = f"has left {text}: {failure}"
+        else:
+            text = f"has ended {text}" if forwards else f"has not begun a forward of {self._name}"
+        tree = Tree(forwards, backwards, is_inside=is_inside, has_failed=bool(failure), text=text)
+        return Told(f"{address[0].groups[0].group_name} {address[1]}", tree, address[0])
+
+    def name_of(self, started: Started) -> str | None:
+        """Return whose all-gather or reduce-scatter it is."""
+        for handle, flat in self._flats:
+            if _address(flat) == (started.transport, started.tag // 2):
+                return f"the {'reduce-scatter' if started.tag % 2 else 'all-gather'} of module {handle.fqn!r}"
+        return None
+
+
+def _address(flat: FlatBuffer) -> tuple[Transport, int] | None:
+    path = flat.gather_path
+    return None if path is None else (path.transport, path.key)

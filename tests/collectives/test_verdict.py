@@ -1,0 +1,242 @@
+"""Tests composable/collectives/verdict.py on programs that nobody runs: lists of what each rank starts."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from composable.collectives.verdict import COUNTED, ORDERED, Place, Tree, Wait, judge, place_from, text_of
+
+LANE = "main"
+
+
+@dataclass(frozen=True)
+class Op:
+    """A collective of ``ranks``; ``tag`` below zero: met by its order in the group, where it is of ``kind``."""
+
+    group: str
+    ranks: tuple[int, ...]
+    tag: int
+    kind: str = ""
+
+
+@dataclass
+class Rank:
+    """Runs its program: starts each collective and waits for it, or for one that was started before."""
+
+    number: int
+    program: list[Op]
+    started: list[Op] = field(default_factory=list)
+    is_waiting: bool = False
+
+    def started_of(self, group: str, tag: int) -> list[Op]:
+        return [op for op in self.started if op.group == group and (op.tag == tag if tag >= 0 else op.tag < 0)]
+
+    def place(self) -> Place:
+        groups = {op.group for op in self.program}
+        waits = []
+        if self.is_waiting:
+            op = self.started[-1]
+            number = len(self.started_of(op.group, op.tag))
+            tag = op.tag if op.tag >= 0 else ORDERED
+            waits.append(Wait(LANE, op.kind, "", op.group, op.ranks, tag, number, kind=op.kind, groups=(op.group,)))
+        return Place(
+            tuple(waits),
+            ordered={group: len(self.started_of(group, ORDERED)) for group in groups},
+            recent={group: [op.kind for op in self.started_of(group, ORDERED)] for group in groups},
+            started_of_tag={group: {tag: len(self.started_of(group, tag)) for tag in range(4)} for group in groups},
+        )
+
+
+class World:
+    """Ranks that run their programs, a step of one at a time."""
+
+    def __init__(self, programs: list[list[Op]]) -> None:
+        self.ranks = [Rank(number, program) for number, program in enumerate(programs)]
+
+    def step(self, rank: Rank) -> bool:
+        """Let ``rank`` go on if it can; returns whether it did."""
+        if rank.is_waiting:
+            op = rank.started[-1]
+            index = len(rank.started_of(op.group, op.tag)) - 1
+            for other in op.ranks:
+                theirs = self.ranks[other].started_of(op.group, op.tag)
+                if len(theirs) <= index or (op.tag < 0 and theirs[index].kind != op.kind):
+                    return False
+            rank.is_waiting = False
+            return True
+        if len(rank.started) == len(rank.program):
+            return False
+        rank.started.append(rank.program[len(rank.started)])
+        rank.is_waiting = True
+        return True
+
+    def steps(self, chance: random.Random, most: int) -> int:
+        """Let ranks drawn by chance go on ``most`` times, or until none can; returns how often one did."""
+        for done in range(most):
+            if not any(self.step(rank) for rank in chance.sample(self.ranks, len(self.ranks))):
+                return done
+        return most
+
+
+def draw_program(chance: random.Random, world_size: int) -> list[Op]:
+    everyone = tuple(range(world_size))
+    subsets = [everyone] + [(a, b) for a in everyone for b in everyone if a < b]
+    return [
+        Op(f"group of {ranks}", ranks, chance.choice([ORDERED, 0, 1, 2]), chance.choice("abc"))
+        for ranks in chance.choices(subsets, k=chance.randrange(1, 12))
+    ]
+
+
+def of_rank(program: list[Op], rank: int) -> list[Op]:
+    return [op for op in program if rank in op.ranks]
+
+
+def mutate(chance: random.Random, program: list[Op]) -> list[Op]:
+    """Drop, repeat, move or change one collective."""
+    changed = list(program)
+    at = chance.randrange(len(changed))
+    how = chance.randrange(4)
+    if how == 0:
+        del changed[at]
+    elif how == 1:
+        changed.insert(at, changed[at])
+    elif how == 2:
+        changed.insert(chance.randrange(len(changed)), changed.pop(at))
+    else:
+        changed[at] = chance.choice(changed)
+    return changed
+
+
+def answers(world: World, chance: random.Random) -> dict[int, Place | None]:
+    """Ask every rank where it is, in any order, while they go on in between."""
+    found: dict[int, Place | None] = {}
+    for rank in chance.sample(world.ranks, len(world.ranks)):
+        found[rank.number] = place_from(text_of(rank.place()))
+        world.steps(chance, chance.randrange(4))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_with_one_program_have_never_diverged_wherever_they_are(world_size: int) -> None:
+    for seed in range(150):
+        chance = random.Random(seed)
+        program = draw_program(chance, world_size)
+        world = World([of_rank(program, rank) for rank in range(world_size)])
+        while True:
+            assert not judge(answers(world, chance)).is_diverged, seed
+            if not world.steps(chance, 2):
+                break
+        assert all(len(rank.started) == len(rank.program) for rank in world.ranks)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_wait_for_each_other_have_diverged_and_only_they(world_size: int) -> None:
+    stuck = 0
+    for seed in range(300):
+        chance = random.Random(seed)
+        program = draw_program(chance, world_size)
+        programs = [of_rank(program, rank) for rank in range(world_size)]
+        culprit = chance.randrange(world_size)
+        if not programs[culprit]:
+            continue
+        programs[culprit] = mutate(chance, programs[culprit])
+        world = World(programs)
+        early = judge(answers(world, chance)).is_diverged
+        world.steps(chance, 1000)
+        verdict = judge({rank.number: rank.place() for rank in world.ranks})
+        waiting = [rank for rank in world.ranks if rank.is_waiting]
+        if early:
+            assert verdict.is_diverged and waiting, seed
+        if waiting and len(waiting) == world_size:
+            stuck += 1
+            assert verdict.is_diverged, seed
+            # All of them raise: whatever one of them waits in is closed.
+            assert {rank.started[-1].group for rank in waiting} == set(verdict.groups), seed
+        if not waiting:
+            assert not verdict.is_diverged, seed
+    assert stuck > 50
+
+
+def waits_in(forwards: int, backwards: int, *, ranks: tuple[int, ...] = (0, 1), is_call: bool = False) -> Place:
+    wait = Wait(LANE, "it", "", "g", ranks, 0, 5, tree="t", groups=("g", "h"), is_call=is_call)
+    tree = Tree(forwards, backwards, is_inside=True, has_failed=False, text="in it")
+    return Place((wait,), started_of_tag={"g": {0: 5}}, trees={"t": tree})
+
+
+def is_elsewhere(forwards: int, backwards: int, *, is_inside: bool = False, has_failed: bool = False) -> Place:
+    tree = Tree(forwards, backwards, is_inside=is_inside, has_failed=has_failed, text="elsewhere")
+    return Place((), started_of_tag={"g": {0: 4}}, trees={"t": tree}, text="is elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("far", "has_left"),
+    [
+        (is_elsewhere(3, 1, is_inside=True), False),  # computes in the same backward
+        (is_elsewhere(3, 1), True),  # has ended it, or an exception has
+        (is_elsewhere(3, 0), False),  # between forward and backward
+        (is_elsewhere(3, 0, is_inside=True), False),  # still in the forward before
+        (is_elsewhere(3, 0, has_failed=True), True),  # the forward before has raised
+        (is_elsewhere(2, 1, has_failed=True), False),  # one has that others have left too
+        (is_elsewhere(4, 0), True),  # forward again, without backward
+        (is_elsewhere(4, 1, is_inside=True), True),  # the next forward
+        (is_elsewhere(3, 2, is_inside=True), True),  # the next backward
+        (Place(text="is elsewhere"), False),  # nothing is known
+    ],
+)
+def test_a_rank_that_does_not_wait_is_slow_unless_it_has_left(far: Place, has_left: bool) -> None:
+    assert judge({0: waits_in(3, 1), 1: far}).is_diverged == has_left
+
+
+def test_a_rank_that_raised_in_the_call_that_annotates_will_not_come_to_the_comparison() -> None:
+    far = Place(failed_call="has left fully_shard by ConfigError")
+    assert judge({0: waits_in(0, 0, is_call=True), 1: far}).is_diverged
+    assert not judge({0: waits_in(0, 0), 1: far}).is_diverged
+
+
+def test_who_does_not_answer_may_be_slow() -> None:
+    assert not judge({0: waits_in(3, 1), 1: None}).is_diverged
+
+
+def test_who_waits_for_one_that_waits_in_vain_does_so_too_and_others_are_not_told() -> None:
+    behind = Wait(LANE, "another", "", "k", (0, 2), 0, 1, groups=("k",))
+    third = Place((behind,))
+    far = Place((Wait(LANE, "its own", "", "k2", (3, 4), 0, 1, groups=("k2",)),))
+    verdict = judge({0: waits_in(3, 1), 1: is_elsewhere(3, 1), 2: third, 3: far, 4: Place(text="is slow")})
+    assert verdict.groups == ("g", "h", "k")
+    assert verdict.lines == (
+        "    rank 0: waits for it, in it",
+        "    rank 1: is elsewhere",
+        "    rank 2: waits for another",
+    )
+
+
+def test_threads_of_other_names_do_not_wait_for_each_other() -> None:
+    writes = Wait("writer", "w", "", "g", (0, 1), 0, 1, groups=("g",))
+    trains = Wait(LANE, "t", "", "h", (0, 1), 0, 1, groups=("h",))
+    started = {"g": {0: 1}}, {"h": {0: 1}}
+    assert not judge(
+        {0: Place((writes,), started_of_tag=started[0]), 1: Place((trains,), started_of_tag=started[1])}
+    ).is_diverged
+    same_lane = Wait(LANE, "w", "", "g", (0, 1), 0, 1, groups=("g",))
+    assert judge(
+        {0: Place((same_lane,), started_of_tag=started[0]), 1: Place((trains,), started_of_tag=started[1])}
+    ).is_diverged
+
+
+def test_different_calls_that_meet_in_one_place_of_a_group_have_diverged() -> None:
+    def calls(kind: str, number: int) -> Place:
+        wait = Wait(LANE, kind, "", "g", (0, 1), COUNTED, number, kind=kind, sequence=number, groups=("g",))
+        return Place((wait,), counted={"g": number})
+
+    assert judge({0: calls("barrier", 3), 1: calls("all_gather", 3)}).is_diverged
+    assert not judge({0: calls("barrier", 3), 1: calls("barrier", 3)}).is_diverged
+    assert not judge({0: calls("barrier", 3), 1: calls("all_gather", 4)}).is_diverged
+
+
+def test_ranks_that_say_the_same_share_a_line() -> None:
+    place = Place(text="is slow")
+    assert judge({0: place, 1: None, 2: place}).lines == (
+        "    ranks 0, 2: each is slow",
+        "    rank 1: does not answer: it has annotated nothing, or its process has ended or is stopped",
+    )

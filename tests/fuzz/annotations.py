@@ -1,0 +1,235 @@
+"""Random ways to annotate a model."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable import ComposableError, SizePolicy, fully_shard, load_full_state_dict, replicate
+from tests.fuzz.nodes import Node
+from tests.fuzz.trees import Model, candidates
+
+__all__ = ["MODES", "STARTS", "Annotation", "Refused", "annotate", "annotate_again", "direct_parts", "draw_annotation"]
+
+MODES = "function classes size hand mixed root lists replicate roots".split()
+STARTS = "values sync load init".split()
+# Modes in which all of the model is sharded by one call, so that it may start on the meta device.
+WHOLE = {"function", "classes", "size", "root"}
+TRANSPORTS = "auto process_group point_to_point".split()
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """How a model is annotated; which modules exactly follows from ``seed`` and their own numbers.
+
+    Attributes:
+        mode: One of ``MODES``.
+        seed: Of every choice.
+        share: Of the modules that may be annotated, how many are.
+        transport: Of what is sharded.
+        start: Where values come from.
+        is_reentrant: Somewhere in the tree there is reentrant checkpointing.
+    """
+
+    mode: str
+    seed: int
+    share: float
+    transport: str
+    start: str
+    is_reentrant: bool
+
+    def __str__(self) -> str:
+        start = "" if self.start == "values" else f", starts on the meta device ({self.start})"
+        return f"{self.mode}, {self.share:.0%} of the modules, transport {self.transport}{start}"
+
+    def rng(self, name: str) -> random.Random:
+        return random.Random(f"{self.seed}/{name}")
+
+
+class Refused(Exception):  # noqa: N818  # an outcome
+    """One of the library's errors, before anything ran."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    api: Callable[..., Any]
+    modules: tuple[nn.Module, ...]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        self.api(self.modules[0] if len(self.modules) == 1 else list(self.modules), **self.options)
+
+
+def draw_annotation(rng: random.Random, tags: frozenset[str], modes: Sequence[str] = MODES) -> Annotation:
+    """Return a way that fits a tree with ``tags``."""
+    fits = [mode for mode in modes if _fits(mode, tags)]
+    mode = rng.choice(fits or ["hand"])
+    start = rng.choice(STARTS) if mode in WHOLE and rng.random() < 0.4 else "values"
+    share = rng.choice([0.3, 0.6, 0.9])
+    return Annotation(mode, rng.getrandbits(32), share, rng.choice(TRANSPORTS), start, "reentrant" in tags)
+
+
+def _fits(mode: str, tags: frozenset[str]) -> bool:
+    if mode in ("classes", "size"):
+        # They pick modules inside those of torch, which use one another's weights.
+        return "fragile" not in tags
+    # A gradient comes twice in one backward: refused by design.
+    return mode != "replicate" or "reentrant" not in tags
+
+
+def annotate(make: Callable[[], Model], annotation: Annotation, before: Callable[[Model], None]) -> Model:
+    """Return an annotated model with the values that ``make`` gives.
+
+    Args:
+        make: Makes the model.
+        annotation: How to annotate it.
+        before: Called with the model before it is annotated.
+
+    Raises:
+        Refused: The library does not take it.
+    """
+    is_meta = annotation.start in ("load", "init") or (annotation.start == "sync" and torch.distributed.get_rank() > 0)
+    # Not by `to`, which cuts ties.
+    with torch.device("meta" if is_meta else "cpu"):
+        model = make()
+    before(model)
+    try:
+        if annotation.start == "values":
+            annotate_again(model, annotation)
+        else:
+            _annotate_meta(model, annotation, make())
+    except ComposableError as error:
+        raise Refused(f"{type(error).__name__}: {error}") from error
+    return model
+
+
+def annotate_again(model: Model, annotation: Annotation, **options: Any) -> None:
+    """Annotate a model that has its values."""
+    for request in _requests(model, annotation):
+        request.options.update(options)
+        request.run()
+
+
+def _annotate_meta(model: Model, annotation: Annotation, plain: Model) -> None:
+    if annotation.start == "sync":
+        annotate_again(model, annotation, sync_module_states=True)
+    elif annotation.start == "init":
+        names = {module: name for name, module in model.named_modules()}
+        annotate_again(
+            model, annotation, param_init_fn=lambda module: _fill(module, plain.get_submodule(names[module]))
+        )
+    else:
+        annotate_again(model, annotation)
+        model.to_empty(device="cpu")
+        load_full_state_dict(model, plain.state_dict())
+        for name, buffer in plain.named_buffers():
+            model.get_buffer(name).copy_(buffer)
+
+
+def _fill(module: nn.Module, source: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    with torch.no_grad():
+        for name, value in source.named_parameters(recurse=False):
+            module.get_parameter(name).copy_(value)
+        for name, value in source.named_buffers(recurse=False):
+            module.get_buffer(name).copy_(value)
+
+
+def direct_parts(model: Model, annotation: Annotation) -> frozenset[str]:
+    """Return which of ``trunk`` and ``heads`` are annotated themselves, so that they may be called as they are."""
+    own: set[nn.Module] = set()
+    for request in _requests(model, annotation):
+        own.update(request.modules)
+        policy = request.options.get("policy")
+        if isinstance(policy, frozenset):
+            own.update(module for module in model.modules() if isinstance(module, tuple(policy)))
+        elif policy is not None and not isinstance(policy, SizePolicy):
+            own.update(module for module in model.modules() if policy(module))
+    found = {"trunk"} if {model.trunk, model.inp} <= own and model.front is None else set()
+    if own.issuperset(model.heads):
+        found.add("heads")
+    return frozenset(found)
+
+
+def _requests(model: Model, annotation: Annotation) -> list[_Request]:
+    mode = annotation.mode
+    offered = list(candidates(model))
+    chosen = [(name, one) for name, one in offered if annotation.rng(name).random() < annotation.share]
+    if mode == "replicate":
+        return [_replicate(annotation, "root", model)]
+    if mode == "root":
+        return [_shard(annotation, "root", model)]
+    if mode == "function":
+        picked = {module for _, module in chosen} or {model.inp}
+        return [_shard(annotation, "root", model, policy=lambda module: module in picked)]
+    if mode == "classes":
+        classes = {type(module) for _, module in chosen if isinstance(module, Node)} | {nn.Linear}
+        return [_shard(annotation, "root", model, policy=frozenset(classes))]
+    if mode == "size":
+        return [_shard(annotation, "root", model, policy=SizePolicy(annotation.rng("size").choice([4, 16, 30])))]
+    if mode == "lists":
+        return [*_lists(annotation, chosen), _shard(annotation, "root", model)]
+    if mode == "roots":
+        tops = [module for module in (model.front, model.trunk, model.inp, *model.heads) if module is not None]
+        chosen = [(name, one) for name, one in offered if one in tops or (name, one) in chosen]
+        return [_shard(annotation, name, one) for name, one in chosen]
+    requests = []
+    for name, module in [*chosen, ("root", model)]:
+        is_safe = not annotation.is_reentrant or name in ("inp", "head 0", "head 1")
+        has_some = any(param.requires_grad for param in module.parameters())
+        if mode == "mixed" and is_safe and has_some and annotation.rng(f"{name}, api").random() < 0.4:
+            requests.append(_replicate(annotation, name, module))
+        else:
+            requests.append(_shard(annotation, name, module))
+    return requests
+
+
+def _lists(annotation: Annotation, chosen: Sequence[tuple[str, nn.Module]]) -> list[_Request]:
+    """Share handles among modules of which none is inside another; what is inside one gets a handle of its own."""
+    rng = annotation.rng("lists")
+    apart: list[tuple[str, nn.Module]] = []
+    for name, module in rng.sample(list(chosen), len(chosen)):
+        if not any(_are_nested(module, other) for _, other in apart):
+            apart.append((name, module))
+    inside = [
+        _shard(annotation, name, module)
+        for name, module in chosen
+        if any(module is not one and _holds(one, module) for _, one in apart)
+    ]
+    groups = []
+    while apart:
+        count = rng.randint(1, 3)
+        groups.append(_shard(annotation, apart[0][0], *(module for _, module in apart[:count])))
+        apart = apart[count:]
+    return inside + groups
+
+
+def _holds(module: nn.Module, other: nn.Module) -> bool:
+    return any(other is one for one in module.modules())
+
+
+def _are_nested(a: nn.Module, b: nn.Module) -> bool:
+    return _holds(a, b) or _holds(b, a)
+
+
+def _shard(annotation: Annotation, name: str, *modules: nn.Module, **options: Any) -> _Request:
+    rng = annotation.rng(f"{name}, options")
+    if rng.random() < 0.2:
+        options["strategy"] = rng.choice(["FULL_SHARD", "SHARD_GRAD_OP"])
+    else:
+        options["reshard_after_forward"] = rng.choice([None, True, False])
+    return _Request(fully_shard, modules, {"transport": annotation.transport, **options})
+
+
+def _replicate(annotation: Annotation, name: str, module: nn.Module) -> _Request:
+    rng = annotation.rng(f"{name}, options")
+    options = {
+        "find_unused_parameters": True,
+        "bucket_cap_mb": rng.choice([25, 1e-4]),
+        "broadcast_buffers": rng.choice([True, False]),
+        "gradient_as_bucket_view": rng.choice([True, False]),
+    }
+    return _Request(replicate, (module,), options)

@@ -1,0 +1,242 @@
+"""What programs do with a model and its optimizer between steps, on ranks and, where it matters, in one process."""
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable import (
+    full_state_dict,
+    iter_full_params,
+    load_checkpoint,
+    load_full_state_dict,
+    rebind_optimizer,
+    save_checkpoint,
+    unannotate,
+    unshard_params,
+)
+from composable.fsdp_module import FSDPModule
+from tests.fuzz.annotations import Annotation, annotate_again
+from tests.fuzz.nodes import Call
+from tests.fuzz.programs import BATCH
+from tests.fuzz.trees import Model, candidates
+
+__all__ = ["ACTIONS", "Action", "Between"]
+
+
+@dataclass
+class Between:
+    """A model between two steps.
+
+    Attributes:
+        model: May be replaced.
+        optimizer: May be replaced.
+        is_plain: In one process.
+        rng: Gives the same numbers on every rank, and in one process.
+        number: Of the step before.
+        folder: Where all ranks may write.
+        other: The next way to annotate.
+    """
+
+    model: Model
+    optimizer: torch.optim.Optimizer
+    is_plain: bool
+    rng: random.Random
+    number: int
+    folder: Path
+    other: Annotation
+
+    def scale(self, factor: float) -> None:
+        with torch.no_grad():
+            for param in self.model.parameters():
+                param.mul_(factor)
+
+
+@dataclass(frozen=True)
+class Action:
+    """Something to do between steps.
+
+    Attributes:
+        run: What it does.
+        keeps_model: Model and parameters stay the same objects, with their hooks.
+        keeps_annotation: The model stays annotated as it was.
+        needs_sharded: Nothing may be replicated.
+    """
+
+    run: Callable[[Between], None]
+    keeps_model: bool
+    keeps_annotation: bool
+    needs_sharded: bool
+
+
+ACTIONS: dict[str, Action] = {}
+
+
+def action(
+    name: str, *, keeps_model: bool = True, keeps_annotation: bool = True, needs_sharded: bool = False
+) -> Callable[[Callable[[Between], None]], Callable[[Between], None]]:
+    def register(run: Callable[[Between], None]) -> Callable[[Between], None]:
+        ACTIONS[name] = Action(run, keeps_model, keeps_annotation, needs_sharded)
+        return run
+
+    return register
+
+
+@action("full_state_dict, load_full_state_dict")
+def full_state(on: Between) -> None:
+    if not on.is_plain:
+        state = full_state_dict(on.model)
+        on.scale(0.5)
+        load_full_state_dict(on.model, state)
+
+
+@action("load_full_state_dict of other values")
+def other_values(on: Between) -> None:
+    if on.is_plain:
+        on.scale(0.9)
+        return
+    state = full_state_dict(on.model)
+    names = {name for name, _ in on.model.named_parameters(remove_duplicate=False)}
+    load_full_state_dict(on.model, {name: value * 0.9 if name in names else value for name, value in state.items()})
+
+
+@action("state_dict, load_state_dict")
+def local_state(on: Between) -> None:
+    if not on.is_plain:
+        state = {name: value.detach().clone() for name, value in on.model.state_dict().items()}
+        on.scale(0.5)
+        on.model.load_state_dict(state)
+
+
+@action("optimizer's state_dict")
+def optimizer_state(on: Between) -> None:
+    on.optimizer.load_state_dict(copy.deepcopy(on.optimizer.state_dict()))
+
+
+@action("save_checkpoint, load_checkpoint")
+def checkpoints(on: Between) -> None:
+    if not on.is_plain:
+        save_checkpoint(on.folder, on.number, on.model, on.optimizer)
+        on.scale(0.5)
+        load_checkpoint(on.folder, on.model, on.optimizer)
+
+
+@action("iter_full_params")
+def iterate(on: Between) -> None:
+    if not on.is_plain:
+        for _ in iter_full_params(on.model):
+            pass
+
+
+@action("unshard_params, read")
+def read(on: Between) -> None:
+    if not on.is_plain:
+        options = on.rng.choice([{}, {"rank0_only": True}, {"offload_to_cpu": True}])
+        with unshard_params(on.model, writeback=False, **options):
+            for param in on.model.parameters():
+                if type(param) is nn.Parameter:
+                    param.detach().sum()
+
+
+@action("unshard_params, edit")
+def edit(on: Between) -> None:
+    options = on.rng.choice([{}, {"rank0_only": True}, {"offload_to_cpu": True}])
+    if on.is_plain:
+        on.scale(0.9)
+        return
+    with unshard_params(on.model, **options), torch.no_grad():
+        for param in on.model.parameters():
+            if type(param) is nn.Parameter:
+                param.mul_(0.9)
+
+
+@action("edit the pieces")
+def edit_pieces(on: Between) -> None:
+    on.scale(0.9)
+
+
+@action("deepcopy with optimizer", keeps_model=False)
+def deep_copy(on: Between) -> None:
+    for module in on.model.modules():
+        # A backward that stopped early leaves it.
+        if isinstance(getattr(module, "loss", None), torch.Tensor):
+            module.loss = None
+    grads = [param.grad for param in on.model.parameters()]
+    on.model, on.optimizer = copy.deepcopy((on.model, on.optimizer))
+    if on.is_plain:
+        # Of a plain module deepcopy drops them.
+        for param, grad in zip(on.model.parameters(), grads, strict=True):
+            param.grad = None if grad is None else grad.clone()
+
+
+@action("freeze or unfreeze", needs_sharded=True)
+def freeze(on: Between) -> None:
+    modules = [module for _, module in candidates(on.model) if module is not on.model.inp]
+    trainable = on.rng.random() < 0.5
+    for module in on.rng.sample(modules, min(2, len(modules))):
+        for param in module.parameters():
+            param.requires_grad_(trainable)
+
+
+@action("freeze some of a module", needs_sharded=True)
+def freeze_some(on: Between) -> None:
+    for _, param in sorted(on.model.trunk.named_parameters()):
+        if on.rng.random() < 0.3:
+            param.requires_grad_(not param.requires_grad)
+
+
+@action("prefetch lists")
+def prefetch(on: Between) -> None:
+    if not on.is_plain:
+        sharded = [module for module in on.model.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            if on.rng.random() < 0.5:
+                module.set_modules_to_forward_prefetch(on.rng.sample(sharded, on.rng.randint(0, min(3, len(sharded)))))
+            if on.rng.random() < 0.5:
+                module.set_modules_to_backward_prefetch(on.rng.sample(sharded, on.rng.randint(0, min(3, len(sharded)))))
+
+
+@action("set_reshard_after_forward")
+def reshard(on: Between) -> None:
+    if not on.is_plain:
+        for module in on.model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_reshard_after_forward(on.rng.random() < 0.5, recurse=False)
+
+
+@action("move to the same device")
+def move(on: Between) -> None:
+    on.model.to("cpu")
+
+
+@action("inference between steps")
+def inference(on: Between) -> None:
+    if not on.is_plain:
+        on.model.eval()
+        with torch.inference_mode():
+            on.model(torch.randn(BATCH, on.model.inp.in_features), Call(0, on.number))
+        on.model.train()
+
+
+@action("unannotate, annotate, rebind_optimizer", keeps_model=False, keeps_annotation=False)
+def annotate_anew(on: Between) -> None:
+    on.optimizer.zero_grad()  # an annotation refuses gradients
+    if not on.is_plain:
+        unannotate(on.model)
+        annotate_again(on.model, on.other)
+        rebind_optimizer(on.optimizer, on.model)
+
+
+@action("annotate a copy", keeps_model=False)
+def copy_and_drop(on: Between) -> None:
+    if not on.is_plain:
+        for module in on.model.modules():
+            if isinstance(getattr(module, "loss", None), torch.Tensor):
+                module.loss = None
+        twin: Any = copy.deepcopy(on.model)
+        twin(torch.randn(BATCH, twin.inp.in_features), Call(0, on.number)).sum().backward()

@@ -1,0 +1,286 @@
+"""A seed, and all that follows from it: tree, annotation, programs, optimizer, what happens between steps."""
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests.fuzz.annotations import MODES, Annotation, direct_parts, draw_annotation
+from tests.fuzz.between import ACTIONS, Between
+from tests.fuzz.nodes import KINDS, Spec, kinds_in, tags_in
+from tests.fuzz.programs import PROGRAMS, Step
+from tests.fuzz.trees import Model, grow
+
+__all__ = ["HOOKS", "Case", "between_of", "draw", "kinds_of", "make_model", "smaller", "step_of"]
+
+OPTIMIZERS = "SGD momentum AdamW AdamW-foreach AdamW-fused RMSprop".split()
+SPEEDS = "plain accelerated flat".split()
+CLIPS = "none none own torch".split()
+ZEROS = ["to None", "to None", "to zeros", "every other step"]
+HOOKS = ["count", "scale before", "scale after", "step in backward", "tensor hook before", "tensor hook after"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tree and what is done with it.
+
+    Attributes:
+        seed: Whence it comes.
+        world_size: How many ranks.
+        tree: The trunk.
+        front: What stands before the input layer.
+        annotation: How it is annotated.
+        other: How it is annotated the next time, if it is.
+        programs: Of each step.
+        actions: After each step.
+        optimizer: One of ``OPTIMIZERS``.
+        speed: One of ``SPEEDS``.
+        clip: Whose clipping.
+        zero: What becomes of gradients after a step.
+        hooks: Hooks on parameters, if any: one of ``HOOKS``.
+    """
+
+    seed: int
+    world_size: int
+    tree: Spec
+    front: Spec | None
+    annotation: Annotation
+    other: Annotation
+    programs: tuple[str, ...]
+    actions: tuple[tuple[str, ...], ...]
+    optimizer: str
+    speed: str
+    clip: str
+    zero: str
+    hooks: str
+
+    def __str__(self) -> str:
+        lines = [
+            f"seed {self.seed}, world size {self.world_size}",
+            f"tree       {self.tree}" + (f", before it {self.front}" if self.front is not None else ""),
+            f"annotation {self.annotation}",
+            *(f"step {number}     {name}" + "".join(f"; then {action}" for action in actions)
+              for number, (name, actions) in enumerate(zip(self.programs, self.actions, strict=True))),
+            f"optimizer  {self.optimizer}, {self.speed}, clip {self.clip}, gradients {self.zero}, "
+            f"hooks {self.hooks or 'none'}",
+        ]  # fmt: skip
+        if self.is_annotated_anew:
+            lines.insert(3, f"then       {self.other}")
+        return "\n".join(lines)
+
+    @property
+    def is_annotated_anew(self) -> bool:
+        return any(not ACTIONS[name].keeps_annotation for actions in self.actions for name in actions)
+
+    @property
+    def tags(self) -> frozenset[str]:
+        return tags_in(self.tree) | (frozenset() if self.front is None else tags_in(self.front))
+
+
+# Documented limits, in docs/notes/completion.md: backward gets to parameters before it gets to an output of their module.
+BEYOND = [
+    ("cut off", "side"),
+    ("cut off", "hidden"),
+    ("thread", "side"),
+    ("thread", "checkpoint"),
+    ("thread", "reentrant"),
+]
+
+
+def make_model(case: Case) -> Model:
+    return Model(case.tree, case.front)
+
+
+def draw(seed: int, world_size: int, without: frozenset[str] = frozenset(), steps: int = 3) -> Case:
+    """Return the case of a seed, without some kinds of nodes, annotations, programs, actions, hooks."""
+    rng = random.Random(seed)
+    tree = grow(rng, frozenset(KINDS) - without)
+    while any(_has(tree, outer, inner) for outer, inner in BEYOND):
+        tree = grow(rng, frozenset(KINDS) - without)
+    front = None
+    if "drop" not in without and rng.random() < 0.2:
+        front = Spec("drop", rng.getrandbits(32), (Spec(rng.choice(["linear", "scalars"]), rng.getrandbits(32)),))
+    tags = tags_in(tree)
+    modes = [mode for mode in MODES if mode not in without]
+    annotation, other = draw_annotation(rng, tags, modes), draw_annotation(rng, tags, modes)
+    other = dataclasses.replace(other, start="values")
+    hooks = [name for name in HOOKS if name not in without and _is_all_sharded(annotation)]
+    case = Case(
+        seed=seed,
+        world_size=world_size,
+        tree=tree,
+        front=front,
+        annotation=annotation,
+        other=other,
+        programs=(),
+        actions=(),
+        optimizer=rng.choice(OPTIMIZERS),
+        speed="plain" if annotation.mode == "replicate" else rng.choice(SPEEDS),
+        clip=rng.choice(CLIPS),
+        zero=rng.choice(ZEROS),
+        hooks=rng.choice(hooks) if rng.random() < 0.15 and hooks else "",
+    )
+    offered = [name for name in _actions_for(case) if name not in without]
+    actions = tuple(
+        tuple(rng.choice(offered) for _ in range(rng.choice([0, 0, 1, 2]) if step < steps - 1 else 0))
+        for step in range(steps)
+    )
+    case = _fitting(dataclasses.replace(case, actions=actions))
+    fits = [name for name in _programs_for(case) if name not in without]
+    return dataclasses.replace(case, programs=tuple(rng.choice(fits) for _ in range(steps)))
+
+
+def _has(spec: Spec, *kinds: str) -> bool:
+    """Say whether there are nodes whose kinds begin with ``kinds``, each inside the one before."""
+    rest = kinds[1:] if spec.kind.startswith(kinds[0]) else kinds
+    return not rest or any(_has(kid, *rest) for kid in spec.kids)
+
+
+def _fitting(case: Case) -> Case:
+    """Leave out what would not be compared in a meaningful way."""
+    annotations = [case.annotation] + [case.other] * case.is_annotated_anew
+    changes: dict[str, str] = {}
+    if case.clip == "torch" and (not all(map(_is_all_sharded, annotations)) or "float32" in case.tags):
+        changes["clip"] = "own"  # torch's takes one kind of tensor
+    if any(one.mode == "replicate" for one in annotations):
+        changes["speed"] = "plain"
+    if case.hooks:
+        changes["zero"] = "to None"
+    if case.hooks == "step in backward":
+        changes |= {"clip": "none", "speed": "plain"}
+    if case.hooks.endswith("before") and case.annotation.start != "values":
+        changes["hooks"] = case.hooks.replace("before", "after")
+    return dataclasses.replace(case, **changes)  # type: ignore[arg-type]
+
+
+def _is_all_sharded(annotation: Annotation) -> bool:
+    return annotation.mode not in ("mixed", "replicate")
+
+
+def _actions_for(case: Case) -> list[str]:
+    is_sharded = _is_all_sharded(case.annotation) and _is_all_sharded(case.other)
+    fits = []
+    for name, action in ACTIONS.items():
+        if action.needs_sharded and (not is_sharded or case.hooks):
+            continue
+        if case.hooks and not action.keeps_model:
+            continue
+        if case.hooks == "step in backward" and ("optimizer" in name or "checkpoint" in name):
+            continue
+        fits.append(name)
+    return fits
+
+
+def _programs_for(case: Case) -> list[str]:
+    annotations = [case.annotation] + [case.other] * case.is_annotated_anew
+    model = make_model(case)
+    direct = frozenset.intersection(*(direct_parts(model, one) for one in annotations))
+    is_sharded = all(map(_is_all_sharded, annotations))
+    return [
+        name
+        for name, program in PROGRAMS.items()
+        if not program.excludes & case.tags
+        and program.needs <= direct
+        and (not case.hooks or program.is_single)
+        and (not program.is_reentrant or is_sharded)
+        and (
+            not (program.is_of_one_root or ("no_sync" in name and _has(case.tree, "chosen")))
+            or all(one.mode not in ("roots", "mixed") for one in annotations)
+        )
+    ]
+
+
+def step_of(case: Case, model: Model, number: int, rank: int, *, is_plain: bool) -> Step:
+    """Return what a program gets."""
+    return Step(model, step=number, rank=rank, world_size=case.world_size, seed=case.seed, is_plain=is_plain)
+
+
+def between_of(
+    case: Case,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    index: int,
+    folder: Path,
+    *,
+    is_plain: bool,
+) -> Between:
+    """Return what an action gets."""
+    rng = random.Random(f"{case.seed}/{number}/{index}")
+    return Between(model, optimizer, is_plain, rng, number, folder, case.other)
+
+
+def kinds_of(case: Case) -> Iterator[str]:
+    """Yield all that the case is made of, as the table has it."""
+    for spec in (case.tree, case.front):
+        if spec is not None:
+            yield from (f"node: {name}" for name in set(kinds_in(spec)))
+    for annotation in (case.annotation, case.other)[: 1 + case.is_annotated_anew]:
+        yield f"annotation: {annotation.mode}"
+        yield f"transport: {annotation.transport}"
+    yield f"start: {case.annotation.start}"
+    yield from (f"step: {name}" for name in set(case.programs))
+    yield from {f"between: {name}" for actions in case.actions for name in actions}
+    yield f"optimizer: {case.optimizer}, {case.speed}"
+    yield f"clip: {case.clip}"
+    yield f"gradients: {case.zero}"
+    yield f"hooks: {case.hooks or 'none'}"
+    yield f"world size: {case.world_size}"
+
+
+def smaller(case: Case) -> Iterator[Case]:
+    """Yield simpler cases, the simplest first."""
+
+    def but(**changes: object) -> Case:
+        return dataclasses.replace(case, **changes)  # type: ignore[arg-type]
+
+    if len(case.programs) > 1:
+        for count in (1, len(case.programs) - 1):
+            yield but(programs=case.programs[:count], actions=(*case.actions[: count - 1], ()))
+            yield but(programs=case.programs[-count:], actions=case.actions[-count:])
+    for changes in (
+        {"hooks": ""},
+        {"clip": "none"},
+        {"speed": "plain"},
+        {"optimizer": "SGD"},
+        {"zero": "to None"},
+        {"front": None},
+    ):
+        name, value = next(iter(changes.items()))
+        if getattr(case, name) != value:
+            yield but(**changes)
+    for number, actions in enumerate(case.actions):
+        for index in range(len(actions)):
+            left = (*actions[:index], *actions[index + 1 :])
+            yield but(actions=(*case.actions[:number], left, *case.actions[number + 1 :]))
+    for number, name in enumerate(case.programs):
+        if name != "plain":
+            yield but(programs=(*case.programs[:number], "plain", *case.programs[number + 1 :]))
+    if case.annotation.start != "values":
+        yield but(annotation=dataclasses.replace(case.annotation, start="values"))
+    for mode in ("root", "function", "hand"):
+        if mode == case.annotation.mode:
+            break
+        yield but(annotation=dataclasses.replace(case.annotation, mode=mode))
+    for share in (0.1, 0.3):
+        if case.annotation.share > share:
+            yield but(annotation=dataclasses.replace(case.annotation, share=share))
+    if case.annotation.transport != "process_group":
+        yield but(annotation=dataclasses.replace(case.annotation, transport="process_group"))
+    yield from (but(tree=tree) for tree in _smaller_trees(case.tree))
+
+
+def _smaller_trees(tree: Spec) -> Iterator[Spec]:
+    yield from tree.kids
+    if tree.kind != "linear":
+        yield Spec("linear", tree.uid)
+    least = KINDS[tree.kind].least_kids
+    for index, kid in enumerate(tree.kids):
+        before, after = tree.kids[:index], tree.kids[index + 1 :]
+        if len(tree.kids) > least:
+            yield dataclasses.replace(tree, kids=before + after)
+        for other in _smaller_trees(kid):
+            yield dataclasses.replace(tree, kids=(*before, other, *after))

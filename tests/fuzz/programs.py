@@ -1,0 +1,497 @@
+"""What one training step does with a model: forwards and backwards in many orders.
+
+A program is a function of a ``Step``. On a rank it runs with that rank's samples; in one process it runs once for the
+samples of each rank, and the gradients are added up.
+"""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from composable import no_sync, unshard_params
+from composable.fsdp_module import FSDPModule
+from tests.fuzz.nodes import WIDTH, Call
+from tests.fuzz.trees import Boom, Model
+
+__all__ = ["PROGRAMS", "Program", "Step"]
+
+BATCH = 3
+
+
+class Step:
+    """One step of one rank, or of one rank's samples in one process.
+
+    Attributes:
+        model: What is trained.
+        rng: Gives the same numbers on every rank, and in one process.
+        has_dropped: ``zero_grad`` was called.
+        is_plain: In one process.
+    """
+
+    def __init__(self, model: Model, *, step: int, rank: int, world_size: int, seed: int, is_plain: bool) -> None:
+        self.model = model
+        self.rng = random.Random(f"{seed}/{step}")
+        self.has_dropped = False
+        self.is_plain = is_plain
+        self._step, self._rank, self._seed = step, rank, seed
+        self._scale = 1 / world_size if is_plain else 1.0
+        self._micro = 0
+
+    def call(self, **options: Any) -> Call:
+        self._micro += 1
+        return Call(self._rank, self._step, self._micro, **options)
+
+    def x(self, *, requires_grad: bool = False) -> torch.Tensor:
+        number = random.Random(f"{self._seed}/{self._step}/{self._micro}/{self._rank}").getrandbits(32)
+        x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(number))
+        return x.requires_grad_(requires_grad)
+
+    def forward(self, x: torch.Tensor | None = None, *, call: Call | None = None, **options: Any) -> torch.Tensor:
+        """Run the whole model and return its loss."""
+        call = call or self.call()
+        output = self.model(self.x() if x is None else x, call, **options)
+        return self.loss(output, call)
+
+    def loss(self, output: torch.Tensor, call: Call | None = None) -> torch.Tensor:
+        loss = output.pow(2).mean()
+        while call is not None and call.outside:
+            loss = loss + call.outside.pop()
+        return loss
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        (loss * self._scale).backward(**options)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.is_plain else no_sync(self.model)
+
+    def zero_grad(self) -> None:
+        """Drop what has been collected, on every rank."""
+        self.model.zero_grad()
+        self.has_dropped = True
+
+    def sharded(self) -> list[Any]:
+        """Return the fully sharded modules; none in one process."""
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One kind of step.
+
+    Attributes:
+        run: What it does.
+        excludes: Tags of nodes with which plain torch refuses it, or which cannot be told apart in it.
+        needs: Which parts have to be annotated themselves.
+        is_single: One backward that is synchronised, so that a hook on a parameter runs once.
+        is_reentrant: Everything runs under reentrant checkpointing.
+        is_of_one_root: A part that does not run has to hear of the backward of the others.
+    """
+
+    run: Callable[[Step], None]
+    excludes: frozenset[str]
+    needs: frozenset[str]
+    is_single: bool
+    is_reentrant: bool
+    is_of_one_root: bool
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(
+    name: str,
+    *,
+    excludes: str = "",
+    needs: str = "",
+    single: bool = False,
+    reentrant: bool = False,
+    one_root: bool = False,
+) -> Callable[[Callable[[Step], None]], Callable[[Step], None]]:
+    def register(run: Callable[[Step], None]) -> Callable[[Step], None]:
+        PROGRAMS[name] = Program(
+            run, frozenset(excludes.split()), frozenset(needs.split()), single, reentrant, one_root
+        )
+        return run
+
+    return register
+
+
+@program("plain", single=True)
+def plain(step: Step) -> None:
+    step.backward(step.forward())
+
+
+@program("input with gradient", single=True)
+def input_with_gradient(step: Step) -> None:
+    step.backward(step.forward(step.x(requires_grad=True)))
+
+
+@program("several forwards, one backward", single=True)
+def several_forwards(step: Step) -> None:
+    step.backward(step.forward() + step.forward() * 2)
+
+
+@program("micro batches, each synchronised")
+def micro_batches(step: Step) -> None:
+    for _ in range(3):
+        step.backward(step.forward())
+
+
+@program("no_sync")
+def without_sync(step: Step) -> None:
+    with step.no_sync():
+        step.backward(step.forward())
+        if step.rng.random() < 0.5:
+            step.backward(step.forward())
+    step.backward(step.forward())
+
+
+@program("no_sync around forward only")
+def no_sync_forward(step: Step) -> None:
+    with step.no_sync():
+        first = step.forward()
+    second = step.forward()
+    with step.no_sync():
+        step.backward(second)
+    step.backward(first)
+
+
+@program("no_sync, then less", one_root=True)
+def no_sync_then_less(step: Step) -> None:
+    with step.no_sync():
+        step.backward(step.forward(head=1))
+    step.backward(step.forward(head=0))
+
+
+@program("no_sync by hand")
+def sync_by_hand(step: Step) -> None:
+    sharded = step.sharded()
+    for module in sharded:
+        module.set_requires_gradient_sync(False, recurse=False)
+    with step.no_sync():
+        step.backward(step.forward())
+    for module in sharded:
+        module.set_requires_gradient_sync(True, recurse=False)
+    step.backward(step.forward())
+
+
+@program("zero_grad after no_sync")
+def zero_after_no_sync(step: Step) -> None:
+    with step.no_sync():
+        step.backward(step.forward() * 10)
+    step.zero_grad()
+    if step.rng.random() < 0.5:
+        with step.no_sync():
+            step.backward(step.forward())
+    step.backward(step.forward())
+
+
+@program("zero_grad in the middle")
+def zero_in_the_middle(step: Step) -> None:
+    step.backward(step.forward() * 10)
+    step.zero_grad()
+    step.backward(step.forward())
+
+
+@program("1F1B")
+def one_forward_one_backward(step: Step) -> None:
+    waiting = [step.forward(), step.forward()]
+    for _ in range(2):
+        step.backward(waiting.pop(0))
+        waiting.append(step.forward())
+    for loss in waiting:
+        step.backward(loss)
+
+
+@program("backwards in any order")
+def any_order(step: Step) -> None:
+    losses = [step.forward(head=step.rng.randrange(2)) for _ in range(3)]
+    step.rng.shuffle(losses)
+    for loss in losses:
+        step.backward(loss)
+
+
+@program("retain_graph")
+def retain_graph(step: Step) -> None:
+    loss = step.forward()
+    step.backward(loss, retain_graph=True)
+    if step.rng.random() < 0.5:
+        step.backward(step.forward())
+    step.backward(loss * 2)
+
+
+@program("two losses of one output")
+def two_losses(step: Step) -> None:
+    call = step.call()
+    output = step.model(step.x(), call)
+    extra = step.loss(output, call)
+    step.backward(extra, retain_graph=True)
+    step.backward(output.abs().mean())
+
+
+@program("several losses at once", single=True)
+def losses_at_once(step: Step) -> None:
+    losses = [step.forward(), step.forward(head=1)]
+    torch.autograd.backward([loss * step._scale for loss in losses])
+
+
+@program("one backward for each head")
+def multi_task(step: Step) -> None:
+    call = step.call()
+    features = step.model(step.x(), call, part="trunk")
+    for head in (0, 1):
+        loss = step.loss(step.model(features, step.call(), part="head", head=head), call)
+        step.backward(loss, retain_graph=head == 0)
+
+
+@program("features through the model, heads as they are", needs="heads")
+def heads_alone(step: Step) -> None:
+    call = step.call()
+    features = step.model(step.x(), call, part="trunk")
+    heads = list(step.model.heads)
+    step.rng.shuffle(heads)
+    for head in heads:
+        step.backward(step.loss(head(features), call), retain_graph=head is not heads[-1])
+
+
+@program("GAN")
+def gan(step: Step) -> None:
+    call = step.call()
+    fake = step.model(step.x(), call, part="trunk")
+    judge = step.model(fake.detach(), step.call(), part="head")
+    real = step.model(step.x(), step.call(), part="head")
+    step.backward(step.loss(judge - real))
+    step.backward(step.loss(step.model(fake, step.call(), part="head"), call))
+
+
+@program("a part first", needs="trunk")
+def part_first(step: Step) -> None:
+    call = step.call()
+    features = step.model.trunk(step.model.inp(step.x()), call)
+    call.outside.clear()
+    if step.rng.random() < 0.5:
+        step.backward(step.loss(features))
+    step.backward(step.forward())
+
+
+@program("parts, one after the other", needs="trunk heads")
+def parts_alone(step: Step) -> None:
+    call = step.call()
+    features = step.model.trunk(step.model.inp(step.x()), call)
+    loss = step.loss(step.model.heads[0](features), call)
+    step.backward(sum(call.inside, loss))
+
+
+@program("a detached part", needs="trunk")
+def detached_part(step: Step) -> None:
+    with torch.no_grad():
+        features = step.model.trunk(step.model.inp(step.x()), step.call())
+    step.backward(step.loss(step.model(features, step.call(), part="head")) + step.forward())
+
+
+@program("FGSM", excludes="reentrant")
+def fgsm(step: Step) -> None:
+    x = step.x(requires_grad=True)
+    if step.rng.random() < 0.5:
+        (grad,) = torch.autograd.grad(step.forward(x), x)
+    else:
+        step.backward(step.forward(x))
+        assert x.grad is not None
+        grad = x.grad
+        step.zero_grad()
+    step.backward(step.forward((x + 0.1 * grad.sign()).detach()))
+
+
+@program("gradients of inputs", excludes="reentrant")
+def gradients_of_inputs(step: Step) -> None:
+    x = step.x(requires_grad=True)
+    loss = step.forward(x)
+    torch.autograd.grad(loss, x, retain_graph=True)
+    step.backward(loss)
+
+
+@program("gradient penalty", excludes="reentrant first_order force side")
+def gradient_penalty(step: Step) -> None:
+    x = step.x(requires_grad=True)
+    loss = step.forward(x)
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    step.backward(loss + grad.pow(2).sum())
+
+
+@program("TBPTT")
+def tbptt(step: Step) -> None:
+    state = step.x()
+    for _ in range(3):
+        call = step.call()
+        state = step.model(state.detach(), call, part="trunk")
+        step.backward(step.loss(state, call))
+
+
+@program("recurrent", single=True)
+def recurrent(step: Step) -> None:
+    state, loss = step.x(), torch.zeros(())
+    for _ in range(3):
+        call = step.call()
+        state = step.model(torch.tanh(state), call, part="trunk")
+        loss = loss + step.loss(state, call)
+    step.backward(loss)
+
+
+def in_thread(fn: Callable[[], None]) -> None:
+    """Run ``fn`` in a thread of its own, and raise what it raises."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            fn()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+@program("all in a thread", single=True)
+def all_in_thread(step: Step) -> None:
+    in_thread(lambda: plain(step))
+
+
+@program("backward in a thread", single=True)
+def backward_in_thread(step: Step) -> None:
+    loss = step.forward()
+    in_thread(lambda: step.backward(loss))
+
+
+@program("dropped forward")
+def dropped_forward(step: Step) -> None:
+    kept = step.forward()
+    step.forward()
+    step.backward(step.forward())
+    del kept
+    if step.rng.random() < 0.5:
+        step.forward()
+
+
+@contextmanager
+def evaluating(step: Step) -> Iterator[None]:
+    step.model.eval()
+    try:
+        yield
+    finally:
+        step.model.train()
+
+
+@program("eval between")
+def eval_between(step: Step) -> None:
+    with evaluating(step), torch.no_grad():
+        step.forward()
+    loss = step.forward()
+    with evaluating(step), torch.no_grad():
+        step.forward()
+    step.backward(loss)
+
+
+@program("eval with gradients")
+def eval_with_grad(step: Step) -> None:
+    with evaluating(step):
+        step.forward()
+        step.backward(step.forward())
+
+
+@program("inference_mode")
+def inference(step: Step) -> None:
+    with evaluating(step), torch.inference_mode():
+        step.forward(step.x() * 1)
+    step.backward(step.forward())
+
+
+@program("forward raises")
+def forward_raises(step: Step) -> None:
+    try:
+        step.forward(call=step.call(fails="forward"))
+    except Boom:
+        pass
+    else:
+        raise AssertionError("nothing was raised")
+    step.backward(step.forward())
+
+
+@program("backward raises")
+def backward_raises(step: Step) -> None:
+    loss = step.forward(call=step.call(fails="backward"))
+    try:
+        step.backward(loss)
+    except Boom:
+        pass
+    else:
+        raise AssertionError("nothing was raised")
+    step.zero_grad()
+    step.backward(step.forward())
+
+
+@program("checkpoint around all", excludes="thread force", single=True)
+def checkpointed(step: Step) -> None:
+    call = step.call()
+    output = checkpoint(step.model, step.x(), call, use_reentrant=False)
+    step.backward(step.loss(output, call))
+
+
+@program("reentrant checkpoint around all", excludes="thread force", reentrant=True)
+def reentrant(step: Step) -> None:
+    call = step.call()
+    output = checkpoint(step.model, step.x(requires_grad=True), call, use_reentrant=True)
+    step.backward(step.loss(output, call))
+
+
+@program("saved tensors go away", single=True)
+def saved_elsewhere(step: Step) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda saved: saved):
+        loss = step.forward()
+    step.backward(loss)
+
+
+@program("unshard by hand", single=True)
+def unshard_by_hand(step: Step) -> None:
+    sharded = step.sharded()
+    for number, module in enumerate(sharded):
+        if number % 2:
+            module.unshard(async_op=True)
+    loss = step.forward()
+    for module in sharded:
+        module.reshard()
+    step.backward(loss)
+
+
+@program("inside unshard_params", single=True)
+def inside_unshard_params(step: Step) -> None:
+    with nullcontext() if step.is_plain else unshard_params(step.model):
+        step.backward(step.forward())
+
+
+@program("a backward in a hook", excludes="reentrant")
+def backward_in_hook(step: Step) -> None:
+    first, second = step.forward(), step.forward()
+    done: list[bool] = []
+
+    def hook(grad: torch.Tensor) -> None:
+        if not done:
+            done.append(True)
+            with torch.enable_grad():
+                step.backward(second)
+
+    first.register_hook(hook)
+    step.backward(first)
+
+
+@program("nothing", single=True)
+def nothing(step: Step) -> None:
+    pass

@@ -1,0 +1,109 @@
+"""Runs many random trees, or one, and shows which kinds of things they were made of and how they ended.
+
+    python -m tests.fuzz.run --seeds 0-5000 --world-size 2,3
+    python -m tests.fuzz.run --seeds 0-200 --ranks processes
+    python -m tests.fuzz.run --seeds 1234 --shrink
+
+One tree is described. ``--shrink`` looks for the simplest one that ends in the same way.
+"""
+
+import argparse
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from tests.fuzz.annotations import MODES
+from tests.fuzz.between import ACTIONS
+from tests.fuzz.cases import HOOKS, Case, draw, kinds_of
+from tests.fuzz.nodes import KINDS
+from tests.fuzz.programs import PROGRAMS
+from tests.fuzz.runner import OUTCOMES, Outcome, run_case
+from tests.fuzz.workers import shrink, worker
+
+__all__ = ["main", "table"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for; return 1 if anything was wrong, hung or raised."""
+    options = _options(arguments)
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    ended: list[tuple[Case, Outcome]] = []
+    is_single = len(options.seeds) * len(options.world_size) == 1
+    cases = (draw(seed, size, options.without, options.steps) for seed in options.seeds for size in options.world_size)
+    for case, outcome in _run(cases, options):
+        ended.append((case, outcome))
+        if outcome.kind != "right" and not (outcome.kind == "refused" and options.quiet):
+            print(f"{outcome.kind:<10} seed {case.seed}, {case.world_size} ranks: {outcome.text}", flush=True)
+        if is_single:
+            print(case, outcome.details, sep="\n", flush=True)
+        if options.shrink and outcome.kind in ("wrong", "hang", "error"):
+            with worker(options.timeout) as one:
+                for simpler, found in shrink(case, outcome, one):
+                    print("simpler, and ends alike:", found.text, simpler, "", sep="\n", flush=True)
+    print(table(ended))
+    print(f"{len(ended)} trees in {time.monotonic() - started:.1f} s")
+    for kind in OUTCOMES[1:]:
+        seeds = [f"{case.seed}/{case.world_size}" for case, outcome in ended if outcome.kind == kind]
+        if seeds:
+            print(f"{kind} (seed/ranks): {' '.join(seeds)}")
+    return int(any(outcome.kind in ("wrong", "hang", "error") for _, outcome in ended))
+
+
+def _run(cases: Iterable[Case], options: argparse.Namespace) -> Iterator[tuple[Case, Outcome]]:
+    if options.ranks == "processes":
+        for case in cases:
+            yield case, run_case(case, in_processes=True, timeout_s=options.timeout)
+        return
+    with worker(options.timeout) as one:
+        yield from one.run(cases)
+
+
+def table(ended: Iterable[tuple[Case, Outcome]]) -> str:
+    """Return how many of each kind ended how."""
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for case, outcome in ended:
+        for kind in kinds_of(case):
+            counts[kind][outcome.kind] += 1
+        counts["all"][outcome.kind] += 1
+    width = max(map(len, counts), default=0)
+    lines = [f"{'':<{width}} {' '.join(f'{name:>10}' for name in OUTCOMES)}"]
+    for kind, of in sorted(counts.items(), key=lambda item: (item[0] == "all", item[0])):
+        lines.append(f"{kind:<{width}} {' '.join(f'{of[name] or chr(183):>10}' for name in OUTCOMES)}")
+    return "\n".join(lines)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=_numbers, default=range(100), help="one, some (1,2) or a range (0-5000)")
+    parser.add_argument("--world-size", type=_numbers, default=(2,), help="numbers of ranks")
+    parser.add_argument("--ranks", choices=("threads", "processes"), default="threads")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of each tree")
+    parser.add_argument("--without", type=_names, default=frozenset(), help="what to leave out, separated by ;")
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds for one tree")
+    parser.add_argument("--shrink", action="store_true", help="look for a simpler tree that ends in the same way")
+    parser.add_argument("--quiet", action="store_true", help="do not list what is refused")
+    return parser.parse_args(arguments)
+
+
+def _numbers(text: str) -> Sequence[int]:
+    first, dash, last = text.partition("-")
+    return range(int(first), int(last)) if dash else [int(part) for part in text.split(",")]
+
+
+def _names(text: str) -> frozenset[str]:
+    names = frozenset(name.strip() for name in text.split(";"))
+    unknown = names.difference(KINDS, MODES, PROGRAMS, ACTIONS, HOOKS)
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"unknown: {'; '.join(unknown)}. See the table, without what is before a colon"
+        )
+    return names
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    raise SystemExit(main())

@@ -1,0 +1,342 @@
+"""Runs each of several situations for many steps, and shows whether anything grows.
+
+    python -m tests.fuzz.soak --steps 1000
+    python -m tests.fuzz.soak --steps 1000 --ranks processes --only "deep copies"
+
+Live tensors, their bytes, Python objects, threads and file descriptors are counted after some steps and at the end.
+"""
+
+import argparse
+import copy
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from composable import (
+    clip_grad_norm_,
+    full_state_dict,
+    fully_shard,
+    load_full_state_dict,
+    no_sync,
+    rebind_optimizer,
+    replicate,
+    unannotate,
+    unshard_params,
+)
+from tests.world import run_ranks, run_threads
+
+__all__ = ["SITUATIONS", "Count", "Soaked", "main", "soak", "table"]
+
+WIDTH = 8
+
+
+class Boom(Exception):  # noqa: N818  # not one of ours
+    """Raised on purpose."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.fails = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails == "forward":
+            raise Boom
+        y = x + self.down(torch.tanh(self.up(x)))
+        if self.fails == "backward":
+            y.register_hook(_raise)
+        return y
+
+
+def _raise(grad: torch.Tensor) -> None:
+    raise Boom
+
+
+def by_policy(model: nn.Module) -> None:
+    fully_shard(model, policy={Block})
+
+
+def whole(model: nn.Module) -> None:
+    replicate(model, find_unused_parameters=True)
+
+
+def mixed(model: nn.Module) -> None:
+    """One block is replicated, one sharded, the rest sharded around both."""
+    replicate(model[0])  # type: ignore[index]
+    fully_shard(model[1])  # type: ignore[index]
+    fully_shard(model)
+
+
+class Trainee:
+    """A model with its optimizer."""
+
+    def __init__(self, annotate: Callable[[nn.Module], None]) -> None:
+        self.model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 1))
+        self.annotate = annotate
+        annotate(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def loss(self) -> torch.Tensor:
+        return self.model(torch.randn(2, WIDTH)).square().mean()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def plain(on: Trainee) -> None:
+    on.loss().backward()
+    clip_grad_norm_(on.model.parameters(), 1.0)
+    on.update()
+
+
+def without_sync(on: Trainee) -> None:
+    with no_sync(on.model):
+        on.loss().backward()
+    on.loss().backward()
+    on.update()
+
+
+def raises_in_forward(on: Trainee) -> None:
+    _expect(on, "forward", lambda: on.loss())
+    plain(on)
+
+
+def raises_in_backward(on: Trainee) -> None:
+    _expect(on, "backward", lambda: on.loss().backward())
+    on.optimizer.zero_grad()
+    plain(on)
+
+
+def _expect(on: Trainee, fails: str, fn: Callable[[], object]) -> None:
+    block = on.model[0]
+    block.fails = fails
+    try:
+        fn()
+    except Boom:
+        return
+    finally:
+        block.fails = ""
+    raise AssertionError("nothing was raised")
+
+
+def state_dicts(on: Trainee) -> None:
+    plain(on)
+    on.model.load_state_dict(on.model.state_dict())
+    on.optimizer.load_state_dict(on.optimizer.state_dict())
+    load_full_state_dict(on.model, full_state_dict(on.model))
+    if on.annotate is by_policy:
+        with unshard_params(on.model):
+            on.model.state_dict()
+
+
+def dropped_forwards(on: Trainee) -> None:
+    on.loss()
+    plain(on)
+    on.loss()
+
+
+def evaluation(on: Trainee) -> None:
+    on.model.eval()
+    with torch.no_grad():
+        on.loss()
+    on.loss()
+    on.model.train()
+    plain(on)
+
+
+def deep_copies(on: Trainee) -> None:
+    plain(on)
+    twin = copy.copy(on)
+    twin.model, twin.optimizer = copy.deepcopy((on.model, on.optimizer))
+    if on.annotate is by_policy:
+        plain(twin)
+
+
+def annotate_anew(on: Trainee) -> None:
+    plain(on)
+    unannotate(on.model)
+    rebind_optimizer(on.optimizer, on.model)
+    on.annotate(on.model)
+    rebind_optimizer(on.optimizer, on.model)
+
+
+def micro_batches(on: Trainee) -> None:
+    waiting = [on.loss(), on.loss()]
+    for _ in range(2):
+        waiting.pop(0).backward(retain_graph=True)
+        waiting.append(on.loss())
+    for loss in waiting:
+        loss.backward()
+    on.update()
+
+
+def checkpointed(on: Trainee) -> None:
+    output = checkpoint(on.model, torch.randn(2, WIDTH), use_reentrant=False)
+    assert isinstance(output, torch.Tensor)
+    output.square().mean().backward()
+    on.update()
+
+
+def models_that_go(on: Trainee) -> None:
+    """Whatever was trained, or failed, is collected once it is dropped."""
+    for run in (plain, without_sync, raises_in_backward):
+        other = Trainee(on.annotate)
+        run(other)
+        gone = weakref.ref(other.model)
+        del other
+        gc.collect()
+        assert gone() is None, f"a model is never collected after {run.__name__}"
+
+
+@dataclass(frozen=True)
+class Situation:
+    run: Callable[[Trainee], None]
+    annotate: Callable[[nn.Module], None]
+
+
+SITUATIONS = {
+    "plain step": Situation(plain, by_policy),
+    "plain step, replicate": Situation(plain, whole),
+    "replicate in sharded": Situation(plain, mixed),
+    "no_sync": Situation(without_sync, by_policy),
+    "no_sync, replicate": Situation(without_sync, whole),
+    "forward raises": Situation(raises_in_forward, by_policy),
+    "backward raises": Situation(raises_in_backward, by_policy),
+    "backward raises, mixed": Situation(raises_in_backward, mixed),
+    "state dicts": Situation(state_dicts, by_policy),
+    "state dicts, mixed": Situation(state_dicts, mixed),
+    "dropped forwards": Situation(dropped_forwards, by_policy),
+    "dropped forwards, mixed": Situation(dropped_forwards, mixed),
+    "eval with and without grad": Situation(evaluation, by_policy),
+    "deep copies": Situation(deep_copies, by_policy),
+    "deep copies, mixed": Situation(deep_copies, mixed),
+    "annotate, unannotate": Situation(annotate_anew, by_policy),
+    "annotate, unannotate, mixed": Situation(annotate_anew, mixed),
+    "micro batches": Situation(micro_batches, by_policy),
+    "micro batches, replicate": Situation(micro_batches, whole),
+    "activation checkpointing": Situation(checkpointed, by_policy),
+    "models that go": Situation(models_that_go, by_policy),
+    "models that go, replicate": Situation(models_that_go, whole),
+}
+
+
+@dataclass(frozen=True)
+class Count:
+    """What there is in the process."""
+
+    tensors: int
+    nbytes: int
+    objects: int
+    threads: int
+    files: int
+
+    @staticmethod
+    def now() -> "Count":
+        """Count, after what nobody holds is gone."""
+        for _ in range(2):
+            gc.collect()
+        everything = gc.get_objects()
+        tensors = [one for one in everything if issubclass(type(one), torch.Tensor)]
+        storages = {}
+        for tensor in (getattr(one, "_local_tensor", one) for one in tensors):
+            # A sparse one has no memory of its own; what it is made of are tensors too.
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+        tasks, files = Path("/proc/self/task"), Path("/proc/self/fd")
+        return Count(
+            len(tensors),
+            sum(storages.values()),
+            len(everything),
+            len(os.listdir(tasks)) if tasks.exists() else threading.active_count(),
+            len(os.listdir(files)) if files.exists() else 0,
+        )
+
+
+@dataclass(frozen=True)
+class Soaked:
+    """What there was after the first steps, and at the end."""
+
+    name: str
+    steps: int
+    first: Count
+    last: Count
+
+    def growth(self, most_objects_a_step: float = 0.05) -> list[str]:
+        """Return what has grown; Python itself keeps a few objects more now and then."""
+        found = []
+        for field in fields(Count):
+            first, last = getattr(self.first, field.name), getattr(self.last, field.name)
+            if last - first > (100 + most_objects_a_step * self.steps if field.name == "objects" else 0):
+                found.append(f"{field.name} {first} -> {last}")
+        return found
+
+
+def soak(name: str, steps: int, world_size: int = 2, *, in_processes: bool = False) -> Soaked:
+    """Run a situation on ranks and count on the first of them."""
+    run = run_ranks if in_processes else run_threads
+    counts = run(_soak_on_a_rank, world_size, name, steps, timeout_s=60 + steps)[0]
+    return Soaked(name, steps, *counts)
+
+
+def _soak_on_a_rank(name: str, steps: int) -> tuple[Count, Count]:
+    situation = SITUATIONS[name]
+    on = Trainee(situation.annotate)
+    counts = []
+    for step in range(steps + 1):
+        # After a fifth all caches are filled.
+        if step in (max(steps // 5, 3), steps):
+            dist.barrier()
+            counts.append(Count.now())
+            dist.barrier()
+        if step < steps:
+            situation.run(on)
+    return counts[0], counts[1]
+
+
+def table(ended: Iterable[Soaked]) -> str:
+    """Return the counts of every situation, and what has grown."""
+    names = [field.name for field in fields(Count)]
+    lines = [f"{'':<28} {' '.join(f'{name:>18}' for name in names)}"]
+    for one in ended:
+        cells = [f"{getattr(one.first, name)} -> {getattr(one.last, name)}" for name in names]
+        growth = one.growth()
+        lines.append(f"{one.name:<28} {' '.join(f'{cell:>18}' for cell in cells)}  {'GROWS' if growth else 'level'}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for; return 1 if anything has grown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--ranks", choices=("threads", "processes"), default="threads")
+    parser.add_argument("--only", action="append", choices=list(SITUATIONS), help="one situation; may be repeated")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    ended = []
+    for name in options.only or SITUATIONS:
+        try:
+            ended.append(soak(name, options.steps, options.world_size, in_processes=options.ranks == "processes"))
+            print(table(ended[-1:]).splitlines()[-1], flush=True)
+        except Exception as error:
+            print(f"{name}: {type(error).__name__} {str(error).strip().splitlines()[-1]}", flush=True)
+            ended.append(Soaked(name, 0, Count(0, 0, 0, 0, 0), Count(1, 1, 1, 1, 1)))
+    print(table(ended))
+    return int(any(one.growth() for one in ended))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    raise SystemExit(main())

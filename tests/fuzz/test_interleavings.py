@@ -1,0 +1,24 @@
+"""Forwards and backwards in any order give the gradients of one process."""
+
+import pytest
+
+from tests.fuzz.interleavings import LAYOUTS, in_one_process, run_interleavings
+from tests.world import run_ranks, run_threads
+
+# A model is made once for so many.
+TOGETHER = 20
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("world_size", "first", "last"), [(2, 0, 60), (2, 60, 100), (3, 100, 130)])
+def test_any_order_of_forwards_and_backwards_is_right(layout: str, world_size: int, first: int, last: int) -> None:
+    for start in range(first, last, TOGETHER):
+        seeds = range(start, start + TOGETHER)
+        expected = in_one_process(layout, seeds, world_size)
+        run_threads(run_interleavings, world_size, layout, seeds, expected)
+
+
+@pytest.mark.parametrize("layout", ["hand", "mixed"])
+def test_so_it_is_on_processes(layout: str) -> None:
+    seeds = range(10)
+    run_ranks(run_interleavings, 2, layout, seeds, in_one_process(layout, seeds, 2))

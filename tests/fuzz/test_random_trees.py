@@ -1,0 +1,67 @@
+"""Random trees, annotated and trained at random, give every gradient and every parameter of one process.
+
+More seeds: ``python -m tests.fuzz.run --seeds 0-5000 --world-size 2,3``. One seed again, with simpler trees that end
+in the same way: ``python -m tests.fuzz.run --seeds 1234 --shrink``.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from tests.fuzz.annotations import MODES
+from tests.fuzz.between import ACTIONS
+from tests.fuzz.cases import Case, draw, kinds_of
+from tests.fuzz.nodes import KINDS
+from tests.fuzz.programs import PROGRAMS
+from tests.fuzz.runner import Outcome, run_case
+from tests.fuzz.workers import Worker, worker
+
+# (ranks, seeds); together a few hundred trees.
+GROUPS = [(2, range(start, start + 20)) for start in range(0, 240, 20)] + [(3, range(240, 270)), (4, range(270, 280))]
+FAILURES = ("wrong", "hang", "error")
+
+
+def described(ended: Iterable[tuple[Case, Outcome]]) -> str:
+    return "\n\n".join(f"{outcome.kind}: {outcome.text}\n{case}" for case, outcome in ended)
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Worker]:
+    """A process that may die without taking the tests along."""
+    with worker() as found:
+        yield found
+
+
+def _name(value: object) -> str:
+    return f"seeds {value.start}-{value.stop - 1}" if isinstance(value, range) else f"{value} ranks"
+
+
+@pytest.mark.parametrize(("world_size", "seeds"), GROUPS, ids=_name)
+def test_random_trees_train_as_one_process_does(one: Worker, world_size: int, seeds: range) -> None:
+    ended = list(one.run(draw(seed, world_size) for seed in seeds))
+    failed = [(case, outcome) for case, outcome in ended if outcome.kind in FAILURES]
+    assert not failed, f"{len(failed)} of {len(ended)} trees\n{described(failed)}"
+    counts = Counter(outcome.kind for _, outcome in ended)
+    # A library that refuses everything, or a generator that makes what torch refuses, would pass too.
+    assert counts["right"] >= 0.7 * len(ended), described(pair for pair in ended if pair[1].kind != "right")
+
+
+@pytest.mark.parametrize("seed", [3, 11, 17, 29])
+def test_so_they_do_on_processes(seed: int) -> None:
+    case = draw(seed, 2)
+    outcome = run_case(case, in_processes=True, timeout_s=40)
+    assert outcome.kind in ("right", "refused"), described([(case, outcome)])
+
+
+def test_a_few_hundred_seeds_meet_every_kind() -> None:
+    met = {kind for world_size, seeds in GROUPS for seed in seeds for kind in kinds_of(draw(seed, world_size))}
+    wanted = [f"node: {name}" for name in KINDS]
+    wanted += [f"annotation: {name}" for name in MODES]
+    wanted += [f"step: {name}" for name in PROGRAMS]
+    wanted += [f"between: {name}" for name in ACTIONS]
+    assert [kind for kind in wanted if kind not in met] == []
+
+
+def test_a_seed_is_always_the_same_tree() -> None:
+    assert [draw(seed, 2) for seed in range(20)] == [draw(seed, 2) for seed in range(20)]

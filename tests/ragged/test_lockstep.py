@@ -1,0 +1,281 @@
+"""Ranks that run ragged operations in different orders: an error on each of them, never a mix of two tensors."""
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, distribute_tensor
+
+from composable import DesyncError, clip_grad_norm_, fully_shard, get_total_norm
+from composable.ragged.spec import ragged_spec
+from composable.ragged.tensor import RaggedDTensor
+from tests.world import run_ranks, run_threads
+
+Operation = Callable[[list[Any]], torch.Tensor]
+
+
+def make_model() -> tuple[nn.Sequential, nn.Sequential]:
+    """Return a sharded model and its plain twin, with gradients; three of the weights have one shape."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 9))
+    model = fully_shard(copy.deepcopy(plain), policy={nn.Linear})
+    for sharded, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        whole.grad = torch.randn(whole.shape)
+        sharded.grad = distribute_tensor(whole.grad, sharded.device_mesh, sharded.placements)
+    return model, plain
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def copied(param: Any) -> torch.Tensor:
+    target = torch.zeros(param.shape)
+    with torch.no_grad():
+        return target.copy_(param)
+
+
+def rewritten(param: Any) -> torch.Tensor:
+    with torch.no_grad():
+        param[0].mul_(1.0)
+    return param.detach().flatten()
+
+
+# Each takes one parameter; those of a plain model give what is right.
+OF_ONE: list[Callable[[Any], torch.Tensor]] = [
+    lambda p: p.norm(),
+    lambda p: p.norm(1),
+    lambda p: p.sum(),
+    lambda p: p.view(-1),
+    lambda p: p[0],
+    lambda p: p.detach().mean(0),
+    lambda p: torch.linalg.vector_norm(p.detach(), 2, dim=-1),
+    lambda p: p.flatten() @ p.flatten(),
+    lambda p: p.grad.sum(),
+    lambda p: p.grad.norm(),
+    lambda p: (p > 0).any(),
+    lambda p: torch.cat([p.detach(), p.detach()]),
+    lambda p: full(p),
+    lambda p: full(p.detach() * 2),
+    lambda p: full(p.grad),
+    copied,
+    rewritten,
+]
+# And these all of them.
+OF_ALL: list[Operation] = [
+    lambda params: torch.stack([full(norm) for norm in torch._foreach_norm(params)]),
+    lambda params: torch.stack([full(norm) for norm in torch._foreach_norm(params[:4], 1)]),
+    lambda params: nn.utils.get_total_norm([param.grad for param in params]),
+    lambda params: get_total_norm([param.grad for param in params]),
+    lambda params: get_total_norm([param.grad for param in params], 1.0),
+    lambda params: clip_grad_norm_(params, 1e9),
+]
+
+
+def draw(dice: random.Random) -> Operation:
+    if dice.random() < 0.2:
+        return dice.choice(OF_ALL)
+    of_one, index = dice.choice(OF_ONE), dice.randrange(8)
+    return lambda params: of_one(params[index])
+
+
+def change(program: list[Operation], dice: random.Random) -> list[Operation]:
+    """Swap two operations, drop one or replace one."""
+    changed, at = list(program), dice.randrange(len(program) - 1)
+    kind = dice.choice(["swap", "drop", "replace"])
+    if kind == "swap":
+        changed[at], changed[at + 1] = changed[at + 1], changed[at]
+    elif kind == "drop":
+        del changed[at]
+    else:
+        changed[at] = draw(dice)
+    return changed
+
+
+def is_right(operation: Operation, params: list[Any], plain: list[Any]) -> bool:
+    return torch.allclose(full(operation(params)), operation(plain), atol=1e-5)
+
+
+def diverge(first_seed: int, count: int) -> list[tuple[bool, bool]]:
+    """Return for each seed whether this rank got an error, and whether all values were right."""
+    model, whole = make_model()
+    # Of a shape of its own: where a rank has dropped something, ranks meet here at the latest.
+    mark = RaggedDTensor.from_full(torch.ones(dist.get_world_size(), 3), ragged_spec_of_rows(3))
+    params, plain = list(model.parameters()), list(whole.parameters())
+    outcomes = []
+    for seed in range(first_seed, first_seed + count):
+        dice = random.Random(seed)
+        shared = [draw(dice) for _ in range(6)]
+        program = shared
+        if dist.get_rank() == dice.randrange(dist.get_world_size()):
+            program = change(shared, dice)
+        right, got_error = True, False
+        try:
+            for operation in program:
+                right &= is_right(operation, params, plain)
+            mark.full_tensor()
+        except DesyncError as error:
+            got_error = True
+            right &= all(f"rank {rank}: " in str(error) for rank in range(dist.get_world_size()))
+        for operation in shared:
+            right &= is_right(operation, params, plain)
+        outcomes.append((got_error, right))
+    return outcomes
+
+
+def ragged_spec_of_rows(width: int) -> Any:
+    world_size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,))
+    bounds = [row * width for row in range(world_size + 1)]
+    return ragged_spec(mesh, (world_size, width), torch.float32, bounds)
+
+
+@pytest.mark.parametrize("first_seed", [0, 100])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_rank_that_swaps_drops_or_changes_an_operation_is_told_on_every_rank(
+    world_size: int, first_seed: int
+) -> None:
+    outcomes = run_threads(diverge, world_size, first_seed, 25)
+    assert all(len(set(of_seed)) == 1 for of_seed in zip(*outcomes, strict=True))
+    assert all(right for _, right in outcomes[0])
+    assert sum(got_error for got_error, _ in outcomes[0]) > 15
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_same_on_gloo_aborts_no_process(world_size: int) -> None:
+    outcomes = run_ranks(diverge, world_size, 1000, 6)
+    assert all(len(set(of_seed)) == 1 for of_seed in zip(*outcomes, strict=True))
+    assert all(right for _, right in outcomes[0]) and any(got_error for got_error, _ in outcomes[0])
+
+
+# -- what tells tensors apart
+
+
+def meet(mine: Callable[[], object], theirs: Callable[[], object]) -> str:
+    """Do one thing on rank 0 and another on the others; return the error."""
+    with pytest.raises(DesyncError) as caught:
+        (mine if dist.get_rank() == 0 else theirs)()
+    return str(caught.value)
+
+
+def confuse_params() -> list[str]:
+    model = make_model()[0]
+    model.zero_grad()
+    model(torch.ones(1, 6)).sum().backward()
+    first, second, third = (model[index].weight for index in range(3))
+    found = [
+        meet(lambda: first.norm(), lambda: second.norm()),
+        meet(lambda: first.sum(), lambda: first.grad.sum()),
+        meet(lambda: torch._foreach_norm([first, second, third, first]), lambda: torch._foreach_norm([second, first])),
+    ]
+    twin = copy.deepcopy(model)
+    found.append(meet(lambda: first.full_tensor(), lambda: twin[0].weight.full_tensor()))
+    return found
+
+
+def test_the_error_says_what_each_rank_was_doing() -> None:
+    head, tail = (
+        "the ranks run different operations on ragged tensors",
+        (
+            "  at:  rank 1\n"
+            "  fix: run the same operations in the same order on every rank; nothing was exchanged or changed here"
+        ),
+    )
+    found = run_threads(confuse_params, 2)[1]
+    weight = "[6, 6] float32 cut at (0, 21, 36)"
+    lines = [
+        [f"the 2-norm of parameter '0.weight' {weight}", f"the 2-norm of parameter '1.weight' {weight}"],
+        [
+            f"aten.sum.default of parameter '0.weight' {weight}",
+            f"aten.sum.default of a tensor cut as parameter '0.weight' {weight}",
+        ],
+        [
+            f"the 2-norm of parameter '0.weight' {weight}, parameter '1.weight' {weight}, "
+            f"parameter '2.weight' {weight}, 1 more",
+            f"the 2-norm of parameter '1.weight' {weight}, parameter '0.weight' {weight}",
+        ],
+        [
+            f"full_tensor of parameter '0.weight' {weight}",
+            f"full_tensor of parameter '0.weight' of deep copy 1 {weight}",
+        ],
+    ]
+    assert found == [f"{head}\n    rank 0: {zero}\n    rank 1: {one}\n{tail}" for zero, one in lines]
+
+
+def confuse_models() -> None:
+    # Annotated one by one, so that all of them are called 'weight'.
+    first, second = (fully_shard(nn.Linear(6, 6)) for _ in range(2))
+    told = meet(lambda: first.weight.norm(), lambda: second.weight.norm())
+    assert "in equal words" in told
+    assert first.weight.norm().full_tensor() >= 0
+
+
+def test_parameters_of_equal_names_are_told_apart() -> None:
+    run_threads(confuse_models, 2)
+
+
+def confuse_meshes() -> None:
+    meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("a", "b")]
+    first, second = (
+        RaggedDTensor.from_full(torch.ones(4), ragged_spec(mesh, (4,), torch.float32, (0, 1, 4))) for mesh in meshes
+    )
+    meet(lambda: first.sum(), lambda: second.sum())
+    assert first.sum().full_tensor() == second.sum().full_tensor() == 4
+
+
+def test_tensors_of_two_meshes_over_the_same_ranks_are_told_apart() -> None:
+    run_threads(confuse_meshes, 2)
+
+
+def confuse_mesh_dims() -> None:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    spec = [ragged_spec(grid, (4,), torch.float32, (0, 1, 4), mesh_dim=dim) for dim in range(2)]
+    tensors = [RaggedDTensor.from_full(torch.arange(4.0) + dim, one) for dim, one in enumerate(spec)]
+    # Every group of ranks agrees within itself, though the groups do different things.
+    for dim, tensor in enumerate(tensors):
+        operation = torch.sum if grid.get_coordinate()[1 - dim] else torch.norm  # type: ignore[index]
+        torch.testing.assert_close(full(operation(tensor)), operation(torch.arange(4.0) + dim))
+    for tensor in tensors:
+        with pytest.raises(DesyncError):
+            (torch.sum if dist.get_rank() in (0, 3) else torch.norm)(tensor)
+
+
+def test_only_the_ranks_of_a_group_have_to_agree() -> None:
+    run_threads(confuse_mesh_dims, 4)
+
+
+def confuse_backwards() -> None:
+    spec = ragged_spec_of_rows(3)
+    one, two = (RaggedDTensor.from_full(torch.ones(2, 3), spec).requires_grad_() for _ in range(2))
+    one_full, two_full = one.full_tensor(grad_placements=[Partial()]), two.full_tensor()
+    meet(lambda: one_full.sum().backward(), lambda: two.sum())
+    one.full_tensor(grad_placements=[Partial()]).sum().backward()
+    two_full.sum().backward()
+    assert torch.equal(one.grad.full_tensor(), torch.full((2, 3), 2.0))  # type: ignore[union-attr]
+
+
+def test_a_reduction_in_backward_is_checked_too() -> None:
+    run_threads(confuse_backwards, 2)
+
+
+def distribute_differently() -> None:
+    spec = ragged_spec_of_rows(3)
+    value = torch.full((2, 3), float(dist.get_rank()))
+    told = meet(
+        lambda: distribute_tensor(value, spec.mesh, spec.placements),
+        lambda: distribute_tensor(
+            value[:1], spec.mesh, ragged_spec(spec.mesh, (1, 3), value.dtype, (0, 1, 3)).placements
+        ),
+    )
+    assert "rank 0: distribute_tensor of [2, 3] float32 cut at (0, 3, 6)" in told
+    assert torch.equal(distribute_tensor(value, spec.mesh, spec.placements).full_tensor(), torch.zeros(2, 3))
+
+
+def test_distribute_tensor_is_checked_too() -> None:
+    run_threads(distribute_differently, 2)

@@ -1,0 +1,148 @@
+"""A sharded parameter that meets plain tensors, since the forward of its module is not running: an error that helps."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from composable import UsageError, fully_shard
+from tests.world import run_threads
+
+INPUT = torch.ones(2, 6)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 6)
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.linear(x)
+        return output
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.linear.weight, self.linear.bias)
+
+
+def make_model() -> nn.Sequential:
+    """Return a model whose names are known from the root, as they are after the first step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Encoder(), nn.TransformerEncoderLayer(6, 2, 6, batch_first=True), nn.Conv2d(2, 2, 3))
+    fully_shard(model, policy={Encoder, nn.Linear, nn.LayerNorm, nn.Conv2d})
+    with pytest.raises(UsageError):
+        model(INPUT.unsqueeze(0))
+    return model
+
+
+def refusal(use: Callable[[nn.Sequential], object]) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        use(make_model())
+    return caught.value
+
+
+USES: dict[str, tuple[str, Callable[[nn.Sequential], object]]] = {
+    "a method": ("0.linear.bias", lambda m: m[0].encode(INPUT)),
+    "forward": ("0.linear.bias", lambda m: m[0].linear.forward(INPUT)),
+    "linear without bias": ("0.embedding.weight", lambda m: F.linear(INPUT, m[0].embedding.weight)),
+    "linear of a batch": ("0.embedding.weight", lambda m: F.linear(INPUT.unsqueeze(0), m[0].embedding.weight)),
+    "matmul": ("0.linear.weight", lambda m: INPUT @ m[0].linear.weight),
+    "product": ("0.linear.bias", lambda m: INPUT * m[0].linear.bias),
+    "einsum": ("0.linear.weight", lambda m: torch.einsum("bi,oi->bo", INPUT, m[0].linear.weight)),
+    "lookup": ("0.embedding.weight", lambda m: F.embedding(torch.tensor([1, 2]), m[0].embedding.weight)),
+    "index": ("0.embedding.weight", lambda m: m[0].embedding.weight[torch.tensor([1, 2])]),
+    "convolution": ("2.weight", lambda m: m[2].forward(torch.ones(1, 2, 4, 4))),
+    "norm layer": ("1.norm1.weight", lambda m: m[1].norm1.forward(INPUT)),
+    "attention's own projection": ("1.self_attn.out_proj.bias", lambda m: m(INPUT.unsqueeze(0))),
+}
+
+
+def use_outside(name: str) -> tuple[str, str, str]:
+    error = refusal(USES[name][1])
+    return error.what, error.at or "", error.fix or ""
+
+
+@pytest.mark.parametrize("name", USES)
+def test_the_error_names_the_parameter_and_its_module(name: str) -> None:
+    fqn = USES[name][0]
+    for rank, (what, at, fix) in enumerate(run_threads(use_outside, 2, name)):
+        assert "the parameter is used outside the forward of its module" in what
+        assert at.startswith(f"rank {rank}, module {fqn.rpartition('.')[0]!r} (") and f"parameter {fqn!r} [" in at
+        assert all(hint in fix for hint in ("call the module itself", "register_fsdp_forward_method", "unshard()"))
+
+
+def run_late_hook(kind: str) -> None:
+    uses: list[Callable[[nn.Module, torch.Tensor], torch.Tensor]] = [
+        lambda module, x: F.linear(x, module.weight),  # type: ignore[arg-type]
+        lambda module, x: x @ module.weight,  # type: ignore[operator]
+    ]
+    for use in uses:
+        model = fully_shard(nn.Sequential(nn.Linear(6, 6)), policy={nn.Linear})
+        if kind == "forward hook":
+            handle = model[0].register_forward_hook(lambda module, args, output, use=use: use(module, output))
+        elif kind == "first pre-hook":
+            handle = model[0].register_forward_pre_hook(
+                lambda module, args, use=use: (use(module, args[0]),), prepend=True
+            )
+        else:
+            handle = model[0].register_full_backward_pre_hook(lambda module, grads, use=use: (use(module, grads[0]),))
+        with pytest.raises(UsageError, match="used outside the forward of its module") as caught:
+            model(INPUT.clone().requires_grad_()).sum().backward()
+        assert "parameter '0.weight' [6, 6]" in str(caught.value.at)
+        # The next step works, once the hook is gone.
+        handle.remove()
+        model.zero_grad()
+        model(INPUT).sum().backward()
+        torch.testing.assert_close(model[0].bias.grad.full_tensor(), torch.full((6,), 2.0))
+
+
+@pytest.mark.parametrize("kind", ["forward hook", "first pre-hook", "backward pre-hook"])
+def test_a_users_hook_that_runs_outside_of_ours_gets_the_same_error(kind: str) -> None:
+    run_threads(run_late_hook, 2, kind)
+
+
+def use_what_is_computed_of_it() -> str:
+    model = fully_shard(nn.Sequential(nn.Linear(6, 6)))
+    with pytest.raises(UsageError) as caught:
+        F.linear(INPUT, model[0].weight * 2)
+    return str(caught.value)
+
+
+def test_what_is_computed_from_a_parameter_is_named_after_it() -> None:
+    text = run_threads(use_what_is_computed_of_it, 2)[0]
+    assert "ragged tensor of shape [6, 6], cut as parameter '0.weight'" in text
+
+
+class Around(nn.Module):
+    """Uses its child's parameters without calling it."""
+
+    def __init__(self, child: nn.Linear) -> None:
+        super().__init__()
+        self.child = child
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.child.weight * 2, self.child.bias)
+
+
+def follow_the_advice() -> None:
+    torch.manual_seed(0)
+    plain = Around(nn.Linear(6, 6))
+    around = fully_shard(copy.deepcopy(plain))
+    unsharded = copy.deepcopy(plain)
+    fully_shard(unsharded.child)
+    fully_shard(unsharded)
+    plain(INPUT).sum().backward()
+    around(INPUT).sum().backward()
+    for sharded, whole in zip(around.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="outside the forward"):
+        unsharded(INPUT)
+    unsharded.child.unshard()
+    torch.testing.assert_close(unsharded(INPUT), plain(INPUT))
+
+
+def test_what_the_error_advises_works() -> None:
+    run_threads(follow_the_advice, 2)

@@ -1,0 +1,80 @@
+"""A replicated model that is dropped leaves nothing behind: no memory, no thread, no open file."""
+
+import copy
+import gc
+import os
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable.replicate import replicate
+from tests.world import run_ranks
+
+
+def count_of_process() -> tuple[int, int]:
+    """Return how many threads and open files this process has."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def make_trained() -> nn.Module:
+    model = replicate(nn.Linear(4, 4))
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    return model
+
+
+def drop_models(*, deep: bool) -> None:
+    counts = []
+    for number in range(4):
+        models = [make_trained()]
+        if deep:
+            models.append(copy.deepcopy(models[0]))
+            models[1](torch.ones(2, 4)).sum().backward()
+        found = [weakref.ref(one) for model in models for one in (model, model.weight, model.weight.grad)]
+        del models
+        # Ranks collect their garbage at different times.
+        if number % 2 == 0 or dist.get_rank() == 0:
+            gc.collect()
+            assert [one() for one in found] == [None] * len(found)
+        if number % 2 == 0:
+            dist.barrier()
+            counts.append(count_of_process())
+    gc.collect()
+    counts.append(count_of_process())
+    # Where one rank had not collected yet, the next model could not take the group that the other one had left.
+    assert all(own - first <= limit for own, first, limit in zip(counts[-1], counts[0], (6, 10), strict=True)), counts
+    for _ in range(3):
+        make_trained()
+        gc.collect()
+        dist.barrier()
+    assert count_of_process() == counts[-1]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux lists")
+@pytest.mark.parametrize("deep", [False, True])
+def test_dropped_models_are_collected_with_their_threads_and_files(*, deep: bool) -> None:
+    run_ranks(drop_models, 2, deep=deep)
+
+
+def unfinished() -> None:
+    """Drop a model whose backward was stopped on one rank: nobody takes its group."""
+    model = make_trained()
+    other = make_trained()
+    group = replicate.state(model).transport._group
+    group.unfinished += dist.get_rank()
+    del model
+    gc.collect()
+    for _ in range(2):
+        fresh = make_trained()
+        assert replicate.state(fresh).transport._group is not group
+        assert fresh.weight.grad is not None
+        del fresh
+        gc.collect()
+    assert other.weight.grad is not None
+
+
+def test_a_group_in_which_something_never_ended_is_not_used_again() -> None:
+    run_ranks(unfinished, 2)

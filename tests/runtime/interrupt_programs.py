@@ -1,0 +1,206 @@
+"""Training steps to be interrupted, in float64: one program for each part of the package."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from composable import FSDPModule, fully_shard, no_sync, replicate
+from composable.replicate import register_comm_hook
+from tests.models import random_input, seeded
+
+__all__ = ["PROGRAMS", "Program"]
+
+
+class Block(nn.Module):
+    """Two layers; some ranks use ``extra``, none uses ``spare``; ``aux`` leaves by a side channel."""
+
+    def __init__(self, dim: int, *, has_unused: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, dim)
+        self.down = nn.Linear(dim, dim)
+        if has_unused:
+            self.extra = nn.Parameter(torch.randn(dim))
+            self.spare = nn.Parameter(torch.randn(dim))
+
+    def forward(self, x: torch.Tensor, *, uses: bool, leaks: bool) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.tanh(self.up(x)))
+        y = y + x
+        if uses and hasattr(self, "extra"):
+            y = y * self.extra
+        if leaks:
+            self.aux = self.down(y).square().mean()
+        return y
+
+
+class Net(nn.Module):
+    """Two blocks between two layers."""
+
+    def __init__(self, dim: int, *, has_unused: bool = False, checkpoints: bool = False, leaks: bool = False) -> None:
+        super().__init__()
+        self.inp = nn.Linear(dim, dim)
+        self.blocks = nn.ModuleList(Block(dim, has_unused=has_unused) for _ in range(2))
+        self.head = nn.Linear(dim, dim)
+        self.checkpoints = checkpoints
+        self.leaks = leaks
+        self.register_buffer("factor", torch.ones(1))
+
+    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
+        x = self.inp(x) * self.factor
+        for block in self.blocks:
+            if self.checkpoints and torch.is_grad_enabled():
+                x = checkpoint(block, x, uses=uses, leaks=False, use_reentrant=False)
+            else:
+                x = block(x, uses=uses, leaks=self.leaks)
+        out: torch.Tensor = self.head(x)
+        if self.leaks:
+            out = out + self.blocks[0].aux + self.blocks[1].aux
+        return out
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is trained, and how.
+
+    Attributes:
+        name: What it shows.
+        annotate: Makes a model one of many ranks.
+        options: Of the model.
+        dim: Of the model.
+        world_size: Ranks.
+        accumulates: A step has a backward without synchronisation, then one with it.
+        is_first: The step that is interrupted is the first one.
+    """
+
+    name: str
+    annotate: Callable[[Net], object]
+    options: tuple[tuple[str, bool], ...] = ()
+    dim: int = 4
+    world_size: int = 2
+    accumulates: bool = False
+    is_first: bool = False
+
+    def make(self) -> Net:
+        return seeded(lambda: Net(self.dim, **dict(self.options)), 0).double()
+
+    def forward(self, model: nn.Module, rank: int, seed: int) -> torch.Tensor:
+        out: torch.Tensor = model(random_input(1000 * seed + rank, 3, self.dim).double(), rank == 0)
+        return out
+
+    def step(self, model: nn.Module, rank: int, seed: int, scale: float, *, is_plain: bool = False) -> torch.Tensor:
+        """Run the forwards and backwards of one step; returns the last loss."""
+        if self.accumulates:
+            quiet: AbstractContextManager[None] = nullcontext() if is_plain else no_sync(model)
+            with quiet:
+                self._backward(model, rank, seed + 500, scale)
+        return self._backward(model, rank, seed, scale)
+
+    def _backward(self, model: nn.Module, rank: int, seed: int, scale: float) -> torch.Tensor:
+        loss = self.forward(model, rank, seed).square().mean()
+        (loss * scale).backward()
+        return loss.detach()
+
+
+def by_policy(model: Net) -> None:
+    fully_shard(model, policy={Block})
+
+
+def by_policy_on_group(model: Net) -> None:
+    fully_shard(model, policy={Block}, transport="process_group")
+
+
+def with_zeros(model: Net) -> None:
+    fully_shard(model, policy={Block}, unused_gradients="zero")
+
+
+def by_hand(model: Net) -> None:
+    """Some are kept between forward and backward; prefetch is by hand."""
+    first, second = model.blocks
+    fully_shard(first, reshard_after_forward=False)
+    fully_shard(second, reshard_after_forward=True)
+    fully_shard(model, reshard_after_forward=True)
+    assert isinstance(model, FSDPModule) and isinstance(first, FSDPModule) and isinstance(second, FSDPModule)
+    model.set_modules_to_forward_prefetch([first, second])
+    second.set_modules_to_backward_prefetch([first])
+
+
+def hook_on_gradient(grad: torch.Tensor) -> torch.Tensor:
+    doubled = grad * 2
+    return doubled / 2
+
+
+def hook_after_gradient(param: torch.Tensor) -> None:
+    assert param.grad is not None
+    assert not param.grad.requires_grad
+
+
+def with_hooks(model: Net) -> None:
+    by_policy(model)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(hook_after_gradient)
+    model.head.weight.register_hook(hook_on_gradient)
+
+
+def in_buckets(model: Net) -> None:
+    replicate(model, bucket_cap_mb=0.0002)
+
+
+def in_copied_buckets(model: Net) -> None:
+    replicate(model, bucket_cap_mb=0.0002, gradient_as_bucket_view=False, find_unused_parameters=True)
+
+
+def averaged(state: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    tensor = bucket.buffer().div_(state.size())
+    dist.all_reduce(tensor, group=state)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(tensor)
+    return done
+
+
+def by_communication_hook(model: Net) -> None:
+    in_buckets(model)
+    register_comm_hook(model, dist.new_group(), averaged)
+
+
+def nested(model: Net) -> None:
+    """One block is replicated in a sharded model."""
+    replicate(model.blocks[0], find_unused_parameters=True)
+    fully_shard(model.blocks[1])
+    fully_shard(model)
+
+
+def nested_otherwise(model: Net) -> None:
+    """Sharded blocks in a replicated model."""
+    for block in model.blocks:
+        fully_shard(block)
+    replicate(model, bucket_cap_mb=0.0002)
+
+
+UNUSED = (("has_unused", True),)
+
+PROGRAMS = [
+    Program("policy", by_policy),
+    Program("policy, 3 ranks", by_policy, world_size=3),
+    Program("policy, process_group", by_policy_on_group),
+    Program("prefetch and reshard by hand", by_hand),
+    Program("unused parameters", by_policy, UNUSED),
+    Program("unused parameters as zeros", with_zeros),
+    Program("hooks on parameters", with_hooks, UNUSED),
+    Program("no_sync", by_policy, UNUSED, accumulates=True),
+    Program("checkpointing", by_policy, (("checkpoints", True),)),
+    Program("side channel", by_policy, (("leaks", True),)),
+    Program("first step", by_policy, is_first=True),
+    Program("replicate", in_buckets),
+    Program("replicate, copies", in_copied_buckets, UNUSED),
+    Program("replicate, communication hook", by_communication_hook),
+    Program("replicate, no_sync", in_buckets, accumulates=True),
+    Program("replicate, first step", in_buckets, is_first=True),
+    Program("nested", nested, UNUSED),
+    Program("nested otherwise", nested_otherwise),
+    Program("nested, no_sync", nested, UNUSED, accumulates=True),
+]

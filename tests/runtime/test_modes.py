@@ -1,0 +1,118 @@
+"""Modes around a forward: inference, no gradient, transforms of ``torch.func``. They harm nothing that comes after."""
+
+import random
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils._pytree import tree_leaves
+
+from composable import fully_shard, replicate
+from tests.models import DIM, MLP, loss_of, random_input, seeded
+from tests.world import run_ranks, run_threads
+
+MODES: dict[str, Callable[[], Any]] = {
+    "inference": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "train": nullcontext,
+}
+
+
+def annotate(model: nn.Module, how: str, *, reshard: bool | None = None) -> None:
+    if how == "fully_shard":
+        fully_shard(model, policy={nn.Linear}, reshard_after_forward=reshard)
+    else:
+        replicate(model)
+
+
+def full(tensor: Any) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
+def compare(model: nn.Module, plain: nn.Module) -> None:
+    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(param), other, msg=name)
+        if other.grad is not None:
+            torch.testing.assert_close(full(param.grad), other.grad)
+
+
+def run_in_random_modes(seed: int, how: str) -> None:
+    draw, rank = random.Random(seed), dist.get_rank()
+    model, plain = (seeded(MLP, 0) for _ in range(2))
+    fills = how == "fully_shard" and draw.random() < 0.4
+    if fills:
+        model = model.to("meta")
+    annotate(model, how, reshard=draw.choice([None, True, False]))
+    if fills:
+        model.load_state_dict({name: value.clone() for name, value in plain.state_dict().items()}, assign=True)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    for number in range(6):
+        mode = draw.choice(list(MODES)) if number < 5 else "train"
+        x = random_input(10 * number + rank, 4, DIM)
+        with MODES[mode]():
+            output = model(x)
+            torch.testing.assert_close(output, plain(x))
+        if mode == "train":
+            loss_of(output).backward()
+            for one in range(2):
+                (loss_of(plain(random_input(10 * number + one, 4, DIM))) / 2).backward()
+            compare(model, plain)
+            if draw.random() < 0.6:
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    compare(model, plain)
+
+
+@pytest.mark.parametrize("how", ["fully_shard", "replicate"])
+@pytest.mark.parametrize("seed", range(20))
+def test_forwards_in_any_order_of_modes_train_as_one_process(seed: int, how: str) -> None:
+    run_threads(run_in_random_modes, 2, seed, how)
+
+
+X = random_input(5, 3, DIM)
+TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "grad": lambda run: grad(lambda x: loss_of(run(x)))(X),
+    "vjp": lambda run: vjp(run, X)[1](torch.ones_like(X)),
+    "jvp": lambda run: jvp(run, (X,), (torch.ones_like(X),)),
+    "jacrev": lambda run: jacrev(run)(X),
+    "jacfwd": lambda run: jacfwd(run)(X),
+    "hessian": lambda run: hessian(lambda x: loss_of(run(x)))(X[:1]),
+    "vmap": lambda run: vmap(run)(torch.stack([X, X + 1])),
+    "vmap of grad": lambda run: vmap(grad(lambda x: loss_of(run(x))))(torch.stack([X, X + 1])),
+}
+
+
+def transform(name: str, how: str, *, is_warm: bool, reshard: bool | None) -> None:
+    # Of torch itself, on the first use of forward-mode differentiation.
+    warnings.filterwarnings("ignore", message="`torch.jit.script", category=DeprecationWarning)
+    rank = dist.get_rank()
+    model, plain = (seeded(MLP, 0) for _ in range(2))
+    annotate(model, how, reshard=reshard)
+    if is_warm:
+        model(X).sum().backward()
+    ours, theirs = TRANSFORMS[name](model), TRANSFORMS[name](plain)
+    for one, other in zip(tree_leaves(ours), tree_leaves(theirs), strict=True):
+        torch.testing.assert_close(one, other)
+    model.zero_grad()
+    loss_of(model(random_input(rank, 4, DIM))).backward()
+    for one in range(2):
+        (loss_of(plain(random_input(one, 4, DIM))) / 2).backward()
+    compare(model, plain)
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize(("how", "reshard"), [("fully_shard", None), ("fully_shard", True), ("replicate", None)])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_with_respect_to_inputs_are_right_and_harm_no_step(
+    name: str, how: str, reshard: bool | None, is_warm: bool
+) -> None:
+    # Processes: threads share torch's level of forward-mode differentiation.
+    run_ranks(transform, 2, name, how, is_warm=is_warm, reshard=reshard)

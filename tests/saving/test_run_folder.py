@@ -1,0 +1,379 @@
+"""Whose the folder of a run is: saves remove what they wrote and nothing else, and one run writes at a time."""
+
+import errno
+import fcntl
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable import (
+    ComposableError,
+    ConfigError,
+    UsageError,
+    find_checkpoint,
+    full_state_dict,
+    fully_shard,
+    iter_full_params,
+    load_checkpoint,
+    load_full_params,
+    load_full_state_dict,
+    load_safetensors,
+    save_checkpoint,
+    save_safetensors,
+)
+from composable.saving import run_folder
+from composable.saving.run_folder import SummedFiles
+from tests.world import run_ranks, run_threads
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def steps_of(run: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in run.glob("step-*"))
+
+
+def told(call: Callable[[], object]) -> list[str]:
+    """Return what ``call`` raises on each rank."""
+    try:
+        call()
+        said = "no error"
+    except ComposableError as error:
+        said = f"{type(error).__name__}: {error}"
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, said)
+    return everyone
+
+
+# -- later steps
+
+
+def forget_to_resume(run: Path) -> None:
+    model = fully_shard(make_model())
+    for step in (10, 20, 30):
+        save_checkpoint(run, step, model, keep=2)
+    before = files_below(run)
+    for asynchronous in (False, True):
+        for said in told(partial(save_checkpoint, run, 1, model, asynchronous=asynchronous)):
+            assert f"ConfigError: {run} holds checkpoints of later steps than 1: step-000020, step-000030" in said
+            assert "discard_later=True" in said and "load_checkpoint first" in said
+    dist.barrier()
+    assert files_below(run) == before
+    # The latest again, and later ones, are no question.
+    save_checkpoint(run, 30, model)
+    save_checkpoint(run, 31, model)
+    dist.barrier()
+    assert steps_of(run) == [30, 31]
+    save_checkpoint(run, 30, model, discard_later=True, asynchronous=True).wait()
+    assert steps_of(run) == [30] and find_checkpoint(run).step == 30
+    save_checkpoint(run, 7, model, discard_later=True)
+    assert steps_of(run) == [7] and load_checkpoint(run, model).step == 7
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_later_checkpoints_are_kept_unless_they_are_to_go(world_size: int, tmp_path: Path) -> None:
+    run_threads(forget_to_resume, world_size, tmp_path)
+
+
+# -- what others wrote
+
+
+def take_the_name(run: Path) -> None:
+    model = fully_shard(make_model())
+    save_checkpoint(run, 1, model)
+    if dist.get_rank() == 0:
+        (run / "step-000002").mkdir()
+        (run / "step-000002" / "weights.bin").write_bytes(b"mine")
+        (run / "step-000001" / "notes.txt").write_text("the good one")
+    dist.barrier()
+    before = files_below(run)
+    for said in told(lambda: save_checkpoint(run, 2, model)):
+        assert f"ConfigError: {run}/step-000002 is there already, and is no whole checkpoint" in said
+    for said in told(lambda: save_checkpoint(run, 1, model)):
+        assert "holds what save_checkpoint did not write: notes.txt" in said
+    dist.barrier()
+    assert files_below(run) == before
+    # What is not ours is no later step either, nor the latest.
+    save_checkpoint(run, 3, model, keep=1)
+    assert load_checkpoint(run, model).step == 3
+    dist.barrier()
+    assert (run / "step-000001" / "notes.txt").read_text() == "the good one"
+    assert (run / "step-000002" / "weights.bin").read_bytes() == b"mine"
+    assert not (run / "step-000001" / "checkpoint.json").exists()
+
+
+def test_what_others_wrote_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
+    run_threads(take_the_name, 2, tmp_path)
+
+
+_NAMES = [
+    *("step-000001", "step-000004", "step-1", "step-000099", "step-0000005", "latest.txt", "model.safetensors"),
+    *(".partial-000002", ".partial-1", ".removed-000003", ".removed-mine", ".replaced-000002", ".cache", "best"),
+]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_saves_leave_random_files_of_others_alone(seed: int, tmp_path: Path) -> None:
+    draw, model, outside = random.Random(seed), nn.Linear(2, 2), tmp_path / "outside"
+    run, foreign = tmp_path / "run", {}
+    outside.mkdir()
+    (outside / "file").write_text("outside")
+    run.mkdir()
+    ours: set[int] = set()
+    for _ in range(12):
+        if draw.random() < 0.5:
+            name, content = draw.choice(_NAMES), str(draw.random())
+            if ours and draw.random() < 0.3:
+                path = run / f"step-{draw.choice(sorted(ours)):06d}" / "added.txt"
+            elif draw.random() < 0.2 and not (run / name).exists():
+                (run / name).symlink_to(outside)
+                continue
+            else:
+                path = run / name / draw.choice(["a.bin", ".metadata", "__0_0.distcp", "deep/file"])
+            if path.parent.parent.is_symlink() or path.parent.is_symlink() or (run / name / "checkpoint.json").exists():
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+            foreign[path] = content
+        else:
+            step, keep, discard = draw.randrange(1, 8), draw.randrange(1, 4), draw.random() < 0.3
+            whole = run / f"step-{step:06d}"
+            is_free = not (whole.exists() or whole.is_symlink())
+            may = (
+                step in ours and set(os.listdir(whole)) == {".metadata", "__0_0.distcp", "checkpoint.json"}
+            ) or is_free
+            may = may and (discard or max(ours, default=0) <= step)
+            try:
+                save_checkpoint(run, step, model, keep=keep, discard_later=discard)
+                assert may
+            except ConfigError:
+                assert not may
+                continue
+            earlier = sorted(one for one in ours if one < step)
+            ours = {*earlier[max(0, len(earlier) - (keep - 1)) :], step}
+            assert find_checkpoint(run).step == step
+        for path, content in foreign.items():
+            assert path.read_text() == content, path
+        assert {int(path.parent.name[5:]) for path in run.glob("step-*/checkpoint.json")} == ours
+    assert files_below(outside) == {"file": b"outside"}
+    left = {path.name for path in run.glob(".*")} - {name for name in _NAMES if name.startswith(".")}
+    assert not left
+
+
+# -- a full disk
+
+
+@contextmanager
+def full_disk(is_full: bool) -> Iterator[None]:
+    """Let files of tensors be written to a device that is always full."""
+    create_stream = SummedFiles.create_stream
+
+    def on_full_disk(self: SummedFiles, path: Any, mode: str) -> Any:
+        return create_stream(self, "/dev/full" if mode == "wb" and is_full else path, mode)
+
+    with mock.patch.object(SummedFiles, "create_stream", on_full_disk):
+        yield
+
+
+def fill_the_disk(run: Path) -> None:
+    rank = dist.get_rank()
+    model = fully_shard(make_model())
+    save_checkpoint(run, 1, model)
+    before = files_below(run)
+    for save in (
+        lambda: save_checkpoint(run, 2, model),
+        lambda: save_checkpoint(run, 2, model, asynchronous=True).wait(),
+    ):
+        for full_on in (0, 1, 2):
+            with full_disk(is_full=rank == full_on or full_on == 2):
+                for said in told(save):
+                    assert said.startswith(f"UsageError: no space left: {run}/.partial-000002-"), said
+                    assert "earlier checkpoints are as they were" in said and "No space left on device" in said
+                    assert "fix: free some" in said
+            dist.barrier()
+            assert files_below(run) == before, os.listdir(run)
+    # The last bytes: those of the names.
+    full = OSError(errno.ENOSPC, "No space left on device", "checkpoint.json")
+    with mock.patch.object(run_folder, "write_summed", side_effect=full):
+        for said in told(lambda: save_checkpoint(run, 2, model)):
+            assert said.startswith(f"UsageError: no space left: {run}/.partial-000002-"), said
+    dist.barrier()
+    assert files_below(run) == before
+    save_checkpoint(run, 2, model)
+    assert load_checkpoint(run, model).step == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_an_error_that_says_so_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    run_ranks(fill_the_disk, 2, tmp_path)
+
+
+# -- two runs
+
+
+SAVE_AND_STAY = """
+import sys, torch
+from composable import save_checkpoint
+model = torch.nn.Linear(2, 2)
+save_checkpoint(sys.argv[1], 1, model)
+print("saved", flush=True)
+sys.stdin.read()
+"""
+
+
+def meet_another_run(run: Path) -> list[str]:
+    model = fully_shard(make_model())
+    return told(lambda: save_checkpoint(run, 5, model))
+
+
+def test_a_second_run_is_told_on_every_rank_until_the_first_has_ended(tmp_path: Path) -> None:
+    other = subprocess.Popen(
+        [sys.executable, "-c", SAVE_AND_STAY, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "saved\n"
+        before = files_below(tmp_path)
+        for said in run_ranks(meet_another_run, 2, tmp_path)[0]:
+            assert f"UsageError: another run writes to {tmp_path}" in said
+            assert f"process {other.pid} on " in said and "fix: save to another folder" in said
+        assert files_below(tmp_path) == before
+        # However it ends.
+        other.send_signal(signal.SIGKILL)
+        other.wait(30)
+        assert run_ranks(meet_another_run, 2, tmp_path)[0] == ["no error"] * 2
+    finally:
+        other.kill()
+        other.wait()
+        for stream in (other.stdin, other.stdout):
+            assert stream is not None
+            stream.close()
+
+
+def test_a_run_of_this_process_ends_with_its_model(tmp_path: Path) -> None:
+    model, second = make_model(), make_model()
+    save_checkpoint(tmp_path, 1, model)
+    save_checkpoint(tmp_path, 2, second)  # of the same process: no other run
+    for kept in (model, second):
+        assert "another run writes" in run_ranks(meet_another_run, 1, tmp_path)[0][0]
+        del kept
+    with pytest.raises(ConfigError, match="later steps"):
+        save_checkpoint(tmp_path, 1, make_model())  # a refusal does not give the right up
+    assert "another run writes" in run_ranks(meet_another_run, 1, tmp_path)[0][0]
+    del model, second
+    gc.collect()
+    assert run_ranks(meet_another_run, 1, tmp_path)[0] == ["no error"]
+
+
+def test_a_refused_save_takes_no_right(tmp_path: Path) -> None:
+    first = make_model()
+    save_checkpoint(tmp_path, 3, first)
+    del first
+    gc.collect()
+    refused = make_model()
+    with pytest.raises(ConfigError, match="later steps") as caught:
+        save_checkpoint(tmp_path, 1, refused)
+    assert run_ranks(meet_another_run, 1, tmp_path)[0] == ["no error"]
+    assert caught.value is not None and refused is not None  # neither holds it, alive
+
+
+def test_without_locks_the_run_that_was_overtaken_is_told(tmp_path: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with mock.patch.object(fcntl, "lockf", refuse):
+        model = make_model()
+        save_checkpoint(tmp_path, 1, model)
+        save_checkpoint(tmp_path, 2, model)
+        (tmp_path / "writer.lock").write_text(
+            '{"host": "elsewhere", "process": 7, "since": "today", "token": "of another"}'
+        )
+        with pytest.raises(UsageError, match=r"another run writes to .*\n.*process 7 on elsewhere, since today"):
+            save_checkpoint(tmp_path, 3, model)
+        # A run that begins takes over: the one before may have been killed.
+        del model
+        gc.collect()
+        save_checkpoint(tmp_path, 3, make_model())
+
+
+def test_a_file_of_somebody_else_is_no_lock(tmp_path: Path) -> None:
+    (tmp_path / "writer.lock").write_text("my notes")
+    with pytest.raises(ConfigError, match=r"writer.lock was not written by save_checkpoint"):
+        save_checkpoint(tmp_path, 1, make_model())
+    (tmp_path / "writer.lock").unlink()
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "writer.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(UsageError, match="cannot write to"):
+        save_checkpoint(tmp_path, 1, make_model())
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+# -- arguments
+
+
+def misuse(run: Path) -> None:
+    model = fully_shard(make_model())
+    optimizer = torch.optim.SGD(model.parameters())
+    calls: dict[str, Callable[[], object]] = {
+        "model is a int, not a module": lambda: save_checkpoint(model, run, 1),  # type: ignore[arg-type]
+        "model is a str, not a module": lambda: save_checkpoint(model, 1, str(run)),  # type: ignore[arg-type]
+        "folder is None": lambda: save_checkpoint(None, 1, model),  # type: ignore[arg-type]
+        "keep is '2'": lambda: save_checkpoint(run, 1, model, keep="2"),  # type: ignore[arg-type]
+        "keep is True": lambda: save_checkpoint(run, 1, model, keep=True),
+        "optimizer is a int": lambda: save_checkpoint(run, 1, model, 3),  # type: ignore[arg-type]
+        "optimizer is a RaggedDTensor": lambda: save_checkpoint(run, 1, model, model.parameters()),  # type: ignore[arg-type]
+        "path is None": lambda: load_checkpoint(None, model),  # type: ignore[arg-type]
+        "path is 3": lambda: find_checkpoint(3),  # type: ignore[arg-type]
+        "model is a SGD, not a module": lambda: load_checkpoint(run, optimizer),  # type: ignore[arg-type]
+    }
+    for call in (full_state_dict, iter_full_params):
+        with pytest.raises(ConfigError, match=r"model is a torch\.optim\.sgd\.SGD, not a module"):
+            call(optimizer)  # type: ignore[arg-type]
+    for load in (load_full_state_dict, load_full_params, save_safetensors, load_safetensors):
+        with pytest.raises(ConfigError, match="model is 123, not a module"):
+            load(123, "x")  # type: ignore[arg-type]
+    calls |= {
+        "path is 123": lambda: load_safetensors(model, 123),  # type: ignore[arg-type]
+        "path is 124": lambda: save_safetensors(model, 124),  # type: ignore[arg-type]
+    }
+    for message, call_it in calls.items():
+        for said in told(call_it):
+            assert said.startswith(f"ConfigError: {message}"), (message, said)
+    # Wrong on one rank, an error on all.
+    wrong = dist.get_rank() == 1
+    for said in told(lambda: save_checkpoint(run, 1, 3 if wrong else model)):  # type: ignore[arg-type]
+        assert said.startswith("ConfigError: model is a int"), said
+    for said in told(lambda: save_checkpoint(run, 1, model, 3 if wrong else None)):  # type: ignore[arg-type]
+        assert said.startswith("ConfigError: optimizer is a int"), said
+    for said in told(lambda: full_state_dict(model, dst=7 if wrong else 0)):
+        assert said.startswith("ConfigError: dst is 7"), said
+    for said in told(lambda: iter_full_params(model, max_bytes=0 if wrong else 100)):
+        assert said.startswith("ConfigError: max_bytes is 0"), said
+    for said in told(lambda: save_safetensors(model, run, dtype="bf16" if wrong else None)):  # type: ignore[arg-type]
+        assert said.startswith("ConfigError: dtype is 'bf16'"), said
+    assert not run.exists()
+    save_checkpoint(run, 1, model, iter([optimizer]))
+    assert load_checkpoint(str(run), model, optimizer).step == 1
+
+
+def test_arguments_of_the_wrong_type_are_errors_of_this_library_on_every_rank(tmp_path: Path) -> None:
+    run_threads(misuse, 2, tmp_path / "run")

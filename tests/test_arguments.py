@@ -1,0 +1,339 @@
+"""Arguments of every public function that make no sense: typed errors, and nothing is changed by them."""
+
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import composable
+from composable import (
+    ComposableError,
+    CustomPolicy,
+    FSDPModule,
+    ModuleWrapPolicy,
+    RaggedShard,
+    SizePolicy,
+    accelerate_optimizer,
+    clip_grad_norm_,
+    fallback_counts,
+    full_state_dict,
+    fully_shard,
+    get_total_norm,
+    iter_full_params,
+    load_full_params,
+    load_full_state_dict,
+    load_safetensors,
+    no_sync,
+    plan,
+    rebind_optimizer,
+    replicate,
+    save_safetensors,
+    unannotate,
+    unshard_params,
+)
+from composable.collectives.choose import TRANSPORTS, choose_transport
+from composable.planning.options import ShardOptions
+from composable.replicate import register_comm_hook
+from tests.models import MLPBlock
+from tests.parity import assert_equal_runs, train_annotated, train_reference
+from tests.world import run_threads
+
+
+def values() -> dict[str, Any]:
+    """Return what to try: fresh, since what is taken changes."""
+    return {
+        "None": None,
+        "3": 3,
+        "-1": -1,
+        "1.5": 1.5,
+        "nan": float("nan"),
+        "text": "no such thing",
+        "[]": [],
+        "[1]": [1],
+        "{}": {},
+        "object": object(),
+        "np.True": np.True_,
+        "np.3": np.int64(3),
+        "tensor": torch.ones(2),
+        "plain": nn.Linear(2, 2),
+        "class": nn.Linear,
+        "True": True,
+    }
+
+
+def sharded() -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def full_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {fqn: torch.zeros(param.shape) for fqn, param in model.named_parameters()}
+
+
+def enter(context: Callable[..., AbstractContextManager[None]]) -> Callable[..., None]:
+    def entered(**arguments: Any) -> None:
+        with context(**arguments):
+            pass
+
+    return entered
+
+
+def accelerated(model: Any = None, **options: Any) -> None:
+    model = model or sharded()
+    accelerate_optimizer(**{"optimizer": optimizer_of(model), "model": model, **options})
+
+
+def method(name: str, **arguments: Any) -> Callable[..., Any]:
+    return lambda **changed: getattr(sharded(), name)(**{**arguments, **changed})
+
+
+OPTIONAL = {"None"}
+SWITCH = {"True"}
+# Each function as it is called with what is needed, and for each argument the values that it does take.
+CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[str, set[str]]]] = {
+    "plan": (
+        plan,
+        lambda: {"module": nn.Linear(2, 2), "world_size": 2},
+        {
+            "module": {"plain"},
+            "world_size": {"3"},
+            "policy": OPTIONAL,
+            "strategy": OPTIONAL,
+            "reshard_after_forward": {"None", "True"},
+            "unused_gradients": set(),
+            "ignored_params": {"None", "[]", "{}"},
+            "ignored_modules": {"None", "[]", "{}"},
+            "align": {"None", "{}"},
+            "transport": set(),
+        },
+    ),
+    "fully_shard": (
+        fully_shard,
+        lambda: {"module": nn.Sequential(nn.Linear(2, 2), nn.ReLU())},
+        {
+            "module": {"plain"},
+            "policy": OPTIONAL,
+            "mesh": OPTIONAL,
+            "strategy": OPTIONAL,
+            "reshard_after_forward": {"None", "True"},
+            "unused_gradients": set(),
+            "ignored_params": {"None", "[]", "{}"},
+            "ignored_modules": {"None", "[]", "{}"},
+            "param_init_fn": {"None", "plain", "class"},  # what can be called
+            "sync_module_states": SWITCH,
+            "transport": set(),
+        },
+    ),
+    "replicate": (
+        replicate,
+        lambda: {"module": nn.Linear(2, 2)},
+        {
+            "module": {"plain"},
+            "mesh": OPTIONAL,
+            "process_group": OPTIONAL,
+            "ignored_modules": {"None", "[]", "{}"},
+            "bucket_cap_mb": {"3", "1.5"},
+            "find_unused_parameters": SWITCH,
+            "broadcast_buffers": SWITCH,
+            "gradient_as_bucket_view": SWITCH,
+        },
+    ),
+    "accelerate_optimizer": (accelerated, dict, {"optimizer": set(), "flat": SWITCH}),
+    "accelerate_optimizer of a model": (
+        accelerate_optimizer,
+        lambda: {"optimizer": optimizer_of(sharded())},
+        {"model": set()},
+    ),
+    "clip_grad_norm_": (
+        clip_grad_norm_,
+        lambda: {"parameters": sharded().parameters(), "max_norm": 1.0},
+        {
+            "parameters": {"[]", "{}", "tensor"},
+            "max_norm": {"3", "1.5", "np.3"},
+            "norm_type": {"3", "1.5", "np.3"},
+            "error_if_nonfinite": SWITCH,
+            "foreach": {"None", "True"},
+        },
+    ),
+    "get_total_norm": (
+        get_total_norm,
+        lambda: {"tensors": list(sharded().parameters())},
+        {
+            "tensors": {"[]", "{}", "tensor"},
+            "norm_type": {"3", "1.5", "np.3"},
+            "error_if_nonfinite": SWITCH,
+            "foreach": {"None", "True"},
+        },
+    ),
+    "fallback_counts": (fallback_counts, dict, {"reset": SWITCH}),
+    "full_state_dict": (
+        full_state_dict,
+        lambda: {"model": sharded()},
+        {"model": set(), "dst": set(), "dtype": OPTIONAL, "device": set()},
+    ),
+    "iter_full_params": (
+        lambda **arguments: list(iter_full_params(**arguments)),
+        lambda: {"model": sharded()},
+        {
+            "model": set(),
+            "max_bytes": {"None", "3"},
+            "dtype": OPTIONAL,
+            "device": OPTIONAL,
+            "rank0_only": SWITCH,
+        },
+    ),
+    "load_full_params": (
+        load_full_params,
+        lambda: {"model": (model := sharded()), "pairs": list(full_values(model).items())},
+        {"model": set(), "pairs": set(), "src": set(), "strict": SWITCH},
+    ),
+    "load_full_state_dict": (
+        load_full_state_dict,
+        lambda: {"model": (model := sharded()), "state_dict": full_values(model)},
+        {"model": set(), "state_dict": set(), "src": set(), "strict": SWITCH},
+    ),
+    "load_safetensors": (
+        load_safetensors,
+        lambda: {"model": sharded(), "path": "nothing"},
+        {"model": set(), "path": set(), "strict": set()},  # there is no such file
+    ),
+    "save_safetensors": (
+        save_safetensors,
+        lambda: {"model": sharded(), "path": "nothing/below/weights.safetensors"},
+        {"model": set(), "path": {"text"}, "max_shard_bytes": {"3"}, "dtype": OPTIONAL},
+    ),
+    "no_sync": (enter(no_sync), dict, {"module": set()}),
+    "rebind_optimizer": (
+        rebind_optimizer,
+        lambda: {"optimizer": optimizer_of(model := sharded()), "model": model},
+        {"optimizer": set(), "model": set()},
+    ),
+    "register_comm_hook": (
+        register_comm_hook,
+        lambda: {"module": replicate(nn.Linear(2, 2)), "state": None, "hook": lambda state, bucket: None},
+        {"module": set(), "hook": {"plain", "class"}},
+    ),
+    "unannotate": (unannotate, lambda: {"module": sharded()}, {"module": set(), "recurse": SWITCH}),
+    "unshard_params": (
+        enter(unshard_params),
+        lambda: {"module": sharded()},
+        {
+            "module": {"plain"},  # left alone
+            **dict.fromkeys(("recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads"), SWITCH),
+        },
+    ),
+    "ModuleWrapPolicy": (ModuleWrapPolicy, dict, {"module_classes": set()}),
+    "CustomPolicy": (CustomPolicy, dict, {"predicate": set()}),
+    "SizePolicy": (SizePolicy, dict, {"min_numel": {"3"}}),
+    "RaggedShard": (RaggedShard, dict, {"bounds": set()}),
+    "unshard": (method("unshard"), dict, {"async_op": SWITCH}),
+    "set_requires_gradient_sync": (
+        method("set_requires_gradient_sync", requires_gradient_sync=True),
+        dict,
+        {"requires_gradient_sync": SWITCH, "recurse": SWITCH},
+    ),
+    "set_reshard_after_forward": (
+        method("set_reshard_after_forward", reshard_after_forward=True),
+        dict,
+        {"reshard_after_forward": SWITCH, "recurse": SWITCH},
+    ),
+    "set_modules_to_forward_prefetch": (method("set_modules_to_forward_prefetch"), dict, {"modules": {"[]"}}),
+    "set_modules_to_backward_prefetch": (method("set_modules_to_backward_prefetch"), dict, {"modules": {"[]"}}),
+    "to_empty": (method("to_empty", device="cpu"), dict, {"device": OPTIONAL, "recurse": SWITCH}),
+}
+# Tested elsewhere, or no function that takes arguments of users.
+ELSEWHERE = {
+    *("ComposableError", "ConfigError", "DesyncError", "StateDictError", "UsageError"),
+    *("FSDPModule", "RaggedDTensor", "SaveHandle", "SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
+    *("contract", "strict_mode"),
+    *("register_fsdp_forward_method", "set_divergence_timeout", "zero_grad"),
+    *("find_checkpoint", "load_checkpoint", "save_checkpoint"),
+}
+
+
+def outcomes(name: str) -> list[str]:
+    """Return what is wrong: values that are taken and should not be, refused and should be taken, or raw errors."""
+    function, needed, arguments = CALLS[name]
+    wrong = []
+    for argument, accepted in arguments.items():
+        for label in values():
+            try:
+                function(**{**needed(), argument: values()[label]})
+                found = "taken"
+            except ComposableError as error:
+                found = "refused" if error.fix or error.at else "refused without a fix"
+            except Exception as error:
+                found = f"{type(error).__name__}: {error}"
+            if found != ("taken" if label in accepted else "refused"):
+                wrong.append(f"{argument}={label}: {found}")
+    return wrong
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_function_refuses_what_makes_no_sense(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_threads(outcomes, 1, name)[0] == []
+
+
+def test_no_public_name_is_forgotten() -> None:
+    methods = {name for name in vars(FSDPModule) if not name.startswith("_")} - {"reshard"}
+    named = {name.split()[0] for name in CALLS}
+    assert {*composable.__all__, *methods} - ELSEWHERE - named == set()
+
+
+def test_planning_knows_the_names_of_all_transports() -> None:
+    for name in ("auto", *(one.name for one in TRANSPORTS)):
+        ShardOptions(1, transport=name)
+        choose_transport("cpu", "gloo", 2, name)
+
+
+def bad_call(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """Return an annotation and one argument of it that it refuses."""
+    name = rng.choice(["fully_shard", "replicate"])
+    argument, accepted = rng.choice([one for one in CALLS[name][2].items() if one[0] != "module"])
+    label = rng.choice([label for label in values() if label not in accepted])
+    return name, {argument: values()[label]}
+
+
+def refuse_then_train(seed: int) -> Any:
+    rng = random.Random(seed)
+    calls = {"fully_shard": fully_shard, "replicate": replicate}
+
+    def annotate(model: nn.Module) -> None:
+        attributes = [sorted(vars(module)) for module in model.modules()]
+        params = list(model.parameters())
+        for _ in range(3):
+            name, wrong = bad_call(rng)
+            target = rng.choice([model, model.blocks[1], [model.inp, model.out]])
+            is_alone = name == "fully_shard" and not {"sync_module_states", "param_init_fn"} & {*wrong}
+            is_alone = is_alone and rng.random() < 0.5
+            if not is_alone or dist.get_rank() == 0:
+                with pytest.raises(ComposableError):
+                    calls[name](target, **wrong)
+            assert all(map(lambda a, b: a is b, model.parameters(), params))
+            assert [sorted(vars(module)) for module in model.modules()] == attributes
+            assert not any(isinstance(module, FSDPModule) for module in model.modules())
+            assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+        if rng.random() < 0.5:
+            replicate(model)
+        else:
+            fully_shard(model, policy={MLPBlock})
+
+    return train_annotated("mlp", annotate)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_after_an_argument_was_refused_the_right_call_trains_as_one_process(seed: int) -> None:
+    assert_equal_runs(run_threads(refuse_then_train, 2, seed), train_reference("mlp", 2))

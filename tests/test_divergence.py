@@ -1,0 +1,344 @@
+"""Ranks that go different ways, in real processes: every one of them is told, soon, who waits for what and where each is."""
+
+import logging
+import random
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable import (
+    ConfigError,
+    DesyncError,
+    full_state_dict,
+    fully_shard,
+    replicate,
+    set_divergence_timeout,
+)
+from composable.torch_private import store_of_default_group
+from tests.world import run_ranks, run_threads
+
+LIMIT_S = 0.3
+WIDTH = 4
+
+
+class Model(nn.Module):
+    """Layers that run in any order; the layers themselves are handles."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, order: list[int] | None = None) -> torch.Tensor:
+        for index in range(len(self.layers)) if order is None else order:
+            if index < 0:
+                raise ValueError("a bad batch")
+            x = self.layers[index](x)
+        return x
+
+
+def inputs() -> torch.Tensor:
+    return torch.ones(2, WIDTH)
+
+
+def make(annotation: str) -> Model:
+    set_divergence_timeout(LIMIT_S)
+    model = Model()
+    if annotation == "replicate":
+        return replicate(model, find_unused_parameters=True)
+    return fully_shard(model, policy={nn.Linear}, transport="process_group" if annotation == "ordered" else "auto")
+
+
+def wait_for_a_verdict() -> None:
+    """Return when a rank that waits has asked, and the ranks have been told something."""
+    store_of_default_group().wait(["composable watch/0/verdict"])
+
+
+def wait_until_all_are_told() -> None:
+    """Return when the ranks have been told that they have diverged."""
+    store = store_of_default_group()
+    number = 0
+    while not store.get(f"composable watch/{number}/verdict").startswith(b"1"):
+        number += 1
+
+
+def goes_on(model: Model) -> None:
+    """Train on, for longer than it takes to be told."""
+    for _ in range(2000):
+        model(inputs()).sum().backward()
+    full_state_dict(model)
+
+
+def skips_a_module(model: Model) -> None:
+    model(inputs(), [0, 2]).sum().backward()
+
+
+def runs_another_order(model: Model) -> None:
+    model(inputs(), [1, 0, 2]).sum().backward()
+
+
+def skips_backward(model: Model) -> None:
+    model(inputs())
+
+
+def evaluates_once_more(model: Model) -> None:
+    with torch.no_grad():
+        model(inputs())
+    model(inputs(), [2, 1, 0]).sum().backward()
+
+
+def catches_its_exception(model: Model) -> None:
+    with pytest.raises(ValueError, match="a bad batch"):
+        model(inputs(), [0, -1])
+    wait_until_all_are_told()
+
+
+def catches_its_exception_in_backward(model: Model) -> None:
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("a bad gradient")
+
+    y = model.layers[0](inputs())
+    y.register_hook(fail)
+    with pytest.raises(ValueError, match="a bad gradient"):
+        model.layers[2](model.layers[1](y)).sum().backward()
+    wait_until_all_are_told()
+
+
+def meets_elsewhere(model: Model) -> None:
+    full_state_dict(model)
+
+
+SHARDED = [
+    skips_a_module,
+    runs_another_order,
+    skips_backward,
+    evaluates_once_more,
+    catches_its_exception,
+    catches_its_exception_in_backward,
+    meets_elsewhere,
+]
+
+
+def diverge(annotation: str, way: Callable[[Model], None]) -> str:
+    """Train two steps together, then let the last rank go its own way."""
+    model = make(annotation)
+    for _ in range(2):
+        model(inputs()).sum().backward()
+    with pytest.raises(DesyncError) as caught:  # noqa: PT012  # which of the two meets the others differs
+        if dist.get_rank() == dist.get_world_size() - 1:
+            way(model)
+        goes_on(model)
+    with pytest.raises(DesyncError):
+        model(inputs()).sum().backward()
+    return str(caught.value)
+
+
+def check(texts: list[str]) -> str:
+    """Return the message, which must be the same on all ranks but for the place."""
+    for rank, text in enumerate(texts):
+        assert f"\n  at:  rank {rank}\n" in text
+    messages = {re.sub(r"  at:  rank \d", "  at:", text) for text in texts}
+    assert len(messages) == 1, messages
+    message = messages.pop()
+    for rank in range(len(texts)):
+        assert re.search(rf"^    ranks? [\d, ]*{rank}", message, re.MULTILINE), message
+    return message
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("way", SHARDED)
+def test_ranks_of_a_sharded_module_that_diverge_are_all_told(way: Callable[[Model], None], world_size: int) -> None:
+    message = check(run_ranks(diverge, world_size, "sharded", way))
+    assert "module 'layers." in message and " of Model" in message and "test_divergence.py" in message
+
+
+@pytest.mark.parametrize("way", [skips_a_module, skips_backward, catches_its_exception])
+def test_so_are_ranks_whose_collectives_have_no_tags(way: Callable[[Model], None]) -> None:
+    check(run_ranks(diverge, 2, "ordered", way))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_of_a_replicated_module_that_raised_is_told_to_all(world_size: int) -> None:
+    message = check(run_ranks(diverge, world_size, "replicate", catches_its_exception))
+    assert "has left forward 3 of Model: ValueError: a bad batch; now at" in message
+    assert "all-reduce of bucket 1 of 1, gradients of 'layers.2.bias', 'layers.2.weight'" in message
+
+
+def call_fully_shard_wrongly_on_one_rank() -> str:
+    set_divergence_timeout(LIMIT_S)
+    model = Model()
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    if is_last:
+        with pytest.raises(ConfigError):
+            fully_shard(model, policy=3)  # type: ignore[arg-type]
+        wait_until_all_are_told()
+        with pytest.raises(RuntimeError):
+            # Until the group is closed: this rank must not come after all.
+            dist.recv(torch.zeros(1), 0)
+        fully_shard(model)
+    else:
+        fully_shard(model)
+    with pytest.raises(DesyncError) as caught:
+        model(inputs())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_call_that_raises_on_one_rank_is_told_to_those_that_wait_in_their_first_forward(world_size: int) -> None:
+    message = check(run_ranks(call_fully_shard_wrongly_on_one_rank, world_size))
+    assert "the other ranks in the comparison of plans before the first forward" in message
+    assert "has left fully_shard by ConfigError: 3 is not a policy" in message
+
+
+def train_unannotated_on_one_rank() -> str:
+    set_divergence_timeout(LIMIT_S)
+    model = Model()
+    if dist.get_rank() == 0:
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError) as caught:  # noqa: PT012  # one rank waits in the first line, one in the last
+        model(inputs()).sum().backward()
+        optimizer.step()
+        dist.barrier()
+    return str(caught.value)
+
+
+def test_a_rank_that_trains_without_an_annotation_is_found() -> None:
+    text = run_ranks(train_unannotated_on_one_rank, 2)[0]
+    assert "rank 0: waits for the other ranks in the comparison of plans before the first forward" in text
+    assert "rank 1: waits for the other ranks in torch.distributed.barrier" in text
+
+
+def annotate_one_way_here_and_another_there() -> str:
+    set_divergence_timeout(LIMIT_S)
+    model = Model()
+    with pytest.raises(DesyncError) as caught:  # noqa: PT012  # one call compares now, the other at the first forward
+        (fully_shard if dist.get_rank() == 0 else replicate)(model)
+        model(inputs())
+    return str(caught.value)
+
+
+def test_fully_shard_on_one_rank_and_replicate_on_another_is_told_to_both() -> None:
+    for text in run_ranks(annotate_one_way_here_and_another_there, 2):
+        assert "rank 0: Model: 1 handle over 2 ranks" in text and "rank 1: options: bucket_cap_mb=25" in text
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def be_slow(annotation: str, where: str) -> list[str]:
+    records = Records()
+    logging.getLogger("composable").addHandler(records)
+    model = make(annotation)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    try:
+        for step in range(3):
+            y = model(inputs())
+            if step == 1 and is_last:
+                if where == "between":
+                    wait_for_a_verdict()
+                else:
+                    y.register_hook(lambda grad: wait_for_a_verdict())
+            y.sum().backward()
+            if where == "together":
+                # As ranks that all raise and go on.
+                with pytest.raises(ValueError, match="a bad batch"):
+                    model(inputs(), [0, -1])
+                if step == 1 and is_last:
+                    wait_for_a_verdict()
+    finally:
+        logging.getLogger("composable").removeHandler(records)
+    return records.texts
+
+
+@pytest.mark.parametrize("where", ["between", "inside"])
+@pytest.mark.parametrize("annotation", ["sharded", "ordered", "replicate"])
+def test_a_rank_that_is_merely_slow_is_no_error_and_is_logged(annotation: str, where: str) -> None:
+    texts, _ = run_ranks(be_slow, 2, annotation, where)
+    assert texts and all("waits for the all-" in text for text in texts)
+
+
+def test_a_rank_that_is_slow_after_all_have_raised_is_no_error() -> None:
+    first, _ = run_ranks(be_slow, 2, "sharded", "together")
+    assert first
+
+
+def follow(seed: int) -> str:
+    """Train some steps, of which one rank does one differently; returns how that ended here."""
+    chance = random.Random(seed)
+    annotation = chance.choice(["sharded", "sharded", "replicate"])
+    steps = [chance.sample(range(3), 3) for _ in range(4)]
+    changed, culprit = chance.randrange(4), chance.randrange(dist.get_world_size())
+    how = chance.choice(["drop", "add", "reorder", "raise", "skip step", "skip backward", "no_grad"])
+    model = make(annotation)
+    try:
+        for index, order in enumerate(steps):
+            is_changed = index == changed and dist.get_rank() == culprit
+            if is_changed and how == "skip step":
+                continue
+            if is_changed and how in {"drop", "add", "reorder", "raise"}:
+                order = {
+                    "drop": order[1:],
+                    "add": [order[1], *order],
+                    "reorder": order[::-1],
+                    "raise": [*order[:2], -1],
+                }[how]
+            try:
+                with torch.set_grad_enabled(not (is_changed and how == "no_grad")):
+                    y = model(inputs(), order).sum()
+                if y.requires_grad and not (is_changed and how == "skip backward"):
+                    y.backward()
+            except ValueError:
+                pass
+        full_state_dict(model)
+    except DesyncError as error:
+        return f"DesyncError {how}" if "\n    rank" in str(error) else f"{how}: {error}"
+    return f"done {how}"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_whatever_one_rank_does_differently_all_are_told_or_none(world_size: int) -> None:
+    ends = set()
+    for seed in range(12):
+        (end,) = set(run_ranks(follow, world_size, seed))
+        ends.add(end)
+        assert end.startswith(("DesyncError", "done")), (seed, end)
+    assert sum(end.startswith("DesyncError") for end in ends) > 2
+
+
+@pytest.mark.parametrize("value", [-1, "soon", float("nan"), float("inf"), True])
+def test_a_limit_that_is_none_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="seconds is"):
+        set_divergence_timeout(value)  # type: ignore[arg-type]
+
+
+def frozen_or_half() -> list[str]:
+    texts = []
+    for change in ("bfloat16", "frozen"):
+        model = Model()
+        if dist.get_rank() == 1 and change == "bfloat16":
+            model.bfloat16()
+        elif dist.get_rank() == 1:
+            model.layers[2].requires_grad_(False)
+        fully_shard(model, policy={nn.Linear})
+        with pytest.raises(DesyncError) as caught:
+            model(inputs())
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_plans_that_differ_in_a_parameter_name_it_and_what_differs() -> None:
+    half, frozen = run_threads(frozen_or_half, 2)[0]
+    assert "rank 0: parameter 'layers.0.weight' [4, 4] float32, requires_grad=True" in half
+    assert "rank 1: parameter 'layers.0.weight' [4, 4] bfloat16, requires_grad=True" in half
+    assert "rank 0: parameter 'layers.2.weight' [4, 4] float32, requires_grad=True" in frozen
+    assert "rank 1: parameter 'layers.2.weight' [4, 4] float32, requires_grad=False" in frozen

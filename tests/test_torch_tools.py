@@ -1,0 +1,151 @@
+"""Tools of torch on sharded models: what ``docs/tools.md`` says of each is so."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed._tools.mod_tracker import ModTracker
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
+
+from composable import fully_shard
+from tests.world import run_ranks
+
+PAGE = Path(__file__).parent.parent / "docs" / "tools.md"
+WIDTH = 64
+
+
+def make_plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+
+
+def make_model(**options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = fully_shard(make_plain(), policy={nn.Linear}, **options)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def count_flops() -> None:
+    counted = []
+    for model in (make_plain(), make_model()[0]):
+        with FlopCounterMode(display=False) as counter:
+            step(model)
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1] > 0 and "FSDPSequential.2" in counter.get_flop_counts()
+
+
+def profile() -> None:
+    model, optimizer = make_model()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
+        step(model, optimizer)
+    assert {"aten::mm", "aten::linear"} <= {event.key for event in profiler.key_averages()}
+
+
+def count_collectives() -> None:
+    for transport, gathers, reductions in (("process_group", 9, 4), ("point_to_point", 0, 0)):
+        model, optimizer = make_model(transport=transport)
+        step(model, optimizer)
+        with CommDebugMode() as counter:
+            step(model, optimizer)
+        counts = {str(op): count for op, count in counter.get_comm_counts().items()}
+        assert counts.get("c10d._allgather_base_", 0) == gathers, counts
+        assert counts.get("c10d._reduce_scatter_base_", 0) == reductions, counts
+
+
+def track_modules(kind: type[Any]) -> None:
+    model, optimizer = make_model()
+    seen = []
+    with kind() as tracker:
+        model[2].register_forward_hook(lambda *_: seen.append(set(tracker.parents)))
+        step(model, optimizer)
+        step(model, optimizer)
+    assert seen and all("FSDPSequential" in parents for parents in seen)
+
+
+def track_memory() -> None:
+    model, optimizer = make_model()
+    step(model, optimizer)
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    with tracker:
+        step(model, optimizer)
+    weight_bytes = WIDTH * WIDTH * 4
+    shard_bytes = 4 * weight_bytes // dist.get_world_size()
+    (now,) = tracker.get_tracker_snapshot("current").values()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    found = {str(kind).rpartition(".")[2]: count for kind, count in now.items()}
+    assert found["PARAM"] == shard_bytes
+    # Two averages of each element, and a step count for each parameter.
+    assert found["OPT"] == 2 * shard_bytes + 4 * 4
+    # Beside them the tracker holds the input and its gradient.
+    assert found["Total"] <= found["PARAM"] + found["OPT"] + 2 * 2 * WIDTH * 4
+    assert peak["Total"] >= now["Total"] + 2 * weight_bytes
+
+
+def detect_anomaly() -> None:
+    model, optimizer = make_model()
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        step(model, optimizer)
+
+
+def save_on_cpu() -> None:
+    grads = []
+    for context in (torch.autograd.graph.save_on_cpu(), torch.enable_grad()):
+        model, _ = make_model()
+        with context:
+            step(model)
+        grads.append([param.grad.full_tensor() for param in model.parameters()])  # type: ignore[union-attr]
+    assert all(map(torch.equal, *grads))
+
+
+def flatten_parameters() -> None:
+    found = nn.utils.parameters_to_vector(make_model()[0].parameters())
+    expected = nn.utils.parameters_to_vector(make_plain().parameters())
+    assert torch.equal(found.to_local(), expected)  # type: ignore[attr-defined]
+
+
+def refuse() -> None:
+    with pytest.raises((AssertionError, RuntimeError), match="FSDPMemTracker only supports FSDP modules"):
+        FSDPMemTracker(*make_model())
+
+
+TOOLS: dict[str, Callable[[], None]] = {
+    "torch.utils.flop_counter.FlopCounterMode": count_flops,
+    "torch.profiler.profile": profile,
+    "torch.distributed.tensor.debug.CommDebugMode": count_collectives,
+    "torch.utils.module_tracker.ModuleTracker": lambda: track_modules(ModuleTracker),
+    "torch.distributed._tools.mod_tracker.ModTracker": lambda: track_modules(ModTracker),
+    "torch.distributed._tools.mem_tracker.MemTracker": track_memory,
+    "torch.autograd.detect_anomaly": detect_anomaly,
+    "torch.autograd.graph.save_on_cpu": save_on_cpu,
+    "torch.nn.utils.parameters_to_vector": flatten_parameters,
+    "torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker": refuse,
+}
+
+
+def use(tool: str) -> None:
+    TOOLS[tool]()
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_tool_does_what_the_page_says(tool: str) -> None:
+    run_ranks(use, 2, tool)
+
+
+def test_the_page_lists_every_tool() -> None:
+    assert re.findall(r"^\| `([\w.]+)` \|", PAGE.read_text(), flags=re.MULTILINE) == list(TOOLS)
