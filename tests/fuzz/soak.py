@@ -13,6 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -250,8 +251,8 @@ class Count:
         tensors = [one for one in everything if issubclass(type(one), torch.Tensor)]
         storages = {}
         for tensor in (getattr(one, "_local_tensor", one) for one in tensors):
-            # A sparse one has no memory of its own; what it is made of are tensors too.
-            if tensor.layout is torch.strided:
+            # Sparse ones, lazy ones and other subclasses have no memory of their own; what they are made of is here too.
+            with suppress(RuntimeError, ValueError):
                 storage = tensor.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()
         tasks, files = Path("/proc/self/task"), Path("/proc/self/fd")
