@@ -193,7 +193,7 @@ class Reducer:
             return  # Other annotations below average everything.
         if not self._round.is_open:
             self._open()
-        self._round.arm(module_index)
+        self._round.arm(module_index, self.params)
 
     def arrivals(self) -> Iterator[Callable[[torch.Tensor], None]]:
         """Yield what each parameter must call once its ``grad`` has this backward's gradient in it."""
@@ -288,7 +288,8 @@ class Reducer:
         of no use, and the user may have set it to zero while it was on its way.
         """
         self._transport.settle()
-        if self._round.synchronises and self._round.order:
+        # What has arrived says less: where ranks use other parameters, it differs though they were stopped alike.
+        if self._round.synchronises and (self._round.accumulates or self._round.order):
             self._round.complaint = -1
             with torch.no_grad():
                 for bucket in self.buckets[self._round.sent :]:

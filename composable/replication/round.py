@@ -4,6 +4,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch.autograd.graph import get_gradient_edge
+
 from composable.replication.bucket import Bucket, ReducedParam
 from composable.torch_private import current_autograd_node, will_engine_execute_node
 
@@ -23,6 +26,7 @@ class Round:
         seen: For each parameter, whether its gradient arrived.
         order: Parameters in the order of arrival.
         sent: How many buckets were started, which is the index of the next.
+        accumulates: Gradients are added to those of the parameters, which ``torch.autograd.grad`` does not do.
         complaint: What this rank tells the others: parameters without a gradient, -1 for a backward that was stopped.
     """
 
@@ -30,6 +34,7 @@ class Round:
         "_armed_modules",
         "_guard",
         "_node",
+        "accumulates",
         "complaint",
         "is_open",
         "order",
@@ -46,6 +51,7 @@ class Round:
         self.seen = bytearray(numel)
         self.order: list[int] = []
         self.sent = 0
+        self.accumulates = False
         self.complaint = 0
         self._armed_modules: set[int] = set()
         self._node: Any = None
@@ -62,6 +68,7 @@ class Round:
         self.order.clear()
         self._armed_modules.clear()
         self.sent = 0
+        self.accumulates = False
         self.complaint = 0
         for bucket in buckets:
             bucket.pending = len(bucket.param_indices)
@@ -90,8 +97,10 @@ class Round:
         self.was_stopped = False
         self.is_open = False
 
-    def arm(self, module_index: int) -> None:
-        """Note that the gradient of an output of an annotated module arrives."""
+    def arm(self, module_index: int, params: Sequence[ReducedParam]) -> None:
+        """Note that the gradient of an output of an annotated module arrives; ``params`` are all of the round."""
+        if not self._armed_modules:
+            self.accumulates = any(_accumulates(item.param) for item in params)  # As a rule, the first of them.
         if module_index not in self._armed_modules:
             self._armed_modules.add(module_index)
             self._node = current_autograd_node()
@@ -115,6 +124,14 @@ class Round:
         """Return all parameters in the order of arrival, those without a gradient at the end."""
         # An exception may have come between the notes in `seen` and `order`.
         return list(dict.fromkeys([*self.order, *range(len(self.seen))]))
+
+
+def _accumulates(leaf: torch.Tensor) -> bool:
+    """Say whether the running backward may add a gradient to that of ``leaf``."""
+    try:
+        return bool(will_engine_execute_node(get_gradient_edge(leaf).node))
+    except RuntimeError:  # Raised for a leaf that is an input of torch.autograd.grad, or frozen.
+        return False
 
 
 def _is_whole_backward(node: Any) -> bool:

@@ -4,6 +4,7 @@ Here a few lines of each program are tried; ``python -m tests.runtime.interrupts
 """
 
 import dataclasses
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from composable.collectives.base import Transport
 from composable.collectives.choose import make_transport
+from composable.replication.reducer import Reducer
 from composable.storage import Handle
 from tests.runtime.interrupt_programs import PROGRAMS, Program
 from tests.runtime.interrupts import Point, points_of, sample, train_through, try_points
@@ -40,6 +42,17 @@ def test_the_step_after_an_interrupt_is_right(name: str) -> None:
         tried = try_points(program, sample(points, count, seed), error=error, keeps_traceback=keeps_traceback)
         assert not tried.wrong, {str(point): what for point, what in tried.wrong.items()}
         assert not tried.missed
+
+
+@pytest.mark.parametrize("name", ["nested", "nested, no_sync"])
+def test_ranks_that_use_other_parameters_are_stopped_wherever_a_gradient_arrives(name: str) -> None:
+    program = program_named(name)
+    lines, first = inspect.getsourcelines(Reducer._make_arrival)
+    arrives = range(first, first + len(lines))
+    points = [one for one in points_of(program) if one.file.endswith("/reducer.py") and one.line in arrives]
+    assert len(points) > 20
+    tried = try_points(program, points)
+    assert not tried.wrong, {str(point): what for point, what in tried.wrong.items()}
 
 
 @pytest.mark.parametrize(
