@@ -189,7 +189,6 @@ def opaque(fn: _FunctionT) -> _FunctionT:
     What ``torch.compiler.disable`` does, but that imports the compiler, which takes longer than the rest of torch,
     and wraps every call. This costs nothing where nobody compiles.
     """
-    skip = frame_evaluation._FrameAction.SKIP  # for a frame that is evaluated: outside of a graph
     function: Any = fn
     skip = frame_evaluation._FrameAction.SKIP  # evaluate a frame as Python does
     strategy = frame_evaluation._FrameExecStrategy(skip, skip)  # this one, and those below it

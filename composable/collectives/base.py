@@ -76,6 +76,7 @@ class Transport(ABC):
         groups: The process groups it talks in; empty until it talks.
         begun: By tag, how many collectives whose messages have tags this rank has started.
         is_closed: The ranks have diverged, and every call raises.
+        in_flight: What was started and nobody has waited for.
         order: Of all others in the group; shared by all transports of the group.
     """
 
@@ -87,6 +88,7 @@ class Transport(ABC):
     begun: Mapping[int, int] = MappingProxyType({})
     order: Order = Order()
     is_closed: bool = False
+    in_flight: "dict[Started, None]"
     _keys_taken: int = 0
 
     @classmethod

@@ -19,24 +19,23 @@ class Messages(Started):
     inside it, so what was posted is always known.
 
     Args:
-        kept: Of the transport: all that nobody has waited for.
-        transport: That starts it.
+        transport: That starts it, and keeps it until somebody has waited for it.
         tag: As the watch of ranks that wait has it.
+        number: The same.
 
     Attributes:
         works: The works.
     """
 
-    __slots__ = ("_has_begun", "_kept", "works")
+    __slots__ = ("_has_begun", "works")
 
-    def __init__(self, kept: "dict[Messages, None]", transport: Transport, tag: int) -> None:
+    def __init__(self, transport: Transport, tag: int, number: int) -> None:
         self.transport = transport
         self.tag = tag
-        self.number = 0
+        self.number = number
         self.works: list[dist.Work] = []
         self._has_begun = False
-        self._kept = kept
-        kept[self] = None
+        transport.in_flight[self] = None
 
     def finish(self) -> None:
         """Wait for the works. Idempotent, also where an exception came between two of them."""
@@ -53,14 +52,15 @@ class Messages(Started):
         except RuntimeError as error:
             raise explained(error, self) from error
         self.works = []
-        self._kept.pop(self, None)
+        self.transport.in_flight.pop(self, None)
 
 
-def wait_for_all(kept: dict[Messages, None]) -> None:
+def wait_for_all(kept: dict[Started, None]) -> None:
     """Wait for all that was started, also by a call that an exception cut short.
 
     What is done with the results is left to those who finish the collectives, if anybody does.
     """
-    for messages in list(kept):
-        Messages.finish(messages)
+    for started in list(kept):
+        if isinstance(started, Messages):
+            Messages.finish(started)
     kept.clear()

@@ -43,9 +43,9 @@ class _Gather(Messages):
     has_tag = True
 
     def __init__(self, transport: "PointToPointTransport", tag: int) -> None:
-        super().__init__(transport.in_flight, transport, tag)
         begun = transport.begun
-        self.number = begun[tag] = begun[tag] + 1
+        begun[tag] = number = begun[tag] + 1
+        super().__init__(transport, tag, number)
 
 
 class _Reduce(_Gather):

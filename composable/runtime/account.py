@@ -41,7 +41,7 @@ class Account:
         self.has_more = False
 
     def clear(self) -> None:
-        """Begin the next backward, or forget one that was cut short."""
+        """Forget a backward that was cut short, also by a hook of the user in ``settle``."""
         self.had = 0
         self.has_more = False
         if self.waits:
@@ -65,9 +65,13 @@ class Account:
             self.waits.append((reduced, given))
 
     def settle(self) -> None:
-        """Give the rest to the parameters that any rank had a gradient for: ``had`` is that of all ranks now."""
+        """End the backward: the rest goes to the parameters that any rank had a gradient for, which ``had`` is now."""
+        had, self.had = self.had, 0
+        if not self.waits:
+            return
         rest, self.waits = self.waits, []
-        had = self.flat.all_bits if self.fills_with_zeros else self.had
+        if self.fills_with_zeros:
+            had = self.flat.all_bits
         whole = [reduced for reduced, given in rest if not given]
         if len(whole) > 1:
             # Of these nobody has got a part yet: hooks run once, on the sum.

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.collectives import described
 from composable.errors import DesyncError, UsageError, place_of_rank
-from composable.frames import in_backward, run_as_call
+from composable.frames import run_as_call
 from composable.runtime.readiness import check_not_lent
 from composable.runtime.scheduler import Scheduler
 from composable.runtime.state import FullyShardState, handle_of_module, sharded_state_of
@@ -82,7 +82,7 @@ class _ModuleHooks:
         if root is None:
             root = state.lazy_init()
         scheduler = root.scheduler
-        if handle is not None and handle.misplaced():
+        if handle is not None and not handle.is_in_place():
             _put_right(handle, scheduler)
         is_outermost = scheduler.is_idle
         if is_outermost and torch.is_grad_enabled():
@@ -190,10 +190,10 @@ def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, module: nn.
         tensors = [output] if output.requires_grad else []
     else:
         tensors = list(differentiable_tensors(output))
-    if in_backward():
+    first_node = scheduler.first_node
+    if first_node < 0:
         scheduler.post_forward(handle, module, is_differentiable=bool(tensors))
         return
-    first_node = scheduler.first_node
     # What a forward leaves in attributes of its module, such as a loss, leaves it as outputs do.
     if torch.Tensor in map(type, module.__dict__.values()):
         tensors += _made_since(first_node, module.__dict__.values())

@@ -1,7 +1,6 @@
 """Reductions under way: a few gradient buffers, filled and reduced in turn."""
 
 from collections import deque
-from typing import NamedTuple
 
 from composable.errors import UsageError
 from composable.runtime.account import Account
@@ -14,14 +13,6 @@ __all__ = ["Reductions"]
 
 # Gradient buffers alive at once: one being reduced, one being filled.
 MAX_GRADIENT_BUFFERS = 2
-
-
-class _UnderWay(NamedTuple):
-    """A reduction that was started, and what its source and its result belong to."""
-
-    reduction: Reduction
-    account: Account
-    gradient: GradientBuffer
 
 
 class Reductions:
@@ -37,7 +28,8 @@ class Reductions:
     def __init__(self, streams: Streams) -> None:
         self.failure: UsageError | None = None
         self._streams = streams
-        self._under_way: deque[_UnderWay] = deque()
+        # With what the result and the source belong to.
+        self._under_way: deque[tuple[Reduction, Account, GradientBuffer]] = deque()
         self._pool = GradientPool()
 
     def take(self, account: Account) -> GradientBuffer | None:
@@ -69,7 +61,7 @@ class Reductions:
             reduction = in_region("reduce", name, self._streams.begin_reduction, path, gradient)
         else:
             reduction = self._streams.begin_reduction(path, gradient)
-        self._under_way.append(_UnderWay(reduction, account, gradient))
+        self._under_way.append((reduction, account, gradient))
 
     def finish(self) -> None:
         """Wait for all that was started."""
@@ -94,7 +86,7 @@ class Reductions:
     def abandon(self) -> None:
         """Wait for all that was started, and forget it."""
         while self._under_way:
-            self._under_way[0].reduction.finish()
+            self._under_way[0][0].finish()
             self._under_way.popleft()
         self.end()
 

@@ -18,20 +18,19 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from composable.errors import UsageError, place_of_rank
-from composable.frames import in_backward, is_called_again, watch_graph
+from composable.frames import in_backward, is_called_again
 from composable.runtime.account import Account
 from composable.runtime.agreement import Agreement
 from composable.runtime.notices import notice_leak
 from composable.runtime.reductions import Reductions
 from composable.runtime.streams import Streams
 from composable.runtime.turn import Turn
+from composable.runtime.unsharded import Unsharded
 from composable.storage import Handle
-from composable.torch_hooks import Ending, after_gradients, next_ending_number
-from composable.torch_private import autograd_profiler, next_node_number, opaque
-from composable.tracing import in_region
+from composable.torch_hooks import Ending, next_ending_number
+from composable.torch_private import next_node_number
 
 __all__ = ["Scheduler"]
 
@@ -76,16 +75,14 @@ class Scheduler:
         self._armed: list[Turn] = []
         self._last_armed: list[Turn] = []
         self._queue: list[Turn] = []
-        self._unsharded: dict[Handle, None] = {}
-        self._lingering: dict[Handle, None] = {}
-        self._leaf_hooks: dict[Handle, list[RemovableHandle]] = {}
-        self._graphs: dict[Handle, Callable[[], bool]] = {}
+        self._unsharded = Unsharded(self.handles, streams, self._note_backward)
         self._last_forward: Turn | None = None
         self._last_backward: Turn | None = None
         self._thread: int | None = None
         self._is_threaded = False
         self._makes_graph = False
         self._is_ending = False
+        self._is_settled = True
         self._end: Callable[[], object] = lambda: None
 
     def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement]]) -> None:
@@ -119,10 +116,10 @@ class Scheduler:
                 self.failure = ""
                 self._first_nodes.clear()
                 self._last_forward = None
-                for handle in list(self._unsharded):
+                for handle in self._unsharded:
                     if self._turns[handle].first_forward is not None:
                         # Of a forward that no backward has followed yet: the shards may have been written since.
-                        self.reshard(handle)
+                        self._unsharded.reshard(handle)
                 self._streams.shards_written()
             thread = threading.get_ident()
             if thread != self._thread:
@@ -138,24 +135,23 @@ class Scheduler:
 
     @property
     def first_node(self) -> int:
-        """Number of autograd's next node when the innermost managed module started its forward, outside backward."""
+        """Number of autograd's next node when the innermost managed module started its forward; -1: in backward."""
         return self._first_nodes[-1]
 
     def exit_forward(self) -> None:
         """The innermost managed module ends its forward, also by an exception."""
-        self._first_nodes.pop()
+        is_in_backward = self._first_nodes.pop() < 0
         self._running.pop()
-        if not self._running and not in_backward():
-            for handle in list(self._unsharded):
+        if not self._running and not is_in_backward:
+            for handle in self._unsharded:
                 turn = self._turns[handle]
                 if handle.is_gathering or turn.modules_left:
                     # A prefetch that nothing used, or a group of modules that did not all run.
                     turn.modules_left.clear()
                     if handle.is_gathering or handle.reshard_after_forward or turn.first_forward is None:
-                        self.reshard(handle)
-            # Users clip, zero and load what the modules hold: also before backward.
-            for handle in self._unsharded:
-                handle.hide()
+                        self._unsharded.reshard(handle)
+            # Also before backward.
+            self._unsharded.hide()
 
     def pre_forward(self, handle: Handle) -> None:
         """Make the handle's parameters usable and start gathering what comes next.
@@ -172,10 +168,10 @@ class Scheduler:
         turn = self._turns[handle]
         if len(handle.modules) > 1 and not turn.modules_left:
             turn.modules_left.update(handle.modules)
-        if in_backward():
-            # Activation checkpointing runs the forward again: order and clock stay as they are.
+        if self._first_nodes[-1] < 0:
+            # In backward: activation checkpointing runs the forward again, order and clock stay as they are.
             self._note_backward()
-            self.unshard(handle)
+            self._unsharded.unshard(handle)
             return
         self._clock += 1
         if turn.entered_at is None:
@@ -186,12 +182,12 @@ class Scheduler:
                 last.next_forward = turn
             turn.previous_forward = last
             self._last_forward = turn
-        self.unshard(handle)
+        self._unsharded.unshard(handle)
         following = turn.next_forward
         if handle.forward_prefetch is not None:
             self._prefetch(handle.forward_prefetch)
         elif following is not None and following is not turn:
-            self.begin_unshard(following.handle)
+            self._unsharded.begin_unshard(following.handle)
 
     def post_forward(self, handle: Handle, module: nn.Module, *, is_differentiable: bool, leaks: bool = False) -> int:
         """End one call of ``module``; returns its clock, which the output's hook must give to ``pre_backward``.
@@ -204,7 +200,7 @@ class Scheduler:
         """
         turn = self._turns[handle]
         turn.modules_left.discard(module)
-        if in_backward():
+        if self._first_nodes[-1] < 0:
             if is_differentiable:
                 # Reentrant checkpointing: the first forward ran without grad, so only now is it known.
                 self._queue_late(turn)
@@ -215,13 +211,13 @@ class Scheduler:
             self._armed.append(turn)
         if leaks:
             notice_leak(handle)
-            self._linger(handle, with_graph=True)
-            self._watch_leaves(handle)
+            self._unsharded.linger(handle, with_graph=True)
+            self._unsharded.watch_leaves(handle)
         # The last call of the forward: no other module of the handle is to run, nor this one around itself.
         if not turn.modules_left and self._running.count(module) == 1:
             turn.entered_at = None
             if handle.reshard_after_forward or not is_differentiable:
-                self.reshard(handle)
+                self._unsharded.reshard(handle)
         return self._clock
 
     # Backward
@@ -240,21 +236,21 @@ class Scheduler:
         if turn.queued_in != backward_id or turn.completed_in == backward_id:
             self._queue_late(turn)
         if turn.met_in == backward_id:
-            self.unshard(handle)
+            self._unsharded.unshard(handle)
             return
         turn.met_in = backward_id
         last = self._last_backward
         if last is not None:
             last.next_backward = turn
         self._last_backward = turn
-        self.unshard(handle)
+        self._unsharded.unshard(handle)
         if handle.backward_prefetch is not None:
             self._prefetch(handle.backward_prefetch)
             return
         following = turn.next_backward or turn.previous_forward
         # A handle that is not armed takes no part in this backward.
         if following is not None and following.first_forward is not None and following.completed_in != backward_id:
-            self.begin_unshard(following.handle)
+            self._unsharded.begin_unshard(following.handle)
 
     def _complete_after(self, clock: float) -> None:
         """Complete the handles whose first forward began after ``clock``."""
@@ -274,8 +270,7 @@ class Scheduler:
     def _note_end(self, _: object) -> None:
         """Autograd has ended a backward: also one that an exception stopped, and whose gradients users drop now."""
         if self.is_backward:
-            for handle in list(self._unsharded):
-                handle.hide()
+            self._unsharded.hide()
 
     def _begin_backward(self) -> None:
         if self.is_closed:
@@ -290,9 +285,12 @@ class Scheduler:
         self.backward_id += 1
         self._makes_graph = torch.is_grad_enabled()
         armed = self._armed or self._last_armed
+        if not self._is_settled:
+            for turn in self._turns.values():
+                for account in turn.accounts:
+                    account.clear()
+        self._is_settled = False
         for handle, turn in self._turns.items():
-            for account in turn.accounts:
-                account.clear()
             if handle.keeps_gradients:
                 handle.drop_zeroed_gradients()
             if handle.has_unsynced_gradients and turn.first_forward is None:
@@ -374,8 +372,8 @@ class Scheduler:
         """Give parameters what waited for the other ranks; hooks of users run."""
         for turn in self._turns.values():
             for account in turn.accounts:
-                if account.waits:
-                    account.settle()
+                account.settle()
+        self._is_settled = True
 
     def _reduce_the_rest(self) -> list[Handle]:
         """Reduce what some rank still holds; returns handles of whose gradients the ranks do not tell each other."""
@@ -396,14 +394,13 @@ class Scheduler:
         return stray
 
     def _finish_backward(self) -> None:
-        for handle in list(self._unsharded):
+        for handle in self._unsharded:
             if self._makes_graph and not handle.is_gathering:
-                self._linger(handle, with_graph=True)
+                self._unsharded.linger(handle, with_graph=True)
             self._reshard_unless_running(handle)
         if self._makes_graph:
-            for handle in self._lingering:
-                self._watch_leaves(handle)
-        self._end_lingering()
+            self._unsharded.watch_lingering()
+        self._unsharded.end_lingering()
         for turn in self._last_armed:
             turn.first_forward = None
         while self._first_nodes and self._first_nodes[-1] < 0:
@@ -421,24 +418,26 @@ class Scheduler:
         turn.completed_in = self.backward_id
         if self._makes_graph:
             # A backward of this backward will read the parameters.
-            self._linger(handle, with_graph=True)
+            self._unsharded.linger(handle, with_graph=True)
         self._streams.meet()
         trainable = [account for account in turn.accounts if account.flat.is_trainable]
         if trainable:
             handle.has_unsynced_gradients = not handle.requires_gradient_sync
-            if handle.requires_gradient_sync:
-                self._reduce(turn, trainable, is_early=is_early)
-            elif is_early and any(account.flat.expects_more(account.flat.gradient_bits()) for account in trainable):
-                self._linger(handle)
-        self._reshard_unless_running(handle)
+        if trainable and handle.requires_gradient_sync:
+            self._reduce(turn, trainable, is_early=is_early)
+        else:
+            if is_early and any(account.flat.expects_more(account.flat.gradient_bits()) for account in trainable):
+                self._unsharded.linger(handle)
+            self._reshard_unless_running(handle)
         self._streams.meet()
 
     def _reduce(self, turn: Turn, accounts: Sequence[Account], *, is_early: bool) -> None:
+        """Start the reductions; before the last of them the parameters are freed."""
         for account in accounts:
             gradient = self._reductions.take(account)
             if is_early and account.had != account.flat.all_bits and account.flat.expects_more(account.had):
                 # Not complete after all: parts of backward that read the parameters are still to run.
-                self._linger(turn.handle)
+                self._unsharded.linger(turn.handle)
             if account is accounts[-1]:
                 self._reshard_unless_running(turn.handle)
             if gradient is not None:
@@ -447,83 +446,21 @@ class Scheduler:
     def _reshard_unless_running(self, handle: Handle) -> None:
         # A backward inside a forward leaves the modules around it as they are.
         if not self._running or not any(module in handle.modules for module in self._running):
-            self.reshard(handle)
+            self._unsharded.reshard(handle)
 
     # Unshard and reshard
 
     def unshard(self, handle: Handle) -> None:
         """Make the modules of ``handle`` hold unsharded parameters. Collective unless it is unsharded."""
-        if handle.is_unsharded:
-            if handle.is_hidden:
-                handle.show()
-            return
-        self.begin_unshard(handle)
-        if autograd_profiler._is_profiler_enabled:
-            in_region("wait for gather", handle.fqn, self._streams.wait_for_unshard, handle)
-        else:
-            self._streams.wait_for_unshard(handle)
-        handle.use_unsharded()
+        self._unsharded.unshard(handle)
 
     def begin_unshard(self, handle: Handle) -> None:
         """Start gathering ahead of use; ``unshard`` waits for it."""
-        if handle.is_unsharded or handle.is_gathering:
-            return
-        if handle.bring_back():
-            self._streams.shards_written()
-        self._unsharded[handle] = None
-        if autograd_profiler._is_profiler_enabled:
-            in_region("gather", handle.fqn, self._streams.begin_unshard, handle)
-        else:
-            self._streams.begin_unshard(handle)
+        self._unsharded.begin_unshard(handle)
 
     def reshard(self, handle: Handle) -> None:
-        """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them.
-
-        A gather in flight is waited for, since peers take part in it.
-        """
-        if handle not in self._unsharded or handle.held_with is not None:
-            return
-        if handle.is_gathering:
-            self._streams.wait_for_unshard(handle)
-        handle.reshard(frees=handle not in self._lingering)
-        self._streams.resharded()
-        # Last: what was cut short is done again.
-        self._unsharded.pop(handle, None)
-
-    def _linger(self, handle: Handle, *, with_graph: bool = False) -> None:
-        """Keep the memory of the parameters, on this rank, until a backward ends, or until the graph is gone as well.
-
-        Gathers and reductions are those of a handle that is freed: the other ranks may have freed it.
-        """
-        self._lingering[handle] = None
-        if with_graph and (handle not in self._graphs or not self._graphs[handle]()):
-            trainable = any(flat.is_trainable for flat in handle.buffers)
-            # A graph to frozen parameters is one to others too.
-            params = [param for each in ((handle,) if trainable else self.handles) for param in each.params]
-            self._graphs[handle] = watch_graph(leaf for param in params if (leaf := param.unsharded) is not None)
-
-    def _end_lingering(self, *, always: bool = False) -> None:
-        """Free what lingers, but where its graph has to be gone and lives: another backward may go through it."""
-        for handle in list(self._lingering):
-            if not always and handle in self._graphs and self._graphs[handle]():
-                continue
-            del self._lingering[handle]
-            self._graphs.pop(handle, None)
-            for hook in self._leaf_hooks.pop(handle, ()):
-                hook.remove()
-            if handle not in self._unsharded:
-                handle.free_buffers()
-                self._streams.resharded()
-
-    def _watch_leaves(self, handle: Handle) -> None:
-        """Hear of the next backward also if it gets to no output of an annotated module."""
-        if handle not in self._leaf_hooks:
-            leaves = [param.leaf() for param in handle.params if param.leaf().requires_grad]
-            self._leaf_hooks[handle] = after_gradients(leaves, [self._hear_of_backward] * len(leaves))
-
-    @opaque
-    def _hear_of_backward(self, _: torch.Tensor) -> None:
-        self._note_backward()
+        """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them."""
+        self._unsharded.reshard(handle)
 
     def shards_written(self) -> None:
         """The current stream wrote the shards outside of forward; gathers that start now must wait for it."""
@@ -533,7 +470,7 @@ class Scheduler:
         for handle in handles:
             # Those of another root are gathered by that root, on streams of its own.
             if handle in self._turns:
-                self.begin_unshard(handle)
+                self._unsharded.begin_unshard(handle)
 
     # Recovery
 
@@ -556,8 +493,8 @@ class Scheduler:
             agreement.abandon()
         self._reductions.abandon()
         self._streams.end_backward()
-        self._end_lingering(always=True)
-        for handle in list(self._unsharded):
+        self._unsharded.end_lingering(always=True)
+        for handle in self._unsharded:
             self._reshard_unless_running(handle)
         for handle, turn in self._turns.items():
             turn.end_step()
@@ -581,9 +518,9 @@ class Scheduler:
                 "a module that ran on its own so far is called by another root in the middle of its step",
                 fix="call the outermost annotated module before the modules inside it",
             )
-        self._end_lingering(always=True)
+        self._unsharded.end_lingering(always=True)
         for handle in handles:
-            self.reshard(handle)
+            self._unsharded.reshard(handle)
             if handle in self._turns:
                 self._turns[handle].forget()
         self._armed = []

@@ -318,7 +318,8 @@ class FlatBuffer:
         """Return the bits of the parameters whose leaves hold a gradient."""
         found = 0
         for number, param in enumerate(self.params):
-            if param.unsharded is not None and param.unsharded.grad is not None:
+            leaf = param.unsharded
+            if leaf is not None and leaf.grad is not None:
                 found |= 1 << number
         return found
 

@@ -205,6 +205,16 @@ class Handle:
         for flat in self.buffers:
             flat.attach()
 
+    def is_in_place(self) -> bool:
+        """Say whether modules hold the face that the handle gave them; inside a context, whatever they hold."""
+        if self.is_unsharded:
+            return not self.misplaced()
+        # Before each gather: no list.
+        for module, name, param in self._places:
+            if module._parameters.get(name) is not param.sharded:
+                return not self.misplaced()
+        return True
+
     def misplaced(self) -> list[Misplaced]:
         """Return what modules hold in place of the face that the handle gave them; inside a context, nothing."""
         found: list[Misplaced] = []
@@ -267,11 +277,13 @@ class Handle:
         Raises:
             UsageError: The parameters are on another device than the ranks talk on, or of another dtype.
         """
-        moved = [flat for flat in self.buffers if not (flat.is_empty or flat.is_usable)]
-        for flat in moved:
-            flat.attach()
-            flat.check_usable()
-        return bool(moved)
+        was_away = False
+        for flat in self.buffers:
+            if not (flat.is_empty or flat.is_usable):
+                was_away = True
+                flat.attach()
+                flat.check_usable()
+        return was_away
 
     def begin_unshard(self) -> None:
         """Start filling the buffers, after ``bring_back``. Collective: all ranks of the shard group, same order."""

@@ -1,7 +1,6 @@
 """Breaks the stream rules one at a time, to show that the recording device finds each.
 
-A mutation replaces some text of ``streams.py``, ``reductions.py`` or ``scheduler.py``. The result is a module of its own; the
-real one stays as it is. Text that is no longer there exactly once is an error, so this table cannot go stale.
+A mutation replaces some text of the runtime. The result is a module of its own; the real one stays as it is. Text that is no longer there exactly once is an error, so this table cannot go stale.
 """
 
 import inspect
@@ -9,7 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
-from composable.runtime import reductions, scheduler, streams
+from composable.runtime import reductions, scheduler, streams, unsharded
 from tests.runtime.bench import Case, run_case
 from tests.runtime.recorded import Runtime
 from tests.runtime.recording import Recorder
@@ -41,7 +40,7 @@ def case_named(name: str) -> Case:
 
 def mutated_source(mutation: Mutation) -> dict[ModuleType, str]:
     """Return the files of the runtime with the edits made, each where its text is."""
-    sources = {module: inspect.getsource(module) for module in (streams, reductions, scheduler)}
+    sources = {module: inspect.getsource(module) for module in (streams, reductions, unsharded, scheduler)}
     for old, new in mutation.edits:
         found = [module for module, source in sources.items() if old in source]
         assert len(found) == 1 and sources[found[0]].count(old) == 1, f"not there once: {old}"
@@ -56,6 +55,7 @@ def mutated(mutation: Mutation) -> Runtime:
         made[module] = ModuleType(module.__name__)
         exec(compile(source, f"<{mutation.name}>", "exec"), made[module].__dict__)
     made[scheduler].__dict__["Reductions"] = made[reductions].Reductions
+    made[scheduler].__dict__["Unsharded"] = made[unsharded].Unsharded
     return Runtime(made[streams].DeviceStreams, made[scheduler].Scheduler)
 
 
@@ -85,8 +85,8 @@ WAIT_FOR_SOURCE = "        self._reduce.wait_stream(self._device.current_stream(
 REDUCE = "            with self._device.stream(self._reduce):\n"
 REDUCED = "                return _Reduced(self._device, shard, self._reduce.record_event())\n"
 WAIT_FOR_REDUCED = "self._device.current_stream().wait_event(self._event)"
-COMPLETE = "            self._linger(handle, with_graph=True)\n        self._streams.meet()\n"
-COMPLETED = "        self._reshard_unless_running(handle)\n        self._streams.meet()\n"
+COMPLETE = "            self._unsharded.linger(handle, with_graph=True)\n        self._streams.meet()\n"
+COMPLETED = "            self._reshard_unless_running(handle)\n        self._streams.meet()\n"
 BRING_BACK = "        if handle.bring_back():\n            self._streams.shards_written()\n"
 FREE = "        for flat in handle.buffers:\n            flat.free_buffer()\n"
 
@@ -320,7 +320,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gradient buffers are freed while they are reduced, after an exception",
-        [("            self._under_way[0].reduction.finish()\n", "")],
+        [("            self._under_way[0][0].finish()\n", "")],
         "exception in backward",
         "freed by the gradient buffer of",
     ),
@@ -345,7 +345,7 @@ MUTATIONS = [
     ),
     Mutation(
         "compute streams do not wait for what completes a handle",
-        [(COMPLETED, "        self._reshard_unless_running(handle)\n")],
+        [(COMPLETED, "            self._reshard_unless_running(handle)\n")],
         "a branch on a stream of its own",
         "writes on side, not ordered after: _foreach_copy_ reads on default",
     ),
@@ -371,8 +371,8 @@ MUTATIONS = [
         "a backward that was cut short is left alone",
         [
             (
-                "        self._streams.end_backward()\n        self._end_lingering(always=True)\n",
-                "        self._end_lingering(always=True)\n",
+                "        self._streams.end_backward()\n        self._unsharded.end_lingering(always=True)\n",
+                "        self._unsharded.end_lingering(always=True)\n",
             )
         ],
         "exception in a branch",

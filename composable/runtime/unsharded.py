@@ -1,0 +1,129 @@
+"""Which handles of a root are unsharded now, and whose memory outlives that.
+
+When they are is the business of ``scheduler.py``.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from composable.frames import watch_graph
+from composable.runtime.streams import Streams
+from composable.storage import Handle
+from composable.torch_hooks import after_gradients
+from composable.torch_private import autograd_profiler, opaque
+from composable.tracing import in_region
+
+__all__ = ["Unsharded"]
+
+
+class Unsharded:
+    """The handles of one root whose unsharded parameters are there, or are being gathered.
+
+    Args:
+        handles: All handles of the root.
+        streams: Of the device where they live.
+        hear: Called when a backward gets to a leaf of ``watch_leaves``.
+    """
+
+    __slots__ = ("_graphs", "_handles", "_hear", "_leaf_hooks", "_lingering", "_streams", "_unsharded")
+
+    def __init__(self, handles: Sequence[Handle], streams: Streams, hear: Callable[[], None]) -> None:
+        self._handles = tuple(handles)
+        self._streams = streams
+        self._hear = hear
+        self._unsharded: dict[Handle, None] = {}
+        self._lingering: dict[Handle, None] = {}
+        self._graphs: dict[Handle, Callable[[], bool]] = {}
+        self._leaf_hooks: dict[Handle, list[RemovableHandle]] = {}
+
+    def __iter__(self) -> Iterator[Handle]:
+        """Iterate over them as they are now; they may be resharded meanwhile."""
+        return iter(tuple(self._unsharded))
+
+    def unshard(self, handle: Handle) -> None:
+        """Make the modules of ``handle`` hold unsharded parameters. Collective unless it is unsharded."""
+        if handle.is_unsharded:
+            if handle.is_hidden:
+                handle.show()
+            return
+        self.begin_unshard(handle)
+        if autograd_profiler._is_profiler_enabled:
+            in_region("wait for gather", handle.fqn, self._streams.wait_for_unshard, handle)
+        else:
+            self._streams.wait_for_unshard(handle)
+        handle.use_unsharded()
+
+    def begin_unshard(self, handle: Handle) -> None:
+        """Start gathering ahead of use; ``unshard`` waits for it."""
+        if handle.is_unsharded or handle.is_gathering:
+            return
+        if handle.bring_back():
+            self._streams.shards_written()
+        self._unsharded[handle] = None
+        if autograd_profiler._is_profiler_enabled:
+            in_region("gather", handle.fqn, self._streams.begin_unshard, handle)
+        else:
+            self._streams.begin_unshard(handle)
+
+    def reshard(self, handle: Handle) -> None:
+        """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them.
+
+        A gather in flight is waited for, since peers take part in it.
+        """
+        if handle not in self._unsharded or handle.held_with is not None:
+            return
+        if handle.is_gathering:
+            self._streams.wait_for_unshard(handle)
+        handle.reshard(frees=handle not in self._lingering)
+        self._streams.resharded()
+        # Last: what was cut short is done again.
+        self._unsharded.pop(handle, None)
+
+    def hide(self) -> None:
+        """Let modules hold what users clip, zero and load, while the unsharded parameters stay."""
+        for handle in self._unsharded:
+            handle.hide()
+
+    # Memory that stays
+
+    def linger(self, handle: Handle, *, with_graph: bool = False) -> None:
+        """Keep the memory of the parameters, on this rank, until a backward ends, or until the graph is gone as well.
+
+        Gathers and reductions are those of a handle that is freed: the other ranks may have freed it.
+        """
+        self._lingering[handle] = None
+        if with_graph and (handle not in self._graphs or not self._graphs[handle]()):
+            trainable = any(flat.is_trainable for flat in handle.buffers)
+            # A graph to frozen parameters is one to others too.
+            params = [param for each in ((handle,) if trainable else self._handles) for param in each.params]
+            self._graphs[handle] = watch_graph(leaf for param in params if (leaf := param.unsharded) is not None)
+
+    def watch_leaves(self, handle: Handle) -> None:
+        """Hear of the next backward also if it gets to no output of an annotated module."""
+        if handle not in self._leaf_hooks:
+            leaves = [param.leaf() for param in handle.params if param.leaf().requires_grad]
+            self._leaf_hooks[handle] = after_gradients(leaves, [self._arrived] * len(leaves))
+
+    @opaque
+    def _arrived(self, _: torch.Tensor) -> None:
+        self._hear()
+
+    def watch_lingering(self) -> None:
+        """Do so for all whose memory stays."""
+        for handle in self._lingering:
+            self.watch_leaves(handle)
+
+    def end_lingering(self, *, always: bool = False) -> None:
+        """Free what lingers, but where its graph has to be gone and lives: another backward may go through it."""
+        for handle in list(self._lingering):
+            if not always and handle in self._graphs and self._graphs[handle]():
+                continue
+            del self._lingering[handle]
+            self._graphs.pop(handle, None)
+            for hook in self._leaf_hooks.pop(handle, ()):
+                hook.remove()
+            if handle not in self._unsharded:
+                handle.free_buffers()
+                self._streams.resharded()
