@@ -57,9 +57,10 @@ class _Reduce(_Gather):
         shard: Where the slice of the lowest peer lands, then the result.
         others: The other ranks' slices, this rank's among them, in rank order.
         scale: Of the result.
+        factor: As ``mul_`` takes it.
     """
 
-    __slots__ = ("_others", "_scale", "_shard")
+    __slots__ = ("_factor", "_others", "_scale", "_shard")
 
     def __init__(
         self,
@@ -68,15 +69,17 @@ class _Reduce(_Gather):
         shard: torch.Tensor,
         others: list[torch.Tensor],
         scale: float,
+        factor: torch.Tensor | float | None,
     ) -> None:
         super().__init__(transport, tag)
         self._shard = shard
         self._others = others
         self._scale = scale
+        self._factor = factor
 
     def finish(self) -> None:
         super().finish()
-        others, shard, scale = self._others, self._shard, self._scale
+        others, shard, factor = self._others, self._shard, self._factor
         if not others:
             return
         self._others = []
@@ -84,19 +87,19 @@ class _Reduce(_Gather):
         if shard.dtype not in _LOW_PRECISION:
             for other in others:
                 shard.add_(other)
-            if scale != 1.0:
-                shard.mul_(scale)
+            if factor is not None:
+                shard.mul_(factor)
         elif len(others) == 1:
             # One rounding where the scale is a power of two, and no overflow on the way.
-            if scale != 1.0:
-                shard.mul_(scale)
-            shard.add_(others[0], alpha=scale)
+            if factor is not None:
+                shard.mul_(factor)
+            shard.add_(others[0], alpha=self._scale)
         else:
             # Every addition would cost a rounding. Cast first: mixed addition is not vectorised.
             total = shard.float()
             for other in others:
                 total.add_(other.float())
-            shard.copy_(total.mul_(scale))
+            shard.copy_(total if factor is None else total.mul_(factor))
 
 
 class PointToPointTransport(ProcessGroupTransport):
@@ -193,7 +196,7 @@ class PointToPointTransport(ProcessGroupTransport):
         ]
         landing.insert(self.rank, slices[self.rank])
         others = [tensor for peer, tensor in enumerate(landing) if peer != lowest]
-        reduction = _Reduce(self, tag, shard, others, scale)
+        reduction = _Reduce(self, tag, shard, others, scale, self._factor(scale))
         self._exchange(reduction, slices, landing, tag)
         return reduction
 

@@ -48,10 +48,10 @@ class _Running(Messages):
         call: Starts the collective.
         args: Of the call.
         result: What it fills.
-        scale: Of the result.
+        factor: What the result is multiplied with, if anything.
     """
 
-    __slots__ = ("_result", "_scale")
+    __slots__ = ("_factor", "_result")
 
     def __init__(
         self,
@@ -60,21 +60,21 @@ class _Running(Messages):
         call: Callable[..., dist.Work],
         args: Sequence[object],
         result: torch.Tensor,
-        scale: float,
+        factor: torch.Tensor | float | None,
     ) -> None:
         order = transport.order
         order.count = number = order.count + 1
         order.recent.append(tag)
         Messages.__init__(self, transport, tag, number)  # super() costs as much again
         self._result = result
-        self._scale = scale
+        self._factor = factor
         self.works.extend(starmap(call, (args,)))
 
     def finish(self) -> None:
         Messages.finish(self)
-        if self._scale != 1.0:
-            self._result.mul_(self._scale)
-            self._scale = 1.0
+        if self._factor is not None:
+            self._result.mul_(self._factor)
+            self._factor = None
 
 
 class ProcessGroupTransport(Transport):
@@ -98,6 +98,8 @@ class ProcessGroupTransport(Transport):
         self._reduce_scatter = reduce_scatter_into(group)
         # NCCL averages in the collective itself, which saves a kernel.
         self._mean_scale = 1.0 / self.world_size
+        # To multiply with a number, torch makes this of it each time, which takes longer than a small product.
+        self._mean_factor = torch.tensor(self._mean_scale, dtype=torch.float64, device="cpu")
         self._has_mean = "cuda:nccl" in dist.get_backend_config(group)
 
         # Gathers and reduce-scatters on CUDA run on the caller's stream, which is one for
@@ -126,7 +128,7 @@ class ProcessGroupTransport(Transport):
         options = self._gather_here if buffer.is_cuda else self._gather
         if shard.dtype not in _CARRIED:
             buffer, shard = buffer.view(torch.uint8), shard.view(torch.uint8)
-        return _Running(self, 2 * key, self._all_gather, (buffer, shard, options), buffer, 1.0)
+        return _Running(self, 2 * key, self._all_gather, (buffer, shard, options), buffer, None)
 
     def begin_reduce_scatter(
         self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
@@ -143,7 +145,7 @@ class ProcessGroupTransport(Transport):
             options, scale = self._scatter_mean, 1.0
         else:
             options = self._scatter_here
-        return _Running(self, 2 * key + 1, self._reduce_scatter, (shard, source, options), result, scale)
+        return _Running(self, 2 * key + 1, self._reduce_scatter, (shard, source, options), result, self._factor(scale))
 
     def begin_all_reduce(self, tensor: torch.Tensor, key: int, *, scale: float = 1.0) -> Pending:
         if self.world_size == 1 or not tensor.numel():
@@ -152,8 +154,8 @@ class ProcessGroupTransport(Transport):
             return DONE
         parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if tensor.is_cuda and self._has_mean and scale == self._mean_scale:
-            return _Running(self, 2 * key, self._group.allreduce, ([parts], self._mean), tensor, 1.0)
-        return _Running(self, 2 * key, self._group.allreduce, ([parts], self._sum), tensor, scale)
+            return _Running(self, 2 * key, self._group.allreduce, ([parts], self._mean), tensor, None)
+        return _Running(self, 2 * key, self._group.allreduce, ([parts], self._sum), tensor, self._factor(scale))
 
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
         if self.world_size == 1 or not tensor.numel():
@@ -161,7 +163,13 @@ class ProcessGroupTransport(Transport):
         options = BroadcastOptions()
         options.rootRank = source_rank
         parts = tensor if tensor.dtype in _CARRIED else tensor.view(torch.uint8)
-        return _Running(self, 2 * key, self._group.broadcast, ([parts], options), tensor, 1.0)
+        return _Running(self, 2 * key, self._group.broadcast, ([parts], options), tensor, None)
+
+    def _factor(self, scale: float) -> torch.Tensor | float | None:
+        """Return what ``mul_`` takes for ``scale``; ``None``: there is nothing to multiply."""
+        if scale == self._mean_scale:
+            return self._mean_factor
+        return None if scale == 1.0 else scale
 
     def settle(self) -> None:
         if self.in_flight:
