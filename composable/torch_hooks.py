@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
@@ -25,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.torch_private import (
     current_graph_task_id,
+    hook_gradient,
     opaque,
     outside_transforms,
     queue_callback,
@@ -175,14 +177,14 @@ def beside_forward(module: nn.Module, before: Callable[..., None], after: Callab
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
 
 
-class GradientHook:
+class GradientHook(ABC):
     """What runs when the gradient of a tensor arrives; others may join it."""
 
     __torch_unserializable__ = True  # Who saves the tensor is not warned that hooks are not saved.
     __slots__ = ()
 
-    def __call__(self, grad: torch.Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, grad: torch.Tensor) -> None: ...
 
 
 class _Joined(GradientHook):
@@ -224,7 +226,7 @@ def _join(tensor: torch.Tensor, hook: GradientHook) -> None:
                 others = other.hooks if isinstance(other, _Joined) else [other]
                 known[key] = _Joined([hook, *(one for one in others if one != hook)])
                 return
-    tensor.register_hook(hook)
+    hook_gradient(tensor, hook)
 
 
 def after_gradients(

@@ -191,7 +191,7 @@ class Bucket:
                     foreach_copy_(fresh_views, fresh)
                 if scale != 1:
                     self._data.mul_(scale)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             if any(grad.layout != torch.strided for grad in fresh):
                 raise UsageError(
                     "a gradient is sparse", at=place_of_rank(), fix="use sparse=False, or ignore the module"

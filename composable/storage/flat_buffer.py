@@ -13,6 +13,7 @@ Source: flat parameters, arXiv 2304.11277.
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -407,10 +408,19 @@ class FlatBuffer:
         self._storage = buffer.untyped_storage()
 
 
+class _PoolKey:
+    __slots__ = ("__weakref__",)
+
+
+_POOL_KEYS: "WeakValueDictionary[object, _PoolKey]" = WeakValueDictionary()
+
+
 def _pool_key(plan: BufferPlan, device: torch.device) -> object:
-    """Return what is equal for classes that can use each other's memory."""
+    """Return what is the same object for classes that can use each other's memory."""
     layout = plan.layout
-    return tuple((span.start, span.shape, span.order) for span in layout.spans), layout.numel, plan.dtype, device
+    spans = tuple((span.start, span.shape, span.order) for span in layout.spans)
+    # To hash all that in every backward would take microseconds.
+    return _POOL_KEYS.setdefault((spans, layout.numel, plan.dtype, device), _PoolKey())
 
 
 def _sharded_params(
