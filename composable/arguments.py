@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +13,12 @@ from torch import nn
 from composable.errors import ConfigError, place_of_rank
 
 __all__ = [
+    "as_path",
     "check_bool",
     "check_device",
     "check_module",
     "check_number",
     "check_optimizer",
-    "check_path",
     "described",
     "list_of_tensors",
 ]
@@ -59,10 +60,16 @@ def check_number(
     raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix=fix)
 
 
-def check_path(name: str, value: object) -> None:
-    """Raise unless ``value`` can be the path of a file or folder."""
-    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
+def as_path(name: str, value: object) -> Path:
+    """Return the path of a file or folder that the argument ``name`` is.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix="pass a path")
+    return Path(text)
 
 
 def check_device(name: str, value: object, *, or_none: bool = False) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from composable.arguments import check_bool, check_device
+from composable.arguments import check_bool, check_device, check_module, described
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.runtime import FullyShardState, call_as_forward, copy_module, handle_of_module, sharded_state_of
@@ -200,14 +200,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Inputs are not moved to the device, and users' forward hooks do not run. Every rank calls the method alike.
 
     Raises:
-        ConfigError: The module has no method of that name.
+        ConfigError: The module has no method of that name, or is no module.
     """
+    check_module("module", module)
     if not isinstance(module, FSDPModule):
         return
-    function = getattr(getattr(module, method_name, None), "__func__", None)
+    found = getattr(module, method_name, None) if isinstance(method_name, str) else None
+    function = getattr(found, "__func__", None)
     if function is None:
         raise ConfigError(
-            f"register_fsdp_forward_method got {method_name!r}, which is no method",
+            f"register_fsdp_forward_method got {described(method_name)}, which is no method",
             at=f"{place_of_rank()}, {describe_module(module)}",
             fix="pass the name of a method that its class defines",
         )

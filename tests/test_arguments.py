@@ -23,18 +23,23 @@ from composable import (
     accelerate_optimizer,
     clip_grad_norm_,
     fallback_counts,
+    find_checkpoint,
     full_state_dict,
     fully_shard,
     get_total_norm,
     iter_full_params,
+    load_checkpoint,
     load_full_params,
     load_full_state_dict,
     load_safetensors,
     no_sync,
     plan,
     rebind_optimizer,
+    register_fsdp_forward_method,
     replicate,
+    save_checkpoint,
     save_safetensors,
+    set_divergence_timeout,
     unannotate,
     unshard_params,
 )
@@ -214,6 +219,32 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         lambda: {"model": sharded(), "path": "nothing/below/weights.safetensors"},
         {"model": set(), "path": {"text"}, "max_shard_bytes": {"3"}, "dtype": OPTIONAL},
     ),
+    "save_checkpoint": (
+        lambda **arguments: save_checkpoint(**arguments).wait(),
+        lambda: {"folder": "run", "step": 1, "model": sharded(), "discard_later": True},
+        {
+            "folder": {"text"},
+            "step": {"3"},
+            "model": {"plain"},
+            "optimizer": {"None", "[]", "{}"},
+            "extra": {"None", "3", "-1", "1.5", "nan", "text", "[]", "[1]", "{}", "tensor", "True"},  # what is data
+            "keep": {"3"},
+            "discard_later": SWITCH,
+            "asynchronous": SWITCH,
+        },
+    ),
+    "load_checkpoint": (
+        load_checkpoint,
+        lambda: {"path": "nothing", "model": sharded()},
+        {"path": set(), "model": set(), "optimizer": set()},  # there is no such folder
+    ),
+    "find_checkpoint": (find_checkpoint, lambda: {"path": "nothing"}, {"path": set()}),
+    "register_fsdp_forward_method": (
+        register_fsdp_forward_method,
+        lambda: {"module": sharded(), "method_name": "forward"},
+        {"module": {"plain"}, "method_name": set()},  # left alone, as torch does
+    ),
+    "set_divergence_timeout": (set_divergence_timeout, dict, {"seconds": {"None", "3", "1.5", "np.3"}}),
     "no_sync": (enter(no_sync), dict, {"module": set()}),
     "rebind_optimizer": (
         rebind_optimizer,
@@ -258,8 +289,7 @@ ELSEWHERE = {
     *("ComposableError", "ConfigError", "DesyncError", "StateDictError", "UsageError"),
     *("FSDPModule", "RaggedDTensor", "SaveHandle", "SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
     *("contract", "strict_mode"),
-    *("register_fsdp_forward_method", "set_divergence_timeout", "zero_grad"),
-    *("find_checkpoint", "load_checkpoint", "save_checkpoint"),
+    "zero_grad",  # takes what torch's own takes
 }
 
 

@@ -315,7 +315,7 @@ def test_whatever_one_rank_does_differently_all_are_told_or_none(world_size: int
     assert sum(end.startswith("DesyncError") for end in ends) > 2
 
 
-@pytest.mark.parametrize("value", [-1, "soon", float("nan"), float("inf"), True])
+@pytest.mark.parametrize("value", [-1, "soon", float("nan"), True])
 def test_a_limit_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="seconds is"):
         set_divergence_timeout(value)  # type: ignore[arg-type]

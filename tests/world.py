@@ -42,9 +42,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from composable.errors import ComposableError
 from composable.testing.simulation import run
 
-__all__ = ["RankErrors", "run_ranks", "run_threads", "shut_down"]
+__all__ = ["RankErrors", "run_ranks", "run_threads", "shut_down", "told"]
 
 T = TypeVar("T")
 
@@ -358,3 +359,15 @@ def _die_with_parent() -> None:
 
 _POOL = _Pool()
 atexit.register(shut_down)
+
+
+def told(call: Callable[[], object]) -> list[str]:
+    """Return what ``call`` raises on each rank of the task; anything but our errors is raised here."""
+    try:
+        call()
+        said = "no error"
+    except ComposableError as error:
+        said = f"{type(error).__name__}: {error}"
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, said)
+    return everyone

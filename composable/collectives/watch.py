@@ -27,10 +27,11 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from composable.arguments import check_number
 from composable.collectives.base import Started, Transport
 from composable.collectives.places import described, name_of, notice_transport, place_here, transports, waiting_threads
 from composable.collectives.verdict import Place, Verdict, judge, place_from, text_of
-from composable.errors import ConfigError, DesyncError, place_of_rank
+from composable.errors import DesyncError, place_of_rank
 from composable.torch_private import PrefixStore, Store, groups_of_process, real_backend, store_of_default_group
 
 __all__ = ["annotating", "explained", "notice_transport", "set_divergence_timeout", "watch_ranks"]
@@ -59,7 +60,7 @@ def set_divergence_timeout(seconds: float | None) -> None:
     ``COMPOSABLE_DIVERGENCE_TIMEOUT`` says the same; the default is 30 seconds.
 
     Args:
-        seconds: The limit; ``None`` or 0: never ask.
+        seconds: The limit; ``None``, 0 or infinity: never ask.
 
     Raises:
         ConfigError: ``seconds`` is no such number.
@@ -330,12 +331,15 @@ def _read(text: str) -> Verdict:
 
 def _limit(value: object, name: str) -> float:
     """Return the limit in seconds; 0: none."""
-    with suppress(TypeError, ValueError):
-        if value is None or (not isinstance(value, bool) and 0 <= (seconds := float(value)) < math.inf):  # type: ignore[arg-type]
-            return 0.0 if value is None else seconds
-    raise ConfigError(
-        f"{name} is {value!r}", fix="give a number of seconds, 0 to wait as long as the process group does"
+    if value is None:
+        return 0.0
+    if isinstance(value, str):  # of the environment
+        with suppress(ValueError):
+            value = float(value)
+    seconds = check_number(
+        name, value, least=0.0, fix="give a number of seconds, 0 to wait as long as the process group does"
     )
+    return seconds if seconds < math.inf else 0.0
 
 
 _WATCH = _Watch()

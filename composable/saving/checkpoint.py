@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from composable.arguments import as_path, check_bool, check_module, described
 from composable.collectives import Ranks, make_host_ranks
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.optim import OptimizerNames
@@ -42,7 +43,7 @@ from composable.saving.contents import (
     state_to_save,
     targets,
 )
-from composable.saving.manifest import METADATA, Manifest, as_path, find_damage
+from composable.saving.manifest import METADATA, Manifest, find_damage
 from composable.saving.metadata import CheckedReader, read_metadata
 from composable.saving.run_folder import (
     EXTRA,
@@ -157,15 +158,17 @@ def save_checkpoint(
             raise ConfigError(f"step is {step!r}", fix="pass the number of optimizer steps done")
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ConfigError(f"keep is {keep!r}", fix="keep at least one checkpoint")
+        check_bool("discard_later", discard_later)
+        check_bool("asynchronous", asynchronous)
     previous = _settle(model)
     with ranks.agreed():
-        described = describe_optimizers(model, optimizers)
+        names = describe_optimizers(model, optimizers)
         state = state_to_save(model, optimizers)
         packed = None if extra is None else as_data(extra, "extra")
         if asynchronous:
             state = staged(state)
     arguments = {"step": step, "keep": keep, "discard_later": discard_later, "asynchronous": asynchronous}
-    _check_equal(ranks, described, folder=str(folder), **arguments)
+    _check_equal(ranks, names, folder=str(folder), **arguments)
     begun: list[_Place] = []
 
     def begin() -> Path:
@@ -174,7 +177,7 @@ def save_checkpoint(
 
     partial = _on_first(ranks, begin, f"cannot write to {folder}")
     writers = ranks if not asynchronous else _writers(ranks, previous)
-    work = _Save(writers, partial, step, state, described, packed, begun[0] if begun else None)
+    work = _Save(writers, partial, step, state, names, packed, begun[0] if begun else None)
     if not asynchronous:
         done: Future[Path] = Future()
         done.set_result(work.run())
@@ -367,15 +370,14 @@ def _checked(model: nn.Module, optimizer: Optimizers) -> tuple[Ranks, tuple[torc
     """Return all ranks, and the optimizers, once all have been called with such things."""
     ranks = Ranks.of_world()
     with ranks.agreed():
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model is a {type(model).__name__}, not a module", fix="pass the model, then optimizers")
+        check_module("model", model)
         if optimizer is None:
             return ranks, ()
         optimizers: Any = tuple(optimizer) if isinstance(optimizer, Iterable) else (optimizer,)
         for one in optimizers:
             if not all(hasattr(one, name) for name in ("param_groups", "state_dict", "load_state_dict")):
-                what = f"optimizer is a {type(one).__name__}, not an optimizer"
-                raise ConfigError(what, fix="pass an optimizer, a list of them, or None")
+                what = f"optimizer is or holds {described(one)}, not an optimizer"
+                raise ConfigError(what, at=place_of_rank(), fix="pass an optimizer, a list of them, or None")
     return ranks, optimizers
 
 

@@ -7,7 +7,6 @@ Nothing here communicates.
 """
 
 import json
-import os
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ __all__ = [
     "UNREADABLE",
     "FileSum",
     "Manifest",
-    "as_path",
     "check_inside",
     "file_name",
     "find_damage",
@@ -98,17 +96,6 @@ def file_name(name: Any) -> str:
     ):
         raise ValueError(f"{name!r:.80} is no name of a file in this folder")
     return name
-
-
-def as_path(name: str, value: Any) -> Path:
-    """Return the path that the argument ``name`` is.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    if not isinstance(value, (str, os.PathLike)) or "\0" in str(value) or not str(value):
-        raise ConfigError(f"{name} is {value!r:.80}", at=place_of_rank(), fix="pass a path")
-    return Path(value)
 
 
 def check_inside(folder: Path, path: Path) -> None:

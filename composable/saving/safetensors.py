@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable.arguments import check_bool
+from composable.arguments import as_path, check_bool
 from composable.errors import ConfigError, place_of_rank
 from composable.ragged import cast_dtype
 from composable.saving.entries import Entries, batches, entries_now, entries_of, ranks_of
@@ -31,7 +31,7 @@ from composable.saving.full_state import (
     load_full_state_dict,
     max_bytes_of,
 )
-from composable.saving.manifest import as_path, check_inside, file_name
+from composable.saving.manifest import check_inside, file_name
 from composable.saving.run_folder import sync_folder
 
 __all__ = ["load_safetensors", "save_safetensors"]

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from composable import (
-    ComposableError,
     ConfigError,
     find_checkpoint,
     full_state_dict,
@@ -30,7 +29,7 @@ from composable import (
     save_safetensors,
 )
 from composable.saving.metadata import read_metadata
-from tests.world import run_threads
+from tests.world import run_threads, told
 
 EXTRA = {"position": torch.arange(3), "at": (1, "x", 2.5), "names": ["a", {"b": None}]}
 
@@ -79,18 +78,6 @@ def reseal(folder: Path, change: Callable[[Any], None] = lambda body: None) -> N
     change(body)
     canonical = json.dumps(body, sort_keys=True).encode()
     path.write_text(json.dumps({"crc32": zlib.crc32(canonical), "checkpoint": body}))
-
-
-def told(call: Callable[[], object]) -> list[str]:
-    """Return what ``call`` raises on each rank; anything but our errors is raised here."""
-    try:
-        call()
-        said = "no error"
-    except ComposableError as error:
-        said = f"{type(error).__name__}: {error}"
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, said)
-    return everyone
 
 
 def on_first(call: Callable[[], object]) -> None:

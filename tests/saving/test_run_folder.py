@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 
 from composable import (
-    ComposableError,
     ConfigError,
     UsageError,
     find_checkpoint,
@@ -37,7 +36,7 @@ from composable import (
 )
 from composable.saving import run_folder
 from composable.saving.run_folder import SummedFiles
-from tests.world import run_ranks, run_threads
+from tests.world import run_ranks, run_threads, told
 
 
 def make_model(seed: int = 0) -> nn.Module:
@@ -51,18 +50,6 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 def steps_of(run: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in run.glob("step-*"))
-
-
-def told(call: Callable[[], object]) -> list[str]:
-    """Return what ``call`` raises on each rank."""
-    try:
-        call()
-        said = "no error"
-    except ComposableError as error:
-        said = f"{type(error).__name__}: {error}"
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, said)
-    return everyone
 
 
 # -- later steps
@@ -334,16 +321,18 @@ def misuse(run: Path) -> None:
     model = fully_shard(make_model())
     optimizer = torch.optim.SGD(model.parameters())
     calls: dict[str, Callable[[], object]] = {
-        "model is a int, not a module": lambda: save_checkpoint(model, run, 1),  # type: ignore[arg-type]
-        "model is a str, not a module": lambda: save_checkpoint(model, 1, str(run)),  # type: ignore[arg-type]
+        "model is 1, not a module": lambda: save_checkpoint(model, run, 1),  # type: ignore[arg-type]
+        "model is '": lambda: save_checkpoint(model, 1, str(run)),  # type: ignore[arg-type]
         "folder is None": lambda: save_checkpoint(None, 1, model),  # type: ignore[arg-type]
         "keep is '2'": lambda: save_checkpoint(run, 1, model, keep="2"),  # type: ignore[arg-type]
         "keep is True": lambda: save_checkpoint(run, 1, model, keep=True),
-        "optimizer is a int": lambda: save_checkpoint(run, 1, model, 3),  # type: ignore[arg-type]
-        "optimizer is a RaggedDTensor": lambda: save_checkpoint(run, 1, model, model.parameters()),  # type: ignore[arg-type]
+        "optimizer is or holds 3": lambda: save_checkpoint(run, 1, model, 3),  # type: ignore[arg-type]
+        "optimizer is or holds a composable.ragged.tensor.RaggedDTensor": lambda: save_checkpoint(
+            run, 1, model, model.parameters()
+        ),  # type: ignore[arg-type]
         "path is None": lambda: load_checkpoint(None, model),  # type: ignore[arg-type]
         "path is 3": lambda: find_checkpoint(3),  # type: ignore[arg-type]
-        "model is a SGD, not a module": lambda: load_checkpoint(run, optimizer),  # type: ignore[arg-type]
+        "model is a torch.optim.sgd.SGD, not a module": lambda: load_checkpoint(run, optimizer),  # type: ignore[arg-type]
     }
     for call in (full_state_dict, iter_full_params):
         with pytest.raises(ConfigError, match=r"model is a torch\.optim\.sgd\.SGD, not a module"):
@@ -361,9 +350,9 @@ def misuse(run: Path) -> None:
     # Wrong on one rank, an error on all.
     wrong = dist.get_rank() == 1
     for said in told(lambda: save_checkpoint(run, 1, 3 if wrong else model)):  # type: ignore[arg-type]
-        assert said.startswith("ConfigError: model is a int"), said
+        assert said.startswith("ConfigError: model is 3"), said
     for said in told(lambda: save_checkpoint(run, 1, model, 3 if wrong else None)):  # type: ignore[arg-type]
-        assert said.startswith("ConfigError: optimizer is a int"), said
+        assert said.startswith("ConfigError: optimizer is or holds 3"), said
     for said in told(lambda: full_state_dict(model, dst=7 if wrong else 0)):
         assert said.startswith("ConfigError: dst is 7"), said
     for said in told(lambda: iter_full_params(model, max_bytes=0 if wrong else 100)):
