@@ -33,6 +33,8 @@ class Agreement:
         # One byte for a complaint, then the accounts.
         length = 1 + sum(account.numel_bytes for account in accounts)
         self._mine, self._every = bytearray(length), bytearray(length * ranks.size)
+        # The same memory.
+        self._sent, self._received = (torch.frombuffer(part, dtype=torch.uint8) for part in (self._mine, self._every))
         self._pending: Pending | None = None
 
     @property
@@ -45,9 +47,7 @@ class Agreement:
         if self._ranks.is_alone:
             return
         self._mine[:] = bytes([has_failed]) + b"".join([account.told() for account in self._accounts])
-        self._pending = self._transport.begin_all_gather(
-            torch.frombuffer(self._every, dtype=torch.uint8), torch.frombuffer(self._mine, dtype=torch.uint8), self._key
-        )
+        self._pending = self._transport.begin_all_gather(self._received, self._sent, self._key)
 
     def finish(self) -> bool:
         """Make the accounts those of all ranks; return whether any rank complains."""
@@ -56,10 +56,11 @@ class Agreement:
             return False
         pending.finish()
         length = len(self._mine)
-        told = [bytes(self._every[start : start + length]) for start in range(0, len(self._every), length)]
-        if all(one == told[0] for one in told):
+        first = self._every[:length]
+        if self._every == first * self._ranks.size:
             # Nobody knows more than this rank.
-            return bool(told[0][0])
+            return bool(first[0])
+        told = [bytes(self._every[start : start + length]) for start in range(0, len(self._every), length)]
         start = 1
         for account in self._accounts:
             stop = start + account.numel_bytes
