@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from composable.replication.bucket import Bucket, ReducedParam
-from composable.torch_private import current_autograd_node, will_engine_execute_node
+from composable.torch_private import current_autograd_node, running_transform, will_engine_execute_node
 
 __all__ = ["Round"]
 
@@ -100,7 +100,8 @@ class Round:
     def arm(self, module_index: int, params: Sequence[ReducedParam]) -> None:
         """Note that the gradient of an output of an annotated module arrives; ``params`` are all of the round."""
         if not self._armed_modules:
-            self.accumulates = any(_accumulates(item.param) for item in params)  # As a rule, the first of them.
+            # As a rule, the first of them says so; transforms of torch.func never do.
+            self.accumulates = running_transform() is None and any(_accumulates(item.param) for item in params)
         if module_index not in self._armed_modules:
             self._armed_modules.add(module_index)
             self._node = current_autograd_node()

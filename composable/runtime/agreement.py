@@ -33,8 +33,10 @@ class Agreement:
         # One byte for a complaint, then the accounts.
         length = 1 + sum(account.numel_bytes for account in accounts)
         self._mine, self._every = bytearray(length), bytearray(length * ranks.size)
-        # The same memory.
-        self._sent, self._received = (torch.frombuffer(part, dtype=torch.uint8) for part in (self._mine, self._every))
+        # The same memory. What a first forward made in inference mode could never be written to outside of it.
+        with torch.inference_mode(mode=False):
+            self._sent = torch.frombuffer(self._mine, dtype=torch.uint8)
+            self._received = torch.frombuffer(self._every, dtype=torch.uint8)
         self._pending: Pending | None = None
 
     @property
