@@ -17,7 +17,7 @@ from composable.arguments import check_bool, check_device, check_module, describ
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.runtime import FullyShardState, call_as_forward, copy_module, handle_of_module, sharded_state_of
-from composable.storage import Handle, MarkedMemory, ShardedParam
+from composable.storage import FlatBuffer, Handle, MarkedMemory, ShardedParam
 
 __all__ = ["FSDPModule", "UnshardHandle", "add_mixin", "register_fsdp_forward_method", "remove_mixin"]
 
@@ -78,24 +78,32 @@ class FSDPModule:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Convert the module, as ``to``, ``cuda`` and ``to_empty`` do: each handle's shard as one tensor.
 
+        Torch's own way would put other tensors into the parameters, without the marks and hooks of users.
+
         Raises:
             UsageError: A parameter's dtype would change, or forward or backward is running.
         """
         handles = _handles(self, recurse=False)
         for handle in _handles(self, recurse=True):
             _check_convertible(handle, fn)
-        # A handle that other modules share, or of which this call sees a part, takes torch's way: one by one.
-        whole = [
-            flat
-            for handle in handles
-            if recurse and len(handle.modules) == 1
-            for flat in handle.buffers
-            if all(param.is_attached for param in flat.params)
-        ]
-        with _hidden([param for flat in whole for param in flat.params]):
+        for handle in handles:
+            handle.attach()
+        whole: list[FlatBuffer] = []
+        single: list[ShardedParam] = []
+        reached = set(_managed(self)[0].modules()) if recurse else {self}
+        for handle in handles:
+            for flat in handle.buffers:
+                if recurse and len(handle.modules) == 1 and all(param.is_attached for param in flat.params):
+                    whole.append(flat)
+                else:
+                    # Other modules share it, or this call sees a part of it.
+                    single += [param for param in flat.params if any(module in reached for module, _ in param.owners)]
+        with _hidden([*single, *(param for flat in whole for param in flat.params)]):
             super()._apply(_once_per_buffer(fn), recurse)  # type: ignore[misc]  # of nn.Module, further down the MRO
         for flat in whole:
             flat.apply(fn)
+        for param in single:
+            param.apply(fn)
         for handle in handles:
             handle.attach()
         return self

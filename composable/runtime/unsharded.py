@@ -95,9 +95,9 @@ class Unsharded:
         """
         self._lingering[handle] = None
         if with_graph and (handle not in self._graphs or not self._graphs[handle]()):
-            trainable = any(flat.is_trainable for flat in handle.buffers)
-            # A graph to frozen parameters is one to others too.
-            params = [param for each in ((handle,) if trainable else self._handles) for param in each.params]
+            has_frozen = not all(param.sharded.requires_grad for param in handle.params)
+            # A graph through frozen parameters is one to others: as a rule, of other handles.
+            params = [param for each in (self._handles if has_frozen else (handle,)) for param in each.params]
             self._graphs[handle] = watch_graph(leaf for param in params if (leaf := param.unsharded) is not None)
 
     def watch_leaves(self, handle: Handle) -> None:

@@ -9,7 +9,7 @@ annotation; only the entry in ``module._parameters`` changes.
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -125,6 +125,17 @@ class ShardedParam:
         if sharded.__dict__ is not self._marks:
             sharded.__dict__.update(self._marks)
             self._marks = sharded.__dict__
+
+    @torch.no_grad()
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Do to this parameter alone, and its gradient, what ``Module._apply`` does to tensors."""
+        held, grad = self.ragged._local_tensor, self.sharded.grad
+        local = fn(held)
+        if local is not held:
+            self.sharded.grad = None
+            self.show(local)
+            if grad is not None:
+                self.sharded.grad = fn(grad)
 
     @property
     def is_weakly_held(self) -> bool:
