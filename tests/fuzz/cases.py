@@ -187,7 +187,7 @@ def _programs_for(case: Case) -> list[str]:
         and (not case.hooks or program.is_single)
         and (not program.is_reentrant or is_sharded)
         and (
-            not (program.is_of_one_root or ("no_sync" in name and _has(case.tree, "chosen")))
+            not (program.is_of_one_root or ("no_sync" in name and (case.front is not None or _has(case.tree, "chosen"))))
             or all(one.mode not in ("roots", "mixed") for one in annotations)
         )
     ]
