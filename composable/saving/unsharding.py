@@ -55,14 +55,14 @@ def unshard_params(
 ) -> Iterator[None]:
     """Let ``module`` and what is below it hold full, plain parameters inside the block.
 
-    Collective on entry and, for ``writeback`` with ``rank0_only``, on exit: all ranks of the shard
-    group, with equal arguments. Outside of forward and backward. In the block ``parameters()``,
+    Collective on entry and, for ``writeback``, on exit: all ranks of the shard group, with equal
+    arguments. Outside of forward and backward. In the block ``parameters()``,
     ``state_dict()`` and ``load_state_dict()`` are those of the plain module. Change values in place.
 
     Without ``rank0_only``, ``offload_to_cpu`` and ``with_grads`` the module may run in the block,
     without communication. Calls may nest with equal options; the outermost one gathers and writes back.
 
-    An exception in the block restores the values from before it.
+    An exception in the block restores the values from before it; with ``writeback`` on every rank, which raises too.
 
     Args:
         module: A module that is annotated, or contains annotated ones. One without is left alone.
@@ -96,8 +96,8 @@ def unshard_params(
     except BaseException as error:
         for one in entered:
             one.restore()
-        if options.rank0_only and options.writeback and shown and isinstance(error, Exception):
-            # The other ranks are about to receive.
+        if options.writeback and shown and isinstance(error, Exception):
+            # The other ranks are about to write back.
             shown[0].ranks.raise_together(error)
         raise
     _leave(shown, options)
@@ -112,11 +112,9 @@ def _leave(shown: Sequence["_Shown"], options: _Options) -> None:
     except UsageError as error:
         failure = error
     try:
-        if options.rank0_only and options.writeback and shown:
+        if options.writeback and shown:
+            # What one rank must not write back, none does: a rank may own nothing of what was changed.
             shown[0].ranks.raise_together(failure)
-        elif failure is not None:
-            raise failure
-        if options.writeback:
             for one in shown:
                 one.write_back()
                 one.restore()
@@ -214,6 +212,7 @@ class _Shown:
         grads = self._gather_grads() if options.with_grads else None
         # What an earlier forward left unsharded may be older than the shard.
         scheduler.reshard(handle)
+        handle.attach()
         if not options.copies:
             scheduler.shards_written()
             scheduler.unshard(handle)

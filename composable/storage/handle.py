@@ -201,6 +201,7 @@ class Handle:
                 if held is not None and held is not param.sharded and held is not param.unsharded:
                     param.take(held)
                     param.sharded.grad = None  # As a new parameter has none.
+            param.bring_back_marks()
             param.place(param.sharded)
         for flat in self.buffers:
             flat.attach()

@@ -122,9 +122,14 @@ class ShardedParam:
                 torch.utils.swap_tensors(sharded, fresh)
             _share_hooks(fresh, sharded)
             self._empty_grad = None
-        if sharded.__dict__ is not self._marks:
-            sharded.__dict__.update(self._marks)
-            self._marks = sharded.__dict__
+        self.bring_back_marks()
+
+    def bring_back_marks(self) -> None:
+        """Give the sharded parameter its attributes again, if torch has swapped it for another one."""
+        held = self.sharded.__dict__
+        if held is not self._marks:
+            held.update(self._marks)
+            self._marks = held
 
     @torch.no_grad()
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

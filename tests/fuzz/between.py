@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from composable import (
+    ComposableError,
     full_state_dict,
     iter_full_params,
     load_checkpoint,
@@ -21,7 +22,7 @@ from composable import (
     unshard_params,
 )
 from composable.fsdp_module import FSDPModule
-from tests.fuzz.annotations import Annotation, annotate_again
+from tests.fuzz.annotations import Annotation, Refused, annotate_again
 from tests.fuzz.nodes import Call
 from tests.fuzz.programs import BATCH
 from tests.fuzz.trees import Model, candidates
@@ -228,7 +229,10 @@ def annotate_anew(on: Between) -> None:
     on.optimizer.zero_grad()  # an annotation refuses gradients
     if not on.is_plain:
         unannotate(on.model)
-        annotate_again(on.model, on.other)
+        try:
+            annotate_again(on.model, on.other)
+        except ComposableError as error:
+            raise Refused(f"{type(error).__name__}: {error}") from error
         rebind_optimizer(on.optimizer, on.model)
 
 

@@ -98,7 +98,7 @@ def draw(seed: int, world_size: int, without: frozenset[str] = frozenset(), step
     """Return the case of a seed, without some kinds of nodes, annotations, programs, actions, hooks."""
     rng = random.Random(seed)
     tree = grow(rng, frozenset(KINDS) - without)
-    while any(_has(tree, outer, inner) for outer, inner in BEYOND):
+    while any(_has(tree, outer, inner) for outer, inner in BEYOND) or {"side", "thread"} <= tags_in(tree):
         tree = grow(rng, frozenset(KINDS) - without)
     front = None
     if "drop" not in without and rng.random() < 0.2:
@@ -185,9 +185,15 @@ def _programs_for(case: Case) -> list[str]:
         if not program.excludes & case.tags
         and program.needs <= direct
         and (not case.hooks or program.is_single)
+        # Both write the shards, which is refused.
+        and not (name == "inside unshard_params" and case.hooks == "step in backward")
+        # What the recompute of one backward leaves there belongs to a graph of which the memory ends with it.
+        and not (program.shares_features and _has(case.tree, "checkpoint", "side"))
         and (not program.is_reentrant or is_sharded)
         and (
-            not (program.is_of_one_root or ("no_sync" in name and (case.front is not None or _has(case.tree, "chosen"))))
+            not (
+                program.is_of_one_root or ("no_sync" in name and (case.front is not None or _has(case.tree, "chosen")))
+            )
             or all(one.mode not in ("roots", "mixed") for one in annotations)
         )
     ]

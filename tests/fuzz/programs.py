@@ -91,6 +91,7 @@ class Program:
         is_single: One backward that is synchronised, so that a hook on a parameter runs once.
         is_reentrant: Everything runs under reentrant checkpointing.
         is_of_one_root: A part that does not run has to hear of the backward of the others.
+        shares_features: Several backwards go through the same part, and use what the recomputes of a checkpoint left.
     """
 
     run: Callable[[Step], None]
@@ -99,6 +100,7 @@ class Program:
     is_single: bool
     is_reentrant: bool
     is_of_one_root: bool
+    shares_features: bool
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -112,10 +114,11 @@ def program(
     single: bool = False,
     reentrant: bool = False,
     one_root: bool = False,
+    features: bool = False,
 ) -> Callable[[Callable[[Step], None]], Callable[[Step], None]]:
     def register(run: Callable[[Step], None]) -> Callable[[Step], None]:
         PROGRAMS[name] = Program(
-            run, frozenset(excludes.split()), frozenset(needs.split()), single, reentrant, one_root
+            run, frozenset(excludes.split()), frozenset(needs.split()), single, reentrant, one_root, features
         )
         return run
 
@@ -241,7 +244,7 @@ def losses_at_once(step: Step) -> None:
     torch.autograd.backward([loss * step._scale for loss in losses])
 
 
-@program("one backward for each head")
+@program("one backward for each head", features=True)
 def multi_task(step: Step) -> None:
     call = step.call()
     features = step.model(step.x(), call, part="trunk")
@@ -250,7 +253,7 @@ def multi_task(step: Step) -> None:
         step.backward(loss, retain_graph=head == 0)
 
 
-@program("features through the model, heads as they are", needs="heads")
+@program("features through the model, heads as they are", needs="heads", features=True)
 def heads_alone(step: Step) -> None:
     call = step.call()
     features = step.model(step.x(), call, part="trunk")

@@ -484,6 +484,33 @@ def loss_and_penalty(model: nn.Module, seed: int, scale: float) -> None:
     ((slope.norm(2, dim=1) - 1).pow(2).mean() * scale + out.pow(2).mean() * scale).backward()
 
 
+class Force(nn.Module):
+    """The output is a derivative through frozen parameters: a backward within the forward, and one of that later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(WIDTH))
+        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = x * self.w
+        energy = torch.tanh(self.teacher(at)).square().sum()
+        (force,) = torch.autograd.grad(energy, at, create_graph=True)
+        out: torch.Tensor = self.head(torch.tanh(force))
+        return out
+
+
+def frozen_with_trainable(model: Force) -> None:
+    fully_shard([model.teacher, model.head])
+    fully_shard(model)
+
+
+@program("derivative through frozen parameters of a handle that has others", Force, frozen_with_trainable)
+def derivative(model: nn.Module, seed: int, scale: float) -> None:
+    (model(x_of(seed)).square().mean() * scale).backward()
+
+
 # -- a module that returns parameters
 
 

@@ -306,6 +306,19 @@ def step_inside(model: nn.Module) -> None:
         optimizer.step()
 
 
+def step_on_one_rank(model: nn.Module) -> None:
+    held = list(model.parameters())
+    with unshard_params(model), torch.no_grad():
+        if dist.get_rank() == 1:
+            held[-1].add_(0.0)
+
+
+def fail_on_one_rank(model: nn.Module) -> None:
+    with unshard_params(model):
+        if dist.get_rank() == 1:
+            raise UsageError("the user has failed", at="here", fix="there")
+
+
 def replace(model: nn.Module, **options: Any) -> None:
     with unshard_params(model, **options):
         if dist.get_rank() == 0 or not options:
@@ -334,6 +347,8 @@ def no_bool(model: nn.Module) -> None:
         (on_one_rank, "1 parameters have a gradient on some ranks only: blocks.1.up.bias", ""),
         (unsynced, "gradients that no_sync left on their ranks cannot be shown", "module ''"),
         (step_inside, "sharded parameters were changed while unshard_params showed full ones", "module ''"),
+        (step_on_one_rank, "sharded parameters were changed while unshard_params showed full ones", "rank 1, module"),
+        (fail_on_one_rank, "the user has failed", "here"),
         (replace, "a parameter was replaced while unshard_params showed it", "parameter 'out.weight'"),
         (replace_first, "a parameter was replaced while unshard_params showed it", "parameter 'out.weight'"),
         (reshape, "a parameter was replaced while unshard_params showed it", "parameter 'out.weight'"),

@@ -20,7 +20,7 @@ from composable.storage.handle import Handle
 from composable.storage.unfilled import mark_unfilled
 from tests.models import make_model
 from tests.parity import full_params
-from tests.world import run_ranks
+from tests.world import run_ranks, run_threads
 
 DIM = 8
 
@@ -339,6 +339,44 @@ def partly_meta() -> str:
     assert torch.equal(model[0].weight.full_tensor(), weight)
     assert_views(model)
     return text
+
+
+def convert_with_marks(together: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4))
+    fully_shard([model[0], model[2]]) if together else fully_shard(model[0])
+    fully_shard(model)
+    params = dict(model.named_parameters())
+    ran: list[str] = []
+    for fqn, param in params.items():
+        param.no_weight_decay = fqn  # type: ignore[attr-defined]
+        param.register_post_accumulate_grad_hook(lambda _, fqn=fqn: ran.append(fqn))
+    model(torch.ones(2, 3)).sum().backward()
+    model[0].weight = nn.Parameter(torch.full((5, 3), 7.0))
+    for convert in (model.cpu, model[0].cpu, model[2].cpu):
+        convert()
+        with unshard_params(model, writeback=False, offload_to_cpu=True):
+            assert (model[0].weight == 7.0).all()
+    model.to("meta")
+    model.to_empty(device="cpu")
+    for fqn, param in model.named_parameters():
+        assert param is params[fqn]
+        assert param.no_weight_decay == fqn
+        # A parameter that was assigned has no gradient.
+        assert (param.grad is None) is (fqn == "0.weight")
+    with unshard_params(model):
+        for param in model.parameters():
+            nn.init.ones_(param)
+    ran.clear()
+    model.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    assert sorted(ran) == sorted(params)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_conversion_keeps_objects_marks_hooks_and_what_was_assigned(world_size: int, together: bool) -> None:
+    run_threads(convert_with_marks, world_size, together)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
