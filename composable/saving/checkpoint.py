@@ -273,10 +273,12 @@ class _Place:
 
     def publish(self, manifest: Manifest) -> Path:
         self.owner.check()
-        self.owner.partials.discard(self.partial)
-        return publish(
+        # In use until it has its final name: another model's save tidies up meanwhile.
+        whole = publish(
             self.partial, manifest, keep=self.keep, discard_later=self.discard_later, in_use=self.owner.partials
         )
+        self.owner.partials.discard(self.partial)
+        return whole
 
     def leave(self, *, remove: bool) -> None:
         self.owner.partials.discard(self.partial)
