@@ -264,6 +264,26 @@ def test_a_reduction_in_backward_is_checked_too() -> None:
     run_threads(confuse_backwards, 2)
 
 
+def confuse_scalers() -> None:
+    model = make_model()[0]
+    weight: Any = model[0].weight
+    before = weight.grad.to_local().clone()
+
+    def unscale() -> torch.Tensor:
+        found = torch.zeros(1)
+        torch._amp_foreach_non_finite_check_and_unscale_([weight.grad], found, torch.tensor(0.5))
+        return found
+
+    assert "rank 0: the unscaling of gradients" in meet(unscale, lambda: weight.norm())
+    assert torch.equal(weight.grad.to_local(), before)
+    assert unscale().item() == 0
+    assert torch.equal(weight.grad.to_local(), before * 0.5)
+
+
+def test_an_unscaling_that_other_ranks_do_not_run_changes_nothing() -> None:
+    run_threads(confuse_scalers, 2)
+
+
 def distribute_differently() -> None:
     spec = ragged_spec_of_rows(3)
     value = torch.full((2, 3), float(dist.get_rank()))
