@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import random
 import re
@@ -28,6 +29,7 @@ from composable import (
     save_checkpoint,
     save_safetensors,
 )
+from composable.saving.manifest import check_inside
 from composable.saving.metadata import read_metadata
 from tests.world import run_threads, told
 
@@ -247,6 +249,25 @@ def lead_out_of_an_index(root: Path) -> None:
 
 def test_names_in_an_index_stay_inside_the_folder(tmp_path: Path) -> None:
     run_threads(lead_out_of_an_index, 2, tmp_path)
+
+
+@pytest.mark.parametrize("nested", ["", "text_encoder", "a/b"])
+def test_a_hub_cache_is_known_from_any_folder_in_a_snapshot(
+    nested: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "hub" / "snapshots" / "1a2b" / nested
+    (tmp_path / "hub" / "blobs").mkdir(parents=True)
+    folder.mkdir(parents=True)
+    blob, outside = tmp_path / "hub" / "blobs" / "3c4d", tmp_path / "hub" / "other"
+    for path in (blob, outside):
+        path.write_bytes(b"")
+    (folder / "good").symlink_to(os.path.relpath(blob, folder))
+    (folder / "bad").symlink_to(os.path.relpath(outside, folder))
+    monkeypatch.chdir(folder)
+    for root in (folder, Path()):
+        check_inside(root, root / "good")
+        with pytest.raises(ConfigError, match="bad is a link out of its folder"):
+            check_inside(root, root / "bad")
 
 
 # -- at random
