@@ -386,6 +386,8 @@ def misuse(run: Path) -> None:
         assert said.startswith("ConfigError: max_bytes is 0"), said
     for said in told(lambda: save_safetensors(model, run, dtype="bf16" if wrong else None)):  # type: ignore[arg-type]
         assert said.startswith("ConfigError: dtype is 'bf16'"), said
+    for said in told(lambda: load_safetensors(model, run, strict=True if wrong else "no")):  # type: ignore[arg-type]
+        assert said.startswith("ConfigError: strict is 'no'"), said
     assert not run.exists()
     save_checkpoint(run, 1, model, iter([optimizer]))
     assert load_checkpoint(str(run), model, optimizer).step == 1
