@@ -1,8 +1,10 @@
 """What is added below an annotated module after its annotation, and what of torch averages gradients too."""
 
 import copy
+import gc
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable import fully_shard, replicate, unannotate
 from composable.errors import ComposableError, ConfigError, UsageError
+from composable.rivals import rival_on
 from tests.models import random_input
 from tests.parity import full
 from tests.world import run_ranks, run_threads
@@ -253,6 +256,15 @@ def test_a_wrapper_that_is_told_to_ignore_them_is_no_second_average() -> None:
 
 
 # -- optimizers inside backward
+
+
+def test_looking_for_a_wrapper_keeps_no_class_alive() -> None:
+    traced = torch.fx.symbolic_trace(make_model())  # of a class of its own
+    assert rival_on(traced) is None
+    cls = weakref.ref(type(traced))
+    del traced
+    gc.collect()
+    assert cls() is None
 
 
 def optimizer_in_backward() -> None:
