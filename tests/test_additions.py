@@ -160,6 +160,34 @@ def test_frozen_parameters_and_modules_without_any_may_be_added(api: str) -> Non
     run_threads(harmless, 2, api)
 
 
+class Named(nn.Module):
+    """Is hashed by what it has only at the end of its initialisation."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+        self.scale = nn.Parameter(torch.ones(DIM))
+        self.name = name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Named) and other.name == self.name
+
+
+def unrelated(api: str) -> None:
+    model = make_model()
+    APIS[api](model)
+    Named("a").inner = nn.Linear(DIM, DIM)
+    backward(model, dist.get_rank())
+
+
+@pytest.mark.parametrize("api", list(APIS))
+def test_modules_with_a_hash_of_their_own_are_made_as_before(api: str) -> None:
+    run_threads(unrelated, 2, api)
+
+
 def ignored(api: str) -> None:
     torch.manual_seed(0)
     model = make_model()
