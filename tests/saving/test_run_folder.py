@@ -36,7 +36,7 @@ from composable import (
     save_safetensors,
 )
 from composable.saving import run_folder
-from composable.saving.manifest import MANIFEST, FileSum
+from composable.saving.manifest import MANIFEST, FileSum, parse_manifest
 from composable.saving.run_folder import SummedFiles, write_summed
 from tests.world import run_ranks, run_threads, told
 
@@ -339,6 +339,24 @@ def test_a_file_of_somebody_else_is_no_lock(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot write to"):
         save_checkpoint(tmp_path, 1, make_model())
     assert (tmp_path / "precious").read_text() == "precious"
+
+
+# -- what cannot be read
+
+
+def test_each_manifest_that_cannot_be_read_is_tried_once(tmp_path: Path) -> None:
+    for step in range(1, 11):
+        folder = tmp_path / f"step-{step:06d}"
+        folder.mkdir()
+        (folder / MANIFEST).write_text("{")
+    with (
+        mock.patch.object(run_folder, "parse_manifest", wraps=parse_manifest) as parsed,
+        pytest.raises(
+            ConfigError, match=r"step-000010/checkpoint.json cannot be read: .*\n.*no older whole checkpoint"
+        ),
+    ):
+        find_checkpoint(tmp_path)
+    assert parsed.call_count == 10
 
 
 # -- arguments
