@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from composable import (
     ConfigError,
@@ -29,6 +30,8 @@ from composable import (
     save_checkpoint,
     save_safetensors,
 )
+from composable.optim import GroupNames, OptimizerNames
+from composable.saving.contents import check_places
 from composable.saving.manifest import check_inside
 from composable.saving.metadata import read_metadata
 from tests.world import run_threads, told
@@ -268,6 +271,29 @@ def test_a_hub_cache_is_known_from_any_folder_in_a_snapshot(
         check_inside(root, root / "good")
         with pytest.raises(ConfigError, match="bad is a link out of its folder"):
             check_inside(root, root / "bad")
+
+
+# -- descriptions
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("model", "w"), ("model", "w")),
+        (("model", "w"), ("model", "w", "x")),
+        (("model", "w", 0), ("model", "w", 0, "x", "y")),
+        (("optimizer", "state", "w", "step"), ("optimizer", "state", "w", "step", 0)),
+        (("optimizer", "param_groups", 0, "betas"), ("optimizer", "param_groups", 0, "betas", 1)),
+    ],
+)
+def test_no_value_lies_where_another_is_or_below_it(one: Any, other: Any, is_reversed: bool) -> None:
+    between: list[Any] = [("model", "v"), ("model", "w2"), ("optimizer", "param_groups", 0, "lr")]
+    paths = [other, *between, one] if is_reversed else [one, *between, other]
+    saved = [OptimizerNames("SGD", (GroupNames(("w",), ("lr",)),))]
+    with pytest.raises(ConfigError, match="two of them share the place"):
+        check_places(Metadata({}, {str(index): path for index, path in enumerate(paths)}, {}), saved)
+    check_places(Metadata({}, {str(index): path for index, path in enumerate([*between, other])}, {}), saved)
 
 
 # -- at random
