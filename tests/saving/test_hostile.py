@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from composable import (
     ConfigError,
@@ -274,6 +274,78 @@ def test_a_hub_cache_is_known_from_any_folder_in_a_snapshot(
 
 
 # -- descriptions
+
+
+WEIGHT = "model.weight"
+
+
+def entry_of(metadata: Any) -> Any:
+    return metadata.state_dict_metadata[WEIGHT]
+
+
+def place_of(metadata: Any) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == WEIGHT)
+
+
+def with_rows(metadata: Any, count: int, empty_pieces: int = 0) -> None:
+    """Make the weight one piece of so many rows, and others without any."""
+    entry = entry_of(metadata)
+    start, size, nothing = torch.Size([0, 0]), torch.Size([count, 3]), torch.Size([0, 3])
+    entry.size = size
+    entry.chunks = [ChunkStorageMetadata(start, size), *[ChunkStorageMetadata(start, nothing)] * empty_pieces]
+
+
+# What is done to a description, which it may replace, and why it is refused then.
+REFUSALS: list[tuple[Callable[[Any], object], str]] = [
+    (lambda it: {}, "something else where a Metadata belongs"),
+    (lambda it: b"Pnobody\n.", "it names objects outside of it"),
+    (lambda it: it.planner_data.update(more=nn.Linear), "it names torch.nn.modules.linear.Linear"),
+    (lambda it: it.planner_data.update(more=("model", "more")), "its values and their places have different names"),
+    (lambda it: setattr(it, "planner_data", []), "a list where a dict belongs"),
+    (lambda it: it.planner_data.update({WEIGHT: ("model", b"x")}), "something else where the place of a value belongs"),
+    (lambda it: it.planner_data.update({WEIGHT: ()}), "something else where the place of a value belongs"),
+    (lambda it: it.state_dict_metadata.update({WEIGHT: 3}), "something else where a TensorStorageMetadata belongs"),
+    (lambda it: setattr(entry_of(it), "properties", None), "a tensor has no properties"),
+    (lambda it: setattr(entry_of(it).properties, "dtype", "float32"), "a tensor has no dtype"),
+    (lambda it: setattr(entry_of(it), "size", (2, 3)), "something else where a Size belongs"),
+    (lambda it: setattr(entry_of(it), "size", torch.Size([2**57])), f"a size of [{2**57}]"),
+    (lambda it: setattr(entry_of(it), "chunks", ()), "a tuple where a list belongs"),
+    (lambda it: setattr(entry_of(it), "chunks", []), "the pieces of 'model.weight' do not make the whole"),
+    (lambda it: entry_of(it).chunks.extend(entry_of(it).chunks), "the pieces of 'model.weight' do not make the whole"),
+    (lambda it: setattr(entry_of(it), "size", torch.Size([6])), "the pieces of 'model.weight' do not make the whole"),
+    (lambda it: with_rows(it, 200), "'model.weight' is larger than its pieces"),
+    (lambda it: with_rows(it, 200, empty_pieces=9), "'model.weight' is larger than its pieces"),
+    (lambda it: setattr(place_of(it), "relative_path", 3), "a int where a string belongs"),
+    (lambda it: setattr(place_of(it), "relative_path", ".metadata"), "which is no file of the checkpoint"),
+    (lambda it: setattr(place_of(it), "offset", -1), "-1 where a length belongs"),
+    (lambda it: setattr(place_of(it), "offset", 2**20), "'model.weight' lies beyond the end of __0_0.distcp"),
+    (lambda it: setattr(place_of(it), "transform_descriptors", ["zstd"]), "its values are compressed"),
+    (lambda it: setattr(place_of(it), "length", place_of(it).length + 1), "its values share their place in the files"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSALS)))
+def test_a_description_that_cannot_be_is_refused(number: int, tmp_path: Path) -> None:
+    change, reason = REFUSALS[number]
+    model = nn.Linear(3, 2)
+    folder = save_checkpoint(tmp_path, 1, model, torch.optim.SGD(model.parameters())).wait()
+    path, file_bytes = folder / ".metadata", {"__0_0.distcp": (folder / "__0_0.distcp").stat().st_size}
+    assert read_metadata(path, file_bytes).planner_data[WEIGHT] == ("model", "weight")
+    metadata: Any = FileSystemReader(folder).read_metadata()
+    replaced = change(metadata)
+    if not isinstance(replaced, bytes):
+        replaced = pickle.dumps(metadata if replaced is None else replaced)
+    path.write_bytes(replaced)
+    with pytest.raises(ConfigError, match=rf"\.metadata does not describe a checkpoint: .*{re.escape(reason)}\n"):
+        read_metadata(path, file_bytes)
+
+
+def test_pieces_without_elements_may_begin_where_others_do(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, 1, nn.Linear(3, 2)).wait()
+    metadata: Any = FileSystemReader(folder).read_metadata()
+    with_rows(metadata, 2, empty_pieces=9)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    read_metadata(folder / ".metadata", {"__0_0.distcp": (folder / "__0_0.distcp").stat().st_size})
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
