@@ -32,8 +32,9 @@ class _Count:
 
 
 _COUNT = _Count()
-_WATCHED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-_LEFT: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+# By id: what is registered in may be anybody's module, whose own hash need not work yet.
+_WATCHED: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
+_LEFT: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
 _REGISTERED: list[RemovableHandle] = []
 
 
@@ -41,24 +42,24 @@ def watch_registrations(modules: Iterable[nn.Module]) -> None:
     """Count what is registered in any of ``modules`` from now on."""
     if not _REGISTERED:
         _REGISTERED.extend(before_every_registration(_before_module, _before_parameter))
-    _WATCHED.update(modules)
+    _WATCHED.update((id(module), module) for module in modules)
 
 
 def take_charge(modules: Iterable[nn.Module]) -> None:
     """Note that an annotation manages what ``modules`` hold themselves, and watch them."""
     taken = list(modules)
-    _LEFT.difference_update(taken)
+    _no_longer_left(taken)
     watch_registrations(taken)
 
 
 def leave_alone(modules: Iterable[nn.Module]) -> None:
     """Note that the annotation of ``modules`` was undone, which is no mistake where another one is around them."""
-    _LEFT.update(modules)
+    _LEFT.update((id(module), module) for module in modules)
 
 
 def is_left_alone(module: nn.Module) -> bool:
     """Say whether the annotation of ``module`` was undone, and it was put nowhere else since."""
-    return module in _LEFT
+    return _LEFT.get(id(module)) is module
 
 
 def count_registrations() -> int:
@@ -87,12 +88,21 @@ def _two_averages(rival: str, fqn: str) -> UsageError:
     )
 
 
+def _is_watched(module: nn.Module) -> bool:
+    return _WATCHED.get(id(module)) is module
+
+
+def _no_longer_left(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        _LEFT.pop(id(module), None)
+
+
 @opaque
 def _before_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    if parent in _WATCHED:
+    if _is_watched(parent):
         _COUNT.value += 1
         if child is not None:
-            _LEFT.difference_update(child.modules())
+            _no_longer_left(child.modules())
     rival = rival_on(parent)
     if rival is not None and child is not None:
         both = averaged_twice_in(rival, child)
@@ -103,7 +113,7 @@ def _before_module(parent: nn.Module, name: str, child: nn.Module | None) -> Non
 @opaque
 def _before_parameter(parent: nn.Module, name: str, param: nn.Parameter) -> None:
     # Annotations themselves place parameters in modules that watch assignments: those are managed.
-    if parent in _WATCHED and not is_managed(param):
+    if _is_watched(parent) and not is_managed(param):
         _COUNT.value += 1
         if hasattr(param, "_st_info"):
             # What the wrapper, or torch's replicate on it, makes of a sharded parameter that it takes over.

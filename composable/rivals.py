@@ -1,6 +1,5 @@
 """Recognises what of torch averages gradients too, by the names of classes: nothing of it is imported."""
 
-import functools
 import sys
 
 from torch import nn
@@ -21,7 +20,7 @@ _CONTRACT, _KEY = "torch.distributed._composable.contract", "REGISTRY_KEY"
 
 def rival_on(module: nn.Module) -> str | None:
     """Return what of torch averages the gradients of ``module`` and all below it, in words; or ``None``."""
-    found = _rival_class(type(module))  # type: ignore[arg-type]  # every class is hashable
+    found = _rival_class(type(module))
     if found is not None:
         return found
     key = getattr(sys.modules.get(_CONTRACT), _KEY, None)
@@ -44,7 +43,6 @@ def averaged_twice_in(rival: str, wrapped: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-@functools.cache
 def _rival_class(cls: type[nn.Module]) -> str | None:
     keys = ((base.__module__, base.__qualname__) for base in cls.__mro__)
     return next((_CLASSES[key] for key in keys if key in _CLASSES), None)

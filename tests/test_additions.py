@@ -1,8 +1,10 @@
 """What is added below an annotated module after its annotation, and what of torch averages gradients too."""
 
 import copy
+import gc
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable import fully_shard, replicate, unannotate
 from composable.errors import ComposableError, ConfigError, UsageError
+from composable.rivals import rival_on
 from tests.models import random_input
 from tests.parity import full
 from tests.world import run_ranks, run_threads
@@ -157,6 +160,34 @@ def test_frozen_parameters_and_modules_without_any_may_be_added(api: str) -> Non
     run_threads(harmless, 2, api)
 
 
+class Named(nn.Module):
+    """Is hashed by what it has only at the end of its initialisation."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+        self.scale = nn.Parameter(torch.ones(DIM))
+        self.name = name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Named) and other.name == self.name
+
+
+def unrelated(api: str) -> None:
+    model = make_model()
+    APIS[api](model)
+    Named("a").inner = nn.Linear(DIM, DIM)
+    backward(model, dist.get_rank())
+
+
+@pytest.mark.parametrize("api", list(APIS))
+def test_modules_with_a_hash_of_their_own_are_made_as_before(api: str) -> None:
+    run_threads(unrelated, 2, api)
+
+
 def ignored(api: str) -> None:
     torch.manual_seed(0)
     model = make_model()
@@ -253,6 +284,15 @@ def test_a_wrapper_that_is_told_to_ignore_them_is_no_second_average() -> None:
 
 
 # -- optimizers inside backward
+
+
+def test_looking_for_a_wrapper_keeps_no_class_alive() -> None:
+    traced = torch.fx.symbolic_trace(make_model())  # of a class of its own
+    assert rival_on(traced) is None
+    cls = weakref.ref(type(traced))
+    del traced
+    gc.collect()
+    assert cls() is None
 
 
 def optimizer_in_backward() -> None:

@@ -3,8 +3,9 @@
 Such exchanges are hidden in ordinary operations, so nothing else keeps ranks from running them in another order. Pieces
 of two tensors would then be mixed, in silence where their sizes agree.
 
-What is compared: the operation; for each tensor shape, dtype, bounds, the mesh's dims, and who it is as far as that
-is known. Tensors of one parameter's cut that are no parameters (its gradient, the optimizer's state) look alike.
+What is compared: the operation; for each tensor shape, dtype, bounds, the order of dims in memory, the mesh's dims,
+and who it is as far as that is known. Tensors of one parameter's cut that are no parameters (its gradient, the
+optimizer's state) look alike.
 """
 
 from collections.abc import Sequence
@@ -91,4 +92,5 @@ def _tensor_text(tensor: Any) -> str:
 
 def _layout_text(layout: RaggedLayout, dtype: torch.dtype) -> str:
     bounds = str(layout.bounds) if len(layout.bounds) <= _SHOWN_BOUNDS else f"{layout.bounds[:_SHOWN_BOUNDS]} and so on"
-    return f"{list(layout.shape)} {dtype_text(dtype)} cut at {bounds}"
+    order = f" in the order of dims {layout.order}" if layout.order else ""
+    return f"{list(layout.shape)} {dtype_text(dtype)} cut at {bounds}{order}"

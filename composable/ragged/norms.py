@@ -228,20 +228,22 @@ def any_or_all(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[st
 def unscale(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Unscale gradients in place and tell every rank whether any rank found an inf or NaN.
 
-    Collective: one all-reduce for each mesh dim that some gradient is cut over.
+    Collective: one all-reduce for each mesh dim that some gradient is cut over. Ranks are compared before anything
+    is changed.
     """
     grads, found_inf, inv_scale = args
     locals_ = [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
     found, scale = (t._local_tensor if isinstance(t, DTensor) else t for t in (found_inf, inv_scale))
     locals_ = [local for local in locals_ if local.numel()]
-    if locals_:
-        op(locals_, found, scale)
     shared: list[tuple[DeviceMesh, int]] = []
     for grad in grads:
         for dim in cut_dims(grad):
             if (grad.device_mesh, dim) not in shared:
                 shared.append((grad.device_mesh, dim))
-    for mesh, dim in shared:
-        ranks = Ranks.of_mesh(mesh, dim)
+    groups = [Ranks.of_mesh(mesh, dim) for mesh, dim in shared]
+    for ranks in groups:
         confirm_alike("the unscaling of gradients", ranks)
+    if locals_:
+        op(locals_, found, scale)
+    for ranks in groups:
         found.copy_(ranks.reduce(found.clone(), ReduceOp.MAX))

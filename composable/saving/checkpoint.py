@@ -160,7 +160,8 @@ def save_checkpoint(
             raise ConfigError(f"keep is {keep!r}", fix="keep at least one checkpoint")
         check_bool("discard_later", discard_later)
         check_bool("asynchronous", asynchronous)
-    previous = _settle(model)
+    with ranks.agreed():
+        previous = _settle(model)
     with ranks.agreed():
         names = describe_optimizers(model, optimizers)
         state = state_to_save(model, optimizers)
@@ -222,7 +223,8 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
         UsageError: A parameter on the meta device, or the files changed while they were read.
     """
     ranks, optimizers = _checked(model, optimizer)
-    _settle(model)
+    with ranks.agreed():
+        _settle(model)
     folder, manifest = _on_first(ranks, lambda: _found(as_path("path", path)), f"cannot read {path}")
     _verify(ranks, folder, manifest)
     failure = f"{folder} was not loaded to its end"
@@ -271,10 +273,12 @@ class _Place:
 
     def publish(self, manifest: Manifest) -> Path:
         self.owner.check()
-        self.owner.partials.discard(self.partial)
-        return publish(
+        # In use until it has its final name: another model's save tidies up meanwhile.
+        whole = publish(
             self.partial, manifest, keep=self.keep, discard_later=self.discard_later, in_use=self.owner.partials
         )
+        self.owner.partials.discard(self.partial)
+        return whole
 
     def leave(self, *, remove: bool) -> None:
         self.owner.partials.discard(self.partial)
@@ -359,7 +363,7 @@ def _writers(ranks: Ranks, previous: SaveHandle | None) -> Ranks:
 
 
 def _settle(model: nn.Module) -> SaveHandle | None:
-    """Wait for a save of ``model`` in the background; return it."""
+    """Wait for a save of ``model`` in the background; return it. Raises only where nobody waited for it before."""
     previous = _PENDING.get(model)
     if previous is not None and not previous._is_collected:
         previous.wait()

@@ -199,6 +199,11 @@ def check_places(metadata: Metadata, saved: Sequence[OptimizerNames]) -> None:
     groups = sum(len(optimizer.groups) for optimizer in saved)
     nested: dict[str, Any] = {"model": {}, "optimizer": {"state": {}, "param_groups": []}}
     try:
+        # Sorted, what lies at a path or below it follows it.
+        ordered = sorted(paths, key=lambda path: [(type(part) is int, part) for part in path])
+        for path, following in pairwise(ordered):
+            if following[: len(path)] == path:
+                raise ValueError(f"two of them share the place {path!r:.80}")
         for path in paths:
             is_state = path[0] == "optimizer" and path[1] == "state" and len(path) > 3
             is_setting = path[:2] == ("optimizer", "param_groups") and len(path) > 3 and path[2] in range(groups)
@@ -210,7 +215,7 @@ def check_places(metadata: Metadata, saved: Sequence[OptimizerNames]) -> None:
                 raise ValueError(path)
             _place(nested, path, None)
         found = nested["optimizer"]["param_groups"]
-        if len(set(paths)) < len(paths) or len(found) != groups or not all(isinstance(one, dict) for one in found):
+        if len(found) != groups or not all(isinstance(one, dict) for one in found):
             raise ValueError("its groups are not those that it names")
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise ConfigError(

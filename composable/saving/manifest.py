@@ -104,8 +104,9 @@ def check_inside(folder: Path, path: Path) -> None:
     Raises:
         ConfigError: It is.
     """
-    # A hub's cache keeps what its snapshots link to beside them.
-    roots = [folder] if folder.parent.name != "snapshots" else [folder, folder.parents[1] / "blobs"]
+    # A hub's cache keeps what its snapshots, and the folders in them, link to beside them.
+    snapshots = next((parent for parent in folder.absolute().parents if parent.name == "snapshots"), None)
+    roots = [folder] if snapshots is None else [folder, snapshots.parent / "blobs"]
     if path.is_symlink() and not any(path.resolve().is_relative_to(root.resolve()) for root in roots):
         raise ConfigError(
             f"{path} is a link out of its folder, to {path.resolve()}",

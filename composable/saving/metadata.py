@@ -9,6 +9,7 @@ Nothing here communicates.
 
 import math
 import pickle
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,13 @@ def _metadata(root: Any, file_bytes: Mapping[str, int]) -> Metadata:
     if paths.keys() != entries.keys():
         raise ValueError("its values and their places have different names")
     places = dict(_place(key, value) for key, value in _dict(fields["storage_data"]).items())
+    held_bytes: Counter[str] = Counter()
     for key, entry in entries.items():
-        _check_stored(key, entry, places, file_bytes)
+        for place in _stored(key, entry, places, file_bytes):
+            held_bytes[place.relative_path] += place.length
+    # What is made room for is on the disk: nowhere are the same bytes named for many values.
+    if any(length > file_bytes[name] for name, length in held_bytes.items()):
+        raise ValueError("its values share their place in the files")
     return Metadata(entries, paths, places, StorageMeta())
 
 
@@ -155,28 +161,30 @@ def _place(index: Any, info: Any) -> tuple[MetadataIndex, StorageInfo]:
     )
 
 
-def _check_stored(
+def _stored(
     key: str,
     entry: TensorStorageMetadata | BytesStorageMetadata,
     places: Mapping[MetadataIndex, StorageInfo],
     file_bytes: Mapping[str, int],
-) -> None:
-    """Raise unless every element of an entry lies somewhere in the files, once."""
+) -> list[StorageInfo]:
+    """Return where an entry lies; raise unless every element of it lies somewhere in the files, once."""
     offsets: Iterable[torch.Size | None] = [None]
     if isinstance(entry, TensorStorageMetadata):
         if not _is_cut(entry):
             raise ValueError(f"the pieces of {key!r} do not make the whole")
-        offsets = [chunk.offsets for chunk in entry.chunks]
-        # What is made room for is on the disk.
-        held = sum(places[MetadataIndex(key, offset)].length for offset in offsets)
+        # Pieces without elements may begin where others do; they lie in one place.
+        offsets = dict.fromkeys(chunk.offsets for chunk in entry.chunks)
+    found = [places[MetadataIndex(key, offset)] for offset in offsets]
+    if isinstance(entry, TensorStorageMetadata):
+        held = sum(place.length for place in found)
         if entry.size.numel() * entry.properties.dtype.itemsize > held:
             raise ValueError(f"{key!r} is larger than its pieces")
-    for offset in offsets:
-        place = places[MetadataIndex(key, offset)]
+    for place in found:
         if place.relative_path not in file_bytes:
             raise ValueError(f"{key!r} lies in {place.relative_path!r}, which is no file of the checkpoint")
         if place.offset + place.length > file_bytes[place.relative_path]:
             raise ValueError(f"{key!r} lies beyond the end of {place.relative_path}")
+    return found
 
 
 def _is_cut(entry: TensorStorageMetadata) -> bool:

@@ -258,17 +258,13 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         ConfigError: It does not, or not readably, or names files outside of it.
     """
-    path = folder / MANIFEST
     try:
-        check_inside(folder, path)
-        if not path.is_file():
-            raise FileNotFoundError
-        return parse_manifest(path)
+        return _parsed(folder)
     except FileNotFoundError:
         reason = "is missing: the checkpoint was not written to its end, or not by save_checkpoint"
     except UNREADABLE as error:
         reason = f"cannot be read: {getattr(error, 'what', error)}"
-    raise ConfigError(f"{path} {reason}", fix=_instead(folder))
+    raise ConfigError(f"{folder / MANIFEST} {reason}", fix=_instead(folder))
 
 
 def older_whole(folder: Path) -> Path | None:
@@ -278,12 +274,22 @@ def older_whole(folder: Path) -> Path | None:
         if candidate == folder or (step is not None and (_step_of(candidate) or 0) >= step):
             continue
         try:
-            manifest = read_manifest(candidate)
-        except ConfigError:
+            # Not read_manifest, which would look for an older one for each that cannot be read.
+            manifest = _parsed(candidate)
+        except UNREADABLE:
             continue
         if not find_damage(candidate, manifest.files):
             return candidate
     return None
+
+
+def _parsed(folder: Path) -> Manifest:
+    """Return what the checkpoint ``folder`` says about itself; raises one of ``UNREADABLE`` where it does not."""
+    path = folder / MANIFEST
+    check_inside(folder, path)
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    return parse_manifest(path)
 
 
 def _instead(folder: Path) -> str:

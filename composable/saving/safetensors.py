@@ -137,10 +137,10 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
         DesyncError: The ranks made different calls.
     """
     ranks = ranks_of(model)
-    check_bool("strict", strict)
     files: _Files | None = None
     with ExitStack() as stack:
         with ranks.agreed():
+            check_bool("strict", strict)
             if ranks.rank == 0:
                 files = _Files.open(as_path("path", path), stack, model)
         return load_full_state_dict(model, files, strict=strict)

@@ -233,6 +233,29 @@ def test_tensors_of_two_meshes_over_the_same_ranks_are_told_apart() -> None:
     run_threads(confuse_meshes, 2)
 
 
+def confuse_layouts() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+
+    def cut(dtype: torch.dtype = torch.float32, order: tuple[int, ...] = ()) -> Any:
+        return RaggedDTensor.from_full(
+            torch.ones(2, 4, dtype=dtype), ragged_spec(mesh, (2, 4), dtype, (0, 4, 8), order=order)
+        )
+
+    rows, columns, low = cut(), cut(order=(1, 0)), cut(torch.bfloat16)
+    found = [meet(other.full_tensor, rows.full_tensor) for other in (columns, low)]
+    assert torch.equal(columns.full_tensor(), rows.full_tensor())
+    return [text.partition("\n  at:")[0] for text in found]
+
+
+def test_ranks_that_differ_only_in_the_order_of_memory_or_in_dtype_are_told_so() -> None:
+    head = "the ranks run different operations on ragged tensors\n    rank 0: full_tensor of"
+    rows = "\n    rank 1: full_tensor of [2, 4] float32 cut at (0, 4, 8)"
+    assert run_threads(confuse_layouts, 2)[0] == [
+        f"{head} [2, 4] float32 cut at (0, 4, 8) in the order of dims (1, 0){rows}",
+        f"{head} [2, 4] bfloat16 cut at (0, 4, 8){rows}",
+    ]
+
+
 def confuse_mesh_dims() -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     spec = [ragged_spec(grid, (4,), torch.float32, (0, 1, 4), mesh_dim=dim) for dim in range(2)]
@@ -262,6 +285,26 @@ def confuse_backwards() -> None:
 
 def test_a_reduction_in_backward_is_checked_too() -> None:
     run_threads(confuse_backwards, 2)
+
+
+def confuse_scalers() -> None:
+    model = make_model()[0]
+    weight: Any = model[0].weight
+    before = weight.grad.to_local().clone()
+
+    def unscale() -> torch.Tensor:
+        found = torch.zeros(1)
+        torch._amp_foreach_non_finite_check_and_unscale_([weight.grad], found, torch.tensor(0.5))
+        return found
+
+    assert "rank 0: the unscaling of gradients" in meet(unscale, lambda: weight.norm())
+    assert torch.equal(weight.grad.to_local(), before)
+    assert unscale().item() == 0
+    assert torch.equal(weight.grad.to_local(), before * 0.5)
+
+
+def test_an_unscaling_that_other_ranks_do_not_run_changes_nothing() -> None:
+    run_threads(confuse_scalers, 2)
 
 
 def distribute_differently() -> None:

@@ -31,7 +31,7 @@ from composable.ragged.fallback_log import fallback_counts
 from composable.ragged.tensor import RaggedDTensor
 from composable.saving.checkpoint import SavedCheckpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from composable.saving.run_folder import SummedFiles
-from tests.world import run_ranks
+from tests.world import run_ranks, told
 
 
 class Block(nn.Module):
@@ -393,6 +393,31 @@ def fail_in_background(run: Path) -> None:
 
 def test_a_failed_write_is_an_error_on_every_rank_and_leaves_what_was(tmp_path: Path) -> None:
     run_ranks(fail_in_background, 2, tmp_path)
+
+
+def fail_where_one_rank_waits(run: Path) -> None:
+    model = make("fully_shard")
+    save_checkpoint(run, 1, model)
+
+    def full_disk(self: SummedFiles, path: Any, mode: str) -> Any:
+        raise OSError(28, "No space left on device", str(path))
+
+    for following in (lambda: save_checkpoint(run, 3, model), lambda: load_checkpoint(run, model)):
+        with mock.patch.object(SummedFiles, "create_stream", full_disk):
+            handle = save_checkpoint(run, 2, model, asynchronous=True)
+            while not handle.is_done():
+                threading.Event().wait(0.01)
+        if dist.get_rank() == 0:
+            with pytest.raises(UsageError, match="No space left"):
+                handle.wait()
+        for said in told(following):
+            assert said.startswith("UsageError: no space left: "), said
+    save_checkpoint(run, 3, model)
+    assert find_checkpoint(run).step == 3
+
+
+def test_a_failed_write_that_one_rank_waited_for_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(fail_where_one_rank_waits, 2, tmp_path)
 
 
 def save_async_with_torch(folder: Path) -> None:

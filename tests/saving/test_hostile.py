@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import random
 import re
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from composable import (
     ConfigError,
@@ -28,6 +30,9 @@ from composable import (
     save_checkpoint,
     save_safetensors,
 )
+from composable.optim import GroupNames, OptimizerNames
+from composable.saving.contents import check_places
+from composable.saving.manifest import check_inside
 from composable.saving.metadata import read_metadata
 from tests.world import run_threads, told
 
@@ -247,6 +252,120 @@ def lead_out_of_an_index(root: Path) -> None:
 
 def test_names_in_an_index_stay_inside_the_folder(tmp_path: Path) -> None:
     run_threads(lead_out_of_an_index, 2, tmp_path)
+
+
+@pytest.mark.parametrize("nested", ["", "text_encoder", "a/b"])
+def test_a_hub_cache_is_known_from_any_folder_in_a_snapshot(
+    nested: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "hub" / "snapshots" / "1a2b" / nested
+    (tmp_path / "hub" / "blobs").mkdir(parents=True)
+    folder.mkdir(parents=True)
+    blob, outside = tmp_path / "hub" / "blobs" / "3c4d", tmp_path / "hub" / "other"
+    for path in (blob, outside):
+        path.write_bytes(b"")
+    (folder / "good").symlink_to(os.path.relpath(blob, folder))
+    (folder / "bad").symlink_to(os.path.relpath(outside, folder))
+    monkeypatch.chdir(folder)
+    for root in (folder, Path()):
+        check_inside(root, root / "good")
+        with pytest.raises(ConfigError, match="bad is a link out of its folder"):
+            check_inside(root, root / "bad")
+
+
+# -- descriptions
+
+
+WEIGHT = "model.weight"
+
+
+def entry_of(metadata: Any) -> Any:
+    return metadata.state_dict_metadata[WEIGHT]
+
+
+def place_of(metadata: Any) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == WEIGHT)
+
+
+def with_rows(metadata: Any, count: int, empty_pieces: int = 0) -> None:
+    """Make the weight one piece of so many rows, and others without any."""
+    entry = entry_of(metadata)
+    start, size, nothing = torch.Size([0, 0]), torch.Size([count, 3]), torch.Size([0, 3])
+    entry.size = size
+    entry.chunks = [ChunkStorageMetadata(start, size), *[ChunkStorageMetadata(start, nothing)] * empty_pieces]
+
+
+# What is done to a description, which it may replace, and why it is refused then.
+REFUSALS: list[tuple[Callable[[Any], object], str]] = [
+    (lambda it: {}, "something else where a Metadata belongs"),
+    (lambda it: b"Pnobody\n.", "it names objects outside of it"),
+    (lambda it: it.planner_data.update(more=nn.Linear), "it names torch.nn.modules.linear.Linear"),
+    (lambda it: it.planner_data.update(more=("model", "more")), "its values and their places have different names"),
+    (lambda it: setattr(it, "planner_data", []), "a list where a dict belongs"),
+    (lambda it: it.planner_data.update({WEIGHT: ("model", b"x")}), "something else where the place of a value belongs"),
+    (lambda it: it.planner_data.update({WEIGHT: ()}), "something else where the place of a value belongs"),
+    (lambda it: it.state_dict_metadata.update({WEIGHT: 3}), "something else where a TensorStorageMetadata belongs"),
+    (lambda it: setattr(entry_of(it), "properties", None), "a tensor has no properties"),
+    (lambda it: setattr(entry_of(it).properties, "dtype", "float32"), "a tensor has no dtype"),
+    (lambda it: setattr(entry_of(it), "size", (2, 3)), "something else where a Size belongs"),
+    (lambda it: setattr(entry_of(it), "size", torch.Size([2**57])), f"a size of [{2**57}]"),
+    (lambda it: setattr(entry_of(it), "chunks", ()), "a tuple where a list belongs"),
+    (lambda it: setattr(entry_of(it), "chunks", []), "the pieces of 'model.weight' do not make the whole"),
+    (lambda it: entry_of(it).chunks.extend(entry_of(it).chunks), "the pieces of 'model.weight' do not make the whole"),
+    (lambda it: setattr(entry_of(it), "size", torch.Size([6])), "the pieces of 'model.weight' do not make the whole"),
+    (lambda it: with_rows(it, 200), "'model.weight' is larger than its pieces"),
+    (lambda it: with_rows(it, 200, empty_pieces=9), "'model.weight' is larger than its pieces"),
+    (lambda it: setattr(place_of(it), "relative_path", 3), "a int where a string belongs"),
+    (lambda it: setattr(place_of(it), "relative_path", ".metadata"), "which is no file of the checkpoint"),
+    (lambda it: setattr(place_of(it), "offset", -1), "-1 where a length belongs"),
+    (lambda it: setattr(place_of(it), "offset", 2**20), "'model.weight' lies beyond the end of __0_0.distcp"),
+    (lambda it: setattr(place_of(it), "transform_descriptors", ["zstd"]), "its values are compressed"),
+    (lambda it: setattr(place_of(it), "length", place_of(it).length + 1), "its values share their place in the files"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSALS)))
+def test_a_description_that_cannot_be_is_refused(number: int, tmp_path: Path) -> None:
+    change, reason = REFUSALS[number]
+    model = nn.Linear(3, 2)
+    folder = save_checkpoint(tmp_path, 1, model, torch.optim.SGD(model.parameters())).wait()
+    path, file_bytes = folder / ".metadata", {"__0_0.distcp": (folder / "__0_0.distcp").stat().st_size}
+    assert read_metadata(path, file_bytes).planner_data[WEIGHT] == ("model", "weight")
+    metadata: Any = FileSystemReader(folder).read_metadata()
+    replaced = change(metadata)
+    if not isinstance(replaced, bytes):
+        replaced = pickle.dumps(metadata if replaced is None else replaced)
+    path.write_bytes(replaced)
+    with pytest.raises(ConfigError, match=rf"\.metadata does not describe a checkpoint: .*{re.escape(reason)}\n"):
+        read_metadata(path, file_bytes)
+
+
+def test_pieces_without_elements_may_begin_where_others_do(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, 1, nn.Linear(3, 2)).wait()
+    metadata: Any = FileSystemReader(folder).read_metadata()
+    with_rows(metadata, 2, empty_pieces=9)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    read_metadata(folder / ".metadata", {"__0_0.distcp": (folder / "__0_0.distcp").stat().st_size})
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("model", "w"), ("model", "w")),
+        (("model", "w"), ("model", "w", "x")),
+        (("model", "w", 0), ("model", "w", 0, "x", "y")),
+        (("optimizer", "state", "w", "step"), ("optimizer", "state", "w", "step", 0)),
+        (("optimizer", "param_groups", 0, "betas"), ("optimizer", "param_groups", 0, "betas", 1)),
+    ],
+)
+def test_no_value_lies_where_another_is_or_below_it(one: Any, other: Any, is_reversed: bool) -> None:
+    between: list[Any] = [("model", "v"), ("model", "w2"), ("optimizer", "param_groups", 0, "lr")]
+    paths = [other, *between, one] if is_reversed else [one, *between, other]
+    saved = [OptimizerNames("SGD", (GroupNames(("w",), ("lr",)),))]
+    with pytest.raises(ConfigError, match="two of them share the place"):
+        check_places(Metadata({}, {str(index): path for index, path in enumerate(paths)}, {}), saved)
+    check_places(Metadata({}, {str(index): path for index, path in enumerate([*between, other])}, {}), saved)
 
 
 # -- at random

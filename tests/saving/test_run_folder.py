@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -35,7 +36,8 @@ from composable import (
     save_safetensors,
 )
 from composable.saving import run_folder
-from composable.saving.run_folder import SummedFiles
+from composable.saving.manifest import MANIFEST, FileSum, parse_manifest
+from composable.saving.run_folder import SummedFiles, write_summed
 from tests.world import run_ranks, run_threads, told
 
 
@@ -271,6 +273,31 @@ def test_a_run_of_this_process_ends_with_its_model(tmp_path: Path) -> None:
     assert run_ranks(meet_another_run, 1, tmp_path)[0] == ["no error"]
 
 
+def test_a_save_that_is_about_to_end_is_left_alone_by_that_of_another_model(tmp_path: Path) -> None:
+    is_at_manifest, may_write = threading.Event(), threading.Event()
+
+    def held_back(path: Path, content: bytes) -> FileSum:
+        if path.name == MANIFEST and "000001" in path.parent.name:
+            is_at_manifest.set()
+            assert may_write.wait(30)
+        return write_summed(path, content)
+
+    first, second = make_model(1), make_model(2)
+    with mock.patch.object(run_folder, "write_summed", held_back):
+        handle = save_checkpoint(tmp_path, 1, first, asynchronous=True)
+        try:
+            assert is_at_manifest.wait(30)
+            save_checkpoint(tmp_path, 2, second)
+        finally:
+            may_write.set()
+        assert handle.wait() == tmp_path / "step-000001"
+    for step, saved in ((1, first), (2, second)):
+        loaded = make_model()
+        load_checkpoint(tmp_path / f"step-{step:06d}", loaded)
+        assert torch.equal(loaded[0].weight, saved[0].weight)  # type: ignore[index]
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_a_refused_save_takes_no_right(tmp_path: Path) -> None:
     first = make_model()
     save_checkpoint(tmp_path, 3, first)
@@ -312,6 +339,24 @@ def test_a_file_of_somebody_else_is_no_lock(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot write to"):
         save_checkpoint(tmp_path, 1, make_model())
     assert (tmp_path / "precious").read_text() == "precious"
+
+
+# -- what cannot be read
+
+
+def test_each_manifest_that_cannot_be_read_is_tried_once(tmp_path: Path) -> None:
+    for step in range(1, 11):
+        folder = tmp_path / f"step-{step:06d}"
+        folder.mkdir()
+        (folder / MANIFEST).write_text("{")
+    with (
+        mock.patch.object(run_folder, "parse_manifest", wraps=parse_manifest) as parsed,
+        pytest.raises(
+            ConfigError, match=r"step-000010/checkpoint.json cannot be read: .*\n.*no older whole checkpoint"
+        ),
+    ):
+        find_checkpoint(tmp_path)
+    assert parsed.call_count == 10
 
 
 # -- arguments
@@ -359,6 +404,8 @@ def misuse(run: Path) -> None:
         assert said.startswith("ConfigError: max_bytes is 0"), said
     for said in told(lambda: save_safetensors(model, run, dtype="bf16" if wrong else None)):  # type: ignore[arg-type]
         assert said.startswith("ConfigError: dtype is 'bf16'"), said
+    for said in told(lambda: load_safetensors(model, run, strict=True if wrong else "no")):  # type: ignore[arg-type]
+        assert said.startswith("ConfigError: strict is 'no'"), said
     assert not run.exists()
     save_checkpoint(run, 1, model, iter([optimizer]))
     assert load_checkpoint(str(run), model, optimizer).step == 1
