@@ -111,6 +111,10 @@ def meets_elsewhere(model: Model) -> None:
     full_state_dict(model)
 
 
+def gathers_alone(model: Model) -> None:
+    next(model.parameters()).full_tensor()  # type: ignore[attr-defined]  # the parameters are sharded
+
+
 SHARDED = [
     skips_a_module,
     runs_another_order,
@@ -119,6 +123,7 @@ SHARDED = [
     catches_its_exception,
     catches_its_exception_in_backward,
     meets_elsewhere,
+    gathers_alone,
 ]
 
 

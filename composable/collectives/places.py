@@ -43,7 +43,7 @@ _NOT_THE_USERS = (str(Path(torch.__file__).parent), _OURS, threading.__file__, c
 _CALLS = frozenset({"fully_shard", "replicate", "adopt"})
 # What stands between a call of the user and the function that it is for.
 _AROUND = frozenset({"annotate", "annotate_on_rank", "pre_forward", "post_forward"})
-_COLLECTIVES = frozenset({"all_gather", "all_reduce", "broadcast", "barrier", "all_gather_into_tensor"})
+_COLLECTIVES = frozenset({"all_gather", "all_reduce", "broadcast", "barrier", "all_gather_into_tensor", "_swap"})
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,8 @@ def _wait_of(found: Waiting, trees: list[Any], told: Mapping[int, Told], lane: s
     group = _group_in(frame)
     if group is None or name not in _COLLECTIVES:
         return Wait(lane, f"the other ranks in {outer}", here, "", (), COUNTED, 0, is_call=is_call)
+    # A swap is two messages, of which the first is in the place of a collective.
+    number = started_in(group) - (name == "_swap")
     return Wait(
         lane,
         f"the other ranks in {outer}",
@@ -196,9 +198,9 @@ def _wait_of(found: Waiting, trees: list[Any], told: Mapping[int, Told], lane: s
         group.group_name,
         tuple(dist.get_process_group_ranks(group)),
         COUNTED,
-        started_in(group),
+        number,
         kind=name,
-        sequence=started_in(group),
+        sequence=number,
         groups=(group.group_name,),
         is_call=is_call,
     )
