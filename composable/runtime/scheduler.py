@@ -353,11 +353,15 @@ class Scheduler:
             self._reductions.finish()
             complaining = [agreement for agreement in self._agreements if agreement.finish()]
             stray = self._reduce_the_rest()
-            failure = self._reductions.end()
+            failure: Exception | None = self._reductions.end()
             self._finish_backward()
             self._settle()
+        # In each group: ranks that share another one with this rank wait there to hear of it.
         for agreement in complaining:
-            agreement.raise_together(failure)
+            try:
+                agreement.raise_together(failure)
+            except Exception as error:
+                failure = failure or error
         if failure is not None:
             raise failure
         if stray:

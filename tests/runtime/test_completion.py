@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from composable import UsageError, fully_shard, no_sync, plan, replicate
@@ -762,6 +763,25 @@ def sparse_on_one_rank() -> str:
 def test_a_gradient_that_one_rank_cannot_reduce_is_an_error_on_all() -> None:
     for text in run_threads(sparse_on_one_rank, 3):
         assert "a gradient is sparse" in text and "rank 1, parameter 'weight'" in text
+
+
+def sparse_on_one_rank_of_two_meshes() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model = Tokens()
+    fully_shard(model.emb, mesh=mesh["b"])
+    fully_shard(model, policy={nn.Linear})
+    model.emb.sparse = dist.get_rank() == 0
+    with pytest.raises(UsageError) as caught:
+        model(torch.arange(3)).sum().backward()
+    model.emb.sparse = False
+    model.zero_grad()
+    model(torch.arange(3)).sum().backward()
+    return str(caught.value)
+
+
+def test_so_it_is_on_ranks_that_share_only_some_of_the_handles() -> None:
+    (text,) = set(run_threads(sparse_on_one_rank_of_two_meshes, 4, timeout_s=20))
+    assert "a gradient is sparse" in text and "rank 0, parameter" in text
 
 
 def one_message_a_backward() -> tuple[int, int]:
