@@ -762,7 +762,20 @@ def sparse_on_one_rank() -> str:
 
 def test_a_gradient_that_one_rank_cannot_reduce_is_an_error_on_all() -> None:
     for text in run_threads(sparse_on_one_rank, 3):
-        assert "a gradient is sparse" in text and "rank 1, parameter 'weight'" in text
+        assert "a gradient is sparse" in text and "rank 1, parameter 'emb.weight'\n" in text
+
+
+def sparse_beside_a_dense_one_of_equal_shape() -> str:
+    model = Tokens()
+    fully_shard(model)
+    with pytest.raises(UsageError) as caught:
+        model(torch.arange(3)).sum().backward()
+    return str(caught.value)
+
+
+def test_only_the_parameter_with_the_sparse_gradient_is_named() -> None:
+    (text,) = run_threads(sparse_beside_a_dense_one_of_equal_shape, 1)
+    assert "rank 0, parameter 'emb.weight'\n" in text
 
 
 def sparse_on_one_rank_of_two_meshes() -> str:
@@ -781,7 +794,7 @@ def sparse_on_one_rank_of_two_meshes() -> str:
 
 def test_so_it_is_on_ranks_that_share_only_some_of_the_handles() -> None:
     (text,) = set(run_threads(sparse_on_one_rank_of_two_meshes, 4, timeout_s=20))
-    assert "a gradient is sparse" in text and "rank 0, parameter" in text
+    assert "a gradient is sparse" in text and "rank 0, parameter 'emb.weight'\n" in text
 
 
 def one_message_a_backward() -> tuple[int, int]:
