@@ -13,6 +13,7 @@ from torch import nn
 from composable import (
     ConfigError,
     DesyncError,
+    UsageError,
     full_state_dict,
     fully_shard,
     replicate,
@@ -170,6 +171,37 @@ def test_a_rank_of_a_replicated_module_that_raised_is_told_to_all(world_size: in
     message = check(run_ranks(diverge, world_size, "replicate", catches_its_exception))
     assert "has left forward 3 of Model: ValueError: a bad batch; now at" in message
     assert "all-reduce of bucket 1 of 1, gradients of 'layers.2.bias', 'layers.2.weight'" in message
+
+
+class Tokens(nn.Module):
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(WIDTH, WIDTH, sparse=sparse)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.emb(tokens))
+        return result
+
+
+def cannot_reduce_on_one_rank() -> str:
+    set_divergence_timeout(LIMIT_S)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    model = fully_shard(Tokens(sparse=is_last), unused_gradients="zero")
+    with pytest.raises(UsageError if is_last else DesyncError) as caught:
+        model(torch.arange(3)).sum().backward()
+    if is_last:
+        wait_until_all_are_told()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gradient_that_cannot_be_reduced_where_ranks_send_no_message_is_told_to_all(world_size: int) -> None:
+    *told, own = run_ranks(cannot_reduce_on_one_rank, world_size)
+    assert "a gradient is sparse" in own and f"rank {world_size - 1}, parameter 'emb.weight'" in own
+    for text in told:
+        assert "waits for the reduce-scatter of module ''" in text
+        assert f"rank {world_size - 1}: has left backward 1 of Tokens by an exception" in text
 
 
 def call_fully_shard_wrongly_on_one_rank() -> str:

@@ -344,7 +344,8 @@ class Scheduler:
         """Reduce what is left on any rank, and hand over every gradient.
 
         Raises:
-            UsageError: On this or another rank, a gradient could not be reduced.
+            UsageError: On this rank, or on one that tells of it in its message, a gradient could not be reduced.
+                Or one came too late for a module whose ranks send no message.
         """
         if not self._is_ending:
             return  # `start` raised: the next forward begins by tidying up.

@@ -765,6 +765,30 @@ def test_a_gradient_that_one_rank_cannot_reduce_is_an_error_on_all() -> None:
         assert "a gradient is sparse" in text and "rank 1, parameter 'emb.weight'\n" in text
 
 
+def sparse_on_all_ranks_without_a_message() -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    model, plain = Tokens(), Tokens()
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model.emb, unused_gradients="zero")
+    fully_shard(model, unused_gradients="zero")
+    with pytest.raises(UsageError) as caught:
+        model(torch.arange(3)).sum().backward()
+    for each in (model, plain):
+        each.emb.sparse = False
+        each.zero_grad()
+        each(torch.arange(3)).sum().backward()
+    return (
+        str(caught.value),
+        {fqn: full(param.grad) for fqn, param in model.named_parameters()},
+        {fqn: param.grad for fqn, param in plain.named_parameters() if param.grad is not None},
+    )
+
+
+def test_without_a_message_each_rank_raises_its_own_and_the_next_step_is_right() -> None:
+    for rank, (text, found, expected) in enumerate(run_threads(sparse_on_all_ranks_without_a_message, 2)):
+        assert "a gradient is sparse" in text and f"rank {rank}, parameter 'emb.weight'" in text
+        torch.testing.assert_close(found, expected)
+
+
 def sparse_beside_a_dense_one_of_equal_shape() -> str:
     model = Tokens()
     fully_shard(model)
