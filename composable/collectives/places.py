@@ -6,6 +6,7 @@ is read here from another thread, so it must be cheap to read, and may be a mome
 """
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -34,11 +35,12 @@ __all__ = [
     "waiting_threads",
 ]
 
-_OURS = str(Path(__file__).resolve().parent.parent)
-_WAITS = (str(Path(__file__).resolve().parent), dist.distributed_c10d.__file__, torch.futures.__file__)
+# With the separator: others' packages may begin with the same name.
+_OURS = str(Path(__file__).resolve().parent.parent) + os.sep
+_WAITS = (str(Path(__file__).resolve().parent) + os.sep, dist.distributed_c10d.__file__, torch.futures.__file__)
 # What the watch itself does in a thread that it holds up is no wait.
 _WATCH = str(Path(__file__).resolve().with_name("watch.py"))
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), _OURS, threading.__file__, contextlib.__file__)
+_NOT_THE_USERS = (str(Path(torch.__file__).parent) + os.sep, _OURS, threading.__file__, contextlib.__file__)
 # Calls in which modules are annotated, or compared before their first forward.
 _CALLS = frozenset({"fully_shard", "replicate", "adopt"})
 # What stands between a call of the user and the function that it is for.
