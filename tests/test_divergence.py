@@ -204,6 +204,28 @@ def test_a_gradient_that_cannot_be_reduced_where_ranks_send_no_message_is_told_t
         assert f"rank {world_size - 1}: has left backward 1 of Tokens by an exception" in text
 
 
+def raises_in_a_hook_before_it_tells() -> str:
+    set_divergence_timeout(LIMIT_S)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    model = fully_shard(Tokens(sparse=is_last))
+    if is_last:
+
+        def fail(param: torch.Tensor) -> None:
+            raise ValueError("a bad hook")
+
+        model.head.weight.register_post_accumulate_grad_hook(fail)
+        with pytest.raises(ValueError, match="a bad hook"):
+            model(torch.arange(3)).sum().backward()
+    with pytest.raises(DesyncError) as caught:
+        model(torch.arange(3)).sum().backward()
+    return str(caught.value)
+
+
+def test_who_waits_at_the_end_of_backward_is_said_to_be_there() -> None:
+    for text in run_ranks(raises_in_a_hook_before_it_tells, 2):
+        assert "rank 0: waits for the other ranks in end_backward, at test_divergence.py" in text
+
+
 def call_fully_shard_wrongly_on_one_rank() -> str:
     set_divergence_timeout(LIMIT_S)
     model = Model()
