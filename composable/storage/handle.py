@@ -377,10 +377,6 @@ class Handle:
         """Say whether a plain tensor is a view of the unsharded parameters."""
         return any(flat.holds(tensor) for flat in self.buffers)
 
-    def has_gradients(self) -> bool:
-        """Say whether any unsharded parameter holds a gradient."""
-        return any(flat.has_gradients() for flat in self.buffers)
-
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced."""
         self.has_unsynced_gradients = self.keeps_gradients = False
