@@ -802,6 +802,20 @@ def test_only_the_parameter_with_the_sparse_gradient_is_named() -> None:
     assert "rank 0, parameter 'emb.weight'\n" in text
 
 
+def sparse_where_several_modules_share_a_handle() -> str:
+    model = nn.Sequential(nn.Sequential(nn.Embedding(WIDTH, WIDTH, sparse=True)), nn.Linear(WIDTH, WIDTH))
+    fully_shard([model[1], model[0]])
+    fully_shard(model)
+    with pytest.raises(UsageError) as caught:
+        model(torch.arange(3)).sum().backward()
+    return str(caught.value)
+
+
+def test_where_several_modules_share_a_handle_the_name_is_that_from_the_root() -> None:
+    (text,) = run_threads(sparse_where_several_modules_share_a_handle, 1)
+    assert "rank 0, parameter '0.0.weight'\n" in text
+
+
 def sparse_on_one_rank_of_two_meshes() -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     model = Tokens()
