@@ -92,9 +92,9 @@ class EndOfBackward:
         What it holds is a bound method, which nothing else holds: this object itself lives on in the traceback of
         an exception that was raised here, and that may be kept for long.
         """
-        run = self.run
-        self._held = weakref.ref(run)
-        queue_callback(run)
+        call = self.end_backward
+        self._held = weakref.ref(call)
+        queue_callback(call)
 
     def add(self, ending: Ending) -> Callable[[], None]:
         """Let ``ending`` run too; returns what autograd frees when the backward ends in any way."""
@@ -104,14 +104,14 @@ class EndOfBackward:
         return held
 
     @opaque
-    def run(self) -> None:
+    def end_backward(self) -> None:  # messages name it, for the ranks that wait in it
         """Start all, then finish all whose start went well; raise the first failure.
 
         One that failed is left as an exception in backward leaves it, and so are all after Ctrl-C.
         """
         if running_transform() is not None:
             with outside_transforms():
-                self.run()
+                self.end_backward()
             return
         failures: list[Exception] = []
         endings = sorted(self._endings, key=attrgetter("number"))

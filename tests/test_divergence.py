@@ -13,6 +13,7 @@ from torch import nn
 from composable import (
     ConfigError,
     DesyncError,
+    UsageError,
     full_state_dict,
     fully_shard,
     replicate,
@@ -111,6 +112,10 @@ def meets_elsewhere(model: Model) -> None:
     full_state_dict(model)
 
 
+def gathers_alone(model: Model) -> None:
+    next(model.parameters()).full_tensor()  # type: ignore[attr-defined]  # the parameters are sharded
+
+
 SHARDED = [
     skips_a_module,
     runs_another_order,
@@ -119,6 +124,7 @@ SHARDED = [
     catches_its_exception,
     catches_its_exception_in_backward,
     meets_elsewhere,
+    gathers_alone,
 ]
 
 
@@ -165,6 +171,59 @@ def test_a_rank_of_a_replicated_module_that_raised_is_told_to_all(world_size: in
     message = check(run_ranks(diverge, world_size, "replicate", catches_its_exception))
     assert "has left forward 3 of Model: ValueError: a bad batch; now at" in message
     assert "all-reduce of bucket 1 of 1, gradients of 'layers.2.bias', 'layers.2.weight'" in message
+
+
+class Tokens(nn.Module):
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(WIDTH, WIDTH, sparse=sparse)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.emb(tokens))
+        return result
+
+
+def cannot_reduce_on_one_rank() -> str:
+    set_divergence_timeout(LIMIT_S)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    model = fully_shard(Tokens(sparse=is_last), unused_gradients="zero")
+    with pytest.raises(UsageError if is_last else DesyncError) as caught:
+        model(torch.arange(3)).sum().backward()
+    if is_last:
+        wait_until_all_are_told()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gradient_that_cannot_be_reduced_where_ranks_send_no_message_is_told_to_all(world_size: int) -> None:
+    *told, own = run_ranks(cannot_reduce_on_one_rank, world_size)
+    assert "a gradient is sparse" in own and f"rank {world_size - 1}, parameter 'emb.weight'" in own
+    for text in told:
+        assert "waits for the reduce-scatter of module ''" in text
+        assert f"rank {world_size - 1}: has left backward 1 of Tokens by an exception" in text
+
+
+def raises_in_a_hook_before_it_tells() -> str:
+    set_divergence_timeout(LIMIT_S)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    model = fully_shard(Tokens(sparse=is_last))
+    if is_last:
+
+        def fail(param: torch.Tensor) -> None:
+            raise ValueError("a bad hook")
+
+        model.head.weight.register_post_accumulate_grad_hook(fail)
+        with pytest.raises(ValueError, match="a bad hook"):
+            model(torch.arange(3)).sum().backward()
+    with pytest.raises(DesyncError) as caught:
+        model(torch.arange(3)).sum().backward()
+    return str(caught.value)
+
+
+def test_who_waits_at_the_end_of_backward_is_said_to_be_there() -> None:
+    for text in run_ranks(raises_in_a_hook_before_it_tells, 2):
+        assert "rank 0: waits for the other ranks in end_backward, at test_divergence.py" in text
 
 
 def call_fully_shard_wrongly_on_one_rank() -> str:

@@ -86,7 +86,7 @@ class Transport(ABC):
     world_size: int
     groups: "tuple[dist.ProcessGroup, ...]" = ()
     begun: Mapping[int, int] = MappingProxyType({})
-    order: Order = Order()
+    order: Order
     is_closed: bool = False
     in_flight: "dict[Started, None]"
     _keys_taken: int = 0

@@ -30,33 +30,14 @@ class _OwnGroup:
         made: The group.
         number: How many were made before it for the same ranks: equal on all of them.
         device_type: Of the tensors it talks in.
-        unfinished: Collectives that were begun in it and not finished.
     """
 
-    __slots__ = ("device_type", "made", "number", "unfinished")
+    __slots__ = ("device_type", "made", "number")
 
     def __init__(self, made: dist.ProcessGroup, number: int, device_type: str) -> None:
         self.made = made
         self.number = number
         self.device_type = device_type
-        self.unfinished = 0
-
-
-class _Counted(Pending):
-    """A collective that its group knows of until it is finished."""
-
-    __slots__ = ("_group", "_pending")
-
-    def __init__(self, group: _OwnGroup, pending: Pending) -> None:
-        self._group: _OwnGroup | None = group
-        self._pending = pending
-        group.unfinished += 1
-
-    def finish(self) -> None:
-        self._pending.finish()
-        if self._group is not None:
-            self._group.unfinished -= 1
-            self._group = None
 
 
 class OwnTransport(Transport):
@@ -83,23 +64,24 @@ class OwnTransport(Transport):
             self._made = ProcessGroupTransport(self._group.made)
             self.groups = self._made.groups
             # A replicated model that is dropped leaves its group to the next one.
-            self._finalizer = weakref.finalize(self, _leave, weakref.ref(self.ranks.process_group), self._group)
+            ranks = weakref.ref(self.ranks.process_group)
+            self._finalizer = weakref.finalize(self, _leave, ranks, self._group, self._made)
             self._finalizer.atexit = False
         return self._made
 
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
-        return self._counted(self.connect().begin_all_gather(buffer, shard, key))
+        return self.connect().begin_all_gather(buffer, shard, key)
 
     def begin_reduce_scatter(
         self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
     ) -> Pending:
-        return self._counted(self.connect().begin_reduce_scatter(source, shard, key, scale=scale))
+        return self.connect().begin_reduce_scatter(source, shard, key, scale=scale)
 
     def begin_all_reduce(self, tensor: torch.Tensor, key: int, *, scale: float = 1.0) -> Pending:
-        return self._counted(self.connect().begin_all_reduce(tensor, key, scale=scale))
+        return self.connect().begin_all_reduce(tensor, key, scale=scale)
 
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
-        return self._counted(self.connect().begin_broadcast(tensor, source_rank, key))
+        return self.connect().begin_broadcast(tensor, source_rank, key)
 
     def settle(self) -> None:
         if self._made is not None:
@@ -113,15 +95,11 @@ class OwnTransport(Transport):
         self._group = self._made = self._finalizer = None
         self.groups = ()
 
-    def _counted(self, pending: Pending) -> Pending:
-        assert self._group is not None, "connected by the caller"
-        return _Counted(self._group, pending)
 
-
-def _leave(ranks: "weakref.ref[dist.ProcessGroup]", own: _OwnGroup) -> None:
+def _leave(ranks: "weakref.ref[dist.ProcessGroup]", own: _OwnGroup, transport: Transport) -> None:
     """Offer a group to who needs one next, unless a peer may still take part in something that never ended here."""
     group = ranks()
-    if group is not None and not own.unfinished:
+    if group is not None and not transport.in_flight:
         _IDLE.setdefault(group, {})[own.number] = own
 
 

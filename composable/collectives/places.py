@@ -6,6 +6,7 @@ is read here from another thread, so it must be cheap to read, and may be a mome
 """
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -34,16 +35,17 @@ __all__ = [
     "waiting_threads",
 ]
 
-_OURS = str(Path(__file__).resolve().parent.parent)
-_WAITS = (str(Path(__file__).resolve().parent), dist.distributed_c10d.__file__, torch.futures.__file__)
+# With the separator: others' packages may begin with the same name.
+_OURS = str(Path(__file__).resolve().parent.parent) + os.sep
+_WAITS = (str(Path(__file__).resolve().parent) + os.sep, dist.distributed_c10d.__file__, torch.futures.__file__)
 # What the watch itself does in a thread that it holds up is no wait.
 _WATCH = str(Path(__file__).resolve().with_name("watch.py"))
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), _OURS, threading.__file__, contextlib.__file__)
+_NOT_THE_USERS = (str(Path(torch.__file__).parent) + os.sep, _OURS, threading.__file__, contextlib.__file__)
 # Calls in which modules are annotated, or compared before their first forward.
 _CALLS = frozenset({"fully_shard", "replicate", "adopt"})
 # What stands between a call of the user and the function that it is for.
 _AROUND = frozenset({"annotate", "annotate_on_rank", "pre_forward", "post_forward"})
-_COLLECTIVES = frozenset({"all_gather", "all_reduce", "broadcast", "barrier", "all_gather_into_tensor"})
+_COLLECTIVES = frozenset({"all_gather", "all_reduce", "broadcast", "barrier", "all_gather_into_tensor", "_swap"})
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,8 @@ def _wait_of(found: Waiting, trees: list[Any], told: Mapping[int, Told], lane: s
     group = _group_in(frame)
     if group is None or name not in _COLLECTIVES:
         return Wait(lane, f"the other ranks in {outer}", here, "", (), COUNTED, 0, is_call=is_call)
+    # A swap is two messages, of which the first is in the place of a collective.
+    number = started_in(group) - (name == "_swap")
     return Wait(
         lane,
         f"the other ranks in {outer}",
@@ -196,9 +200,9 @@ def _wait_of(found: Waiting, trees: list[Any], told: Mapping[int, Told], lane: s
         group.group_name,
         tuple(dist.get_process_group_ranks(group)),
         COUNTED,
-        started_in(group),
+        number,
         kind=name,
-        sequence=started_in(group),
+        sequence=number,
         groups=(group.group_name,),
         is_call=is_call,
     )

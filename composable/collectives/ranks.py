@@ -211,6 +211,7 @@ class Ranks:
         talks_on_host = self.device.type == "cpu" or "cpu:" in str(dist.get_backend_config(self.group))
         return torch.device("cpu") if talks_on_host else self.device
 
+    @_watched
     def _swap(self, sent: torch.Tensor, to: int, got: torch.Tensor, source: int) -> None:
         if sent.device.type != "cpu":
             # Both at once: on a stream a receive would wait for ever for the send behind it.

@@ -75,6 +75,39 @@ class Tree:
     has_failed: bool
     text: str
 
+    @staticmethod
+    def of(
+        name: str,
+        forwards: int,
+        backwards: int,
+        *,
+        is_inside: bool,
+        is_backward: bool,
+        was_stopped: bool,
+        failure: str,
+    ) -> "Tree":
+        """Return where they are, in words too.
+
+        Args:
+            name: What the modules are called.
+            forwards: How many forwards they have begun.
+            backwards: How many backwards.
+            is_inside: The last of all these is under way.
+            is_backward: The last of all these is a backward.
+            was_stopped: It is one, and an exception has stopped it.
+            failure: What the last forward has raised.
+        """
+        text = f"{'backward' if is_backward else 'forward'} {backwards if is_backward else forwards} of {name}"
+        if is_inside:
+            text = f"in {text}"
+        elif was_stopped:
+            text = f"has left {text} by an exception"
+        elif failure:
+            text = f"has left {text}: {failure}"
+        else:
+            text = f"has ended {text}" if forwards else f"has not begun a forward of {name}"
+        return Tree(forwards, backwards, is_inside=is_inside, has_failed=bool(failure), text=text)
+
 
 @dataclass(frozen=True)
 class Place:

@@ -38,20 +38,18 @@ class Standing:
         reducer, transport = self._reducer, self._transport
         if reducer is None or transport is None or not transport.groups:
             return None
-        own_round, forwards, failure = reducer.round, self._forwards, self._failure
+        own_round = reducer.round
         is_backward = own_round.is_open
         is_last = is_backward or reducer.rounds > self._rounds_before
-        is_inside = self._is_forward or is_backward or (is_last and in_backward)
-        text = f"{'backward' if is_last else 'forward'} {reducer.rounds if is_last else forwards} of {self._name}"
-        if is_inside:
-            text = f"in {text}"
-        elif is_last and own_round.was_stopped:
-            text = f"has left {text} by an exception"
-        elif failure:
-            text = f"has left {text}: {failure}"
-        else:
-            text = f"has ended {text}" if forwards else f"has not begun a forward of {self._name}"
-        tree = Tree(forwards, reducer.rounds, is_inside=is_inside, has_failed=bool(failure), text=text)
+        tree = Tree.of(
+            self._name,
+            self._forwards,
+            reducer.rounds,
+            is_inside=self._is_forward or is_backward or (is_last and in_backward),
+            is_backward=is_last,
+            was_stopped=is_last and own_round.was_stopped,
+            failure=self._failure,
+        )
         return Told(transport.groups[0].group_name, tree, transport)
 
     def name_of(self, started: Started) -> str | None:

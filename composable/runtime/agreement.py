@@ -39,11 +39,6 @@ class Agreement:
             self._received = torch.frombuffer(self._every, dtype=torch.uint8)
         self._pending: Pending | None = None
 
-    @property
-    def is_alone(self) -> bool:
-        """There is nobody to agree with."""
-        return self._ranks.is_alone
-
     def begin(self, *, has_failed: bool) -> None:
         """Tell the other ranks. Collective."""
         if self._ranks.is_alone:

@@ -33,7 +33,11 @@ class Reductions:
         self._pool = GradientPool()
 
     def take(self, account: Account) -> GradientBuffer | None:
-        """Move the gradients of the leaves into a buffer; ``None`` where there are no elements to reduce."""
+        """Move the gradients of the leaves into a buffer; ``None`` where there are no elements to reduce.
+
+        Raises:
+            UsageError: They cannot be reduced, and no message would tell the other ranks.
+        """
         flat = account.flat
         if flat.is_empty:
             account.had |= flat.gradient_bits()
@@ -46,6 +50,9 @@ class Reductions:
         try:
             account.had |= flat.take_gradients(gradient)
         except UsageError as error:
+            if account.fills_with_zeros:
+                # No message tells the other ranks, so zeros from here would go into their mean.
+                raise
             # The other ranks are about to reduce: they get zeros, and hear of it at the end of backward.
             flat.drop_gradients()
             flat.take_gradients(gradient)

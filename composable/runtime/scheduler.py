@@ -344,7 +344,8 @@ class Scheduler:
         """Reduce what is left on any rank, and hand over every gradient.
 
         Raises:
-            UsageError: On this or another rank, a gradient could not be reduced.
+            UsageError: On this rank, or on one that tells of it in its message, a gradient could not be reduced.
+                Or one came too late for a module whose ranks send no message.
         """
         if not self._is_ending:
             return  # `start` raised: the next forward begins by tidying up.
@@ -353,11 +354,15 @@ class Scheduler:
             self._reductions.finish()
             complaining = [agreement for agreement in self._agreements if agreement.finish()]
             stray = self._reduce_the_rest()
-            failure = self._reductions.end()
+            failure: Exception | None = self._reductions.end()
             self._finish_backward()
             self._settle()
+        # In each group: ranks that share another one with this rank wait there to hear of it.
         for agreement in complaining:
-            agreement.raise_together(failure)
+            try:
+                agreement.raise_together(failure)
+            except Exception as error:
+                failure = failure or error
         if failure is not None:
             raise failure
         if stray:

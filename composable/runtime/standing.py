@@ -33,17 +33,15 @@ class Standing:
         forwards, backwards, failure = scheduler.forward_id, scheduler.backward_id, scheduler.failure
         is_backward = scheduler.is_backward
         is_last = is_backward or backwards > scheduler.backwards_before
-        is_inside = bool(scheduler._running) or (is_last and in_backward)
-        text = f"{'backward' if is_last else 'forward'} {backwards if is_last else forwards} of {self._name}"
-        if is_inside:
-            text = f"in {text}"
-        elif is_backward:
-            text = f"has left {text} by an exception"
-        elif failure:
-            text = f"has left {text}: {failure}"
-        else:
-            text = f"has ended {text}" if forwards else f"has not begun a forward of {self._name}"
-        tree = Tree(forwards, backwards, is_inside=is_inside, has_failed=bool(failure), text=text)
+        tree = Tree.of(
+            self._name,
+            forwards,
+            backwards,
+            is_inside=bool(scheduler._running) or (is_last and in_backward),
+            is_backward=is_last,
+            was_stopped=is_backward,
+            failure=failure,
+        )
         return Told(f"{address[0].groups[0].group_name} {address[1]}", tree, address[0])
 
     def name_of(self, started: Started) -> str | None:

@@ -3,6 +3,7 @@
 When they are is the business of ``scheduler.py``.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -24,7 +25,7 @@ class Unsharded:
     Args:
         handles: All handles of the root.
         streams: Of the device where they live.
-        hear: Called when a backward gets to a leaf of ``watch_leaves``.
+        hear: A bound method, called when a backward gets to a leaf of ``watch_leaves``.
     """
 
     __slots__ = ("_graphs", "_handles", "_hear", "_leaf_hooks", "_lingering", "_streams", "_unsharded")
@@ -104,11 +105,7 @@ class Unsharded:
         """Hear of the next backward also if it gets to no output of an annotated module."""
         if handle not in self._leaf_hooks:
             leaves = [param.leaf() for param in handle.params if param.leaf().requires_grad]
-            self._leaf_hooks[handle] = after_gradients(leaves, [self._arrived] * len(leaves))
-
-    @opaque
-    def _arrived(self, _: torch.Tensor) -> None:
-        self._hear()
+            self._leaf_hooks[handle] = after_gradients(leaves, [_calling(self._hear)] * len(leaves))
 
     def watch_lingering(self) -> None:
         """Do so for all whose memory stays."""
@@ -127,3 +124,19 @@ class Unsharded:
             if handle not in self._unsharded:
                 handle.free_buffers()
                 self._streams.resharded()
+
+
+def _calling(hear: Callable[[], None]) -> Callable[[torch.Tensor], None]:
+    """Return a hook that calls a method as long as its object lives.
+
+    What a tensor's hook holds is out of sight of Python's collector: a model could never be freed through it.
+    """
+    method = weakref.WeakMethod(hear)
+
+    @opaque
+    def arrived(_: torch.Tensor) -> None:
+        call = method()
+        if call is not None:
+            call()
+
+    return arrived

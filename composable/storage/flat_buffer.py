@@ -278,10 +278,11 @@ class FlatBuffer:
         try:
             foreach_copy_(views, grads)
         except RuntimeError as error:
-            sparse = [view.shape for view, grad in zip(views, grads, strict=True) if grad.layout != torch.strided]
+            sparse = {id(view) for view, grad in zip(views, grads, strict=True) if grad.layout != torch.strided}
             if not sparse:
                 raise
-            names = [param.fqn for param in self.params if param.shape in sparse]
+            pairs = zip(self.params, gradient.views, strict=True)
+            names = [str(param.layout.label or param.fqn) for param, view in pairs if id(view) in sparse]
             raise UsageError(
                 "a gradient is sparse, and a flat buffer holds dense ones only",
                 at=f"{place_of_rank()}, parameter {', '.join(map(repr, names))}",

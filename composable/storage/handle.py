@@ -43,7 +43,7 @@ class ParamLabel:
 
     def __str__(self) -> str:
         handle = self._handle()
-        return self._fqn if handle is None else join_fqn(handle.fqn, self._fqn)
+        return self._fqn if handle is None else handle.from_root(self._fqn)
 
     @property
     def module(self) -> str:
@@ -145,9 +145,13 @@ class Handle:
 
     def fqn_of(self, param: ShardedParam) -> str:
         """Return the name of one of the handle's parameters from where its modules are named."""
+        return self.from_root(param.fqn)
+
+    def from_root(self, fqn: str) -> str:
+        """Return the name from there for one below the handle's modules, as ``ShardedParam.fqn`` is."""
         if len(self.module_fqns) == 1:
-            return join_fqn(self.fqn, param.fqn)
-        position, _, name = param.fqn.partition(".")
+            return join_fqn(self.fqn, fqn)
+        position, _, name = fqn.partition(".")
         return join_fqn(self.module_fqns[int(position)], name)
 
     def _start_sharded(self) -> None:
@@ -377,10 +381,6 @@ class Handle:
     def lies_in_buffer(self, tensor: torch.Tensor) -> bool:
         """Say whether a plain tensor is a view of the unsharded parameters."""
         return any(flat.holds(tensor) for flat in self.buffers)
-
-    def has_gradients(self) -> bool:
-        """Say whether any unsharded parameter holds a gradient."""
-        return any(flat.has_gradients() for flat in self.buffers)
 
     def drop_gradients(self) -> None:
         """Forget gradients that were not reduced."""

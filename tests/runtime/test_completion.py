@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from composable import UsageError, fully_shard, no_sync, plan, replicate
@@ -788,7 +789,77 @@ def sparse_on_one_rank() -> str:
 
 def test_a_gradient_that_one_rank_cannot_reduce_is_an_error_on_all() -> None:
     for text in run_threads(sparse_on_one_rank, 3):
-        assert "a gradient is sparse" in text and "rank 1, parameter 'weight'" in text
+        assert "a gradient is sparse" in text and "rank 1, parameter 'emb.weight'\n" in text
+
+
+def sparse_on_all_ranks_without_a_message() -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    model, plain = Tokens(), Tokens()
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model.emb, unused_gradients="zero")
+    fully_shard(model, unused_gradients="zero")
+    with pytest.raises(UsageError) as caught:
+        model(torch.arange(3)).sum().backward()
+    for each in (model, plain):
+        each.emb.sparse = False
+        each.zero_grad()
+        each(torch.arange(3)).sum().backward()
+    return (
+        str(caught.value),
+        {fqn: full(param.grad) for fqn, param in model.named_parameters()},
+        {fqn: param.grad for fqn, param in plain.named_parameters() if param.grad is not None},
+    )
+
+
+def test_without_a_message_each_rank_raises_its_own_and_the_next_step_is_right() -> None:
+    for rank, (text, found, expected) in enumerate(run_threads(sparse_on_all_ranks_without_a_message, 2)):
+        assert "a gradient is sparse" in text and f"rank {rank}, parameter 'emb.weight'" in text
+        torch.testing.assert_close(found, expected)
+
+
+def sparse_beside_a_dense_one_of_equal_shape() -> str:
+    model = Tokens()
+    fully_shard(model)
+    with pytest.raises(UsageError) as caught:
+        model(torch.arange(3)).sum().backward()
+    return str(caught.value)
+
+
+def test_only_the_parameter_with_the_sparse_gradient_is_named() -> None:
+    (text,) = run_threads(sparse_beside_a_dense_one_of_equal_shape, 1)
+    assert "rank 0, parameter 'emb.weight'\n" in text
+
+
+def sparse_where_several_modules_share_a_handle() -> str:
+    model = nn.Sequential(nn.Sequential(nn.Embedding(WIDTH, WIDTH, sparse=True)), nn.Linear(WIDTH, WIDTH))
+    fully_shard([model[1], model[0]])
+    fully_shard(model)
+    with pytest.raises(UsageError) as caught:
+        model(torch.arange(3)).sum().backward()
+    return str(caught.value)
+
+
+def test_where_several_modules_share_a_handle_the_name_is_that_from_the_root() -> None:
+    (text,) = run_threads(sparse_where_several_modules_share_a_handle, 1)
+    assert "rank 0, parameter '0.0.weight'\n" in text
+
+
+def sparse_on_one_rank_of_two_meshes() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model = Tokens()
+    fully_shard(model.emb, mesh=mesh["b"])
+    fully_shard(model, policy={nn.Linear})
+    model.emb.sparse = dist.get_rank() == 0
+    with pytest.raises(UsageError) as caught:
+        model(torch.arange(3)).sum().backward()
+    model.emb.sparse = False
+    model.zero_grad()
+    model(torch.arange(3)).sum().backward()
+    return str(caught.value)
+
+
+def test_so_it_is_on_ranks_that_share_only_some_of_the_handles() -> None:
+    (text,) = set(run_threads(sparse_on_one_rank_of_two_meshes, 4, timeout_s=20))
+    assert "a gradient is sparse" in text and "rank 0, parameter 'emb.weight'\n" in text
 
 
 def one_message_a_backward() -> tuple[int, int]:
