@@ -44,6 +44,7 @@ __all__ = [
     "at_end_of_backward",
     "before_every_registration",
     "before_every_step",
+    "before_gradients",
     "beside_forward",
     "differentiable_tensors",
     "next_ending_number",
@@ -227,6 +228,11 @@ def _join(tensor: torch.Tensor, hook: GradientHook) -> None:
                 known[key] = _Joined([hook, *(one for one in others if one != hook)])
                 return
     hook_gradient(tensor, hook)
+
+
+def before_gradients(leaves: Iterable[torch.Tensor], arrive: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
+    """Call ``arrive`` whenever a backward gets to a leaf, before it adds the gradient to what the leaf has."""
+    return [leaf.register_hook(arrive) for leaf in leaves]
 
 
 def after_gradients(

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from composable.frames import watch_graph
 from composable.runtime.streams import Streams
 from composable.storage import Handle
-from composable.torch_hooks import after_gradients
+from composable.torch_hooks import before_gradients
 from composable.torch_private import autograd_profiler, opaque
 from composable.tracing import in_region
 
@@ -105,7 +105,8 @@ class Unsharded:
         """Hear of the next backward also if it gets to no output of an annotated module."""
         if handle not in self._leaf_hooks:
             leaves = [param.leaf() for param in handle.params if param.leaf().requires_grad]
-            self._leaf_hooks[handle] = after_gradients(leaves, [_calling(self._hear)] * len(leaves))
+            # Before: what kept gradients the user has dropped meanwhile is found out when a backward begins.
+            self._leaf_hooks[handle] = before_gradients(leaves, _calling(self._hear))
 
     def watch_lingering(self) -> None:
         """Do so for all whose memory stays."""
