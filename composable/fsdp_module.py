@@ -5,6 +5,7 @@ import changed.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -232,7 +233,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def add_mixin(module: nn.Module) -> None:
     """Give ``module`` the methods of ``FSDPModule``; its class is swapped for a subclass."""
-    module.__class__ = _class_with_mixin(type(module))  # type: ignore[arg-type]  # every class is hashable
+    module.__class__ = _class_with_mixin(type(module))
 
 
 def remove_mixin(module: nn.Module) -> None:
@@ -241,9 +242,17 @@ def remove_mixin(module: nn.Module) -> None:
         module.__class__ = type(module).__mro__[2]
 
 
-@functools.cache
+# Weakly: torch.fx makes a class for each module.
+_CLASSES: "weakref.WeakKeyDictionary[type[nn.Module], weakref.ref[type[nn.Module]]]" = weakref.WeakKeyDictionary()
+
+
 def _class_with_mixin(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    known = _CLASSES.get(cls)
+    found = None if known is None else known()
+    if found is None:
+        found = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        _CLASSES[cls] = weakref.ref(found)
+    return found
 
 
 def _check_convertible(handle: Handle, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -295,6 +295,30 @@ def test_looking_for_a_wrapper_keeps_no_class_alive() -> None:
     assert cls() is None
 
 
+def annotate_traced() -> None:
+    class Made(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.lin(x)
+            return out
+
+    model = fully_shard(Made())
+    again = fully_shard(Made())
+    assert type(model) is type(again)
+    cls = weakref.ref(Made)
+    model(torch.ones(1, 2)).sum().backward()
+    del Made, model, again
+    gc.collect()
+    assert cls() is None
+
+
+def test_annotating_keeps_no_class_alive() -> None:
+    run_threads(annotate_traced, 1)
+
+
 def optimizer_in_backward() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit, on import
