@@ -13,7 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable import ModuleWrapPolicy, fully_shard, replicate
 
-__all__ = ["CONFIGS", "ENGINES", "Config", "GPTBlock", "annotate", "make_batch", "make_gpt", "train_step"]
+__all__ = [
+    "CONFIGS",
+    "DEFAULT_ENGINES",
+    "ENGINES",
+    "Config",
+    "GPTBlock",
+    "annotate",
+    "make_batch",
+    "make_gpt",
+    "train_step",
+]
 
 VOCAB = 256
 
@@ -106,6 +116,12 @@ def _fully_shard(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Mod
     return fully_shard(model, policy=ModuleWrapPolicy({unit}), reshard_after_forward=False if keeps else None)
 
 
+def _fully_shard_with_zeros(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
+    """Without the message in which ranks agree at the end of backward: what that costs."""
+    option = False if keeps else None
+    return fully_shard(model, policy=ModuleWrapPolicy({unit}), reshard_after_forward=option, unused_gradients="zero")
+
+
 ENGINES: dict[str, Callable[[nn.Module, type[nn.Module], bool], nn.Module]] = {
     "plain": lambda model, unit, keeps: model,
     "ddp": lambda model, unit, keeps: DistributedDataParallel(model),
@@ -113,7 +129,9 @@ ENGINES: dict[str, Callable[[nn.Module, type[nn.Module], bool], nn.Module]] = {
     "fsdp2": _fsdp2,
     "fully_shard": _fully_shard,
     "replicate": lambda model, unit, keeps: replicate(model),
+    "fully_shard_zeros": _fully_shard_with_zeros,
 }
+DEFAULT_ENGINES = [name for name in ENGINES if name != "fully_shard_zeros"]
 
 
 def annotate(model: nn.Module, engine: str, unit: type[nn.Module], *, keep_unsharded: bool = False) -> nn.Module:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engines import CONFIGS, ENGINES, Config, GPTBlock, annotate, make_batch, make_gpt, train_step
+from engines import CONFIGS, DEFAULT_ENGINES, ENGINES, Config, GPTBlock, annotate, make_batch, make_gpt, train_step
 from ranks import environment, run_ranks
 from step_time import parse_config
 from torch import nn
@@ -102,7 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--config", type=parse_config, default=CONFIGS[0], metavar="WIDTH/LAYERS/BATCH/CONTEXT")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=DEFAULT_ENGINES)
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one engine (default: 300)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures as lines of JSON")

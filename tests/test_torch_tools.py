@@ -92,8 +92,8 @@ def track_memory() -> None:
     assert found["PARAM"] == shard_bytes
     # Two averages of each element, and a step count for each parameter.
     assert found["OPT"] == 2 * shard_bytes + 4 * 4
-    # Beside them the tracker holds the input and its gradient.
-    assert found["Total"] <= found["PARAM"] + found["OPT"] + 2 * 2 * WIDTH * 4
+    # Beside them the tracker holds the input and its gradient, and a few bytes in which ranks agree.
+    assert found["Total"] <= found["PARAM"] + found["OPT"] + 2 * 2 * WIDTH * 4 + 64
     assert peak["Total"] >= now["Total"] + 2 * weight_bytes
 
 

@@ -274,12 +274,12 @@ class Soaked:
     first: Count
     last: Count
 
-    def growth(self, most_objects_a_step: float = 0.05) -> list[str]:
+    def growth(self) -> list[str]:
         """Return what has grown; Python itself keeps a few objects more now and then."""
         found = []
         for field in fields(Count):
             first, last = getattr(self.first, field.name), getattr(self.last, field.name)
-            if last - first > (100 + most_objects_a_step * self.steps if field.name == "objects" else 0):
+            if last - first > (100 + 0.05 * self.steps if field.name == "objects" else 0):
                 found.append(f"{field.name} {first} -> {last}")
         return found
 
