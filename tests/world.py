@@ -57,7 +57,10 @@ NOTICE_S = 5.0
 ABORT_S = 5.0
 
 # What torch itself does on the paths under test, and no caller can avoid: (message, category).
-UNAVOIDABLE_WARNINGS: tuple[tuple[str, type[Warning]], ...] = ()
+UNAVOIDABLE_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    # torch 2.15, where forward mode is used for the first time.
+    ("`torch.jit.script` is deprecated", FutureWarning),
+)
 
 
 class RankErrors(Exception):  # noqa: N818  # several errors in one

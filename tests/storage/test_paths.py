@@ -70,6 +70,8 @@ class FromAfar:
 
     def __init__(self, inner: GatherPath) -> None:
         self.inner = inner
+        # Read by the watch of ranks that wait, for as long as the model lives.
+        self.transport, self.key = inner.transport, inner.key
         self.fetched = 0
 
     def begin(self, buffer: torch.Tensor, shard: torch.Tensor) -> Pending:
