@@ -18,7 +18,15 @@ from torch.distributed.tensor import Replicate
 from composable.collectives import Ranks
 from composable.errors import ConfigError
 from composable.planning import RaggedShard, in_memory_order, in_order_of_dims, local_shape
-from composable.torch_private import DeviceMesh, DTensorSpec, Placement, TensorMeta, is_tracing, traceable_collectives
+from composable.torch_private import (
+    DeviceMesh,
+    DTensorSpec,
+    Placement,
+    TensorMeta,
+    is_tracing,
+    traceable_collectives,
+    without_modes,
+)
 
 __all__ = [
     "Label",
@@ -116,7 +124,8 @@ class RaggedLayout:
             return self.rank
         place = [*coordinate]
         place[self.mesh_dim] = self.rank
-        return int(self.mesh.mesh[tuple(place)])
+        with without_modes():  # Shown maybe while a graph is made: torch 2.11 would make fake tensors of the numbers.
+            return int(self.mesh.mesh[tuple(place)])
 
     @property
     def ranks(self) -> Ranks:
