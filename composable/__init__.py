@@ -8,7 +8,7 @@ from composable.fully_shard import fully_shard
 from composable.gradient_sync import no_sync
 from composable.installation import install
 from composable.optim import accelerate_optimizer, clip_grad_norm_, get_total_norm, rebind_optimizer
-from composable.planning import RaggedShard, ShardingStrategy, ShardPlan, plan
+from composable.planning import MixedPrecisionPolicy, RaggedShard, ShardingStrategy, ShardPlan, plan
 from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.ragged import RaggedDTensor, fallback_counts, strict_mode
 from composable.replicate import replicate
@@ -34,6 +34,7 @@ __all__ = [
     "CustomPolicy",
     "DesyncError",
     "FSDPModule",
+    "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "RaggedDTensor",
     "RaggedShard",

@@ -225,7 +225,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(function)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return call_as_forward(self, functools.partial(function, self, *args, **kwargs))
+        return call_as_forward(self, function, (self, *args), kwargs)
 
     # Bound, and with no module of its own: a deep copy of the module calls it on the copy.
     setattr(module, method_name, MethodType(call, module))

@@ -19,17 +19,20 @@ from composable.contract import contract, set_member
 from composable.errors import ComposableError, ConfigError, UsageError
 from composable.fsdp_module import add_mixin
 from composable.planning import (
+    NO_CASTS,
     HandleMembers,
+    MixedPrecisionPolicy,
     ShardingStrategy,
     ShardOptions,
     make_plan,
     managed_modules,
     mark_replaced,
     name_modules,
+    skipped_modules,
 )
 from composable.policies import PolicyLike
 from composable.registrations import take_charge
-from composable.runtime import FullyShardState, register_fully_shard_hooks
+from composable.runtime import FullyShardState, keep_dtype, register_fully_shard_hooks
 from composable.saving import register_load_check, register_room
 from composable.storage import FirstValues, FlatBuffer, Handle, ParamInitFn, describe_buffers, move_buffers
 from composable.wording import list_text
@@ -48,6 +51,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     strategy: ShardingStrategy | str | None = None,
     reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionPolicy = NO_CASTS,
     ignored_params: Collection[nn.Parameter] | None = None,
     ignored_modules: Collection[nn.Module] | None = None,
     unused_gradients: str = "none",
@@ -80,6 +84,7 @@ def fully_shard(
         strategy: ``FULL_SHARD`` or ``SHARD_GRAD_OP``; instead of ``reshard_after_forward``.
         reshard_after_forward: Free the unsharded parameters between forward and backward.
             ``None``: free them, except those of the root, which backward needs first.
+        mp_policy: Dtypes of computation and reduction, also as torch's own policies.
         ignored_params: Parameters to leave alone.
         ignored_modules: Modules to leave alone with all below them.
         unused_gradients: What a parameter gets that no rank has a gradient for. ``none``: its ``grad`` stays
@@ -128,9 +133,11 @@ def fully_shard(
                 ignored_modules=ignored_modules,
                 unused_gradients=unused_gradients,
                 transport=state.transport_name,
+                mp_policy=mp_policy,
             )
             state.plan, members = make_plan(module, options)
             state.ignored_modules = frozenset(ignored_modules or ())
+            state.skipped_modules = skipped_modules(_managed(state), state.plan.mp_policy)
             state.ignored_slots = _slots_of(state, ignored_params or ())
             _check_no_gradients(members)
         except ComposableError as error:
@@ -223,7 +230,15 @@ def _build(
     device = state.grid.shard.device
     return [
         [
-            FlatBuffer(buffer_plan, fqn, member, state.mesh, device, is_deferred=is_deferred)
+            FlatBuffer(
+                buffer_plan,
+                fqn,
+                member,
+                state.mesh,
+                device,
+                is_deferred=is_deferred,
+                keeps_reduce_dtype=state.plan.mp_policy.keep_low_precision_grads,
+            )
             for buffer_plan in handle_plan.buffers
         ]
         for handle_plan, member in zip(state.plan.handles, members, strict=True)
@@ -276,6 +291,8 @@ def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Se
         state.hook_handles += register_fully_shard_hooks(module, state, state._module_to_handle.get(module))
         state.hook_handles += register_room(module)
         add_mixin(module)
+    for module in dict.fromkeys(state.skipped_modules.values()):
+        state.hook_handles += keep_dtype(module)
     take_charge(_managed(state))
     if state.mesh.device_type != "cpu":
         move_buffers(_managed(state), state.grid.shard.device)

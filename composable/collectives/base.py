@@ -111,7 +111,8 @@ class Transport(ABC):
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
         """Fill ``buffer`` [W * S] with every rank's ``shard`` [S], in rank order.
 
-        ``shard`` does not overlap ``buffer``; both stay untouched by the caller until ``finish``.
+        ``shard`` does not overlap ``buffer``, or is its slice of this rank; both stay untouched by the caller until
+        ``finish``.
         """
 
     @abstractmethod
@@ -120,7 +121,9 @@ class Transport(ABC):
     ) -> Pending:
         """Write ``scale`` times the sum over ranks of slice ``rank`` of ``source`` [W * S] to ``shard`` [S].
 
-        ``source`` may be overwritten. Both stay untouched by the caller until ``finish``.
+        ``shard`` may be of another dtype than ``source``, which is then the one that travels; the sum runs in the
+        wider of the two where that costs no further rounding. ``source`` may be overwritten. Both stay untouched by
+        the caller until ``finish``.
         """
 
     @abstractmethod
@@ -131,13 +134,13 @@ class Transport(ABC):
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
         """Replace ``tensor`` on every rank by that of ``source_rank`` (a rank within the group)."""
 
-    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return [numel] of undefined content where this transport wants what it moves; device and dtype of ``like``.
+    def empty(self, numel: int, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return [numel] of undefined content where this transport wants what it moves; else as ``like``.
 
         What ``begin_reduce_scatter`` reads and writes comes from here. On a device it is allocated on
         the current stream.
         """
-        return like.new_empty(numel)
+        return like.new_empty(numel, dtype=dtype)
 
     def settle(self) -> None:
         """Wait for all that was started and not finished, also by a ``begin_*`` that an exception cut short."""

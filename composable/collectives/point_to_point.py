@@ -54,50 +54,65 @@ class _Reduce(_Gather):
     Args:
         transport: That sent them.
         tag: Of theirs.
-        shard: Where the slice of the lowest peer lands, then the result.
+        shard: The result.
+        lowest: The slice of the lowest peer; ``shard`` itself where that has its dtype.
         others: The other ranks' slices, this rank's among them, in rank order.
         factor: What the result is multiplied with, as ``mul_`` takes it; ``None``: nothing.
     """
 
-    __slots__ = ("_factor", "_others", "_shard")
+    __slots__ = ("_factor", "_lowest", "_others", "_shard")
 
     def __init__(
         self,
         transport: "PointToPointTransport",
         tag: int,
         shard: torch.Tensor,
+        lowest: torch.Tensor,
         others: list[torch.Tensor],
         factor: torch.Tensor | float | None,
     ) -> None:
         super().__init__(transport, tag)
         self._shard = shard
+        self._lowest = lowest
         self._others = others
         self._factor = factor
 
     def finish(self) -> None:
         super().finish()
-        others, shard, factor = self._others, self._shard, self._factor
+        others, shard, lowest, factor = self._others, self._shard, self._lowest, self._factor
         if not others:
             return
         self._others = []
-        # The sum runs in rank order, whichever rank adds.
-        if shard.dtype not in _LOW_PRECISION:
-            for other in others:
-                shard.add_(other)
-            if factor is not None:
-                shard.mul_(factor)
-        elif len(others) == 1:
-            # One rounding where the factor is a power of two, and no overflow on the way.
-            if factor is None:
-                shard.add_(others[0])
+        if lowest is not shard:
+            if lowest.dtype in _LOW_PRECISION:
+                shard.copy_(lowest)
+                others = [other.to(shard.dtype) for other in others]
             else:
-                shard.mul_(factor).add_(others[0], alpha=factor)  # type: ignore[arg-type]  # cheaper than float()
+                _reduce(lowest, others, factor)
+                shard.copy_(lowest)
+                return
+        _reduce(shard, others, factor)
+
+
+def _reduce(shard: torch.Tensor, others: Sequence[torch.Tensor], factor: torch.Tensor | float | None) -> None:
+    """Add ``others`` to ``shard``, in rank order whichever rank adds, and multiply with ``factor``."""
+    if shard.dtype not in _LOW_PRECISION:
+        for other in others:
+            shard.add_(other)
+        if factor is not None:
+            shard.mul_(factor)
+    elif len(others) == 1:
+        # One rounding where the factor is a power of two, and no overflow on the way.
+        if factor is None:
+            shard.add_(others[0])
         else:
-            # Every addition would cost a rounding. Cast first: mixed addition is not vectorised.
-            total = shard.float()
-            for other in others:
-                total.add_(other.float())
-            shard.copy_(total if factor is None else total.mul_(factor))
+            shard.mul_(factor).add_(others[0], alpha=factor)  # type: ignore[arg-type]  # cheaper than float()
+    else:
+        # Every addition would cost a rounding. Cast first: mixed addition is not vectorised.
+        total = shard.float()
+        for other in others:
+            total.add_(other.float())
+        shard.copy_(total if factor is None else total.mul_(factor))
 
 
 class PointToPointTransport(ProcessGroupTransport):
@@ -177,7 +192,9 @@ class PointToPointTransport(ProcessGroupTransport):
         slices = buffer.data.chunk(self.world_size)
         gather = _Gather(self, tag)
         self._exchange(gather, [shard] * self.world_size, slices, tag)
-        slices[self.rank].copy_(shard)
+        own = slices[self.rank]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
         return gather
 
     def begin_reduce_scatter(
@@ -187,14 +204,16 @@ class PointToPointTransport(ProcessGroupTransport):
             return super().begin_reduce_scatter(source, shard, key, scale=scale)
         tag = 2 * key + 1
         slices = source.chunk(self.world_size)
-        # The lowest peer's slice lands in the result, the others' beside it.
+        # The lowest peer's slice lands in the result where that has its dtype, the others' beside it.
         lowest = 0 if self.rank else 1
+        numel = shard.numel()
+        first = shard if shard.dtype is source.dtype else source.new_empty(numel)
         landing = [
-            shard if peer == lowest else torch.empty_like(shard) for peer in range(self.world_size) if peer != self.rank
+            first if peer == lowest else source.new_empty(numel) for peer in range(self.world_size) if peer != self.rank
         ]
         landing.insert(self.rank, slices[self.rank])
         others = [tensor for peer, tensor in enumerate(landing) if peer != lowest]
-        reduction = _Reduce(self, tag, shard, others, self._factor(scale))
+        reduction = _Reduce(self, tag, shard, first, others, self._factor(scale))
         self._exchange(reduction, slices, landing, tag)
         return reduction
 

@@ -40,7 +40,7 @@ DONE = _Done()
 
 
 class _Running(Messages):
-    """A collective of the process group, then the scaling of its result.
+    """A collective of the process group, then the scaling of its result, and the cast.
 
     Args:
         transport: That starts it.
@@ -49,9 +49,10 @@ class _Running(Messages):
         args: Of the call.
         result: What it fills.
         factor: What the result is multiplied with, if anything.
+        cast: Where the result goes then, in another dtype, if anywhere.
     """
 
-    __slots__ = ("_factor", "_result")
+    __slots__ = ("_cast", "_factor", "_result")
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class _Running(Messages):
         args: Sequence[object],
         result: torch.Tensor,
         factor: torch.Tensor | float | None,
+        cast: torch.Tensor | None = None,
     ) -> None:
         order = transport.order
         order.count = number = order.count + 1
@@ -68,6 +70,7 @@ class _Running(Messages):
         Messages.__init__(self, transport, tag, number)  # super() costs as much again
         self._result = result
         self._factor = factor
+        self._cast = cast
         self.works.extend(starmap(call, (args,)))
 
     def finish(self) -> None:
@@ -75,6 +78,9 @@ class _Running(Messages):
         if self._factor is not None:
             self._result.mul_(self._factor)
             self._factor = None
+        if self._cast is not None:
+            self._cast.copy_(self._result)
+            self._cast = None
 
 
 class ProcessGroupTransport(Transport):
@@ -123,7 +129,8 @@ class ProcessGroupTransport(Transport):
         # parameters that view the buffer: autograd saved them, and gathering restores their values.
         buffer = buffer.data
         if self.world_size == 1 or not shard.numel():
-            buffer.copy_(shard)
+            if buffer.data_ptr() != shard.data_ptr():
+                buffer.copy_(shard)
             return DONE
         options = self._gather_here if buffer.is_cuda else self._gather
         if shard.dtype not in _CARRIED:
@@ -134,8 +141,9 @@ class ProcessGroupTransport(Transport):
         self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
     ) -> Pending:
         if self.world_size == 1 or not shard.numel():
-            torch.mul(source, scale, out=shard)
+            torch.mul(source, scale, out=shard) if source.dtype is shard.dtype else shard.copy_(source.mul_(scale))
             return DONE
+        cast, shard = (None, shard) if source.dtype is shard.dtype else (shard, source.new_empty(shard.numel()))
         result = shard
         if shard.is_complex():
             source, shard = torch.view_as_real(source).view(-1), torch.view_as_real(shard).view(-1)
@@ -145,7 +153,12 @@ class ProcessGroupTransport(Transport):
             options, scale = self._scatter_mean, 1.0
         else:
             options = self._scatter_here
-        return _Running(self, 2 * key + 1, self._reduce_scatter, (shard, source, options), result, self._factor(scale))
+        if source.dtype is torch.float16 and options is not self._scatter_mean:
+            # The sum may be more than this type holds, where the mean is not.
+            source.mul_(scale)
+            scale = 1.0
+        factor = self._factor(scale)
+        return _Running(self, 2 * key + 1, self._reduce_scatter, (shard, source, options), result, factor, cast)
 
     def begin_all_reduce(self, tensor: torch.Tensor, key: int, *, scale: float = 1.0) -> Pending:
         if self.world_size == 1 or not tensor.numel():

@@ -4,15 +4,18 @@ from composable.planning.cut import RaggedShard, boxes, in_memory_order, in_orde
 from composable.planning.layout import FlatLayout
 from composable.planning.options import ShardingStrategy, ShardOptions
 from composable.planning.planner import HandleMembers, make_plan, plan
+from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, skipped_modules
 from composable.planning.replaced import first_replacement, mark_replaced, marks_made, replacement_of
 from composable.planning.shard_plan import BufferPlan, HandlePlan, ShardPlan
 from composable.planning.tree import managed_modules, name_modules
 
 __all__ = [
+    "NO_CASTS",
     "BufferPlan",
     "FlatLayout",
     "HandleMembers",
     "HandlePlan",
+    "MixedPrecisionPolicy",
     "RaggedShard",
     "ShardOptions",
     "ShardPlan",
@@ -29,4 +32,5 @@ __all__ = [
     "name_modules",
     "plan",
     "replacement_of",
+    "skipped_modules",
 ]

@@ -8,6 +8,7 @@ from torch import nn
 
 from composable.errors import ConfigError
 from composable.planning.layout import Align
+from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, as_mixed_precision
 from composable.policies import PolicyLike
 
 __all__ = ["MeshDimStrategy", "ShardOptions", "ShardingStrategy"]
@@ -79,6 +80,7 @@ class ShardOptions:
         unused_gradients: What a parameter that no rank has a gradient for gets, ``none`` or ``zero``.
         align: What a cut may do to a parameter, by FQN: see ``plan_layout``.
         transport: The name to print.
+        mp_policy: Dtypes of computation and reduction, also as torch's own policies.
 
     Raises:
         ConfigError: Options are wrong, or contradict each other.
@@ -93,6 +95,7 @@ class ShardOptions:
     unused_gradients: str = "none"
     align: Mapping[str, Align] | None = None
     transport: str = "auto"
+    mp_policy: object = NO_CASTS
 
     def __post_init__(self) -> None:
         size = self.world_size
@@ -116,6 +119,12 @@ class ShardOptions:
                     "strategy and reshard_after_forward both say what is freed when", fix="pass one of them"
                 )
             _check_strategy(self.strategy)
+        as_mixed_precision(self.mp_policy)
+
+    @property
+    def precision(self) -> MixedPrecisionPolicy:
+        """Dtypes of computation and reduction."""
+        return as_mixed_precision(self.mp_policy)
 
     @property
     def frees(self) -> bool | None:

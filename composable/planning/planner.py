@@ -5,7 +5,7 @@ modules get a handle and which parameters each handle owns. Then the *layout* of
 buffers, which depends on the number of ranks. ``fully_shard`` executes the plan that ``plan`` shows.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,10 @@ from composable.errors import ConfigError
 from composable.planning.cut import order_of
 from composable.planning.layout import Align, plan_layout
 from composable.planning.options import ShardingStrategy, ShardOptions
+from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, ParamDtypes, skipped_modules
 from composable.planning.shard_plan import BufferPlan, HandlePlan, ParamPlan, ShardPlan
-from composable.planning.structure import FoundParam, find_structure, named_roots
+from composable.planning.structure import FoundHandle, FoundParam, find_structure, named_roots
+from composable.planning.tree import managed_modules
 from composable.policies import PolicyLike
 
 __all__ = ["HandleMembers", "make_plan", "plan"]
@@ -50,6 +52,7 @@ def plan(
     unused_gradients: str = "none",
     align: Mapping[str, Align] | None = None,
     transport: str = "auto",
+    mp_policy: MixedPrecisionPolicy = NO_CASTS,
 ) -> ShardPlan:
     """Say what ``fully_shard`` with the same arguments would do; nothing is changed or communicated.
 
@@ -65,6 +68,7 @@ def plan(
         unused_gradients: What a parameter that no rank has a gradient for gets, ``none`` or ``zero``.
         align: What a cut may do to a parameter, by FQN: see ``plan_layout``.
         transport: The name to print.
+        mp_policy: Dtypes of computation and reduction.
 
     Raises:
         ConfigError: An argument is wrong; the message names the module or parameter and the fix.
@@ -87,6 +91,7 @@ def plan(
         unused_gradients=unused_gradients,
         align=align,
         transport=transport,
+        mp_policy=mp_policy,
     )
     return make_plan(module, options)[0]
 
@@ -110,13 +115,16 @@ def make_plan(
             f"align names parameters that no handle owns: {sorted(unknown)}",
             fix="pass FQNs below the annotated module, as in named_parameters()",
         )
+    roots = [root for _, root in named_roots(module)]
+    managed = dict.fromkeys(managed_modules(roots, frozenset(options.ignored_modules or ())))
+    dtypes = _dtypes_of(handles, managed, options.precision)
     handle_plans = tuple(
         HandlePlan(
             module_fqns=handle.fqns,
             class_names=tuple(type(one).__name__ for one in handle.modules),
             reason=handle.reason,
             params=tuple(_plan_param(found) for found in handle.params),
-            buffers=_plan_buffers(handle.params, options.world_size, align),
+            buffers=_plan_buffers(handle.params, dtypes, options.world_size, align),
             reshard_after_forward=True if options.frees is None and handle.is_picked else options.frees,
             unused_gradients=options.unused_gradients,
         )
@@ -125,10 +133,11 @@ def make_plan(
     shard_plan = ShardPlan(
         world_size=options.world_size,
         transport=options.transport,
-        class_names=tuple(type(root).__name__ for _, root in named_roots(module)),
+        class_names=tuple(type(root).__name__ for root in roots),
         handles=handle_plans,
         kept_fqns=structure.kept_fqns,
         ignored_fqns=structure.ignored_fqns,
+        mp_policy=options.precision,
     )
     members = tuple(
         HandleMembers(
@@ -154,19 +163,39 @@ def _order_of(found: FoundParam, align: Mapping[str, Align]) -> tuple[int, ...]:
     return () if is_promised and order and order[0] else order
 
 
-def _plan_buffers(params: Sequence[FoundParam], world_size: int, align: Mapping[str, Align]) -> tuple[BufferPlan, ...]:
-    classes: dict[tuple[torch.dtype, bool], list[tuple[str, torch.Size]]] = {}
+def _dtypes_of(
+    handles: Iterable[FoundHandle], managed: Collection[nn.Module], policy: MixedPrecisionPolicy
+) -> dict[FoundParam, ParamDtypes]:
+    skipped = skipped_modules(managed, policy)
+    return {
+        found: policy.dtypes_of(
+            found.param, found.fqns[0], is_skipped=any(owner in skipped for owner, _ in found.owners)
+        )
+        for handle in handles
+        for found in handle.params
+    }
+
+
+def _plan_buffers(
+    params: Sequence[FoundParam],
+    dtypes: Mapping[FoundParam, ParamDtypes],
+    world_size: int,
+    align: Mapping[str, Align],
+) -> tuple[BufferPlan, ...]:
+    classes: dict[tuple[torch.dtype, bool, ParamDtypes], list[tuple[str, torch.Size]]] = {}
     for found in params:
-        key = (found.param.dtype, found.param.requires_grad)
+        key = (found.param.dtype, found.param.requires_grad, dtypes[found])
         classes.setdefault(key, []).append((found.fqns[0], found.param.shape))
     orders = {found.fqns[0]: order for found in params if (order := _order_of(found, align))}
     return tuple(
         BufferPlan(
             dtype,
             requires_grad,
+            used.compute,
+            used.reduce,
             plan_layout(
                 shapes, world_size, align={fqn: align[fqn] for fqn, _ in shapes if fqn in align}, orders=orders
             ),
         )
-        for (dtype, requires_grad), shapes in classes.items()
+        for (dtype, requires_grad, used), shapes in classes.items()
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from composable.planning.layout import FlatLayout
+from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy
 from composable.wording import bytes_text, count_text, dtype_text, list_text
 
 __all__ = ["BufferPlan", "HandleCollectives", "HandlePlan", "ParamPlan", "ShardPlan"]
@@ -33,10 +34,20 @@ class ParamPlan:
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """The flat buffer for one (dtype, requires_grad) class of a handle's parameters."""
+    """The flat buffer for one class of a handle's parameters, which are alike in all but their shapes.
+
+    Attributes:
+        dtype: In which the shards rest, and optimizers step.
+        requires_grad: Whether there are gradients.
+        compute_dtype: Of the unsharded buffer.
+        reduce_dtype: Of gradients while they are reduced.
+        layout: Where each parameter lies.
+    """
 
     dtype: torch.dtype
     requires_grad: bool
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
     layout: FlatLayout
 
     @property
@@ -46,11 +57,16 @@ class BufferPlan:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the whole buffer while it is unsharded."""
-        return self.layout.numel * self.dtype.itemsize
+        return self.layout.numel * self.compute_dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the whole buffer of gradients while they are reduced."""
+        return self.layout.numel * self.reduce_dtype.itemsize
 
     @property
     def padding_bytes(self) -> int:
-        """Bytes of padding in the whole buffer."""
+        """Bytes of padding in all shards together."""
         return self.layout.padding_numel * self.dtype.itemsize
 
 
@@ -153,6 +169,7 @@ class ShardPlan:
         handles: Left to right, depth first.
         kept_fqns: Modules below that earlier annotations manage; left as they are.
         ignored_fqns: Parameters that stay whole on every rank.
+        mp_policy: Dtypes of computation and reduction, as they were asked for.
     """
 
     world_size: int
@@ -161,6 +178,7 @@ class ShardPlan:
     handles: tuple[HandlePlan, ...]
     kept_fqns: tuple[str, ...] = ()
     ignored_fqns: tuple[str, ...] = ()
+    mp_policy: MixedPrecisionPolicy = NO_CASTS
 
     @property
     def numel(self) -> int:
@@ -246,7 +264,7 @@ class ShardPlan:
                     gathers * len(buffers),
                     gathers * sum(buffer.buffer_bytes for buffer in buffers),
                     len(trainable),
-                    sum(buffer.buffer_bytes for buffer in trainable),
+                    sum(buffer.gradient_bytes for buffer in trainable),
                 )
             )
         return tuple(found)
@@ -260,7 +278,11 @@ class ShardPlan:
             class_names: Their classes.
         """
         return ShardPlan(
-            self.world_size, self.transport, tuple(class_names), tuple(handle.renamed(roots) for handle in handles)
+            self.world_size,
+            self.transport,
+            tuple(class_names),
+            tuple(handle.renamed(roots) for handle in handles),
+            mp_policy=self.mp_policy,
         )
 
     def without(self, handles: Sequence[HandlePlan]) -> "ShardPlan":
@@ -283,7 +305,7 @@ class ShardPlan:
                 ],
                 "buffers": [
                     (
-                        str(buffer.dtype),
+                        [str(dtype) for dtype in (buffer.dtype, buffer.compute_dtype, buffer.reduce_dtype)],
                         buffer.requires_grad,
                         buffer.layout.shard_numel,
                         [(span.fqn, span.start, span.order) for span in buffer.layout.spans],
@@ -293,17 +315,20 @@ class ShardPlan:
             }
             for handle in self.handles
         ]
-        return hashlib.sha256(json.dumps([self.world_size, self.transport, handles]).encode()).hexdigest()
+        contents = [self.world_size, self.transport, str(self.mp_policy), handles]
+        return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
     def compared_text(self) -> str:
         """Return the plan with a line for each parameter, so that the first line in which ranks differ names it."""
         headline, *rest = str(self).splitlines()
-        params = [
-            f"parameter {param.fqn!r} {list(param.shape)} {dtype_text(param.dtype)},"
-            f" requires_grad={param.requires_grad}, module {handle.module_fqns[0]!r}"
-            for handle in self.handles
-            for param in handle.params
-        ]
+        params = []
+        for handle in self.handles:
+            dtypes = {span.fqn: _dtypes_text(buffer) for buffer in handle.buffers for span in buffer.layout.spans}
+            params += [
+                f"parameter {param.fqn!r} {list(param.shape)} {dtypes[param.fqn]},"
+                f" requires_grad={param.requires_grad}, module {handle.module_fqns[0]!r}"
+                for param in handle.params
+            ]
         return "\n".join([headline, *params, *rest])
 
     def __str__(self) -> str:
@@ -315,6 +340,8 @@ class ShardPlan:
             f" largest handle {bytes_text(largest)} unsharded; padding {bytes_text(self.padding_bytes)}",
         ]
         lines += self._handle_lines()
+        if str(self.mp_policy):
+            lines.append(f"  precision: {self.mp_policy}")
         if self.kept_fqns:
             lines.append(f"  annotated before, left as they are: {list_text(self.kept_fqns, _FQNS_SHOWN, write=str)}")
         if self.ignored_fqns:
@@ -358,9 +385,7 @@ class ShardPlan:
 
 def _describe_handle(handle: HandlePlan) -> str:
     """Return what is said of a handle after its name and class."""
-    kinds = ", ".join(
-        dtype_text(buffer.dtype) + ("" if buffer.requires_grad else " frozen") for buffer in handle.buffers
-    )
+    kinds = ", ".join(map(_describe_buffer, handle.buffers))
     padding = f", padding {bytes_text(handle.padding_bytes)}" if handle.padding_bytes else ""
     tied = sum(bool(param.shared_fqns) for param in handle.params)
     return (
@@ -370,3 +395,18 @@ def _describe_handle(handle: HandlePlan) -> str:
         f"{'; kept for backward' if handle.reshard_after_forward is False else ''}"
         f"{'; unused gradients are zero' if handle.unused_gradients == 'zero' else ''}"
     )
+
+
+def _describe_buffer(buffer: BufferPlan) -> str:
+    return _dtypes_text(buffer) + ("" if buffer.requires_grad else " frozen")
+
+
+def _dtypes_text(buffer: BufferPlan) -> str:
+    """Return the dtypes of a buffer: where it rests, and where they differ, is computed with and reduced."""
+    text = dtype_text(buffer.dtype)
+    if buffer.compute_dtype != buffer.dtype:
+        text += f" as {dtype_text(buffer.compute_dtype)}"
+    # Also where it follows from the other: elsewhere the rule is another one.
+    if buffer.requires_grad and not buffer.dtype == buffer.compute_dtype == buffer.reduce_dtype:
+        text += f" reduced in {dtype_text(buffer.reduce_dtype)}"
+    return text

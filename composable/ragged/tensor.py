@@ -222,6 +222,7 @@ class RaggedDTensor(DTensor):
             copied = RaggedDTensor.wrap(self._local_tensor.detach().clone(), self._spec, self.requires_grad)
             memo[id(self)] = copied
             if self.grad is not None:
+                copied.grad_dtype = self.grad_dtype
                 copied.grad = deepcopy(self.grad, memo)
             copied.__dict__.update(deepcopy(self.__dict__, memo))
         return copied

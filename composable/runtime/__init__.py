@@ -3,6 +3,7 @@
 from composable.runtime.copies import copy_module
 from composable.runtime.hooks import call_as_forward, register_fully_shard_hooks
 from composable.runtime.part import AnnotatedPart
+from composable.runtime.precision import keep_dtype
 from composable.runtime.scheduler import Scheduler
 from composable.runtime.state import FullyShardState, handle_of_module, sharded_state_of
 
@@ -13,6 +14,7 @@ __all__ = [
     "call_as_forward",
     "copy_module",
     "handle_of_module",
+    "keep_dtype",
     "register_fully_shard_hooks",
     "sharded_state_of",
 ]

@@ -91,6 +91,7 @@ class _Session:
         twin._handles = [self._memo[id(handle)] for handle in handles]
         twin.modules = ()
         twin.marked_buffers = []
+        twin.skipped_modules = {}
         twin.ignored_slots = []
         twin.ignored_modules = frozenset()
         twin._module_to_handle = {}
@@ -140,6 +141,11 @@ class _Session:
             twin.marked_buffers = [
                 (self._twin_of(module), name) for module, name in state.marked_buffers if self._is_inside(module)
             ]
+            twin.skipped_modules = {
+                self._twin_of(module): self._twin_of(around)
+                for module, around in state.skipped_modules.items()
+                if self._is_inside(module) and self._is_inside(around)
+            }
             twin.ignored_slots = [
                 (self._twin_of(module), name) for module, name in state.ignored_slots if self._is_inside(module)
             ]

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from composable.collectives import described
 from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.frames import run_as_call
+from composable.runtime.precision import CastBuffers, cast_floats
 from composable.runtime.readiness import check_not_lent
 from composable.runtime.scheduler import Scheduler
 from composable.runtime.state import FullyShardState, handle_of_module, sharded_state_of
@@ -40,25 +41,26 @@ def register_fully_shard_hooks(
         state: State of the annotation that manages it.
         handle: Its handle, ``None`` if it has none.
     """
-    hooks = _ModuleHooks(state, handle)
+    hooks = _hooks_of(module, state, handle)
     return around_forward(module, hooks.pre_forward, hooks.post_forward)
 
 
-def call_as_forward(module: nn.Module, run: Callable[[], T]) -> T:
-    """Return ``run()``, in which a fully sharded module does what it does around its forward."""
+def call_as_forward(module: nn.Module, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    """Return ``function(*args, **kwargs)``, around which a module does what it does around its forward."""
     state = sharded_state_of(module)
     if state is None:
-        return run()
-    hooks = _ModuleHooks(state, handle_of_module(module))
+        return function(*args, **kwargs)
+    hooks = _hooks_of(module, state, handle_of_module(module))
 
     def run_between_hooks() -> T:
         output: Any = None
-        hooks.pre_forward(module, (), {})
+        changed = hooks.pre_forward(module, args, kwargs)
+        own_args, own_kwargs = (args, kwargs) if changed is None else changed
         try:
-            output = run()
+            output = function(*own_args, **own_kwargs)
         finally:
-            changed = hooks.post_forward(module, (), output)
-        return output if changed is None else changed  # type: ignore[no-any-return]  # what run returned
+            changed = hooks.post_forward(module, args, output)
+        return output if changed is None else changed  # type: ignore[no-any-return]  # what the function returned
 
     return run_as_call(module, run_between_hooks)
 
@@ -118,6 +120,63 @@ class _ModuleHooks:
             _hook_outputs(output if changed is None else changed, root.scheduler, handle, module)
         root.scheduler.exit_forward()
         return changed
+
+
+class _CastingHooks(_ModuleHooks):
+    """The hooks of one module that has a mixed precision policy."""
+
+    __slots__ = ("_buffers", "_modules")
+
+    def __init__(self, state: FullyShardState, handle: Handle | None) -> None:
+        super().__init__(state, handle)
+        dtype = state.plan.mp_policy.buffer_dtype
+        self._buffers = None if dtype is None else CastBuffers(dtype)
+        self._modules: list[nn.Module] | None = None
+
+    @opaque
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        changed = super().pre_forward(module, args, kwargs)
+        if self._shows_full():
+            return changed
+        state = self._state
+        root = state.root
+        assert root is not None, "the call above decided it"
+        is_root = root.state is state and module in state.modules
+        dtype = state.plan.mp_policy.casts_inputs(is_root=is_root)
+        if dtype is not None:
+            args, kwargs = (args, kwargs) if changed is None else changed
+            changed = cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        if self._buffers is not None:
+            if self._modules is None:
+                self._modules = state.modules_around(module)
+            self._buffers.enter(self._modules, is_outermost=root.scheduler.is_outermost(module))
+        return changed
+
+    @opaque
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        root = self._state.root
+        if root is None or not root.scheduler.is_running(module) or self._shows_full():
+            return super().post_forward(module, args, output)
+        if self._buffers is not None:
+            self._buffers.leave()
+        dtype, cast = self._state.plan.mp_policy.output_dtype, output
+        if dtype is not None and output is not None:
+            try:
+                cast = cast_floats(output, dtype)
+            except BaseException:
+                super().post_forward(module, args, None)
+                raise
+        changed = super().post_forward(module, args, cast)
+        return cast if changed is None and cast is not output else changed
+
+    def _shows_full(self) -> bool:
+        """Inside ``unshard_params`` a module is the plain one."""
+        return self._handle is not None and self._handle.held_with is not None
+
+
+def _hooks_of(module: nn.Module, state: FullyShardState, handle: Handle | None) -> _ModuleHooks:
+    is_plain = not str(state.plan.mp_policy) or module in state.skipped_modules
+    return (_ModuleHooks if is_plain else _CastingHooks)(state, handle)
 
 
 class _OutputHook(GradientHook):

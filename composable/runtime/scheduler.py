@@ -133,6 +133,10 @@ class Scheduler:
         """Say whether ``module`` is the innermost managed module whose forward has started."""
         return bool(self._running) and self._running[-1] is module
 
+    def is_outermost(self, module: nn.Module) -> bool:
+        """Say whether of the calls of ``module`` that are running this is the only one."""
+        return self._running.count(module) == 1
+
     @property
     def first_node(self) -> int:
         """Number of autograd's next node when the innermost managed module started its forward; -1: in backward."""
@@ -160,11 +164,9 @@ class Scheduler:
             UsageError: A context has lent the parameters to the user.
         """
         if handle.is_lent:
-            raise UsageError(
-                "a forward cannot run while unshard_params shows copies or gradients of the parameters",
-                at=f"{place_of_rank()}, module {handle.fqn!r}",
-                fix="leave the context first, or enter it without rank0_only, offload_to_cpu and with_grads",
-            )
+            if handle.is_shown_whole and not torch.is_grad_enabled():
+                return
+            raise _lent(handle)
         turn = self._turns[handle]
         if len(handle.modules) > 1 and not turn.modules_left:
             turn.modules_left.update(handle.modules)
@@ -199,6 +201,8 @@ class Scheduler:
             leaks: Backward may get to nodes of this call before it gets to an output, or without.
         """
         turn = self._turns[handle]
+        if handle.is_lent:
+            return self._clock
         turn.modules_left.discard(module)
         if self._first_nodes[-1] < 0:
             if is_differentiable:
@@ -293,6 +297,8 @@ class Scheduler:
         for handle, turn in self._turns.items():
             if handle.keeps_gradients:
                 handle.drop_zeroed_gradients()
+            if handle.casts_gradients:
+                handle.sum_in_reduce_dtype()
             if handle.has_unsynced_gradients and turn.first_forward is None:
                 turn.first_forward = 0
                 armed = [*armed, turn]
@@ -540,6 +546,17 @@ class Scheduler:
         self._agreements = ()
         for turn in self._turns.values():
             turn.accounts = []
+
+
+def _lent(handle: Handle) -> UsageError:
+    fix = "leave the context first, or enter it without rank0_only, offload_to_cpu and with_grads"
+    if handle.is_shown_whole:
+        fix = "leave the context first, or call the module under torch.no_grad(): it is shown in full precision"
+    return UsageError(
+        "a forward cannot run while unshard_params shows copies or gradients of the parameters",
+        at=f"{place_of_rank()}, module {handle.fqn!r}",
+        fix=fix,
+    )
 
 
 def _first_forward(turn: Turn) -> int:

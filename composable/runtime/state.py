@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 import _traversal_utils
 from composable.collectives import Grid, Ranks, host_transport_of, notice_tree, transport_of
-from composable.contract import managing_state
+from composable.contract import get_registry, managing_state
 from composable.errors import UsageError, located, place_of_rank
 from composable.planning import ShardPlan, name_modules
 from composable.runtime.account import Account
@@ -38,6 +38,7 @@ class FullyShardState:
         transport_name: How the handles' bytes travel.
         ignored_modules: What the annotation leaves alone, with all below.
         ignored_slots: (module, name) of the parameters outside of these that it leaves alone.
+        skipped_modules: What keeps its dtype under the mixed precision policy, each with the outermost around it.
         marked_buffers: (module, name) of buffers that may hold the mark of memory that nobody has written to.
         _handles: Handles of this annotation, left to right, depth first.
         hook_handles: Remove them, and the modules run as plain ones again.
@@ -53,6 +54,7 @@ class FullyShardState:
         self.transport_name = ""
         self.ignored_modules: frozenset[nn.Module] = frozenset()
         self.ignored_slots: list[tuple[nn.Module, str]] = []
+        self.skipped_modules: dict[nn.Module, nn.Module] = {}
         self.marked_buffers: list[tuple[nn.Module, str]] = []
         self._handles: list[Handle] = []
         self._module_to_handle: dict[nn.Module, Handle] = {}
@@ -79,6 +81,23 @@ class FullyShardState:
         if self.root is None or self.root.state is not self:
             raise AttributeError("only the state where forward starts knows the whole tree, from the first forward on")
         return self.root
+
+    def modules_around(self, module: nn.Module) -> list[nn.Module]:
+        """Return what a fully sharded module runs: itself and what is below, but for other fully sharded modules.
+
+        Nor those that the annotation ignores or skips, with what is below them.
+        """
+        found: dict[nn.Module, None] = {}
+        stack = [module]
+        while stack:
+            visited = stack.pop()
+            is_other = visited is not module and (
+                visited in self._module_to_handle or get_registry(visited) or visited in self.ignored_modules
+            )
+            if visited not in found and not is_other and visited not in self.skipped_modules:
+                found[visited] = None
+                stack += visited.children()
+        return list(found)
 
     def mark_handles(self) -> None:
         """Note that parameters may hold the mark of memory that nobody has written to."""

@@ -1,8 +1,8 @@
 """A context in which modules hold full, plain parameters, to read or to change.
 
 Values are gathered handle by handle. Where every rank shows them they stay in the handles'
-own buffers, and forward and backward may run; where only one rank does, or the host, they
-are copies, of which only one handle passes through a device at a time.
+own buffers, and forward and backward may run; where only one rank does, or the host, or where they
+are computed with in another dtype, they are copies, of which one handle passes through a device at a time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,7 +60,9 @@ def unshard_params(
     ``state_dict()`` and ``load_state_dict()`` are those of the plain module. Change values in place.
 
     Without ``rank0_only``, ``offload_to_cpu`` and ``with_grads`` the module may run in the block,
-    without communication. Calls may nest with equal options; the outermost one gathers and writes back.
+    without communication; where a mixed precision policy casts parameters, under ``torch.no_grad()`` only.
+    Parameters are in their own dtype, and nothing is cast in the block. Calls may nest with equal options; the
+    outermost one gathers and writes back.
 
     An exception in the block restores the values from before it; with ``writeback`` on every rank, which raises too.
 
@@ -203,6 +205,8 @@ class _Shown:
         layout = self.params[0].layout
         self.ranks = layout.ranks
         self.is_first = layout.rank == 0
+        # The handle's unsharded parameters would have lost what the cast drops.
+        self.is_copied = options.copies or handle.casts_params
         self._placed: list[nn.Parameter] | None = None
         self._before = self._versions()
 
@@ -213,7 +217,7 @@ class _Shown:
         # What an earlier forward left unsharded may be older than the shard.
         scheduler.reshard(handle)
         handle.attach()
-        if not options.copies:
+        if not self.is_copied:
             scheduler.shards_written()
             scheduler.unshard(handle)
             self._placed = [param.leaf() for param in self.params]
@@ -224,7 +228,8 @@ class _Shown:
                 for param, stand_in in zip(self.params, self._placed, strict=True):
                     param.place(stand_in)
         handle.held_with = options
-        handle.is_lent = options.copies or options.with_grads
+        handle.is_lent = self.is_copied or options.with_grads
+        handle.is_shown_whole = not options.copies and not options.with_grads
         if self._placed is not None and grads is not None:
             for placed, grad in zip(self._placed, grads, strict=True):
                 placed.grad = grad
@@ -254,10 +259,11 @@ class _Shown:
     def write_back(self) -> None:
         """Take over what the block changed. Collective with ``rank0_only``."""
         if not self.options.copies:
+            for param, placed in zip(self.params, self._placed or ()):
+                param.sharded.requires_grad_(placed.requires_grad)
+        if not self.is_copied:
             for flat in self.handle.buffers:
                 flat.write_back()
-            for param in self.params:
-                param.sharded.requires_grad_(param.leaf().requires_grad)
         elif self.options.rank0_only:
             spread_full([param.ragged for param in self.params], self._placed_at, src=0)
         else:
@@ -269,7 +275,7 @@ class _Shown:
     def restore(self) -> None:
         """Let the modules hold sharded parameters again; nothing if they do."""
         self.handle.held_with = None
-        self.handle.is_lent = False
+        self.handle.is_lent = self.handle.is_shown_whole = False
         for param, placed in zip(self.params, self._placed or ()):
             if self.options.with_grads:
                 placed.grad = None
@@ -291,8 +297,9 @@ class _Shown:
 
     def _copy(self) -> list[torch.Tensor] | None:
         host = torch.device("cpu") if self.options.offload_to_cpu else None
-        if self.options.rank0_only:
-            return collect_full([param.ragged for param in self.params], dst=0, device=host)
+        if self.options.rank0_only or self.handle.casts_params:
+            dst = 0 if self.options.rank0_only else None
+            return collect_full([param.ragged for param in self.params], dst=dst, device=host)
         self.scheduler.shards_written()
         self.scheduler.unshard(self.handle)
         copies = [param.leaf().detach().to(host or self.ranks.device, copy=True) for param in self.params]
@@ -316,8 +323,9 @@ class _Shown:
             for param, grad in zip(self.params, grads, strict=True):
                 param.sharded.grad = None
                 if grad is not None:
-                    piece = slice_full(grad, param.layout).to(param.ragged._local_tensor, copy=True)
-                    hand_over_grad(param.sharded, RaggedDTensor.wrap(piece, param.spec))
+                    local = param.ragged._local_tensor
+                    piece = slice_full(grad, param.layout).to(local.device, param.grad_spec.dtype, copy=True)
+                    hand_over_grad(param.sharded, RaggedDTensor.wrap(piece, param.grad_spec))
             return
         is_there = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8, device=self.ranks.device)
         self.ranks.broadcast(is_there, 0)
@@ -325,8 +333,8 @@ class _Shown:
         for param, has_grad in zip(self.params, is_there.tolist(), strict=True):
             param.sharded.grad = None
             if has_grad:
-                piece = torch.empty_like(param.ragged._local_tensor)
-                hand_over_grad(param.sharded, RaggedDTensor.wrap(piece, param.spec))
+                piece = torch.empty_like(param.ragged._local_tensor, dtype=param.grad_spec.dtype)
+                hand_over_grad(param.sharded, RaggedDTensor.wrap(piece, param.grad_spec))
                 filled.append(param.sharded.grad)
         full = [grad for grad in grads if grad is not None]
         spread_full(filled, full.__getitem__, src=0)

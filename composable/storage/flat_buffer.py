@@ -1,9 +1,9 @@
-"""One (dtype, requires_grad) class of a handle's parameters, laid out in one flat buffer.
+"""One class of a handle's parameters, alike in dtypes and requires_grad, laid out in one flat buffer.
 
 Owns three tensors: the rank's *shard* [S], alive for good; the unsharded *buffer* [W * S],
 whose storage is allocated and freed in place so that views saved by autograd stay right;
 and, during backward, the *gradient buffer* [W * S] that is reduced into a fresh shard [S]. How
-one becomes the other is the business of its two paths.
+one becomes the other, in which dtypes too, is the business of its two paths.
 
 Sizes are in elements. Nothing here decides when, or on which stream, anything runs.
 
@@ -24,7 +24,7 @@ from composable.errors import UsageError, place_of_rank
 from composable.frames import will_get_gradient
 from composable.planning import BufferPlan, HandleMembers, local_shape
 from composable.ragged import HOOKS, RaggedDTensor, hand_over_grad, ragged_spec
-from composable.storage.gather_path import Gather, GatherPath
+from composable.storage.gather_path import CastGather, Gather, GatherPath
 from composable.storage.gradient_buffer import GradientBuffer
 from composable.storage.gradient_path import GradientPath, ScatterPath
 from composable.storage.sharded_param import ShardedParam
@@ -47,8 +47,12 @@ class FlatBuffer:
         device: Where shards and buffers live.
         is_deferred: The values come later: the shard is on ``device`` and zero, also where
             the originals are real. Without it, it is on meta as long as one of them is.
+        keeps_reduce_dtype: Reduced gradients stay in the dtype in which they were reduced.
 
     Attributes:
+        dtype: Of the shard.
+        compute_dtype: Of the buffer, and of the gradients that autograd makes.
+        gradient_dtype: Of reduced gradients.
         all_bits: A bit for each parameter, as other numbers whose bits are some of them.
         is_away: The shard rests on another device than the ranks talk on.
         is_marked: Part of the shard may hold the mark of memory that nobody has written to.
@@ -63,16 +67,19 @@ class FlatBuffer:
         device: torch.device,
         *,
         is_deferred: bool = False,
+        keeps_reduce_dtype: bool = False,
     ) -> None:
         self.plan = plan
         self.dtype = plan.dtype
+        self.compute_dtype = plan.compute_dtype
+        self.gradient_dtype = plan.reduce_dtype if keeps_reduce_dtype else plan.dtype
         self.is_empty = plan.layout.numel == 0
         self.pool_key = _pool_key(plan, device)
         self.device = device
         self.is_marked = False
         self.is_away = not is_deferred and any(members.originals[span.fqn].is_meta for span in plan.layout.spans)
         self.shard = torch.zeros(plan.layout.shard_numel, dtype=plan.dtype, device="meta" if self.is_away else device)
-        self.params = _sharded_params(plan, module_fqn, members, mesh, self.shard)
+        self.params = _sharded_params(plan, module_fqn, members, mesh, self.shard, self.gradient_dtype)
         if not is_deferred:
             self._take_values([members.originals[span.fqn] for span in plan.layout.spans])
         split = plan.layout.split_of(mesh.get_local_rank())
@@ -85,7 +92,10 @@ class FlatBuffer:
         self._transport: Transport | None = None
         self._buffer: torch.Tensor | None = None
         self._storage: torch.UntypedStorage | None = None
-        self._buffer_bytes = plan.layout.numel * self.shard.element_size()
+        self._buffer_bytes = plan.buffer_bytes
+        # What gradients are collected in: its dtype and device.
+        self._gradient_like = torch.empty(0, dtype=plan.reduce_dtype, device=device)
+        self._sums = False
 
     def _take_values(self, originals: Sequence[nn.Parameter]) -> None:
         """Keep this rank's pieces of the originals; without a shard, in memory of their own where there are values."""
@@ -111,8 +121,9 @@ class FlatBuffer:
         """
         if self._transport is not transport:
             key = transport.allocate_key()
-            self.gather_path = Gather(transport, key)
-            self.gradient_path = ScatterPath(transport, key, divisor)
+            makes_copy = self.compute_dtype != self.dtype
+            self.gather_path = (CastGather if makes_copy else Gather)(transport, key)
+            self.gradient_path = ScatterPath(transport, key, divisor, self.gradient_dtype)
             self._transport = transport
 
     def begin_unshard(self) -> Pending:
@@ -290,6 +301,28 @@ class FlatBuffer:
             ) from error
         return had
 
+    def sum_in_reduce_dtype(self, *, sums: bool) -> None:
+        """Choose whether autograd adds up gradients in the dtype of the reduction, as it does those that wait.
+
+        It casts each gradient before it adds it; those that are reduced at once are cast on their way.
+        """
+        if not (sums or self._sums):
+            return
+        self._sums = sums
+        for param in self.params:
+            leaf = param.unsharded
+            if leaf is None:
+                continue
+            grad, dtype = leaf.grad, self.plan.reduce_dtype
+            if grad is None:
+                leaf.grad_dtype = dtype if sums else self.compute_dtype
+            elif grad.dtype == dtype:
+                self._sums = True  # Until it is reduced.
+            elif sums:
+                leaf.grad = None
+                leaf.grad_dtype = dtype
+                leaf.grad = grad.to(dtype)
+
     def copied(self, memo: dict[int, Any], *, with_kept_gradients: bool) -> "FlatBuffer":
         """Return a deep copy with a shard of its own, not connected to a transport.
 
@@ -309,7 +342,9 @@ class FlatBuffer:
             twin.free_buffer()
             for param, own in zip(self.params, twin.params, strict=True):
                 if param.unsharded is not None and param.unsharded.grad is not None:
-                    own.leaf().grad = param.unsharded.grad.clone()
+                    grad = param.unsharded.grad.clone()
+                    own.leaf().grad_dtype = grad.dtype
+                    own.leaf().grad = grad
         return twin
 
     def has_gradients(self) -> bool:
@@ -364,7 +399,7 @@ class FlatBuffer:
     def make_gradient_buffer(self) -> GradientBuffer:
         """Allocate what ``take_gradients`` fills, on the current stream."""
         assert self._transport is not None, "connected when the root was decided"
-        return GradientBuffer(self.plan.layout, self._transport.empty(self.plan.layout.numel, self.shard))
+        return GradientBuffer(self.plan.layout, self._transport.empty(self.plan.layout.numel, self._gradient_like))
 
     def accumulate(self, reduced: torch.Tensor, bits: int, *, with_hooks: bool = False) -> None:
         """Make ``reduced`` [S] the gradient of some sharded parameters, or add it to what they have.
@@ -390,7 +425,7 @@ class FlatBuffer:
             if held is None or held is param.placeholder:
                 param.placeholder = None
                 hand_over_grad(sharded, grad)
-            elif isinstance(held, RaggedDTensor) and held._spec is param.spec:
+            elif isinstance(held, RaggedDTensor) and held._spec is param.grad_spec:
                 if index is not None:
                     held._local_tensor.add_(grad._local_tensor)
             else:
@@ -402,7 +437,7 @@ class FlatBuffer:
         layout = self.plan.layout
         # What is made in inference mode could never be saved for backward, and this is made once.
         with torch.inference_mode(mode=False):
-            buffer = torch.empty(layout.numel, dtype=self.dtype, device=self.shard.device)
+            buffer = torch.empty(layout.numel, dtype=self.compute_dtype, device=self.device)
             for span, param in zip(layout.spans, self.params, strict=True):
                 param.make_unsharded(span.view_in(buffer.data))
             self._buffer = buffer.data
@@ -421,11 +456,16 @@ def _pool_key(plan: BufferPlan, device: torch.device) -> object:
     layout = plan.layout
     spans = tuple((span.start, span.shape, span.order) for span in layout.spans)
     # To hash all that in every backward would take microseconds.
-    return _POOL_KEYS.setdefault((spans, layout.numel, plan.dtype, device), _PoolKey())
+    return _POOL_KEYS.setdefault((spans, layout.numel, plan.reduce_dtype, device), _PoolKey())
 
 
 def _sharded_params(
-    plan: BufferPlan, module_fqn: str, members: HandleMembers, mesh: DeviceMesh, shard: torch.Tensor
+    plan: BufferPlan,
+    module_fqn: str,
+    members: HandleMembers,
+    mesh: DeviceMesh,
+    shard: torch.Tensor,
+    grad_dtype: torch.dtype,
 ) -> list[ShardedParam]:
     """Return the parameters of a class with pieces in ``shard``, whose values are not theirs yet."""
     params = []
@@ -442,6 +482,7 @@ def _sharded_params(
                 start,
                 stop,
                 local_shape(span.shape, bounds, mesh.get_local_rank(), span.order),
+                grad_dtype,
             )
         )
     return params
@@ -451,5 +492,5 @@ def _cannot_cast(fqn: str, old: torch.dtype, new: torch.dtype) -> UsageError:
     return UsageError(
         f"a sharded parameter of {str(old)[6:]} cannot become {str(new)[6:]}",
         at=f"parameter {fqn!r}",
-        fix="convert the model before fully_shard; for another dtype in computation use torch.autocast",
+        fix="convert the model before fully_shard; for another dtype in computation pass mp_policy",
     )

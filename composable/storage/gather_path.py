@@ -9,7 +9,7 @@ import torch
 
 from composable.collectives import Pending, Transport
 
-__all__ = ["Gather", "GatherPath"]
+__all__ = ["CastGather", "Gather", "GatherPath"]
 
 
 class GatherPath(Protocol):
@@ -47,3 +47,19 @@ class Gather:
 
     def begin(self, buffer: torch.Tensor, shard: torch.Tensor) -> Pending:
         return self.transport.begin_all_gather(buffer, shard, self.key)
+
+
+class CastGather(Gather):
+    """One all-gather of shards in another dtype than the buffer's.
+
+    The cast is the copy that brings this rank's shard into the buffer in any case.
+    """
+
+    __slots__ = ()
+
+    def begin(self, buffer: torch.Tensor, shard: torch.Tensor) -> Pending:
+        numel, rank = shard.numel(), self.transport.rank
+        # Through `data`, so that parameters which view the buffer do not count as modified.
+        own = buffer.data[rank * numel : (rank + 1) * numel]
+        own.copy_(shard)
+        return self.transport.begin_all_gather(buffer, own, self.key)

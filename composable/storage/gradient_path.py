@@ -48,18 +48,20 @@ class ScatterPath:
         transport: Of the ranks that share the shard.
         key: Of the buffer.
         divisor: Ranks whose gradients the mean is over.
+        dtype: Of the result.
     """
 
-    __slots__ = ("_scale", "key", "transport")
+    __slots__ = ("_dtype", "_scale", "key", "transport")
 
-    def __init__(self, transport: Transport, key: int, divisor: int) -> None:
+    def __init__(self, transport: Transport, key: int, divisor: int, dtype: torch.dtype) -> None:
         self.transport = transport
         self.key = key
         self._scale = 1.0 / divisor
+        self._dtype = dtype
 
     def begin(self, source: torch.Tensor) -> Reduction:
         transport = self.transport
-        shard = transport.empty(source.numel() // transport.world_size, source)
+        shard = transport.empty(source.numel() // transport.world_size, source, self._dtype)
         return _Scattering(transport.begin_reduce_scatter(source, shard, self.key, scale=self._scale), shard)
 
 

@@ -106,7 +106,8 @@ class Handle:
         is_unsharded: The unsharded parameters are there, and the modules hold them.
         is_hidden: They are there, and the modules hold the sharded ones all the same.
         held_with: Options of the context that shows full parameters to the user; ``reshard`` has to wait.
-        is_lent: That context shows them in a way that forward and backward cannot use.
+        is_lent: That context shows them in a way that forward and backward cannot use,
+        is_shown_whole: but forward can where nothing is to have a gradient: every module holds a whole copy.
         reshard_option: What the user asked for; ``None``: free between forward and backward unless root.
         reshard_after_forward: What that means now that the root is known.
         requires_gradient_sync: Reduce gradients at the end of this handle's backward.
@@ -114,6 +115,8 @@ class Handle:
         has_unsynced_gradients: The last backward did not synchronise, on any rank.
         is_shared: Two roots have run it, and its memory stays.
         keeps_gradients: Such a backward left gradients on leaves of this rank.
+        casts_params: Unsharded parameters have another dtype than sharded ones.
+        casts_gradients: They are reduced in another dtype than autograd makes them in.
         forward_prefetch: Handles to unshard after this one in forward, or ``None``: as recorded.
         backward_prefetch: The same for backward.
         copy_key: Which copy of which copy of the annotated handle this is; empty for that one.
@@ -135,6 +138,8 @@ class Handle:
         self.backward_prefetch: tuple[Handle, ...] | None = None
         self.copy_key = ""
         self._copies = 0
+        self.casts_params = any(flat.compute_dtype != flat.dtype for flat in buffers)
+        self.casts_gradients = any(flat.plan.reduce_dtype != flat.compute_dtype for flat in buffers)
         self._start_sharded()
         self._place_sharded()
 
@@ -161,6 +166,7 @@ class Handle:
         self.is_hidden = False
         self.held_with: object | None = None
         self.is_lent = False
+        self.is_shown_whole = False
         self._gathers: list[Pending] | None = None  # Of an unshard that has not ended, also of one that never will.
         self._places: list[tuple[nn.Module, str, ShardedParam]] = []
         self._plain_owners: list[tuple[nn.Module, str, ShardedParam]] = []
@@ -377,6 +383,12 @@ class Handle:
         self.keeps_gradients = False
         for flat in self.buffers:
             flat.drop_zeroed_gradients()
+
+    def sum_in_reduce_dtype(self) -> None:
+        """In the backward that begins, add up gradients that wait for later ones in the dtype of the reduction."""
+        for flat in self.buffers:
+            if flat.plan.reduce_dtype != flat.compute_dtype:
+                flat.sum_in_reduce_dtype(sums=not self.requires_gradient_sync)
 
     def lies_in_buffer(self, tensor: torch.Tensor) -> bool:
         """Say whether a plain tensor is a view of the unsharded parameters."""

@@ -45,6 +45,7 @@ class ShardedParam:
         sharded: What ``module.parameters()`` gives: ``RaggedDTensor``, full shape.
         unsharded: Plain leaf that views the buffer; ``None`` until the first unshard.
         local: This rank's piece, a view of the handle's shard; what ``sharded`` shows, unless torch replaced it.
+        grad_spec: Cut and dtype of the gradient that ``sharded`` gets.
         start: First element of this rank's piece in the handle's shard.
         stop: Past the last one; equal to ``start`` where this rank owns nothing.
         placeholder: The zero gradient that ``sharded`` has while the leaf keeps one to be reduced later.
@@ -56,6 +57,7 @@ class ShardedParam:
         "_kept_beside",
         "_marks",
         "fqn",
+        "grad_spec",
         "local",
         "local_shape",
         "owners",
@@ -78,17 +80,20 @@ class ShardedParam:
         start: int,
         stop: int,
         local_shape: Sequence[int],
+        grad_dtype: torch.dtype,
     ) -> None:
         self.fqn = fqn
         self.owners = tuple(owners)
         self.shape = original.shape
         self.spec = spec
+        self.grad_spec = spec.cast(grad_dtype)
         self.start = start
         self.stop = stop
         self.local_shape = tuple(local_shape)
         self._is_flat = len(self.local_shape) == 1
         self.local = self.piece_of(shard)
         self.sharded = nn.Parameter(RaggedDTensor.wrap(self.local, spec), requires_grad=original.requires_grad)
+        self._permit_grad()
         self.unsharded: nn.Parameter | None = None
         self._empty_grad: RaggedDTensor | None = None
         self.placeholder: RaggedDTensor | None = None
@@ -121,8 +126,14 @@ class ShardedParam:
             with without_flat_weight_refs(module for module, _ in self.owners):
                 torch.utils.swap_tensors(sharded, fresh)
             _share_hooks(fresh, sharded)
+            self._permit_grad()
             self._empty_grad = None
         self.bring_back_marks()
+
+    def _permit_grad(self) -> None:
+        """Let the sharded parameter have gradients of another dtype, where they stay in that of the reduction."""
+        if self.grad_spec.dtype != self.spec.dtype:
+            self.sharded.grad_dtype = self.grad_spec.dtype
 
     def bring_back_marks(self) -> None:
         """Give the sharded parameter its attributes again, if torch has swapped it for another one."""
@@ -216,13 +227,13 @@ class ShardedParam:
 
     def wrap_grad(self, local: torch.Tensor) -> RaggedDTensor:
         """Wrap this rank's piece [stop - start] of a reduced gradient."""
-        return RaggedDTensor.wrap(local if self._is_flat else local.view(self.local_shape), self.spec)
+        return RaggedDTensor.wrap(local if self._is_flat else local.view(self.local_shape), self.grad_spec)
 
     def empty_grad(self) -> RaggedDTensor:
         """Return the gradient of a parameter of which this rank owns nothing, always the same one."""
         if self._empty_grad is None:
             self._empty_grad = RaggedDTensor.wrap(
-                torch.empty(self.local_shape, dtype=self.sharded.dtype, device=self.sharded.device), self.spec
+                torch.empty(self.local_shape, dtype=self.grad_spec.dtype, device=self.sharded.device), self.grad_spec
             )
         return self._empty_grad
 
@@ -234,7 +245,9 @@ class ShardedParam:
         if held is None:
             held = self.empty_grad()
             if self.stop > self.start:
-                held = RaggedDTensor.wrap(torch.zeros_like(self.ragged._local_tensor), self.spec)
+                held = RaggedDTensor.wrap(
+                    torch.zeros_like(self.ragged._local_tensor, dtype=self.grad_spec.dtype), self.grad_spec
+                )
             self.placeholder = held
             hand_over_grad(self.sharded, held)
         watch_zeroing(held)
@@ -293,6 +306,8 @@ class ShardedParam:
             # Just made, or before its handle was met, say in an optimizer's groups: a tensor of its own until now.
             known._local_tensor = twin.local
         twin.sharded = known
+        if known.grad is None:
+            twin._permit_grad()
         twin._marks = known.__dict__
         if self._kept_beside is not None and self.sharded.grad is self._kept_beside:
             twin._kept_beside = known.grad

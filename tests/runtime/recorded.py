@@ -51,8 +51,8 @@ class RecordedTransport(Transport):
     def allocate_key(self) -> int:
         return self._inner.allocate_key()
 
-    def empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        return self._inner.empty(numel, like)
+    def empty(self, numel: int, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self._inner.empty(numel, like, dtype)
 
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
         self._recorder.call(buffer, f"the buffer of {self._name}")

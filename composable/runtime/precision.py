@@ -1,0 +1,158 @@
+"""Casts at the border of a fully sharded module, as its mixed precision policy asks: inputs, buffers, outputs.
+
+Parameters and gradients are cast on their way through the collectives, see ``storage/``.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from composable.torch_hooks import around_forward
+from composable.torch_private import opaque, tree_map
+
+__all__ = ["CastBuffers", "cast_floats", "keep_dtype"]
+
+T = TypeVar("T")
+
+
+def cast_floats(value: T, dtype: torch.dtype) -> T:
+    """Return ``value`` with the floating-point tensors in it cast, by operations that autograd knows.
+
+    It looks into tuples, lists, dicts, dataclasses and what else torch's pytrees know; what has nothing to
+    cast stays the same object.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.dtype is dtype or not value.is_floating_point():
+            return value
+        return value.to(dtype)  # type: ignore[return-value]  # a tensor too
+    if not value:
+        return value
+    is_changed = False
+
+    def cast(one: Any) -> Any:
+        nonlocal is_changed
+        if isinstance(one, torch.Tensor):
+            changed = cast_floats(one, dtype)
+        elif dataclasses.is_dataclass(one) and not isinstance(one, type):
+            changed = _cast_fields(one, dtype)
+        else:
+            return one
+        is_changed |= changed is not one
+        return changed
+
+    found: T = tree_map(cast, value)
+    return found if is_changed else value
+
+
+def _cast_fields(value: Any, dtype: torch.dtype) -> Any:
+    changed = value
+    for field in dataclasses.fields(value):
+        held = getattr(value, field.name, None)
+        new = None if held is None else cast_floats(held, dtype)
+        if new is not held:
+            if changed is value:
+                changed = copy.copy(value)
+            object.__setattr__(changed, field.name, new)
+    return changed
+
+
+class CastBuffers:
+    """Lets modules hold their floating-point buffers in another dtype while one of them runs.
+
+    Before and after they hold their own, with what the computation wrote into the others: nothing that
+    reads a model between steps knows of this.
+
+    Args:
+        dtype: The other dtype.
+    """
+
+    __slots__ = ("_depth", "_dtype", "_lent")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._depth = 0
+        self._lent: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor, int]] = []
+
+    def enter(self, modules: Sequence[nn.Module], *, is_outermost: bool) -> None:
+        """Lend the buffers of ``modules``.
+
+        Args:
+            modules: That the buffers belong to.
+            is_outermost: No other call of theirs is running: one that was cut short is over.
+        """
+        if is_outermost:
+            self._restore()
+        self._depth += 1
+        if self._depth > 1:
+            return
+        copies: dict[int, torch.Tensor] = {}
+        # A first forward may be one in inference mode, and what is made there could never be written to again.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for module in modules:
+                for name, own in module._buffers.items():
+                    if (
+                        own is None
+                        or not own.is_floating_point()
+                        or own.dtype is self._dtype
+                        or isinstance(own, DTensor)
+                    ):
+                        continue
+                    lent = copies.setdefault(id(own), own.to(self._dtype))
+                    self._lent.append((module, name, own, lent, lent._version))
+        for module, name, _, lent, _ in self._lent:
+            module._buffers[name] = lent
+
+    def leave(self) -> None:
+        """Undo ``enter``."""
+        # A hook before `enter` may have raised.
+        self._depth = max(self._depth - 1, 0)
+        if not self._depth:
+            self._restore()
+
+    def _restore(self) -> None:
+        for module, name, own, lent, version in self._lent:
+            # A buffer that was assigned meanwhile is the user's.
+            if module._buffers.get(name) is lent:
+                module._buffers[name] = own
+            if lent._version != version:
+                with torch.no_grad():
+                    own.copy_(lent)
+        self._lent = []
+        self._depth = 0
+
+
+def keep_dtype(module: nn.Module) -> list[RemovableHandle]:
+    """Let a module run in the dtype of its parameters, or buffers, whatever its inputs have, and return theirs."""
+    tensors = [*module.parameters(), *module.buffers()]
+    dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
+    if dtype is None:
+        return []
+    hooks = _KeptDtype(dtype)
+    return around_forward(module, hooks.pre_forward, hooks.post_forward)
+
+
+class _KeptDtype:
+    """The hooks of one such module."""
+
+    __slots__ = ("_dtype", "_given")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._given: list[torch.dtype | None] = []
+
+    @opaque
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        self._given.append(next((one.dtype for one in inputs if one.is_floating_point()), None))
+        return cast_floats(args, self._dtype), cast_floats(kwargs, self._dtype)
+
+    @opaque
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        given = self._given.pop() if self._given else None
+        return None if given is None or output is None else cast_floats(output, given)

@@ -1,0 +1,838 @@
+"""Dtypes of computation and reduction: parity with one process that makes the same casts, and no work beside them."""
+
+import copy
+import dataclasses
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composable import (
+    ConfigError,
+    MixedPrecisionPolicy,
+    UsageError,
+    fully_shard,
+    load_checkpoint,
+    no_sync,
+    plan,
+    register_fsdp_forward_method,
+    save_checkpoint,
+    unannotate,
+    unshard_params,
+)
+from tests.counting import CountingTransport
+from tests.models import random_input, seeded
+from tests.parity import full
+from tests.world import run_ranks, run_threads, told
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DIM = 8
+
+
+class Block(nn.Module):
+    """A linear layer, a norm and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, DIM + 3)
+        self.norm = nn.LayerNorm(DIM + 3)
+        self.down = nn.Linear(DIM + 3, DIM)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.norm(self.up(x)))) * self.scale
+
+
+class Net(nn.Module):
+    """Blocks between a root's own layers; one parameter is frozen, one is used by nobody."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.last = nn.Linear(DIM, 3)
+        self.unused = nn.Parameter(torch.ones(5))
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def make_net(dtype: torch.dtype = FP32) -> Net:
+    return seeded(Net, 0).to(dtype)
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return every entry of the state dict, whole, on every rank. Collective."""
+    return {key: full(value) for key, value in model.state_dict().items()}
+
+
+def reduced_in_one_process(
+    model: nn.Module, policy: MixedPrecisionPolicy, batches: Sequence[Sequence[torch.Tensor]]
+) -> dict[str, torch.Tensor | None]:
+    """Return what the ranks' gradients become: computed, added up and averaged in the policy's dtypes.
+
+    Args:
+        model: In its own dtype.
+        policy: With dtypes for all parameters alike.
+        batches: For each rank its micro-batches.
+    """
+    compute = policy.param_dtype
+    low = model if compute is None else copy.deepcopy(model).to(compute)
+    total: dict[str, torch.Tensor | None] = {fqn: None for fqn, _ in model.named_parameters()}
+    for micros in batches:
+        mine: dict[str, torch.Tensor] = {}
+        for micro in micros:
+            low.zero_grad()
+            low(micro if compute is None else micro.to(compute)).float().square().mean().backward()
+            for fqn, param in low.named_parameters():
+                if param.grad is not None:
+                    grad = param.grad.to(policy.reduce_dtype or param.dtype)
+                    mine[fqn] = mine[fqn] + grad if fqn in mine else grad.clone()
+        for fqn, grad in mine.items():
+            held = total[fqn]
+            total[fqn] = grad.double() if held is None else held + grad.double()
+    low.zero_grad()
+    return {fqn: None if grad is None else grad / len(batches) for fqn, grad in total.items()}
+
+
+def train_in_one_process(
+    policy: MixedPrecisionPolicy, world_size: int, *, steps: int, micros: int, dtype: torch.dtype, make: type
+) -> dict[str, torch.Tensor]:
+    model = make_net(dtype)
+    optimizer = make((param for param in model.parameters() if param.requires_grad), lr=0.05)
+    for step in range(steps):
+        batches = [[batch_of(step, rank, micro, dtype) for micro in range(micros)] for rank in range(world_size)]
+        grads = reduced_in_one_process(model, policy, batches)
+        for fqn, param in model.named_parameters():
+            grad = grads[fqn]
+            param.grad = None if grad is None else grad.to(param.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
+
+
+def batch_of(step: int, rank: int, micro: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    return random_input(100 * step + 10 * rank + micro, 4, DIM, dtype=dtype)
+
+
+def train_sharded(
+    policy: MixedPrecisionPolicy, *, steps: int, micros: int, dtype: torch.dtype, make: type, **options: Any
+) -> dict[str, torch.Tensor]:
+    model = make_net(dtype)
+    fully_shard(model, policy={Block}, mp_policy=policy, **options)
+    optimizer = make((param for param in model.parameters() if param.requires_grad), lr=0.05)
+    for step in range(steps):
+        for micro in range(micros):
+            batch = batch_of(step, dist.get_rank(), micro, dtype)
+            if micro < micros - 1:
+                with no_sync(model):
+                    model(batch).float().square().mean().backward()
+            else:
+                model(batch).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+POLICIES = [
+    MixedPrecisionPolicy(),
+    MixedPrecisionPolicy(BF16),
+    MixedPrecisionPolicy(BF16, FP32),
+    MixedPrecisionPolicy(FP16, FP32),
+    MixedPrecisionPolicy(FP16),
+    MixedPrecisionPolicy(None, BF16),
+    MixedPrecisionPolicy(FP32, FP32),
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_training_is_that_of_one_process_with_the_same_casts(policy: MixedPrecisionPolicy, world_size: int) -> None:
+    cases = itertools.product([1, 3], [torch.optim.SGD, torch.optim.AdamW], ["FULL_SHARD", "SHARD_GRAD_OP"])
+    for micros, make, strategy in cases:
+        run = {"steps": 3, "micros": micros, "dtype": FP32, "make": make}
+        expected = train_in_one_process(policy, world_size, **run)  # type: ignore[arg-type]
+        for found in run_threads(train_sharded, world_size, policy, strategy=strategy, **run):
+            tolerance = 1e-6 if make is torch.optim.SGD else 5e-4
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(FP32), MixedPrecisionPolicy(None, FP32)], ids=str)
+def test_a_model_in_low_precision_is_computed_and_reduced_in_full(policy: MixedPrecisionPolicy) -> None:
+    run = {"steps": 1, "micros": 2, "dtype": BF16, "make": torch.optim.SGD}
+    expected = train_in_one_process(policy, 2, **run)  # type: ignore[arg-type]
+    found = run_threads(train_sharded, 2, policy, **run)
+    assert all(value.dtype is BF16 for value in found[0].values())
+    torch.testing.assert_close(found[0], expected, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("transport", ["point_to_point", "process_group"])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(FP16)], ids=str)
+def test_both_transports_reduce_in_low_precision(policy: MixedPrecisionPolicy, transport: str) -> None:
+    run = {"steps": 2, "micros": 1, "dtype": FP32, "make": torch.optim.SGD}
+    expected = train_in_one_process(policy, 2, **run)  # type: ignore[arg-type]
+    # gloo itself adds up, and rounds, in the dtype that travels.
+    tolerance = 1e-6 if transport == "point_to_point" else 1e-3
+    for found in run_ranks(train_sharded, 2, policy, transport=transport, **run):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def large_gradient(transport: str) -> list[float]:
+    model = nn.Linear(2, 2, bias=False)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(FP16), transport=transport)
+    model(torch.full((1, 2), 40_000.0)).sum().backward()
+    assert model.weight.grad is not None
+    return model.weight.grad.full_tensor().flatten().tolist()  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize("transport", ["point_to_point", "process_group"])
+def test_a_sum_that_fp16_cannot_hold_does_not_overflow_where_the_mean_fits(transport: str) -> None:
+    for found in run_ranks(large_gradient, 2, transport):
+        assert found == [40_000.0] * 4
+
+
+class Touched(TorchDispatchMode):
+    """Counts, by operation, the elements that operations read or write."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.numel: Counter[str] = Counter()
+        self._least = least
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        flat = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
+        numel = sum(one.numel() for one in flat if isinstance(one, torch.Tensor))
+        if numel >= self._least and func.overloadpacket.__name__ not in VIEWS:
+            self.numel[func.overloadpacket.__name__] += numel
+        return result
+
+
+VIEWS = frozenset(("view", "slice", "split", "split_with_sizes", "detach", "alias", "empty", "new_empty", "resize_"))
+
+
+def passes_over_parameters(policy: MixedPrecisionPolicy) -> int:
+    """Return the elements that a step of communication and casts touches, without those of computing."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2)))
+    fully_shard(model, policy={nn.Linear}, mp_policy=policy)
+    # No computation but one product: what is counted are passes over parameters and gradients.
+    batch = torch.ones(1, 64)
+    for _ in range(2):
+        with Touched(64 * 64 // 2) as touched:
+            model(batch).sum().backward()
+    kept = ("copy_", "_to_copy", "_foreach_copy_", "clone", "add_", "mul_", "mul", "zero_", "fill_")
+    return sum(numel for name, numel in touched.numel.items() if name in kept)
+
+
+def test_no_pass_over_parameters_or_whole_gradients_is_added() -> None:
+    whole = 2 * (64 * 64 + 64)
+    plain = run_threads(passes_over_parameters, 2, MixedPrecisionPolicy())[0]
+    full = run_threads(passes_over_parameters, 2, MixedPrecisionPolicy(None, BF16))[0]
+    low = run_threads(passes_over_parameters, 2, MixedPrecisionPolicy(BF16, FP32))[0]
+    assert low == plain
+    # What was reduced, a half on each of two ranks, is cast: twice, and no pass over the whole.
+    assert full - plain <= whole
+
+
+def ops_of_a_step(policy: MixedPrecisionPolicy) -> tuple[dict[str, int], list[float]]:
+    model = make_net()
+    fully_shard(model, policy={Block}, mp_policy=policy)
+    model(batch_of(0, 0, 0))
+    with Touched(0) as touched:
+        loss = model(batch_of(0, dist.get_rank(), 0)).square().mean()
+        loss.backward()
+    state = whole(model)
+    return dict(touched.numel), [loss.item(), *(value.sum().item() for value in state.values())]
+
+
+def test_a_policy_of_the_dtypes_that_are_there_does_nothing() -> None:
+    asked = MixedPrecisionPolicy(FP32, FP32, FP32, buffer_dtype=FP32)
+    assert run_threads(ops_of_a_step, 2, asked) == run_threads(ops_of_a_step, 2, MixedPrecisionPolicy())
+
+
+# Inputs and outputs
+
+
+@dataclasses.dataclass
+class Pair:
+    """An output of a class that torch does not know."""
+
+    value: torch.Tensor
+    index: torch.Tensor
+
+
+class Spy(nn.Module):
+    """Tells the dtypes that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(DIM))
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, x: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+        self.seen = {"x": x.dtype, "rest": rest, "weight": self.weight.dtype, **kwargs}
+        return {"out": [x * self.weight, Pair(x * self.weight, torch.arange(3))]}
+
+
+def call_spy(policy: MixedPrecisionPolicy) -> None:
+    spy = Spy()
+    fully_shard(spy, mp_policy=policy)
+    x = torch.ones(2, DIM, requires_grad=True)
+    ids = torch.arange(3)
+    output = spy(x, ids, {"deep": [x]}, flag=True, other=Pair(x, ids))
+    seen = spy.seen
+    assert (seen["x"], seen["weight"], seen["flag"]) == (BF16, BF16, True)
+    assert seen["rest"][0] is ids
+    assert seen["rest"][1]["deep"][0].dtype is BF16
+    assert (seen["other"].value.dtype, seen["other"].index.dtype) == (BF16, torch.int64)
+    assert "ToCopy" in type(seen["rest"][1]["deep"][0].grad_fn).__name__
+    first, pair = output["out"]
+    assert (first.dtype, pair.value.dtype, pair.index.dtype) == (FP32, FP32, torch.int64)
+    (first.sum() + pair.value.sum()).backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((2, DIM), 2.0))
+
+
+def test_inputs_and_outputs_are_cast_wherever_they_are_and_autograd_knows() -> None:
+    run_threads(call_spy, 2, MixedPrecisionPolicy(BF16, output_dtype=FP32))
+
+
+def dtypes_seen(nested: MixedPrecisionPolicy | None, root: MixedPrecisionPolicy) -> list[Any]:
+    inner, outer = Spy(), nn.Sequential(nn.Linear(DIM, DIM))
+    outer.append(inner)
+    if nested is not None:
+        fully_shard(inner, mp_policy=nested)
+    fully_shard(outer, mp_policy=root)
+    seen: list[Any] = []
+    outer[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    with torch.no_grad():
+        outer(torch.ones(2, DIM))
+    return [*seen, inner.seen["x"], inner.seen["weight"]]
+
+
+def test_each_annotation_has_a_policy_of_its_own() -> None:
+    low, full = MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(FP32)
+    assert run_threads(dtypes_seen, 1, full, low) == [[BF16, FP32, FP32]]
+    assert run_threads(dtypes_seen, 1, low, MixedPrecisionPolicy()) == [[FP32, BF16, BF16]]
+    assert run_threads(dtypes_seen, 1, None, low) == [[BF16, BF16, BF16]]
+
+
+def test_the_root_may_leave_its_inputs_and_so_may_all_others() -> None:
+    kept = MixedPrecisionPolicy(BF16, cast_root_forward_inputs=False)
+    with pytest.raises(Exception, match="dtype"):
+        run_threads(dtypes_seen, 1, None, kept)
+    only_root = MixedPrecisionPolicy(FP16, cast_forward_inputs=False, cast_root_forward_inputs=True)
+    assert run_threads(dtypes_seen, 1, MixedPrecisionPolicy(BF16, cast_forward_inputs=False), only_root) == [
+        [FP16, FP16, BF16]
+    ]
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    def encode(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * scale
+
+
+def call_method() -> tuple[torch.dtype, torch.dtype]:
+    model = Encoder()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, output_dtype=FP16))
+    register_fsdp_forward_method(model, "encode")
+    out = model.encode(torch.ones(2, DIM), scale=torch.ones(1))
+    out.float().sum().backward()
+    grad = model.linear.weight.grad
+    assert grad is not None
+    return out.dtype, grad.dtype
+
+
+def test_methods_other_than_forward_cast_too() -> None:
+    assert run_threads(call_method, 2) == [(FP16, FP32)] * 2
+
+
+# Buffers
+
+
+class Buffered(nn.Module):
+    """Counts its calls in a float buffer, and looks at the dtypes that it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(DIM))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("table", torch.linspace(0, 1, DIM))
+        self.register_buffer("ids", torch.arange(DIM))
+        self.alias = nn.Module()
+        self.alias.register_buffer("table", self.table)
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen = [self.calls.dtype, self.table.dtype, self.ids.dtype, self.alias.table is self.table]
+        return x * self.weight * self.table
+
+
+def run_buffered() -> None:
+    model = nn.Sequential(Buffered(), Buffered(), nn.BatchNorm1d(DIM))
+    policy = MixedPrecisionPolicy(BF16, buffer_dtype=BF16, skipped_module_classes=(nn.BatchNorm1d,))
+    fully_shard(model[0], mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    before = dict(model.named_buffers())
+    for _ in range(2):
+        out = model(torch.ones(4, DIM, requires_grad=True))
+        assert out.dtype is BF16
+        out.float().sum().backward()
+    for part in (model[0], model[1]):
+        assert part.seen == [BF16, BF16, torch.int64, True]
+        assert part.calls.item() == 2
+    after = dict(model.named_buffers())
+    assert all(after[name] is buffer for name, buffer in before.items())
+    state = whole(model)
+    assert state["0.table"].dtype is FP32
+    assert torch.equal(state["1.table"], torch.linspace(0, 1, DIM))
+    assert model[2].running_mean.dtype is FP32
+    assert model[2].num_batches_tracked.item() == 2
+
+
+def test_buffers_are_cast_while_their_module_runs_and_keep_what_it_wrote() -> None:
+    run_threads(run_buffered, 2)
+
+
+class Failing(Buffered):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        super().forward(x)
+        if x.sum() < 0:
+            raise ValueError("negative")
+        return super().forward(x)
+
+
+def fail_once() -> None:
+    model = Failing()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, buffer_dtype=BF16))
+    table = model.table
+    with pytest.raises(ValueError, match="negative"):
+        model(-torch.ones(2, DIM))
+    assert model.table is table
+    assert model.table.dtype is FP32
+    model(torch.ones(2, DIM))
+    assert model.table is table
+
+
+def test_buffers_come_back_after_an_exception() -> None:
+    run_threads(fail_once, 1)
+
+
+# Classes and parameters that are left out
+
+
+def run_skipped() -> None:
+    model = make_net()
+    policy = MixedPrecisionPolicy(BF16, skipped_module_classes=(nn.LayerNorm,))
+    fully_shard(model, policy={Block}, mp_policy=policy)
+    seen: list[Any] = []
+    norm = model.blocks[0].norm
+    norm.register_forward_hook(lambda module, args, out: seen.append((args[0].dtype, module.weight.dtype, out.dtype)))
+    model.blocks[0].down.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    model(batch_of(0, 0, 0)).float().sum().backward()
+    assert seen == [(FP32, FP32, FP32), BF16] or seen == [(FP32, FP32, BF16), BF16]
+    copied = copy.deepcopy(model)
+    assert copied(batch_of(0, 0, 0)).dtype is BF16
+    unannotate(model)
+    assert model(batch_of(0, 0, 0)).dtype is FP32
+
+
+def test_skipped_classes_compute_in_their_own_dtype_and_give_back_what_they_got() -> None:
+    run_threads(run_skipped, 2)
+
+
+def dtypes_of_params(override: Callable[[nn.Parameter], torch.dtype | None]) -> dict[str, tuple[torch.dtype, ...]]:
+    model = make_net()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, param_dtype_override_fn=override))
+    with model.unshard() or torch.no_grad():
+        found = {fqn: (param.dtype,) for fqn, param in model.named_parameters()}
+    buffers = fully_shard.state(model).plan.handles[0].buffers
+    return {
+        fqn: (*found[fqn], buffer.reduce_dtype) for buffer in buffers for fqn in [s.fqn for s in buffer.layout.spans]
+    }
+
+
+def full_for_vectors(param: nn.Parameter) -> torch.dtype | None:
+    return FP32 if param.ndim < 2 else None
+
+
+def test_a_function_chooses_the_dtype_of_each_parameter() -> None:
+    found = run_threads(dtypes_of_params, 2, full_for_vectors)[0]
+    assert found["blocks.0.norm.weight"] == (FP32, FP32)
+    assert found["blocks.0.up.weight"] == (BF16, BF16)
+
+
+def by_rank(param: nn.Parameter) -> torch.dtype | None:
+    return FP32 if dist.get_rank() else None
+
+
+def override_by_rank() -> list[str]:
+    model = nn.Linear(DIM, DIM)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, param_dtype_override_fn=by_rank))
+    return told(lambda: model(torch.ones(1, DIM)))
+
+
+def test_a_function_that_answers_differently_on_two_ranks_is_an_error_on_both() -> None:
+    for text in run_threads(override_by_rank, 2)[0]:
+        assert text.startswith("DesyncError: the ranks annotated different plans")
+        assert "float32 as bfloat16" in text
+
+
+# Gradients that wait
+
+
+def sums_of_micro_batches(policy: MixedPrecisionPolicy) -> torch.Tensor:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    fully_shard(model, mp_policy=policy)
+    for micro in range(300):
+        model.set_requires_gradient_sync(micro == 299)
+        model(torch.ones(1, 1)).sum().backward()
+    grad = model.weight.grad
+    assert grad is not None
+    return grad.full_tensor()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_gradients_that_wait_are_added_up_in_the_dtype_of_the_reduction() -> None:
+    assert run_threads(sums_of_micro_batches, 2, MixedPrecisionPolicy(BF16, FP32))[0].item() == 300
+    # In bfloat16 256 + 1 is 256.
+    assert run_threads(sums_of_micro_batches, 2, MixedPrecisionPolicy(BF16))[0].item() < 300
+
+
+def keep_low_precision() -> None:
+    model = make_net()
+    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(BF16, keep_low_precision_grads=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(batch_of(0, dist.get_rank(), 0)).float().square().mean().backward()
+    trained = [param for fqn, param in model.named_parameters() if param.requires_grad and fqn != "unused"]
+    assert {param.grad.dtype for param in trained if param.grad is not None} == {BF16}
+    assert {param.dtype for param in trained} == {FP32}
+    twin = copy.deepcopy(model)
+    assert twin.last.weight.grad.dtype is BF16
+    optimizer.step()
+    with no_sync(model):
+        model(batch_of(1, dist.get_rank(), 0)).float().square().mean().backward()
+    optimizer.zero_grad()
+    model(batch_of(1, dist.get_rank(), 0)).float().square().mean().backward()
+    assert model.last.weight.grad.dtype is BF16
+
+
+def test_gradients_may_stay_in_low_precision() -> None:
+    run_threads(keep_low_precision, 3)
+
+
+def scale(overflows: bool) -> tuple[float, float, list[float]]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, bias=False))
+    seeded(lambda: [nn.init.normal_(param) for param in model.parameters()] and model, 0)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(FP16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = whole(model)["1.weight"].norm().item()
+    # Only on the last rank, whose pieces of most parameters are empty.
+    factor = 1e6 if overflows and dist.get_rank() == dist.get_world_size() - 1 else 1.0
+    loss = model(torch.ones(1, 2)).float().sum() * factor
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), whole(model)["1.weight"].norm().item() - before, []
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_scaler_of_fp16_skips_on_all_ranks_or_on_none(world_size: int) -> None:
+    for size, change, _ in run_threads(scale, world_size, True):
+        assert (size, change) == (512.0, 0.0)
+    for size, change, _ in run_threads(scale, world_size, False):
+        assert size == 1024.0
+        assert change != 0.0
+
+
+# Life of a model
+
+
+def init_weights(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        with torch.no_grad():
+            module.weight.fill_(0.5)
+            if module.bias is not None:
+                module.bias.zero_()
+
+
+def meta_and_apply(policy: MixedPrecisionPolicy) -> float:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(DIM, DIM), nn.Sequential(nn.Linear(DIM, DIM)))
+    fully_shard(model[1], mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    model.to_empty(device="cpu")
+    model.apply(init_weights)
+    out = model(torch.ones(1, DIM))
+    out.float().sum().backward()
+    return out.float().sum().item()
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(FP32), MixedPrecisionPolicy(BF16)], ids=str)
+def test_a_nested_meta_model_takes_its_values_by_apply(policy: MixedPrecisionPolicy) -> None:
+    assert run_threads(meta_and_apply, 2, policy) == [8 * 16.0] * 2
+
+
+def show_full() -> None:
+    model, plain = make_net(), make_net()
+    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(BF16, buffer_dtype=BF16))
+    model(batch_of(0, 0, 0)).float().sum().backward()
+    x = batch_of(0, 0, 0)
+    with unshard_params(model):
+        for (fqn, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(param, expected), fqn
+        with torch.no_grad():
+            assert torch.equal(model(x), plain(x))
+            model.last.weight += 2**-12  # lost in bfloat16
+        with pytest.raises(UsageError, match="full precision"):
+            model(x)
+    state = whole(model)
+    assert torch.equal(state["last.weight"], plain.last.weight + 2**-12)
+    assert model(x).dtype is BF16
+    with unshard_params(model, rank0_only=True, offload_to_cpu=True):
+        pass
+    assert torch.equal(whole(model)["last.weight"], plain.last.weight + 2**-12)
+
+
+def test_unshard_params_shows_full_precision_and_writes_it_back() -> None:
+    run_threads(show_full, 2)
+
+
+def save_at_two(path: str) -> None:
+    model = make_net()
+    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(BF16, FP32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(batch_of(0, 0, 0)).float().square().mean().backward()
+    optimizer.step()
+    save_checkpoint(path, 1, model, optimizer)
+    state = whole(model)
+    if dist.get_rank() == 0:
+        torch.save(state, f"{path}.pt")
+
+
+def load_at_three(path: str) -> dict[str, torch.Tensor]:
+    model = make_net()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(FP16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    load_checkpoint(path, model, optimizer)
+    model(batch_of(0, 0, 0))
+    return whole(model)
+
+
+def test_checkpoints_move_between_world_sizes_and_policies(tmp_path: Any) -> None:
+    run_ranks(save_at_two, 2, str(tmp_path / "run"))
+    expected = torch.load(tmp_path / "run.pt")
+    for found in run_ranks(load_at_three, 3, str(tmp_path / "run")):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def count_bytes(policy: MixedPrecisionPolicy) -> tuple[dict[str, int], dict[str, int]]:
+    model = make_net()
+    fully_shard(model, policy={Block}, mp_policy=policy)
+    model(batch_of(0, 0, 0)).float().sum().backward()
+    root = fully_shard.state(model).lazy_init()
+    counted = CountingTransport.install(root)
+    model(batch_of(0, 0, 0)).float().sum().backward()
+    handles = fully_shard.state(model).plan.expected_collectives()
+    planned = {
+        "all_gather": sum(one.all_gather_bytes for one in handles),
+        "reduce_scatter": sum(one.reduce_scatter_bytes for one in handles),
+    }
+    return {name: number for name, number in counted.bytes().items() if name in planned}, planned
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_bytes_are_those_of_the_plan(policy: MixedPrecisionPolicy) -> None:
+    for found, planned in run_threads(count_bytes, 2, policy):
+        assert found == planned
+
+
+def test_the_plan_tells_the_dtypes() -> None:
+    text = str(plan(make_net(), world_size=2, policy={Block}, mp_policy=MixedPrecisionPolicy(BF16)))
+    assert "float32 as bfloat16 reduced in bfloat16" in text
+    assert "precision: param_dtype=bfloat16" in text
+    plain = str(plan(make_net(), world_size=2, policy={Block}, mp_policy=MixedPrecisionPolicy(FP32)))
+    assert " as " not in plain.replace("left as they are", "")
+
+
+# torch's own policies, and FSDP2 as a second opinion
+
+
+def test_policies_of_torch_are_taken() -> None:
+    asked = [
+        TorchPolicy(BF16, FP32, FP16, cast_forward_inputs=False),
+        MixedPrecision(BF16, FP32, buffer_dtype=FP16, keep_low_precision_grads=True),
+    ]
+    found = [plan(make_net(), world_size=2, mp_policy=one).mp_policy for one in asked]
+    assert found[0] == MixedPrecisionPolicy(BF16, FP32, FP16, cast_forward_inputs=False)
+    assert found[1] == MixedPrecisionPolicy(
+        BF16,
+        FP32,
+        cast_forward_inputs=False,
+        cast_root_forward_inputs=True,
+        buffer_dtype=FP16,
+        keep_low_precision_grads=True,
+        skipped_module_classes=(nn.modules.batchnorm._BatchNorm,),
+    )
+
+
+def train_engine(is_ours: bool) -> list[float]:
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    model = make_net()
+    model.unused.requires_grad_(False)
+    for block in model.blocks:  # FSDP2 takes no scalars
+        block.scale = nn.Parameter(torch.ones(1))
+    policy = (MixedPrecisionPolicy if is_ours else TorchPolicy)(BF16, FP32)
+    shard: Any = fully_shard if is_ours else torch_fully_shard
+    for block in model.blocks:
+        shard(block, mp_policy=policy)
+    shard(model, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(4):
+        loss = model(batch_of(step, dist.get_rank(), 0)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_mixed_precision_e2e_full_shard() -> None:
+    for ours, theirs in zip(run_ranks(train_engine, 2, True), run_ranks(train_engine, 2, False), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+# Random policies on random nestings
+
+
+def random_policy(draw: random.Random) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        draw.choice([BF16, FP32]), draw.choice([None, FP32, BF16]), output_dtype=draw.choice([None, FP32, BF16])
+    )
+
+
+def train_random(seed: int, *, steps: int, micros: int) -> dict[str, torch.Tensor]:
+    draw = random.Random(seed)
+    model = seeded(lambda: Net(3), seed)
+    for part in (model.first, *model.blocks, model.last):
+        fully_shard(part, mp_policy=random_policy(draw), reshard_after_forward=draw.choice([None, True, False]))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(None, draw.choice([None, BF16]), FP32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        for micro in range(micros):
+            model.set_requires_gradient_sync(micro == micros - 1)
+            model(batch_of(step, dist.get_rank(), micro)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+def train_random_alone(seed: int, world_size: int, *, steps: int, micros: int) -> dict[str, torch.Tensor]:
+    """Return the parameters of one process in full precision: low precision is close to it."""
+    model = seeded(lambda: Net(3), seed)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    for step in range(steps):
+        for micro, rank in itertools.product(range(micros), range(world_size)):
+            (model(batch_of(step, rank, micro)).square().mean() / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_nestings_of_policies_stay_near_full_precision(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    world_size = 2 + seed % 2
+    steps, micros = 2 + seed % 3, 1 + seed % 2
+    expected = train_random_alone(seed, world_size, steps=steps, micros=micros)
+    with caplog.at_level("WARNING"):
+        found = run_threads(train_random, world_size, seed, steps=steps, micros=micros)
+    assert not caplog.records
+    for one in found:
+        torch.testing.assert_close(one, found[0], rtol=0, atol=0)
+        torch.testing.assert_close(one, expected, rtol=0.05, atol=0.02)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"param_dtype": torch.int8}, "param_dtype of the mixed precision policy is torch.int8"),
+        ({"reduce_dtype": "bf16"}, "reduce_dtype of the mixed precision policy is 'bf16'"),
+        ({"reduce_dtype": torch.float8_e4m3fn}, "pass one of torch.float32"),
+        ({"output_dtype": torch.complex64}, "output_dtype"),
+        ({"buffer_dtype": 3}, "buffer_dtype"),
+        ({"cast_forward_inputs": None}, "cast_forward_inputs"),
+        ({"cast_root_forward_inputs": 1}, "cast_root_forward_inputs"),
+        ({"keep_low_precision_grads": "no"}, "keep_low_precision_grads"),
+        ({"skipped_module_classes": (int,)}, "skipped_module_classes"),
+        ({"skipped_module_classes": nn.Linear(1, 1)}, "skipped_module_classes"),
+        ({"param_dtype_override_fn": BF16}, "param_dtype_override_fn"),
+    ],
+)
+def test_a_policy_of_wrong_values_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        MixedPrecisionPolicy(**options)
+    assert text in str(error.value)
+
+
+def bad_answer(param: nn.Parameter) -> torch.dtype | None:
+    return torch.int32
+
+
+def failing_answer(param: nn.Parameter) -> torch.dtype | None:
+    raise KeyError("no such name")
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (torch.bfloat16, "mp_policy is torch.bfloat16"),
+        ({"param_dtype": BF16}, "mp_policy is"),
+        (MixedPrecisionPolicy(BF16, param_dtype_override_fn=bad_answer), "returned torch.int32"),
+        (MixedPrecisionPolicy(BF16, param_dtype_override_fn=failing_answer), "raised KeyError"),
+    ],
+    ids=["dtype", "dict", "answer", "raises"],
+)
+def test_what_is_no_policy_leaves_the_model_as_it_was(policy: Any, text: str) -> None:
+    run_threads(annotate_wrongly, 1, policy, text)
+
+
+def annotate_wrongly(policy: Any, text: str) -> None:
+    model = make_net()
+    before = dict(model.named_parameters())
+    with pytest.raises(ConfigError) as error:
+        fully_shard(model, mp_policy=policy)
+    assert text in str(error.value)
+    assert "'unused'" in str(error.value) or "mp_policy" in str(error.value)
+    assert all(before[fqn] is param for fqn, param in model.named_parameters())
+    assert fully_shard.state(model) is None
