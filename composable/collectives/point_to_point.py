@@ -56,11 +56,10 @@ class _Reduce(_Gather):
         tag: Of theirs.
         shard: Where the slice of the lowest peer lands, then the result.
         others: The other ranks' slices, this rank's among them, in rank order.
-        scale: Of the result.
-        factor: As ``mul_`` takes it.
+        factor: What the result is multiplied with, as ``mul_`` takes it; ``None``: nothing.
     """
 
-    __slots__ = ("_factor", "_others", "_scale", "_shard")
+    __slots__ = ("_factor", "_others", "_shard")
 
     def __init__(
         self,
@@ -68,13 +67,11 @@ class _Reduce(_Gather):
         tag: int,
         shard: torch.Tensor,
         others: list[torch.Tensor],
-        scale: float,
         factor: torch.Tensor | float | None,
     ) -> None:
         super().__init__(transport, tag)
         self._shard = shard
         self._others = others
-        self._scale = scale
         self._factor = factor
 
     def finish(self) -> None:
@@ -90,10 +87,11 @@ class _Reduce(_Gather):
             if factor is not None:
                 shard.mul_(factor)
         elif len(others) == 1:
-            # One rounding where the scale is a power of two, and no overflow on the way.
-            if factor is not None:
-                shard.mul_(factor)
-            shard.add_(others[0], alpha=self._scale)
+            # One rounding where the factor is a power of two, and no overflow on the way.
+            if factor is None:
+                shard.add_(others[0])
+            else:
+                shard.mul_(factor).add_(others[0], alpha=factor)  # type: ignore[arg-type]  # cheaper than float()
         else:
             # Every addition would cost a rounding. Cast first: mixed addition is not vectorised.
             total = shard.float()
@@ -196,7 +194,7 @@ class PointToPointTransport(ProcessGroupTransport):
         ]
         landing.insert(self.rank, slices[self.rank])
         others = [tensor for peer, tensor in enumerate(landing) if peer != lowest]
-        reduction = _Reduce(self, tag, shard, others, scale, self._factor(scale))
+        reduction = _Reduce(self, tag, shard, others, self._factor(scale))
         self._exchange(reduction, slices, landing, tag)
         return reduction
 
