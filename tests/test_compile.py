@@ -4,6 +4,7 @@ The compiler keeps its graphs, its counters and what it knows of each frame for 
 """
 
 import inspect
+import itertools
 import subprocess
 import sys
 import warnings
@@ -201,10 +202,18 @@ def compiled_as_one_process(
 ANNOTATIONS = ["fully_shard", "policy", "replicate", "replicate blocks"]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("how", ["block.compile", "torch.compile(block)"])
-@pytest.mark.parametrize("annotation", ANNOTATIONS)
+def cases(*hows: str) -> list[tuple[str, str, str, str]]:
+    """Return every annotation, way and order, each under one backend, such that any two values meet."""
+    backends = itertools.cycle(["eager", "aot_eager", "aot_eager", "eager"])
+    return [
+        (annotation, how, when, next(backends))
+        for annotation in ANNOTATIONS
+        for how in hows
+        for when in ("before", "after")
+    ]
+
+
+@pytest.mark.parametrize(("annotation", "how", "when", "backend"), cases("block.compile", "torch.compile(block)"))
 def test_a_compiled_block_is_one_clean_graph_with_the_numbers_of_one_process(
     annotation: str, how: str, when: str, backend: str
 ) -> None:
@@ -212,10 +221,7 @@ def test_a_compiled_block_is_one_clean_graph_with_the_numbers_of_one_process(
     assert run_ranks(compiled_as_one_process, 2, annotation, how, when, backend) == [Compiled(1, 0, [])] * 2
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("how", ["model.compile", "torch.compile(model)"])
-@pytest.mark.parametrize("annotation", ANNOTATIONS)
+@pytest.mark.parametrize(("annotation", "how", "when", "backend"), cases("model.compile", "torch.compile(model)"))
 def test_a_compiled_model_breaks_at_annotated_blocks_only_and_has_the_numbers_of_one_process(
     annotation: str, how: str, when: str, backend: str
 ) -> None:
@@ -231,12 +237,16 @@ def test_a_compiled_training_step_looks_into_none_of_our_code(annotation: str) -
         assert compiled.own_frames == []
 
 
-@pytest.mark.parametrize("annotation", ["policy", "replicate blocks"])
-@pytest.mark.parametrize("block", [Checkpointed, Recursive])
-@pytest.mark.parametrize("how", ["block.compile", "torch.compile(model)"])
+@pytest.mark.parametrize(
+    ("annotation", "block", "how"),
+    [
+        ("policy", Checkpointed, "block.compile"),
+        ("replicate blocks", Checkpointed, "torch.compile(model)"),
+        ("replicate blocks", Recursive, "model.compile"),  # Its blocks meet their own hooks: no clean graph.
+        ("policy", Recursive, "torch.compile(model)"),
+    ],
+)
 def test_compiled_modules_may_run_again_and_keep_gradients(annotation: str, block: type[nn.Module], how: str) -> None:
-    if block is Recursive and how == "block.compile":
-        how = "model.compile"  # It meets its own hooks: no clean graph.
     for compiled in run_ranks(compiled_as_one_process, 2, annotation, how, block=block, keeps=True):
         assert compiled.own_frames == []
 
@@ -364,8 +374,10 @@ def train_under_compiled_autograd(annotation: str, way: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("way", ["enable", "config"])
-@pytest.mark.parametrize("annotation", ANNOTATIONS)
+@pytest.mark.parametrize(
+    ("annotation", "way"),
+    [("fully_shard", "enable"), ("policy", "config"), ("replicate", "enable"), ("replicate blocks", "config")],
+)
 def test_compiled_autograd_is_refused_on_every_rank_and_the_next_step_is_right(annotation: str, way: str) -> None:
     errors = run_ranks(train_under_compiled_autograd, 2, annotation, way)
     assert errors == [

@@ -261,29 +261,31 @@ class _Place:
     @staticmethod
     def begin(run: Path, step: int, model: nn.Module, *, keep: int, discard_later: bool) -> "_Place":
         owner = own(run)
-        try:
-            check_step(run, step, discard_later=discard_later)
-            partial = new_partial(run, step, owner.partials)
-        except BaseException:
-            owner.leave()
-            raise
-        owner.keep(model)
-        owner.partials.add(partial)
+        with owner.lock:
+            try:
+                check_step(run, step, discard_later=discard_later)
+                partial = new_partial(run, step, owner.partials)
+            except BaseException:
+                owner.leave()
+                raise
+            owner.keep(model)
+            owner.partials.add(partial)
         return _Place(owner, partial, keep, discard_later)
 
     def publish(self, manifest: Manifest) -> Path:
-        self.owner.check()
-        # In use until it has its final name: another model's save tidies up meanwhile.
-        whole = publish(
-            self.partial, manifest, keep=self.keep, discard_later=self.discard_later, in_use=self.owner.partials
-        )
-        self.owner.partials.discard(self.partial)
+        with self.owner.lock:
+            self.owner.check()
+            whole = publish(
+                self.partial, manifest, keep=self.keep, discard_later=self.discard_later, in_use=self.owner.partials
+            )
+            self.owner.partials.discard(self.partial)
         return whole
 
     def leave(self, *, remove: bool) -> None:
-        self.owner.partials.discard(self.partial)
-        if remove:
-            abandon(self.partial)
+        with self.owner.lock:
+            self.owner.partials.discard(self.partial)
+            if remove:
+                abandon(self.partial)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
 from pathlib import Path
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
@@ -32,10 +33,13 @@ class Owner:
 
     Attributes:
         partials: Folders that saves of this process are writing now.
+        lock: Held by the save that makes, gives or takes names in the folder, and changes ``partials``: saves of
+            several models may end in the background at once.
     """
 
     def __init__(self, run: Path, descriptor: int, file_id: tuple[int, int]) -> None:
         self.partials: set[Path] = set()
+        self.lock = threading.Lock()
         self.pid = os.getpid()
         self._run = run
         self._file_id = file_id

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from composable import UsageError, fully_shard, no_sync, plan, replicate
 from composable.runtime.state import Root
 from tests.counting import CountingTransport
-from tests.models import random_input
+from tests.models import random_input, seeded
 from tests.parity import full
 from tests.world import run_ranks, run_threads
 
@@ -900,3 +900,64 @@ def one_message_a_backward() -> tuple[int, int]:
 
 def test_ranks_exchange_one_message_in_a_backward_that_synchronises() -> None:
     assert run_threads(one_message_a_backward, 2) == [(0, 1)] * 2
+
+
+# -- a hook of the user that raises when the ranks have agreed
+
+
+class Choice(nn.Module):
+    """Two layers; a call uses both or one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        y = torch.tanh(self.one(x))
+        return self.other(y) if both else y
+
+
+class Choices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Choice() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *both: bool) -> torch.Tensor:
+        for block, uses_both in zip(self.blocks, both, strict=True):
+            x = block(x, uses_both)
+        return x
+
+
+def step_of_choices(model: nn.Module, number: int, rank: int, scale: float) -> None:
+    # First only rank 0 uses all of the last block; then all ranks do, and none uses all of the one before.
+    both = (True, True, rank == 0) if number == 0 else (True, False, True)
+    (model(x_of(rank + 10 * number), *both).pow(2).mean() * scale).backward()
+
+
+def step_after_a_hook_raised() -> dict[str, torch.Tensor | None]:
+    model, rank = seeded(Choices, 0), dist.get_rank()
+    fully_shard(model, policy={Choice})
+
+    def refuse(_: torch.Tensor) -> None:
+        raise ValueError("of the user")
+
+    # Of the first buffer: those of the other blocks have not been handed over when it raises.
+    hook = model.blocks[0].one.weight.register_post_accumulate_grad_hook(refuse)  # type: ignore[union-attr, operator]
+    with pytest.raises(ValueError, match="of the user"):
+        step_of_choices(model, 0, rank, 1.0)
+    hook.remove()
+    model.zero_grad()
+    step_of_choices(model, 1, rank, 1.0)
+    return {fqn: None if p.grad is None else full(p.grad).clone() for fqn, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_step_after_a_hook_raised_has_nothing_of_that_backward(world_size: int) -> None:
+    plain = seeded(Choices, 0)
+    for rank in range(world_size):
+        step_of_choices(plain, 1, rank, 1.0 / world_size)
+    expected = {fqn: p.grad for fqn, p in plain.named_parameters()}
+    assert [fqn for fqn, grad in expected.items() if grad is None] == ["blocks.1.other.weight", "blocks.1.other.bias"]
+    for grads in run_threads(step_after_a_hook_raised, world_size):
+        assert_equal_gradients([grads], [expected])

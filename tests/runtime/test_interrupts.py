@@ -34,7 +34,7 @@ def program_named(name: str) -> Program:
 def test_the_step_after_an_interrupt_is_right(name: str) -> None:
     program, seed = program_named(name), NAMES.index(name)
     points = points_of(program)
-    count = 5 if program.is_first else 10
+    count = 2 if program.is_first else 5
     for error, keeps_traceback in ((KeyboardInterrupt, True), (KeyboardInterrupt, False), (RuntimeError, True)):
         seed += len(NAMES)
         # In torch 2.11 a traceback keeps checkpointing's own hooks on, for plain models too.
@@ -55,15 +55,13 @@ def test_ranks_that_use_other_parameters_are_stopped_wherever_a_gradient_arrives
     assert not tried.wrong, {str(point): what for point, what in tried.wrong.items()}
 
 
-@pytest.mark.parametrize(
-    "name", ["policy", "policy, 3 ranks", "policy, process_group", "no_sync", "replicate", "nested", "nested, no_sync"]
-)
+@pytest.mark.parametrize("name", ["policy, 3 ranks", "policy, process_group", "replicate", "nested, no_sync"])
 def test_no_memory_is_freed_that_gloo_writes_to(name: str) -> None:
     program = dataclasses.replace(program_named(name), dim=64)
     # Where ranks start and wait; what is cut short there is what can be written to later.
     files = ("/collectives/", "storage/handle", "/reductions", "/agreement", "/reducer", "/sender", "/torch_hooks")
     points = [point for point in points_of(program) if any(part in point.file for part in files)]
-    run_ranks(interrupted_often, program.world_size, name, sample(points, 25, 0))
+    run_ranks(interrupted_often, program.world_size, name, sample(points, 20, 0))
 
 
 def interrupted_often(name: str, points: list[Point]) -> None:
@@ -89,8 +87,7 @@ COLLECTIVES: dict[str, Callable[[Transport, torch.Tensor, torch.Tensor], Any]] =
 }
 
 
-@pytest.mark.parametrize("transport", ["point_to_point", "process_group"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("transport", "world_size"), [("process_group", 2), ("point_to_point", 3)])
 def test_a_collective_cut_short_at_any_instruction_is_settled(transport: str, world_size: int) -> None:
     assert min(run_ranks(settle_at_every_instruction, world_size, transport)) > 50
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,9 +35,10 @@ from composable import (
     save_checkpoint,
     save_safetensors,
 )
-from composable.saving import run_folder
+from composable.saving import checkpoint, run_folder
 from composable.saving.manifest import MANIFEST, FileSum, parse_manifest
-from composable.saving.run_folder import SummedFiles, write_summed
+from composable.saving.run_folder import SummedFiles, new_partial, write_summed
+from composable.saving.run_owner import own
 from tests.world import run_ranks, run_threads, told
 
 
@@ -273,29 +274,108 @@ def test_a_run_of_this_process_ends_with_its_model(tmp_path: Path) -> None:
     assert run_ranks(meet_another_run, 1, tmp_path)[0] == ["no error"]
 
 
+class WatchedLock:
+    """Says when somebody finds it taken."""
+
+    def __init__(self, is_found_taken: threading.Event) -> None:
+        self._lock = threading.Lock()
+        self._is_found_taken = is_found_taken
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._is_found_taken.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class EndOfSave:
+    """Holds the first save that has written ``.latest`` until another one has come into its way, or waits for it."""
+
+    def __init__(self, run: Path, keeper: nn.Module) -> None:
+        save_checkpoint(run, 0, keeper)
+        self.is_there, self.is_met = threading.Event(), threading.Event()
+        own(run).lock = WatchedLock(self.is_met)  # type: ignore[assignment]
+
+    def write(self, path: Path, content: bytes) -> FileSum:
+        written = write_summed(path, content)
+        if path.name == ".latest":
+            if self.is_there.is_set():
+                self.is_met.set()
+            self.is_there.set()
+            assert self.is_met.wait(30)
+        return written
+
+
+def assert_whole(run: Path, saved: dict[int, nn.Module]) -> None:
+    for step, model in saved.items():
+        loaded = make_model()
+        load_checkpoint(run / f"step-{step:06d}", loaded)
+        assert torch.equal(loaded[0].weight, model[0].weight)  # type: ignore[index]
+    assert not list(run.glob(".*"))
+
+
+def test_saves_of_two_models_may_end_at_once(tmp_path: Path) -> None:
+    first, second = make_model(1), make_model(2)
+    end, both = EndOfSave(tmp_path, first), threading.Barrier(2)
+
+    def at_once(path: Path, content: bytes) -> FileSum:
+        both.wait(30)
+        return write_summed(path, content)
+
+    with (
+        mock.patch.object(checkpoint, "write_summed", at_once),
+        mock.patch.object(run_folder, "write_summed", end.write),
+    ):
+        handles = [
+            save_checkpoint(tmp_path, step, model, extra=step, keep=3, asynchronous=True)
+            for step, model in ((1, first), (2, second))
+        ]
+        assert [handle.wait().name for handle in handles] == ["step-000001", "step-000002"]
+    assert_whole(tmp_path, {1: first, 2: second})
+
+
+def test_a_save_may_begin_while_that_of_another_model_ends(tmp_path: Path) -> None:
+    first, second = make_model(1), make_model(2)
+    end = EndOfSave(tmp_path, first)
+    with mock.patch.object(run_folder, "write_summed", end.write):
+        handle = save_checkpoint(tmp_path, 1, first, keep=3, asynchronous=True)
+        assert end.is_there.wait(30)
+
+        left: list[bool] = []
+
+        def while_it_ends(run: Path, step: int, in_use: Collection[Path]) -> Path:
+            made = new_partial(run, step, in_use)
+            end.is_met.set()
+            handle.wait()
+            left.append(made.is_dir())
+            return made
+
+        with mock.patch.object(checkpoint, "new_partial", while_it_ends):
+            save_checkpoint(tmp_path, 2, second, keep=3)
+    assert left == [True]
+    assert_whole(tmp_path, {1: first, 2: second})
+
+
 def test_a_save_that_is_about_to_end_is_left_alone_by_that_of_another_model(tmp_path: Path) -> None:
-    is_at_manifest, may_write = threading.Event(), threading.Event()
+    is_at_end, may_end = threading.Event(), threading.Event()
 
     def held_back(path: Path, content: bytes) -> FileSum:
-        if path.name == MANIFEST and "000001" in path.parent.name:
-            is_at_manifest.set()
-            assert may_write.wait(30)
+        is_at_end.set()
+        assert may_end.wait(30)
         return write_summed(path, content)
 
     first, second = make_model(1), make_model(2)
-    with mock.patch.object(run_folder, "write_summed", held_back):
-        handle = save_checkpoint(tmp_path, 1, first, asynchronous=True)
+    with mock.patch.object(checkpoint, "write_summed", held_back):
+        handle = save_checkpoint(tmp_path, 1, first, extra=1, asynchronous=True)
         try:
-            assert is_at_manifest.wait(30)
+            assert is_at_end.wait(30)
             save_checkpoint(tmp_path, 2, second)
         finally:
-            may_write.set()
+            may_end.set()
         assert handle.wait() == tmp_path / "step-000001"
-    for step, saved in ((1, first), (2, second)):
-        loaded = make_model()
-        load_checkpoint(tmp_path / f"step-{step:06d}", loaded)
-        assert torch.equal(loaded[0].weight, saved[0].weight)  # type: ignore[index]
-    assert not list(tmp_path.glob(".*"))
+    assert_whole(tmp_path, {1: first, 2: second})
 
 
 def test_a_refused_save_takes_no_right(tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""Flat buffers of equal layout use each other's memory."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from composable import fully_shard
+from composable.collectives import Pending, Transport
+from composable.runtime.reductions import MAX_GRADIENT_BUFFERS
+from composable.runtime.state import Root
+from tests.counting import Collective, CountingTransport
+from tests.models import DIM, random_input
+from tests.world import run_threads
+
+
+class KeepingTransport(CountingTransport):
+    """Keeps what is reduced, so that none of it can lie where another lay before."""
+
+    def __init__(self, inner: Transport, records: list[Collective] | None = None) -> None:
+        super().__init__(inner, records)
+        self.sources: list[torch.Tensor] = []
+
+    def begin_reduce_scatter(
+        self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
+    ) -> Pending:
+        self.sources.append(source)
+        return super().begin_reduce_scatter(source, shard, key, scale=scale)
+
+
+def reduced_and_made(widths: list[int]) -> tuple[int, int]:
+    """Return of one backward how many gradient buffers were reduced, and how many were made."""
+    model = nn.Sequential(*(nn.Linear(before, after) for before, after in pairwise(widths)))
+    fully_shard(model, policy={nn.Linear})
+    state = fully_shard.state(model)
+    assert state is not None
+    root: Root = state.lazy_init()
+    transport = KeepingTransport.install(root)
+    assert isinstance(transport, KeepingTransport)
+    model(random_input(0, 3, widths[0])).sum().backward()
+    return len(transport.sources), len({source.data_ptr() for source in transport.sources})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_blocks_of_equal_layout_share_their_gradient_buffers(world_size: int) -> None:
+    assert run_threads(reduced_and_made, world_size, [DIM] * 7) == [(6, MAX_GRADIENT_BUFFERS)] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_blocks_of_other_layout_have_their_own(world_size: int) -> None:
+    widths = [DIM + number for number in range(7)]
+    assert run_threads(reduced_and_made, world_size, widths) == [(6, 6)] * world_size
