@@ -2,19 +2,21 @@
 
 from composable.planning.cut import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape
 from composable.planning.layout import FlatLayout
-from composable.planning.options import ShardingStrategy, ShardOptions
+from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn
 from composable.planning.planner import HandleMembers, make_plan, plan
 from composable.planning.replaced import first_replacement, mark_replaced, marks_made, replacement_of
 from composable.planning.shard_plan import BufferPlan, HandlePlan, ShardPlan
 from composable.planning.tree import managed_modules, name_modules
 
 __all__ = [
+    "AlignLike",
     "BufferPlan",
     "FlatLayout",
     "HandleMembers",
     "HandlePlan",
     "RaggedShard",
     "ShardOptions",
+    "ShardPlacementFn",
     "ShardPlan",
     "ShardingStrategy",
     "boxes",

@@ -13,9 +13,9 @@ from torch import nn
 
 from composable.contract import get_registry
 from composable.errors import ConfigError
-from composable.planning.cut import order_of
-from composable.planning.layout import Align, plan_layout
-from composable.planning.options import ShardingStrategy, ShardOptions
+from composable.planning.alignment import Cut, choose_cuts
+from composable.planning.layout import plan_layout
+from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn
 from composable.planning.shard_plan import BufferPlan, HandlePlan, ParamPlan, ShardPlan
 from composable.planning.structure import FoundParam, find_structure, named_roots
 from composable.policies import PolicyLike
@@ -48,7 +48,8 @@ def plan(
     ignored_params: Iterable[nn.Parameter] | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     unused_gradients: str = "none",
-    align: Mapping[str, Align] | None = None,
+    align: AlignLike | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
     transport: str = "auto",
 ) -> ShardPlan:
     """Say what ``fully_shard`` with the same arguments would do; nothing is changed or communicated.
@@ -63,7 +64,8 @@ def plan(
         ignored_params: Parameters to leave alone, under all their names.
         ignored_modules: Modules to leave alone with all below them.
         unused_gradients: What a parameter that no rank has a gradient for gets, ``none`` or ``zero``.
-        align: What a cut may do to a parameter, by FQN: see ``plan_layout``.
+        align: Where each parameter may be cut, as ``fully_shard`` takes it.
+        shard_placement_fn: Which dim of a parameter is cut, as ``fully_shard`` takes it.
         transport: The name to print.
 
     Raises:
@@ -86,6 +88,7 @@ def plan(
         ignored_modules=ignored_modules,
         unused_gradients=unused_gradients,
         align=align,
+        shard_placement_fn=shard_placement_fn,
         transport=transport,
     )
     return make_plan(module, options)[0]
@@ -103,20 +106,14 @@ def make_plan(
     """
     structure = find_structure(module, options.policy, options.ignored_params, options.ignored_modules)
     handles = structure.handles
-    align = options.align or {}
-    unknown = set(align) - {found.fqns[0] for handle in handles for found in handle.params}
-    if unknown:
-        raise ConfigError(
-            f"align names parameters that no handle owns: {sorted(unknown)}",
-            fix="pass FQNs below the annotated module, as in named_parameters()",
-        )
+    cuts = choose_cuts([found for handle in handles for found in handle.params], options)
     handle_plans = tuple(
         HandlePlan(
             module_fqns=handle.fqns,
             class_names=tuple(type(one).__name__ for one in handle.modules),
             reason=handle.reason,
-            params=tuple(_plan_param(found) for found in handle.params),
-            buffers=_plan_buffers(handle.params, options.world_size, align),
+            params=tuple(_plan_param(found, cuts) for found in handle.params),
+            buffers=_plan_buffers(handle.params, options.world_size, cuts),
             reshard_after_forward=True if options.frees is None and handle.is_picked else options.frees,
             unused_gradients=options.unused_gradients,
         )
@@ -141,31 +138,26 @@ def make_plan(
     return shard_plan, members
 
 
-def _plan_param(found: FoundParam) -> ParamPlan:
-    param = found.param
-    return ParamPlan(found.fqns[0], param.shape, param.dtype, param.requires_grad, tuple(found.fqns[1:]))
+def _plan_param(found: FoundParam, cuts: Mapping[str, Cut]) -> ParamPlan:
+    param, fqn = found.param, found.fqns[0]
+    shared_fqns, promise = tuple(found.fqns[1:]), cuts[fqn].promise
+    return ParamPlan(fqn, param.shape, param.dtype, param.requires_grad, shared_fqns, promise)
 
 
-def _order_of(found: FoundParam, align: Mapping[str, Align]) -> tuple[int, ...]:
-    """Return the order in which a parameter's dims lie in memory, to be kept; empty: as they are numbered."""
-    order = order_of(found.param)
-    # A promise about rows holds only where rows are what lies together.
-    is_promised = isinstance(align.get(found.fqns[0]), int)
-    return () if is_promised and order and order[0] else order
-
-
-def _plan_buffers(params: Sequence[FoundParam], world_size: int, align: Mapping[str, Align]) -> tuple[BufferPlan, ...]:
+def _plan_buffers(params: Sequence[FoundParam], world_size: int, cuts: Mapping[str, Cut]) -> tuple[BufferPlan, ...]:
     classes: dict[tuple[torch.dtype, bool], list[tuple[str, torch.Size]]] = {}
     for found in params:
         key = (found.param.dtype, found.param.requires_grad)
         classes.setdefault(key, []).append((found.fqns[0], found.param.shape))
-    orders = {found.fqns[0]: order for found in params if (order := _order_of(found, align))}
     return tuple(
         BufferPlan(
             dtype,
             requires_grad,
             plan_layout(
-                shapes, world_size, align={fqn: align[fqn] for fqn, _ in shapes if fqn in align}, orders=orders
+                shapes,
+                world_size,
+                align={fqn: cuts[fqn].align for fqn, _ in shapes},
+                orders={fqn: cuts[fqn].order for fqn, _ in shapes},
             ),
         )
         for (dtype, requires_grad), shapes in classes.items()

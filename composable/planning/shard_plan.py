@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from composable.planning.layout import FlatLayout
+from composable.planning.layout import FlatLayout, Promise
 from composable.wording import bytes_text, count_text, dtype_text, list_text
 
 __all__ = ["BufferPlan", "HandleCollectives", "HandlePlan", "ParamPlan", "ShardPlan"]
@@ -22,13 +22,14 @@ _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
 
 @dataclass(frozen=True)
 class ParamPlan:
-    """One unique parameter; ``shared_fqns`` are its other names."""
+    """One unique parameter; ``shared_fqns`` are its other names, ``promise`` says where alone it may be cut."""
 
     fqn: str
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
     shared_fqns: tuple[str, ...] = ()
+    promise: Promise | None = None
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,10 @@ class ShardPlan:
                 "reshard_after_forward": handle.reshard_after_forward,
                 "unused_gradients": handle.unused_gradients,
                 "params": [
-                    (param.fqn, tuple(param.shape), str(param.dtype), param.requires_grad, param.shared_fqns)
+                    (
+                        *(param.fqn, tuple(param.shape), str(param.dtype), param.requires_grad, param.shared_fqns),
+                        str(param.promise),
+                    )
                     for param in handle.params
                 ],
                 "buffers": [
@@ -300,7 +304,8 @@ class ShardPlan:
         headline, *rest = str(self).splitlines()
         params = [
             f"parameter {param.fqn!r} {list(param.shape)} {dtype_text(param.dtype)},"
-            f" requires_grad={param.requires_grad}, module {handle.module_fqns[0]!r}"
+            f" requires_grad={param.requires_grad}{f', {param.promise}' if param.promise else ''},"
+            f" module {handle.module_fqns[0]!r}"
             for handle in self.handles
             for param in handle.params
         ]
@@ -369,4 +374,15 @@ def _describe_handle(handle: HandlePlan) -> str:
         f" {bytes_text(handle.shard_bytes)} per rank{padding}; {handle.reason}"
         f"{'; kept for backward' if handle.reshard_after_forward is False else ''}"
         f"{'; unused gradients are zero' if handle.unused_gradients == 'zero' else ''}"
+        f"{_describe_promises(handle)}"
     )
+
+
+def _describe_promises(handle: HandlePlan) -> str:
+    """Return a clause for each kind of promise, with the parameters that have it, named below the handle's module."""
+    prefix = f"{handle.module_fqns[0]}." if len(handle.module_fqns) == 1 else ""
+    promised: dict[str, list[str]] = {}
+    for param in handle.params:
+        if param.promise is not None:
+            promised.setdefault(str(param.promise), []).append(param.fqn.removeprefix(prefix))
+    return "".join(f"; {text}: {list_text(fqns, _FQNS_SHOWN, write=str)}" for text, fqns in promised.items())
