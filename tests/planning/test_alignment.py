@@ -125,6 +125,12 @@ def test_names_are_from_the_annotated_root_whatever_the_policy_picks() -> None:
     assert sorted(asked) == sorted(fqn for fqn, _ in model.named_parameters())
 
 
+def test_names_in_a_list_of_modules_start_with_the_position() -> None:
+    shard_plan = plan([nn.Linear(2, 3), nn.Linear(3, 2)], world_size=2, align={"1.weight": "tensor"})
+    assert [param.fqn for param in shard_plan.handles[0].params if param.promise] == ["1.weight"]
+    assert "; whole on one rank: 1.weight" in str(shard_plan)
+
+
 def test_a_tied_parameter_may_be_named_by_any_of_its_names() -> None:
     model = TinyGPT(tied=True)
     by_first, by_second = (
