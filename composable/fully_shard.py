@@ -20,10 +20,12 @@ from composable.errors import ComposableError, ConfigError, UsageError
 from composable.fsdp_module import add_mixin
 from composable.planning import (
     NO_CASTS,
+    AlignLike,
     HandleMembers,
     MixedPrecisionPolicy,
     ShardingStrategy,
     ShardOptions,
+    ShardPlacementFn,
     make_plan,
     managed_modules,
     mark_replaced,
@@ -55,6 +57,8 @@ def fully_shard(
     ignored_params: Collection[nn.Parameter] | None = None,
     ignored_modules: Collection[nn.Module] | None = None,
     unused_gradients: str = "none",
+    align: AlignLike | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
     param_init_fn: ParamInitFn | None = None,
     sync_module_states: bool = False,
     transport: str = "auto",
@@ -91,6 +95,14 @@ def fully_shard(
             as it is, as in one process; at the end of each backward ranks tell each other with one small
             message. ``zero``: a zero gradient, without the message; optimizers then move the parameter by
             momentum and weight decay, and a gradient that arrives after its module was reduced is an error.
+        align: Where a parameter may be cut, by FQN below ``module``, or by a function of the FQN and the parameter
+            (``None``: as without). ``row``, the default: between rows where that costs at most 1 % of padding, and
+            anywhere else. ``element``: anywhere. ``tensor``: nowhere, one rank holds it whole. A number n: between
+            blocks of n rows. The last two hold whatever the padding, which the plan shows.
+        shard_placement_fn: As torch's ``fully_shard`` takes it: a function of a parameter that returns ``Shard(dim)``
+            or ``None``. The parameter is cut between slices of that dim only, and lies in memory with that dim
+            outermost: the unsharded parameter is a view of its shape that is not contiguous unless the dim is 0.
+            Its placement is a ``RaggedShard``; see docs/cuts.md.
         param_init_fn: Called with each module that itself owns a parameter or buffer on the meta
             device, in ``modules()`` order: gives values, on the device of the mesh, to what that
             module owns itself. Only that module's parameters are whole meanwhile, and those that
@@ -132,6 +144,8 @@ def fully_shard(
                 ignored_params=ignored_params,
                 ignored_modules=ignored_modules,
                 unused_gradients=unused_gradients,
+                align=align,
+                shard_placement_fn=shard_placement_fn,
                 transport=state.transport_name,
                 mp_policy=mp_policy,
             )

@@ -123,6 +123,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "ignored_params": {"None", "[]", "{}"},
             "ignored_modules": {"None", "[]", "{}"},
             "align": {"None", "{}"},
+            "shard_placement_fn": OPTIONAL,
             "transport": set(),
         },
     ),
@@ -139,6 +140,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "unused_gradients": set(),
             "ignored_params": {"None", "[]", "{}"},
             "ignored_modules": {"None", "[]", "{}"},
+            "align": {"None", "{}"},
+            "shard_placement_fn": OPTIONAL,
             "param_init_fn": {"None", "plain", "class"},  # what can be called
             "sync_module_states": SWITCH,
             "transport": set(),

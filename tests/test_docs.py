@@ -104,9 +104,13 @@ def run_blocks(sources: list[str]) -> list[str]:
     return printed
 
 
-@pytest.mark.parametrize("page", ["docs/importing.md", "docs/life_of_a_parameter.md", "docs/mixed_precision.md", "docs/replicate.md"])
-def test_the_code_of_a_page_runs_on_two_ranks_and_prints_what_follows_it(page: str) -> None:
-    blocks = blocks_of(page)
+# Pages whose code runs on two ranks, as one program a page.
+PROGRAMS = ["cuts", "importing", "life_of_a_parameter", "mixed_precision", "replicate"]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_code_of_a_page_runs_on_two_ranks_and_prints_what_follows_it(name: str) -> None:
+    blocks = blocks_of(f"docs/{name}.md")
     printed = run_ranks(run_blocks, 2, [source for source, _ in blocks])[0]
     assert printed == [expected for _, expected in blocks]
 

@@ -2,7 +2,7 @@
 
 from composable.planning.cut import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape
 from composable.planning.layout import FlatLayout
-from composable.planning.options import ShardingStrategy, ShardOptions
+from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn
 from composable.planning.planner import HandleMembers, make_plan, plan
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, skipped_modules
 from composable.planning.replaced import first_replacement, mark_replaced, marks_made, replacement_of
@@ -11,6 +11,7 @@ from composable.planning.tree import managed_modules, name_modules
 
 __all__ = [
     "NO_CASTS",
+    "AlignLike",
     "BufferPlan",
     "FlatLayout",
     "HandleMembers",
@@ -18,6 +19,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "RaggedShard",
     "ShardOptions",
+    "ShardPlacementFn",
     "ShardPlan",
     "ShardingStrategy",
     "boxes",

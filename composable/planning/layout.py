@@ -21,7 +21,7 @@ import torch
 from composable.errors import ConfigError
 from composable.planning.cut import in_order_of_dims
 
-__all__ = ["Align", "FlatLayout", "ShardSplit", "Span", "plan_layout"]
+__all__ = ["Align", "FlatLayout", "Promise", "ShardSplit", "Span", "check_align", "plan_layout"]
 
 Align: TypeAlias = Literal["row", "element", "tensor"] | int
 
@@ -31,6 +31,25 @@ _PADDING_SHARE = 100
 _START_ALIGN = 8
 # Row sizes tried as the grain of a shard, most frequent first: bounds the search, not the result's validity.
 _MAX_GRAINS = 8
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Where alone a parameter may be cut, whatever that costs in padding.
+
+    Attributes:
+        block: Slices of ``dim`` that stay together; ``None``: all, the parameter is whole on one rank.
+        dim: The dim that is outermost in memory.
+    """
+
+    block: int | None
+    dim: int = 0
+
+    def __str__(self) -> str:
+        if self.block is None:
+            return "whole on one rank"
+        slices = "rows" if self.dim == 0 else f"slices of dim {self.dim}"
+        return f"cut between {slices if self.block == 1 else f'blocks of {self.block} {slices}'}"
 
 
 @dataclass(frozen=True)
@@ -148,6 +167,7 @@ def plan_layout(
             anywhere. ``"tensor"`` (never cut: whole on one rank) and an int n (cut between blocks
             of n rows only) are promises, kept at any cost in padding.
         orders: Dims of parameters from the outermost in memory, by FQN; what has none lies row by row.
+            The rows of what has one are the slices of its outermost dim.
 
     Raises:
         ConfigError: ``world_size`` is below 1, or ``align`` has an unknown FQN or value.
@@ -158,12 +178,13 @@ def plan_layout(
     unknown = set(align) - {fqn for fqn, _ in params}
     if unknown:
         raise ConfigError(f"align names parameters that are not there: {sorted(unknown)}")
-    pieces = [_piece(fqn, shape, align.get(fqn, "row")) for fqn, shape in params]
+    orders = orders or {}
+    pieces = [_piece(fqn, shape, align.get(fqn, "row"), orders.get(fqn, ())) for fqn, shape in params]
     total = sum(piece.numel for piece in pieces)
     least = _least_shard_numel(pieces, total, world_size)
     best = _best_placement(pieces, total, world_size, least)
     spans = tuple(
-        Span(fqn, torch.Size(shape), start, start + piece.numel, (orders or {}).get(fqn, ()))
+        Span(fqn, torch.Size(shape), start, start + piece.numel, orders.get(fqn, ()))
         for (fqn, shape), piece, start in zip(params, pieces, best.starts, strict=True)
     )
     return FlatLayout(spans, world_size, best.shard_numel)
@@ -184,27 +205,29 @@ class _Placement(NamedTuple):
     end: int
 
 
-def _row_numel(shape: Sequence[int]) -> int:
-    return math.prod(shape[1:])
-
-
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _piece(fqn: str, shape: torch.Size, align: Align) -> _Piece:
-    numel, row = shape.numel(), _row_numel(shape)
+def check_align(fqn: str, align: object) -> None:
+    """Raise ``ConfigError`` unless ``align`` is a value of ``Align``."""
+    is_name = isinstance(align, str) and align in ("row", "element", "tensor")
+    if not is_name and (not isinstance(align, int) or isinstance(align, bool) or align < 1):
+        raise ConfigError(
+            f"align of {fqn!r} is {align!r:.80}",
+            fix="pass 'row', 'element', 'tensor' or a number of rows of at least 1",
+        )
+
+
+def _piece(fqn: str, shape: torch.Size, align: Align, order: Sequence[int]) -> _Piece:
+    check_align(fqn, align)
+    numel = shape.numel()
     if align == "element" or numel == 0:
         return _Piece(numel, 1, False)
-    if align == "row":
-        return _Piece(numel, row, False)
     if align == "tensor":
         return _Piece(numel, numel, True)
-    if isinstance(align, int) and not isinstance(align, bool) and align >= 1:
-        return _Piece(numel, min(align * row, numel), True)
-    raise ConfigError(
-        f"align of {fqn!r} is {align!r}", fix="pass 'row', 'element', 'tensor' or a number of rows of at least 1"
-    )
+    row = numel // shape[order[0] if order else 0] if shape else 1
+    return _Piece(numel, row, False) if align == "row" else _Piece(numel, min(align * row, numel), True)
 
 
 def _place(

@@ -1,17 +1,23 @@
 """What a user asks of ``fully_shard``, as data: checked once, and handed on as one value."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from torch import nn
+from torch.distributed.tensor import Shard
 
+from composable.arguments import described
 from composable.errors import ConfigError
 from composable.planning.layout import Align
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, as_mixed_precision
 from composable.policies import PolicyLike
 
-__all__ = ["MeshDimStrategy", "ShardOptions", "ShardingStrategy"]
+__all__ = ["AlignLike", "MeshDimStrategy", "ShardOptions", "ShardPlacementFn", "ShardingStrategy"]
+
+# By FQN below the annotated module, or a function of (FQN, parameter) that has no wish where it returns ``None``.
+AlignLike: TypeAlias = Mapping[str, Align] | Callable[[str, nn.Parameter], Align | None]
+ShardPlacementFn: TypeAlias = Callable[[nn.Parameter], Shard | None]
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,8 @@ class ShardOptions:
         ignored_params: Parameters to leave alone, under all their names.
         ignored_modules: Modules to leave alone with all below them.
         unused_gradients: What a parameter that no rank has a gradient for gets, ``none`` or ``zero``.
-        align: What a cut may do to a parameter, by FQN: see ``plan_layout``.
+        align: What a cut may do to a parameter, by FQN or by a function: see ``plan_layout``.
+        shard_placement_fn: Which dim of a parameter is cut.
         transport: The name to print.
         mp_policy: Dtypes of computation and reduction, also as torch's own policies.
 
@@ -93,7 +100,8 @@ class ShardOptions:
     ignored_params: Iterable[nn.Parameter] | None = None
     ignored_modules: Iterable[nn.Module] | None = None
     unused_gradients: str = "none"
-    align: Mapping[str, Align] | None = None
+    align: AlignLike | None = None
+    shard_placement_fn: ShardPlacementFn | None = None
     transport: str = "auto"
     mp_policy: object = NO_CASTS
 
@@ -101,8 +109,15 @@ class ShardOptions:
         size = self.world_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(f"world_size is {size!r:.80}", fix="pass the number of ranks that share the parameters")
-        if self.align is not None and not isinstance(self.align, Mapping):
-            raise ConfigError(f"align is a {type(self.align).__name__}", fix="pass a dict of FQNs")
+        if self.align is not None and not isinstance(self.align, Mapping) and not _is_function(self.align):
+            raise ConfigError(
+                f"align is {described(self.align)}", fix="pass a dict of FQNs, or a function of an FQN and a parameter"
+            )
+        if self.shard_placement_fn is not None and not _is_function(self.shard_placement_fn):
+            raise ConfigError(
+                f"shard_placement_fn is {described(self.shard_placement_fn)}",
+                fix="pass a function of a parameter that returns a Shard or None",
+            )
         if self.transport not in _TRANSPORTS:
             raise ConfigError(
                 f"transport is {self.transport!r:.80}", fix=f"pass one of {', '.join(map(repr, _TRANSPORTS))}"
@@ -132,6 +147,11 @@ class ShardOptions:
         if self.strategy is None:
             return self.reshard_after_forward
         return _named(self.strategy).dims[0].parameters
+
+
+def _is_function(value: object) -> bool:
+    """Say whether ``value`` can be called; modules and classes can too, and were meant for something else."""
+    return callable(value) and not isinstance(value, type | nn.Module)
 
 
 def _named(strategy: ShardingStrategy | str) -> ShardingStrategy:

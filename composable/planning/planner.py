@@ -13,9 +13,9 @@ from torch import nn
 
 from composable.contract import get_registry
 from composable.errors import ConfigError
-from composable.planning.cut import order_of
-from composable.planning.layout import Align, plan_layout
-from composable.planning.options import ShardingStrategy, ShardOptions
+from composable.planning.alignment import Cut, choose_cuts
+from composable.planning.layout import plan_layout
+from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, ParamDtypes, skipped_modules
 from composable.planning.shard_plan import BufferPlan, HandlePlan, ParamPlan, ShardPlan
 from composable.planning.structure import FoundHandle, FoundParam, find_structure, named_roots
@@ -50,7 +50,8 @@ def plan(
     ignored_params: Iterable[nn.Parameter] | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     unused_gradients: str = "none",
-    align: Mapping[str, Align] | None = None,
+    align: AlignLike | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
     transport: str = "auto",
     mp_policy: MixedPrecisionPolicy = NO_CASTS,
 ) -> ShardPlan:
@@ -66,7 +67,8 @@ def plan(
         ignored_params: Parameters to leave alone, under all their names.
         ignored_modules: Modules to leave alone with all below them.
         unused_gradients: What a parameter that no rank has a gradient for gets, ``none`` or ``zero``.
-        align: What a cut may do to a parameter, by FQN: see ``plan_layout``.
+        align: Where each parameter may be cut, as ``fully_shard`` takes it.
+        shard_placement_fn: Which dim of a parameter is cut, as ``fully_shard`` takes it.
         transport: The name to print.
         mp_policy: Dtypes of computation and reduction.
 
@@ -90,6 +92,7 @@ def plan(
         ignored_modules=ignored_modules,
         unused_gradients=unused_gradients,
         align=align,
+        shard_placement_fn=shard_placement_fn,
         transport=transport,
         mp_policy=mp_policy,
     )
@@ -108,13 +111,7 @@ def make_plan(
     """
     structure = find_structure(module, options.policy, options.ignored_params, options.ignored_modules)
     handles = structure.handles
-    align = options.align or {}
-    unknown = set(align) - {found.fqns[0] for handle in handles for found in handle.params}
-    if unknown:
-        raise ConfigError(
-            f"align names parameters that no handle owns: {sorted(unknown)}",
-            fix="pass FQNs below the annotated module, as in named_parameters()",
-        )
+    cuts = choose_cuts([found for handle in handles for found in handle.params], options)
     roots = [root for _, root in named_roots(module)]
     managed = dict.fromkeys(managed_modules(roots, frozenset(options.ignored_modules or ())))
     dtypes = _dtypes_of(handles, managed, options.precision)
@@ -123,8 +120,8 @@ def make_plan(
             module_fqns=handle.fqns,
             class_names=tuple(type(one).__name__ for one in handle.modules),
             reason=handle.reason,
-            params=tuple(_plan_param(found) for found in handle.params),
-            buffers=_plan_buffers(handle.params, dtypes, options.world_size, align),
+            params=tuple(_plan_param(found, cuts) for found in handle.params),
+            buffers=_plan_buffers(handle.params, dtypes, options.world_size, cuts),
             reshard_after_forward=True if options.frees is None and handle.is_picked else options.frees,
             unused_gradients=options.unused_gradients,
         )
@@ -150,17 +147,10 @@ def make_plan(
     return shard_plan, members
 
 
-def _plan_param(found: FoundParam) -> ParamPlan:
-    param = found.param
-    return ParamPlan(found.fqns[0], param.shape, param.dtype, param.requires_grad, tuple(found.fqns[1:]))
-
-
-def _order_of(found: FoundParam, align: Mapping[str, Align]) -> tuple[int, ...]:
-    """Return the order in which a parameter's dims lie in memory, to be kept; empty: as they are numbered."""
-    order = order_of(found.param)
-    # A promise about rows holds only where rows are what lies together.
-    is_promised = isinstance(align.get(found.fqns[0]), int)
-    return () if is_promised and order and order[0] else order
+def _plan_param(found: FoundParam, cuts: Mapping[str, Cut]) -> ParamPlan:
+    param, fqn = found.param, found.fqns[0]
+    shared_fqns, promise = tuple(found.fqns[1:]), cuts[fqn].promise
+    return ParamPlan(fqn, param.shape, param.dtype, param.requires_grad, shared_fqns, promise)
 
 
 def _dtypes_of(
@@ -180,13 +170,12 @@ def _plan_buffers(
     params: Sequence[FoundParam],
     dtypes: Mapping[FoundParam, ParamDtypes],
     world_size: int,
-    align: Mapping[str, Align],
+    cuts: Mapping[str, Cut],
 ) -> tuple[BufferPlan, ...]:
     classes: dict[tuple[torch.dtype, bool, ParamDtypes], list[tuple[str, torch.Size]]] = {}
     for found in params:
         key = (found.param.dtype, found.param.requires_grad, dtypes[found])
         classes.setdefault(key, []).append((found.fqns[0], found.param.shape))
-    orders = {found.fqns[0]: order for found in params if (order := _order_of(found, align))}
     return tuple(
         BufferPlan(
             dtype,
@@ -194,7 +183,10 @@ def _plan_buffers(
             used.compute,
             used.reduce,
             plan_layout(
-                shapes, world_size, align={fqn: align[fqn] for fqn, _ in shapes if fqn in align}, orders=orders
+                shapes,
+                world_size,
+                align={fqn: cuts[fqn].align for fqn, _ in shapes},
+                orders={fqn: cuts[fqn].order for fqn, _ in shapes},
             ),
         )
         for (dtype, requires_grad, used), shapes in classes.items()

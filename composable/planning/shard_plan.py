@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from composable.planning.layout import FlatLayout
+from composable.planning.layout import FlatLayout, Promise
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy
 from composable.wording import bytes_text, count_text, dtype_text, list_text
 
@@ -23,13 +23,14 @@ _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
 
 @dataclass(frozen=True)
 class ParamPlan:
-    """One unique parameter; ``shared_fqns`` are its other names."""
+    """One unique parameter; ``shared_fqns`` are its other names, ``promise`` says where alone it may be cut."""
 
     fqn: str
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
     shared_fqns: tuple[str, ...] = ()
+    promise: Promise | None = None
 
 
 @dataclass(frozen=True)
@@ -300,7 +301,10 @@ class ShardPlan:
                 "reshard_after_forward": handle.reshard_after_forward,
                 "unused_gradients": handle.unused_gradients,
                 "params": [
-                    (param.fqn, tuple(param.shape), str(param.dtype), param.requires_grad, param.shared_fqns)
+                    (
+                        *(param.fqn, tuple(param.shape), str(param.dtype), param.requires_grad, param.shared_fqns),
+                        str(param.promise),
+                    )
                     for param in handle.params
                 ],
                 "buffers": [
@@ -326,7 +330,8 @@ class ShardPlan:
             dtypes = {span.fqn: _dtypes_text(buffer) for buffer in handle.buffers for span in buffer.layout.spans}
             params += [
                 f"parameter {param.fqn!r} {list(param.shape)} {dtypes[param.fqn]},"
-                f" requires_grad={param.requires_grad}, module {handle.module_fqns[0]!r}"
+                f" requires_grad={param.requires_grad}{f', {param.promise}' if param.promise else ''},"
+                f" module {handle.module_fqns[0]!r}"
                 for param in handle.params
             ]
         return "\n".join([headline, *params, *rest])
@@ -394,6 +399,7 @@ def _describe_handle(handle: HandlePlan) -> str:
         f" {bytes_text(handle.shard_bytes)} per rank{padding}; {handle.reason}"
         f"{'; kept for backward' if handle.reshard_after_forward is False else ''}"
         f"{'; unused gradients are zero' if handle.unused_gradients == 'zero' else ''}"
+        f"{_describe_promises(handle)}"
     )
 
 
@@ -410,3 +416,13 @@ def _dtypes_text(buffer: BufferPlan) -> str:
     if buffer.requires_grad and not buffer.dtype == buffer.compute_dtype == buffer.reduce_dtype:
         text += f" reduced in {dtype_text(buffer.reduce_dtype)}"
     return text
+
+
+def _describe_promises(handle: HandlePlan) -> str:
+    """Return a clause for each kind of promise, with the parameters that have it, named below the handle's module."""
+    prefix = f"{handle.module_fqns[0]}." if len(handle.module_fqns) == 1 else ""
+    promised: dict[str, list[str]] = {}
+    for param in handle.params:
+        if param.promise is not None:
+            promised.setdefault(str(param.promise), []).append(param.fqn.removeprefix(prefix))
+    return "".join(f"; {text}: {list_text(fqns, _FQNS_SHOWN, write=str)}" for text, fqns in promised.items())
