@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from composable import ModuleWrapPolicy, fully_shard, replicate
+from composable import MixedPrecisionPolicy, ModuleWrapPolicy, fully_shard, replicate
 
 __all__ = [
     "CONFIGS",
@@ -116,6 +118,28 @@ def _fully_shard(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Mod
     return fully_shard(model, policy=ModuleWrapPolicy({unit}), reshard_after_forward=False if keeps else None)
 
 
+# What is most used for training in low precision: computed and gathered in two bytes, reduced in four.
+BF16: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def _fsdp2_in_bf16(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
+    options: dict[str, Any] = {"mp_policy": TorchMixedPrecisionPolicy(**BF16)}
+    if keeps:
+        options["reshard_after_forward"] = False
+    for module in [module for module in model.modules() if isinstance(module, unit)]:
+        torch_fully_shard(module, **options)
+    return torch_fully_shard(model, **options)
+
+
+def _fully_shard_in_bf16(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
+    return fully_shard(
+        model,
+        policy=ModuleWrapPolicy({unit}),
+        reshard_after_forward=False if keeps else None,
+        mp_policy=MixedPrecisionPolicy(**BF16),
+    )
+
+
 def _fully_shard_with_zeros(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
     """Without the message in which ranks agree at the end of backward: what that costs."""
     option = False if keeps else None
@@ -130,8 +154,10 @@ ENGINES: dict[str, Callable[[nn.Module, type[nn.Module], bool], nn.Module]] = {
     "fully_shard": _fully_shard,
     "replicate": lambda model, unit, keeps: replicate(model),
     "fully_shard_zeros": _fully_shard_with_zeros,
+    "fsdp2_bf16": _fsdp2_in_bf16,
+    "fully_shard_bf16": _fully_shard_in_bf16,
 }
-DEFAULT_ENGINES = [name for name in ENGINES if name != "fully_shard_zeros"]
+DEFAULT_ENGINES = ["plain", "ddp", "fsdp1", "fsdp2", "fully_shard", "replicate"]
 
 
 def annotate(model: nn.Module, engine: str, unit: type[nn.Module], *, keep_unsharded: bool = False) -> nn.Module:
