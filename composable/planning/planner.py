@@ -19,6 +19,7 @@ from composable.planning.options import ShardingStrategy, ShardOptions
 from composable.planning.shard_plan import BufferPlan, HandlePlan, ParamPlan, ShardPlan
 from composable.planning.structure import FoundParam, find_structure, named_roots
 from composable.policies import PolicyLike
+from composable.wording import plain_fqn
 
 __all__ = ["HandleMembers", "make_plan", "plan"]
 
@@ -103,7 +104,7 @@ def make_plan(
     """
     structure = find_structure(module, options.policy, options.ignored_params, options.ignored_modules)
     handles = structure.handles
-    align = options.align or {}
+    align = {plain_fqn(fqn): found for fqn, found in (options.align or {}).items()}
     unknown = set(align) - {found.fqns[0] for handle in handles for found in handle.params}
     if unknown:
         raise ConfigError(
