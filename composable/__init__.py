@@ -1,5 +1,6 @@
 """Data parallelism as an annotation: how a plain module trains on many ranks, without wrapping it."""
 
+from composable.activation_checkpoint import checkpoint
 from composable.collectives import set_divergence_timeout
 from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
@@ -47,6 +48,7 @@ __all__ = [
     "UnshardHandle",
     "UsageError",
     "accelerate_optimizer",
+    "checkpoint",
     "clip_grad_norm_",
     "contract",
     "fallback_counts",

@@ -9,20 +9,13 @@ from typing import NamedTuple
 from torch import nn
 
 from composable.errors import ConfigError
-from composable.wording import join_fqn, list_text
+from composable.wording import join_fqn, list_text, plain_fqn
 
-__all__ = ["SUCCESSOR", "NamedTree", "check_same_fqns", "describe_module", "fqn_in_model", "plain_fqn"]
+__all__ = ["SUCCESSOR", "NamedTree", "check_same_fqns", "describe_module", "fqn_in_model"]
 
 _MAX_NAMES_SHOWN = 10
 # On a meta buffer of which an annotation has taken other names: the tensor with memory that took its place there.
 SUCCESSOR = "_composable_successor"
-# What wrappers of torch, which are no annotations, add to the names of what is below them.
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-
-
-def plain_fqn(fqn: str) -> str:
-    """Return ``fqn`` as a state dict has it: without the parts that wrappers of torch add."""
-    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 def describe_module(module: nn.Module) -> str:
@@ -64,7 +57,7 @@ def _find_fqn(module: nn.Module) -> str:
             break
         seen.add(id(module))
         names.append(name)
-    return ".".join(reversed(names))
+    return plain_fqn(".".join(reversed(names)))
 
 
 class _Visit(NamedTuple):

@@ -16,6 +16,7 @@ from typing import TypeAlias
 from torch import nn
 
 from composable.errors import ConfigError
+from composable.wording import join_fqn
 
 __all__ = ["CustomPolicy", "ModuleWrapPolicy", "Policy", "PolicyLike", "SizePolicy", "has_forward", "resolve_policy"]
 
@@ -301,7 +302,7 @@ class _Tree:
             self.fqns[module] = fqn
             self.parents[module] = parent
             stack.extend(
-                (module, f"{fqn}.{name}", child)
+                (module, join_fqn(fqn, name), child)
                 for name, child in reversed(module._modules.items())
                 if child is not None
             )

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
+from composable.activation_checkpoint import check_forward_in_place, restore_forward
 from composable.arguments import check_bool
 from composable.collectives import Grid, Ranks
 from composable.contract import get_registry, managing_state, remove_annotation, remove_member
@@ -36,13 +37,13 @@ _FIX_PART = "call unannotate on {names} or a module around, in one call"
 
 
 def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
-    """Undo ``fully_shard`` and ``replicate``: parameters are whole, classes, hooks and registry as before.
+    """Undo ``fully_shard``, ``replicate`` and ``checkpoint``: parameters, classes, hooks and registry as before.
 
     Collective: all ranks of every annotation that is undone, same order. Sharded parameters are gathered
     into new ``nn.Parameter``s under the same names, with ties, ``requires_grad`` and the marks that users
     put on them; an optimizer that holds the sharded ones raises at its next step. Replicated parameters
     stay the same objects. A parameter with a gradient gets the full one, averaged over the ranks also
-    where ``no_sync`` had left it on its rank. The module may be annotated anew, by either API.
+    where ``no_sync`` had left it on its rank. The module may be annotated anew, by any API.
 
     Part of a sharded model may be undone if every handle lies wholly inside or outside of it; the rest
     decides its root anew at the next forward, which is collective.
@@ -60,7 +61,8 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
     Raises:
         UsageError: Nothing there is annotated; a forward or backward is running; or a handle owns parameters
             inside and outside of what is to be undone: the message names its modules; or parameters are on
-            another device than the ranks talk on, such as meta. Nothing is changed.
+            another device than the ranks talk on, such as meta; or the ``forward`` of a checkpointed module was
+            replaced. Nothing is changed.
         DesyncError: The ranks have different annotations or gradients there. Nothing is changed.
         ConfigError: ``module`` is no module, or ``recurse`` no bool.
     """
@@ -71,7 +73,7 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
         check_bool("recurse", recurse)
         states = _states_in(roots, recurse=recurse)
         try:
-            removal = _Removal(roots, states)
+            removal = _Removal(roots, states, recurse=recurse)
         except ComposableError as error:
             # The other ranks are about to communicate: they must hear of it first.
             failure = error
@@ -107,12 +109,14 @@ class _Removal:
         UsageError: It cannot.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], states: Sequence[_State]) -> None:
+    def __init__(self, roots: Sequence[nn.Module], states: Sequence[_State], *, recurse: bool) -> None:
         self._sharded = [state for state in states if isinstance(state, FullyShardState)]
         self._replicated = [state for state in states if isinstance(state, ReplicateState)]
         modules = dict.fromkeys(module for root in roots for module in root.modules())
         self._part = AnnotatedPart(modules, "unannotated", _FIX_PART)
-        if not states:
+        reached = modules if recurse else dict.fromkeys(roots)
+        self._checkpointed = [module for module in reached if "checkpoint" in get_registry(module)]
+        if not states and not self._checkpointed:
             raise UsageError(
                 "unannotate found no annotated module",
                 at=", ".join([place_of_rank(), *map(describe_module, roots)]),
@@ -122,6 +126,8 @@ class _Removal:
             if not all(module in modules for module in annotation.modules):
                 raise reaches_out("unannotated", annotation.modules, _FIX_PART)
         self._check_idle(modules)
+        for module in self._checkpointed:
+            check_forward_in_place(module)
         for one in states:
             one.abandon_step()
         for handle in self._handles():
@@ -168,6 +174,9 @@ class _Removal:
             annotation.close()
             for module in annotation.modules:
                 remove_annotation(module, "replicate")
+        for module in self._checkpointed:
+            restore_forward(module)
+            remove_annotation(module, "checkpoint")
 
     def _take_off(self, state: FullyShardState, handles: Sequence[Handle]) -> None:
         modules = self._part.managed_by(state)

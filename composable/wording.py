@@ -5,12 +5,22 @@ from itertools import islice
 
 import torch
 
-__all__ = ["bytes_text", "count_text", "dtype_text", "join_fqn", "list_text", "ranks_text"]
+__all__ = ["bytes_text", "count_text", "dtype_text", "join_fqn", "list_text", "plain_fqn", "ranks_text"]
+
+# What wrappers of torch, which are no annotations, add to the names of what is below them.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 def join_fqn(fqn: str, name: str) -> str:
-    """Return the FQN of what the module at ``fqn`` holds under ``name``."""
+    """Return the FQN of what the module at ``fqn`` holds under ``name``: a wrapper of torch adds nothing to it."""
+    if name in _WRAPPERS:
+        return fqn
     return f"{fqn}.{name}" if fqn else name
+
+
+def plain_fqn(fqn: str) -> str:
+    """Return ``fqn`` as a state dict has it: without the parts that wrappers of torch add."""
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 def list_text(names: Collection[str], most: int = 5, *, write: Callable[[str], str] = repr) -> str:

@@ -46,11 +46,12 @@ EDGES: dict[str, set[str]] = {
 FOLDERS = {"testing", "collectives", "planning", "ragged", "storage", "replication", "optim", "runtime", "saving"}
 # What users call, and what it stands on among its own kind: it may import everything above.
 ENTRIES: dict[str, set[str]] = {
+    "activation_checkpoint": set(),
     "fsdp_module": set(),
     "fully_shard": {"fsdp_module"},
     "replicate": set(),
     "gradient_sync": set(),
-    "unannotate": {"fsdp_module"},
+    "unannotate": {"activation_checkpoint", "fsdp_module"},
     "installation": set(),
 }
 EDGES |= {name: set(EDGES) | others for name, others in ENTRIES.items()}

@@ -22,6 +22,7 @@ from composable import (
     RaggedShard,
     SizePolicy,
     accelerate_optimizer,
+    checkpoint,
     clip_grad_norm_,
     fallback_counts,
     find_checkpoint,
@@ -159,6 +160,20 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "find_unused_parameters": SWITCH,
             "broadcast_buffers": SWITCH,
             "gradient_as_bucket_view": SWITCH,
+        },
+    ),
+    "checkpoint": (
+        checkpoint,
+        lambda: {"module": nn.Linear(2, 2)},
+        {
+            "module": {"plain"},
+            "use_reentrant": set(),
+            "preserve_rng_state": SWITCH,
+            "context_fn": {"None", "plain", "class"},  # what can be called
+            "determinism_check": set(),
+            "debug": SWITCH,
+            "early_stop": SWITCH,
+            "no_such_option": set(),
         },
     ),
     "accelerate_optimizer": (accelerated, dict, {"optimizer": set(), "flat": SWITCH}),

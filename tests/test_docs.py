@@ -105,7 +105,7 @@ def run_blocks(sources: list[str]) -> list[str]:
 
 
 # Pages whose code runs on two ranks, as one program a page.
-PROGRAMS = ["cuts", "importing", "life_of_a_parameter", "mixed_precision", "replicate"]
+PROGRAMS = ["activation_checkpointing", "cuts", "importing", "life_of_a_parameter", "mixed_precision", "replicate"]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

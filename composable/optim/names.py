@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from composable.errors import ConfigError
-from composable.fqns import plain_fqn
-from composable.wording import count_text
+from composable.wording import count_text, plain_fqn
 
 __all__ = [
     "GroupNames",

@@ -17,7 +17,7 @@ from composable.planning.cut import order_of
 from composable.planning.layout import Align, Promise, check_align
 from composable.planning.options import AlignLike, ShardOptions, ShardPlacementFn
 from composable.planning.structure import FoundParam
-from composable.wording import dtype_text, list_text
+from composable.wording import dtype_text, list_text, plain_fqn
 
 __all__ = ["Cut", "choose_cuts"]
 
@@ -82,6 +82,8 @@ def _wishes(params: Sequence[FoundParam], align: AlignLike | None) -> dict[str, 
         for fqn, wish in wishes.items():
             check_align(fqn, wish)
         return wishes
+    # Plans name parameters below wrappers without the wrapper's part; users may name them with it.
+    align = {plain_fqn(name): wish for name, wish in align.items()}
     known = {name for found in params for name in found.fqns}
     unknown = [name for name in align if name not in known]
     if unknown:

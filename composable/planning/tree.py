@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import nn
 
 from composable.contract import excludes, get_registry
+from composable.wording import plain_fqn
 
 __all__ = ["managed_modules", "name_modules"]
 
@@ -15,7 +16,7 @@ def name_modules(roots: Sequence[nn.Module]) -> dict[nn.Module, str]:
     for position, root in enumerate(roots):
         prefix = str(position) if len(roots) > 1 else ""
         for fqn, module in root.named_modules(prefix=prefix):
-            names.setdefault(module, fqn)
+            names.setdefault(module, plain_fqn(fqn))
     return names
 
 

@@ -16,6 +16,7 @@ from composable.planning import replacement_of
 from composable.registrations import is_left_alone
 from composable.rivals import rival_on
 from composable.torch_private import optimizers_in_backward
+from composable.wording import join_fqn
 
 __all__ = ["ManagedTensors", "find_tensors", "own_modules", "unmanaged_params"]
 
@@ -122,7 +123,7 @@ def own_modules(
         seen.add(module)
         yield path, module
         children = [(name, child) for name, child in module._modules.items() if child is not None]
-        stack.extend((f"{path}.{name}" if path else name, child) for name, child in reversed(children))
+        stack.extend((join_fqn(path, name), child) for name, child in reversed(children))
 
 
 def _nested_states(modules: Sequence[nn.Module]) -> set[int]:

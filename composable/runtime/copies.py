@@ -24,6 +24,7 @@ from composable.registrations import is_left_alone, leave_alone
 from composable.runtime.part import AnnotatedPart
 from composable.runtime.state import FullyShardState
 from composable.storage import FIX_COPY, modules_of_copy
+from composable.wording import plain_fqn
 
 __all__ = ["copy_module"]
 
@@ -108,7 +109,7 @@ class _Session:
         for position, module in enumerate(state.modules):
             prefix = str(position) if len(state.modules) > 1 else ""
             for name, submodule in module.named_modules(prefix=prefix):
-                names.setdefault(submodule, name)
+                names.setdefault(submodule, plain_fqn(name))
         renamed = {names[root]: "" if len(roots) == 1 else str(index) for index, root in enumerate(roots)}
         handles = [handle.plan for handle in self.part.handles_of(state)]
         class_names = [type(root).__name__.removeprefix("FSDP") for root in roots]

@@ -18,7 +18,7 @@ from composable.errors import StateDictError, UsageError, place_of_rank
 from composable.frames import is_strict_load
 from composable.torch_hooks import around_state_dict
 from composable.torch_private import module_load
-from composable.wording import list_text
+from composable.wording import list_text, plain_fqn
 
 __all__ = ["Differences", "check_before_load", "entries_to_load", "find_differences", "register_load_check"]
 
@@ -82,7 +82,7 @@ def find_differences(
         missing=tuple(key for key in expected if key not in keys and is_open(key)),
         unexpected=tuple(key for key in given if key not in expected and is_open(key)),
         unfit=tuple(
-            f"{key} {problem}"
+            f"{plain_fqn(key)} {problem}"
             for key, target in expected.items()
             if target is not None and key in keys and (problem := _misfit(target, value_of(key), is_sharded))
         ),

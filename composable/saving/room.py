@@ -8,11 +8,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable.errors import located, place_of_rank
-from composable.fqns import plain_fqn
 from composable.runtime import handle_of_module, sharded_state_of
 from composable.storage import mark_unfilled
 from composable.torch_hooks import around_state_dict
-from composable.wording import join_fqn
+from composable.wording import join_fqn, plain_fqn
 
 __all__ = ["make_room", "register_room"]
 

@@ -8,16 +8,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable import ComposableError, SizePolicy, fully_shard, load_full_state_dict, replicate
+from composable import ComposableError, SizePolicy, checkpoint, fully_shard, load_full_state_dict, replicate
 from tests.fuzz.nodes import Node
 from tests.fuzz.trees import Model, candidates
 
-__all__ = ["MODES", "STARTS", "Annotation", "Refused", "annotate", "annotate_again", "direct_parts", "draw_annotation"]
+__all__ = [
+    "CHECKPOINTS",
+    "MODES",
+    "STARTS",
+    "Annotation",
+    "Refused",
+    "annotate",
+    "annotate_again",
+    "direct_parts",
+    "draw_annotation",
+]
 
 MODES = "function classes size hand mixed root lists replicate roots".split()
 STARTS = "values sync load init".split()
 # Modes in which all of the model is sharded by one call, so that it may start on the meta device.
 WHOLE = {"function", "classes", "size", "root"}
+# When modules are checkpointed too: before they are annotated, or after.
+CHECKPOINTS = "none none before after".split()
 TRANSPORTS = "auto process_group point_to_point".split()
 
 
@@ -32,6 +44,7 @@ class Annotation:
         transport: Of what is sharded.
         start: Where values come from.
         is_reentrant: Somewhere in the tree there is reentrant checkpointing.
+        checkpoints: Whether modules are checkpointed by our annotation, and when: one of ``CHECKPOINTS``.
     """
 
     mode: str
@@ -40,10 +53,12 @@ class Annotation:
     transport: str
     start: str
     is_reentrant: bool
+    checkpoints: str = "none"
 
     def __str__(self) -> str:
         start = "" if self.start == "values" else f", starts on the meta device ({self.start})"
-        return f"{self.mode}, {self.share:.0%} of the modules, transport {self.transport}{start}"
+        recompute = "" if self.checkpoints == "none" else f", checkpointed {self.checkpoints} that"
+        return f"{self.mode}, {self.share:.0%} of the modules, transport {self.transport}{start}{recompute}"
 
     def rng(self, name: str) -> random.Random:
         return random.Random(f"{self.seed}/{name}")
@@ -68,8 +83,12 @@ def draw_annotation(rng: random.Random, tags: frozenset[str], modes: Sequence[st
     fits = [mode for mode in modes if _fits(mode, tags)]
     mode = rng.choice(fits or ["hand"])
     start = rng.choice(STARTS) if mode in WHOLE and rng.random() < 0.4 else "values"
-    share = rng.choice([0.3, 0.6, 0.9])
-    return Annotation(mode, rng.getrandbits(32), share, rng.choice(TRANSPORTS), start, "reentrant" in tags)
+    seed, share = rng.getrandbits(32), rng.choice([0.3, 0.6, 0.9])
+    # Saved tensors are watched in one thread, a backward inside has no graph, what goes aside does so twice, and
+    # where ranks take different ways the second run begins at different moments.
+    takes_checkpoints = not tags & {"thread", "force", "side", "by_rank"}
+    checkpoints = random.Random(f"{seed}/checkpoints").choice(CHECKPOINTS) if takes_checkpoints else "none"
+    return Annotation(mode, seed, share, rng.choice(TRANSPORTS), start, "reentrant" in tags, checkpoints)
 
 
 def _fits(mode: str, tags: frozenset[str]) -> bool:
@@ -108,9 +127,20 @@ def annotate(make: Callable[[], Model], annotation: Annotation, before: Callable
 
 def annotate_again(model: Model, annotation: Annotation, **options: Any) -> None:
     """Annotate a model that has its values."""
+    if annotation.checkpoints == "before":
+        _checkpoint(model, annotation)
     for request in _requests(model, annotation):
         request.options.update(options)
         request.run()
+    if annotation.checkpoints == "after":
+        _checkpoint(model, annotation)
+
+
+def _checkpoint(model: Model, annotation: Annotation) -> None:
+    for name, module in [*candidates(model), ("root", model)]:
+        rng = annotation.rng(f"{name}, checkpoint")
+        if rng.random() < 0.4:
+            checkpoint(module, early_stop=rng.random() < 0.5)
 
 
 def _annotate_meta(model: Model, annotation: Annotation, plain: Model) -> None:

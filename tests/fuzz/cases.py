@@ -227,6 +227,7 @@ def kinds_of(case: Case) -> Iterator[str]:
     for annotation in (case.annotation, case.other)[: 1 + case.is_annotated_anew]:
         yield f"annotation: {annotation.mode}"
         yield f"transport: {annotation.transport}"
+        yield f"checkpoints: {annotation.checkpoints}"
     yield f"start: {case.annotation.start}"
     yield from (f"step: {name}" for name in set(case.programs))
     yield from {f"between: {name}" for actions in case.actions for name in actions}
@@ -267,6 +268,8 @@ def smaller(case: Case) -> Iterator[Case]:
             yield but(programs=(*case.programs[:number], "plain", *case.programs[number + 1 :]))
     if case.annotation.start != "values":
         yield but(annotation=dataclasses.replace(case.annotation, start="values"))
+    if case.annotation.checkpoints != "none":
+        yield but(annotation=dataclasses.replace(case.annotation, checkpoints="none"))
     for mode in ("root", "function", "hand"):
         if mode == case.annotation.mode:
             break

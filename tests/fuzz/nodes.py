@@ -452,7 +452,7 @@ class Loop(Node):
         return x
 
 
-@kind("pass through", kids=(1, 1))
+@kind("pass through", kids=(1, 1), tags="by_rank")
 class PassThrough(Node):
     """Returns what is below unchanged, on some ranks."""
 

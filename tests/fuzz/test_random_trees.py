@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from tests.fuzz.annotations import MODES
+from tests.fuzz.annotations import CHECKPOINTS, MODES
 from tests.fuzz.between import ACTIONS
 from tests.fuzz.cases import Case, draw, kinds_of
 from tests.fuzz.nodes import KINDS
@@ -58,6 +58,7 @@ def test_a_few_hundred_seeds_meet_every_kind() -> None:
     met = {kind for world_size, seeds in GROUPS for seed in seeds for kind in kinds_of(draw(seed, world_size))}
     wanted = [f"node: {name}" for name in KINDS]
     wanted += [f"annotation: {name}" for name in MODES]
+    wanted += [f"checkpoints: {name}" for name in CHECKPOINTS]
     wanted += [f"step: {name}" for name in PROGRAMS]
     wanted += [f"between: {name}" for name in ACTIONS]
     assert [kind for kind in wanted if kind not in met] == []

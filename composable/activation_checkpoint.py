@@ -1,0 +1,231 @@
+"""Free a module's activations after forward and compute them again in backward, without wrapping it.
+
+The instance gets a ``forward`` of its own that runs the real one under torch's checkpointing. It is what
+``module(...)`` calls between the module's hooks, so a module that is also sharded unshards before either
+run, and hooks of users run once. Nothing about a step is kept: threads, repeated calls and errors need no care.
+
+Source: sublinear memory cost, arXiv 1604.06174; non-reentrant checkpointing, torch.utils.checkpoint.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as run_with_checkpoint
+
+from composable.arguments import check_bool, described
+from composable.contract import contract
+from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.fqns import describe_module
+from composable.frames import is_functional_call
+from composable.policies import has_forward
+from composable.runtime import call_as_forward
+from composable.torch_private import opaque
+
+__all__ = ["CheckpointState", "check_forward_in_place", "checkpoint", "restore_forward"]
+
+ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
+ContextFn: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+_DETERMINISM_CHECKS = ("default", "none")
+
+
+@dataclass
+class CheckpointState:
+    """How the modules of one call are checkpointed.
+
+    Attributes:
+        options: Keyword arguments of torch's function; the compiler does not take its default of ``context_fn``.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@contract(CheckpointState)  # type: ignore[arg-type]  # `unknown` cannot get `module`, which has a name of its own
+def checkpoint(
+    module: ModuleT,
+    *,
+    use_reentrant: bool = False,
+    preserve_rng_state: bool = True,
+    context_fn: ContextFn | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    **unknown: object,
+) -> ModuleT:
+    """Keep no activations of ``module`` between forward and backward: its forward runs again in backward.
+
+    Class, parameters and names stay what they are. It may be combined with ``fully_shard`` and ``replicate``
+    in either order, on the same module, inside or around. Not collective. Without gradients nothing runs
+    again. Forward must do the same in both runs: what else it changes, such as the running means of a batch
+    norm, it changes twice. Forward hooks of ``module`` itself run once.
+
+    Args:
+        module: What to annotate, or several modules of which none is inside another.
+        use_reentrant: Only False: hooks that wait for gradients see nothing of a reentrant backward.
+        preserve_rng_state: Draw the same random numbers in both runs.
+        context_fn: Returns two contexts, for the first run and for the second; what
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` makes keeps chosen results.
+        determinism_check: ``default``: shapes, dtypes and devices of both runs are compared; or ``none``.
+        debug: Name the operations of both runs where they differ; not together with ``context_fn``.
+        early_stop: End the second run as soon as everything that backward needs is there.
+        **unknown: Nothing: an option of another name is an error.
+
+    Returns:
+        ``module``, the same object.
+
+    Raises:
+        ConfigError: An argument is wrong, or the module has no forward to run, or carries ``checkpoint`` already.
+
+    Its forward raises ``UsageError`` inside ``torch.func.functional_call`` where gradients are recorded: the
+    second run would read other parameters than the first.
+    """
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    if unknown:
+        raise ConfigError(
+            f"checkpoint got an unknown option: {', '.join(map(repr, unknown))}",
+            fix="see help(composable.checkpoint); keyword arguments of forward are given to forward",
+        )
+    for name, value in (
+        ("use_reentrant", use_reentrant),
+        ("preserve_rng_state", preserve_rng_state),
+        ("debug", debug),
+        ("early_stop", early_stop),
+    ):
+        check_bool(name, value)
+    if use_reentrant:
+        raise ConfigError(
+            "use_reentrant is True",
+            fix="leave it out; or call torch.utils.checkpoint.checkpoint in the model's own forward",
+        )
+    if context_fn is not None and not callable(context_fn):
+        raise ConfigError(f"context_fn is {described(context_fn)}", fix="pass a function that returns two contexts")
+    if not isinstance(determinism_check, str) or determinism_check not in _DETERMINISM_CHECKS:
+        raise ConfigError(
+            f"determinism_check is {described(determinism_check)}",
+            fix=f"pass one of {', '.join(map(repr, _DETERMINISM_CHECKS))}",
+        )
+    if debug and context_fn is not None:
+        raise ConfigError("debug is True beside a context_fn", fix="pass one of them: debug brings contexts of its own")
+    for one in modules:
+        _check_module(one)
+    state = next(found for one in modules if (found := checkpoint.state(one)) is not None)
+    state.options = {
+        "use_reentrant": False,
+        "preserve_rng_state": preserve_rng_state,
+        "determinism_check": determinism_check,
+        "debug": debug,
+        "early_stop": early_stop,
+    }
+    if context_fn is not None:
+        state.options["context_fn"] = context_fn
+    for one in modules:
+        # Not by setattr, which some classes hand on to another module.
+        one.__dict__["forward"] = _CheckpointedForward(one, state)
+    return module
+
+
+def check_forward_in_place(module: nn.Module) -> None:
+    """Raise unless ``restore_forward`` can undo ``checkpoint`` on ``module``.
+
+    Raises:
+        UsageError: Somebody gave the instance another ``forward`` since.
+    """
+    if not isinstance(module.__dict__.get("forward"), _CheckpointedForward):
+        raise UsageError(
+            "checkpoint cannot be undone: this module's forward was replaced since",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix="put the forward back that the module had after checkpoint",
+        )
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Let ``module`` keep its activations again; the registry is not touched."""
+    found = module.__dict__.pop("forward")
+    assert isinstance(found, _CheckpointedForward), "check_forward_in_place was called"
+    if found.own is not None:
+        module.__dict__["forward"] = found.own
+
+
+class _CheckpointedForward:
+    """The ``forward`` of one annotated instance.
+
+    An object, not a function: a deep or pickled copy of the module has one that runs the copy.
+
+    Attributes:
+        own: The ``forward`` that the instance had beside that of its class, if any.
+    """
+
+    def __init__(self, module: nn.Module, state: CheckpointState) -> None:
+        self.own: Callable[..., Any] | None = module.__dict__.get("forward")
+        self._module = module
+        self._state = state
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What runs; ``inspect.signature`` shows its arguments, which trainers read."""
+        # Of the class as it is now: other annotations swap it.
+        return self.own if self.own is not None else type(self._module).forward.__get__(self._module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.__wrapped__
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            if self._state.options["debug"]:
+                _refuse_debug(self._module)
+        elif is_functional_call():
+            raise UsageError(
+                "functional_call runs a checkpointed module: in backward it would run again with other parameters",
+                at=f"{place_of_rank()}, {describe_module(self._module)}",
+                fix="unannotate it, or call it under torch.no_grad()",
+            )
+        count, names = len(args), tuple(kwargs)
+
+        def run(*inputs: Any) -> Any:
+            return forward(*inputs[:count], **dict(zip(names, inputs[count:], strict=True)))
+
+        has_run = False
+
+        def run_or_run_again(*inputs: Any) -> Any:
+            nonlocal has_run
+            if has_run:
+                # Backward may get here by a tensor that left the module by another way than its output.
+                return call_as_forward(self._module, partial(run, *inputs))
+            has_run = True
+            return run(*inputs)
+
+        # Keyword inputs by place: so their names are not taken for options, and an outer checkpoint frees them too.
+        return run_with_checkpoint(
+            run if torch.compiler.is_compiling() else run_or_run_again, *args, *kwargs.values(), **self._state.options
+        )
+
+
+@opaque
+def _refuse_debug(module: nn.Module) -> None:  # where the compiler may not break the graph, its error names this
+    raise UsageError(
+        "a module that is checkpointed with debug=True cannot be compiled",
+        at=f"{place_of_rank()}, {describe_module(module)}",
+        fix="leave debug out, or compile after the error is found",
+    )
+
+
+def _check_module(module: nn.Module) -> None:
+    if checkpoint.state(module) is None:
+        raise ConfigError(
+            "checkpoint got a module and one inside it in one sequence",
+            at=describe_module(module),
+            fix="call it on the inner one first, in a call of its own",
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ConfigError(
+            "a ScriptModule cannot be checkpointed", at=describe_module(module), fix="annotate the module around it"
+        )
+    if not has_forward(module):
+        raise ConfigError(
+            "checkpoint got a module without a forward", at=describe_module(module), fix="call it on what runs inside"
+        )

@@ -1,0 +1,692 @@
+"""Activation checkpointing, ours and torch's, alone and under both annotations: the numbers of one process."""
+
+import copy
+import inspect
+import itertools
+import pickle
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from torch.utils.checkpoint import CheckpointError, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from composable import (
+    ConfigError,
+    UsageError,
+    checkpoint,
+    fully_shard,
+    iter_full_params,
+    replicate,
+    unannotate,
+)
+from composable.contract import get_registry
+from composable.torch_private import TorchDispatchMode
+from tests.counting import CountingTransport
+from tests.models import BATCH, DIM, FloatInput, MLPBlock, loss_of, random_input, seeded
+from tests.parity import (
+    Run,
+    assert_equal_params,
+    assert_equal_runs,
+    full_params,
+    global_inputs,
+    inputs_of,
+    mean_over_ranks,
+)
+from tests.world import run_ranks, run_threads
+
+STEPS = 3
+
+
+class Stacked(FloatInput):
+    """Blocks in a stack between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(DIM, DIM)
+        self.stack = nn.Sequential(MLPBlock(), MLPBlock())
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.out(self.stack(self.inp(x)))
+        return result
+
+
+# The annotated modules are the blocks and the root.
+ANNOTATED = ("stack.0", "stack.1", "")
+PLACES = {
+    "same": ("stack.0", "stack.1"),
+    "inside": ("stack.0.up", "stack.1.down"),
+    "outside": ("stack",),
+    "nested": ("stack.1.up", "stack.0", "stack"),
+}
+Apply = Callable[[nn.Module, Sequence[str]], None]
+
+
+def ours(model: nn.Module, places: Sequence[str]) -> None:
+    for place in places:
+        checkpoint(model.get_submodule(place))
+
+
+def in_own_forward(model: nn.Module, places: Sequence[str], *, use_reentrant: bool) -> None:
+    for place in places:
+        module = model.get_submodule(place)
+        module.forward = partial(torch_checkpoint, module.forward, use_reentrant=use_reentrant)
+
+
+def wrapped(model: nn.Module, places: Sequence[str], *, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    for place in places:
+        parent, _, name = place.rpartition(".")
+        setattr(model.get_submodule(parent), name, wrap(model.get_submodule(place)))
+
+
+def applied(model: nn.Module, places: Sequence[str]) -> None:
+    chosen = [model.get_submodule(place) for place in places]
+    apply_activation_checkpointing(model, check_fn=lambda module: any(module is one for one in chosen))
+
+
+KINDS: dict[str, Apply] = {
+    "ours": ours,
+    "own forward": partial(in_own_forward, use_reentrant=False),
+    "own forward, reentrant": partial(in_own_forward, use_reentrant=True),
+    "checkpoint_wrapper": partial(wrapped, wrap=checkpoint_wrapper),
+    "checkpoint_wrapper, reentrant": partial(
+        wrapped, wrap=partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
+    ),
+    "offload_wrapper": partial(wrapped, wrap=offload_wrapper),
+    "apply_activation_checkpointing": applied,
+}
+ORDERS = ("before", "after")
+APIS: dict[str, Callable[[nn.Module], nn.Module]] = {"fully_shard": fully_shard, "replicate": replicate}
+
+
+def train(kind: str, place: str, order: str, api: str) -> Run:
+    """Train for some steps on this rank's samples; ``order`` says when the annotation comes."""
+    # Of a reentrant checkpoint inside a reentrant one, whose first forward has no gradients.
+    warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+    model = seeded(Stacked, 0)
+    targets = [model.get_submodule(name) for name in ANNOTATED]
+    if order == "before":
+        for target in targets:
+            APIS[api](target)
+        KINDS[kind](model, PLACES[place])
+    else:
+        KINDS[kind](model, PLACES[place])
+        # What stands in the place now: with "same" a wrapper.
+        for name in ANNOTATED:
+            APIS[api](model.get_submodule(name))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        args, kwargs = inputs_of(model, step, dist.get_rank())
+        loss = loss_of(model(*args, **kwargs))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss))
+    return Run(losses, {fqn: param.clone() for fqn, param in iter_full_params(model)})
+
+
+def reference(world_size: int) -> Run:
+    model = seeded(Stacked, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        args, kwargs = global_inputs(model, step, world_size)
+        loss = loss_of(model(*args, **kwargs))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Run(losses, model.state_dict())
+
+
+def train_everywhere(kind: str, api: str) -> dict[tuple[str, str], Run]:
+    return {(place, order): train(kind, place, order, api) for place, order in itertools.product(PLACES, ORDERS)}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_at_every_place_trains_as_one_process(kind: str, api: str, world_size: int) -> None:
+    expected = reference(world_size)
+    runs: list[dict[Any, Run]] = run_threads(train_everywhere, world_size, kind, api)
+    for case in runs[0]:
+        assert_equal_runs([run[case] for run in runs], expected)
+
+
+# One process
+
+
+class Counted(nn.Module):
+    """Counts how often its forward begins, and how often it gets to its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(DIM, DIM)
+        self.begun = self.ended = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.begun += 1
+        y: torch.Tensor = torch.tanh(self.lin(x))
+        self.ended += 1
+        return y
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {fqn: param.grad.clone() for fqn, param in module.named_parameters() if param.grad is not None}
+
+
+def test_names_class_and_signature_are_unchanged() -> None:
+    plain, module = seeded(MLPBlock, 0), seeded(MLPBlock, 0)
+    assert checkpoint(module) is module
+    assert type(module) is MLPBlock
+    assert list(module.state_dict()) == list(plain.state_dict())
+    assert [fqn for fqn, _ in module.named_modules()] == [fqn for fqn, _ in plain.named_modules()]
+    assert inspect.signature(module.forward) == inspect.signature(plain.forward)
+    assert "checkpoint" in get_registry(module)
+
+
+def test_forward_runs_again_in_backward_and_gives_the_same_gradients() -> None:
+    plain, module = seeded(Counted, 0), checkpoint(seeded(Counted, 0))
+    x = random_input(0, BATCH, DIM)
+    loss_of(plain(x)).backward()
+    loss = loss_of(module(x))
+    assert module.begun == 1
+    loss.backward()
+    assert module.begun == 2
+    torch.testing.assert_close(gradients(module), gradients(plain), rtol=0, atol=0)
+
+
+def test_activations_are_not_kept() -> None:
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    module = nn.Sequential(nn.Linear(DIM, 100), nn.Tanh(), nn.Linear(100, DIM))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(random_input(0, BATCH, DIM))
+        assert 100 * BATCH in kept
+        kept.clear()
+        checkpoint(module)(random_input(0, BATCH, DIM))
+    assert 100 * BATCH not in kept
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_runs_again(context: Callable[[], AbstractContextManager[Any]]) -> None:
+    contexts: list[int] = []
+    module = checkpoint(Counted(), context_fn=lambda: (contexts.append(1), (nullcontext(), nullcontext()))[1])
+    with context():
+        module(random_input(0, BATCH, DIM))
+    assert (module.begun, contexts) == (1, [])
+
+
+def dropout_gradients(**options: Any) -> dict[str, torch.Tensor]:
+    module = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Dropout(0.5), nn.Linear(DIM, DIM)), 0)
+    if options:
+        checkpoint(module, **options)
+    torch.manual_seed(1)
+    loss_of(module(random_input(0, BATCH, DIM))).backward()
+    return gradients(module)
+
+
+def test_random_numbers_repeat() -> None:
+    expected = dropout_gradients()
+    torch.testing.assert_close(dropout_gradients(preserve_rng_state=True), expected, rtol=0, atol=0)
+    other = dropout_gradients(preserve_rng_state=False)
+    assert any(not torch.equal(other[fqn], expected[fqn]) for fqn in expected)
+
+
+class Nested(nn.Module):
+    """Has keywords that are options of checkpointing too, and containers in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Any, *, debug: torch.Tensor, early_stop: Any = None) -> Any:
+        y = torch.tanh(self.lin(x["x"])) * debug
+        return {"y": [y, (y * 2, early_stop)]}
+
+
+def test_keywords_and_nested_outputs_pass_through() -> None:
+    results = []
+    for module in (seeded(Nested, 0), checkpoint(seeded(Nested, 0))):
+        scale = random_input(1, DIM).requires_grad_()
+        output = module({"x": random_input(0, BATCH, DIM)}, debug=scale, early_stop="text")
+        first, (second, text) = output["y"]
+        (first.sum() + second.square().sum()).backward()
+        assert text == "text"
+        results.append((gradients(module), scale.grad))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+class _CountsMatmuls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += op is torch.ops.aten.addmm.default
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("is_selective", "again"), [(True, 0), (False, 1)])
+def test_selective_checkpointing_keeps_what_it_is_told(is_selective: bool, again: int) -> None:
+    keep = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    module = checkpoint(Counted(), context_fn=keep if is_selective else None)
+    loss = loss_of(module(random_input(0, BATCH, DIM)))
+    with _CountsMatmuls() as counts:
+        loss.backward()
+    assert (module.begun, counts.count) == (2, again)
+
+
+class Changing(nn.Module):
+    """Saves a tensor of another shape the second time, which backward can use as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return x * (torch.full((DIM,), 2.0) if self.runs == 1 else torch.full((1, DIM), 2.0))
+
+
+def test_a_second_run_that_differs_is_an_error_unless_nobody_checks() -> None:
+    x = torch.ones(BATCH, DIM, requires_grad=True)
+    with pytest.raises(CheckpointError, match="different metadata"):
+        checkpoint(Changing())(x).sum().backward()
+    checkpoint(Changing(), determinism_check="none")(x).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full((BATCH, DIM), 2.0))
+
+
+def test_debug_names_the_operations_of_both_runs() -> None:
+    x = torch.ones(BATCH, DIM, requires_grad=True)
+    with pytest.raises(CheckpointError, match="Operations executed during recomputation"):
+        checkpoint(Changing(), debug=True)(x).sum().backward()
+
+
+class WithTail(nn.Module):
+    """Does something after the last tensor that backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(DIM, DIM)
+        self.tail_runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.lin(x)
+        self.tail_runs += 1
+        return y
+
+
+@pytest.mark.parametrize(("early_stop", "runs"), [(True, 1), (False, 2)])
+def test_the_second_run_may_stop_early(early_stop: bool, runs: int) -> None:
+    module = checkpoint(WithTail(), early_stop=early_stop)
+    module(random_input(0, BATCH, DIM)).sum().backward()
+    assert module.tail_runs == runs
+
+
+def test_a_module_may_be_called_several_times_in_a_forward_and_backward_several_times() -> None:
+    results = []
+    for module in (seeded(Counted, 0), checkpoint(seeded(Counted, 0))):
+        x = random_input(0, BATCH, DIM)
+        loss = loss_of(module(module(module(x))))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        results.append(gradients(module))
+    assert module.begun == 9
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def test_double_backward_works() -> None:
+    results = []
+    for module in (seeded(Counted, 0), checkpoint(seeded(Counted, 0))):
+        x = random_input(0, BATCH, DIM).requires_grad_()
+        (grad,) = torch.autograd.grad(loss_of(module(x)), x, create_graph=True)
+        grad.square().sum().backward()
+        results.append(gradients(module))
+    torch.testing.assert_close(results[0], results[1])
+
+
+class Raises(nn.Module):
+    """Raises in one of its runs."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.lin = nn.Linear(DIM, DIM)
+        self.at, self.runs = at, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        if self.runs == self.at:
+            raise ValueError("on purpose")
+        return torch.tanh(self.lin(x))
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_after_an_error_in_either_run_the_module_works(at: int) -> None:
+    plain, module = seeded(lambda: Raises(0), 0), checkpoint(seeded(lambda: Raises(at), 0))
+    x = random_input(0, BATCH, DIM)
+    with pytest.raises(ValueError, match="on purpose"):
+        loss_of(module(x)).backward()
+    module.zero_grad()
+    for one in (plain, module):
+        loss_of(one(x)).backward()
+    torch.testing.assert_close(gradients(module), gradients(plain), rtol=0, atol=0)
+
+
+def test_a_forward_of_the_instance_is_checkpointed_and_comes_back() -> None:
+    module = Counted()
+    own = partial(Counted.forward, module)
+    module.forward = own
+    checkpoint(module)(random_input(0, BATCH, DIM)).sum().backward()
+    assert module.begun == 2
+    assert unannotate(module).forward is own
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_runs_itself_again(how: Callable[[nn.Module], nn.Module]) -> None:
+    module = checkpoint(nn.Sequential(checkpoint(seeded(Counted, 0)), nn.Linear(DIM, DIM)), early_stop=False)
+    twin = how(module)
+    with torch.no_grad():
+        module[0].lin.weight.zero_()
+    plain = seeded(Counted, 0)
+    torch.testing.assert_close(twin[0](random_input(0, BATCH, DIM)), plain(random_input(0, BATCH, DIM)))
+    loss_of(twin(random_input(0, BATCH, DIM))).backward()
+    assert (module[0].begun, twin[0].begun) == (0, 4)
+    assert module[0].lin.weight.grad is None
+    unannotate(twin)
+    assert "forward" in vars(module) and "forward" not in vars(twin)
+
+
+def test_unannotate_undoes_it_at_and_below() -> None:
+    module = nn.Sequential(checkpoint(Counted()), Counted())
+    before = set(vars(module))
+    checkpoint(module)
+    unannotate(module, recurse=False)
+    assert vars(module).keys() == before and "checkpoint" in get_registry(module[0])
+    assert vars(unannotate(module)[0]).keys() == vars(module[1]).keys()
+    module(random_input(0, BATCH, DIM)).sum().backward()
+    assert (module[0].begun, module[1].begun) == (1, 1)
+    checkpoint(module)  # anew
+
+
+def test_unannotate_refuses_a_forward_that_was_replaced() -> None:
+    module = nn.Sequential(checkpoint(Counted()), checkpoint(Counted()))
+    module[1].forward = lambda x: x
+    with pytest.raises(UsageError, match="forward was replaced since"):
+        unannotate(module)
+    assert all("checkpoint" in get_registry(one) for one in module)
+
+
+def test_what_cannot_be_checkpointed_is_refused() -> None:
+    once = checkpoint(Counted())
+    with pytest.raises(ConfigError, match="already on this module"):
+        checkpoint(once)
+    with pytest.raises(ConfigError, match="without a forward"):
+        checkpoint(nn.ModuleList([Counted()]))
+    with pytest.raises(ConfigError, match="use_reentrant is True"):
+        checkpoint(Counted(), use_reentrant=True)
+    with pytest.raises(ConfigError, match="unknown option: 'preserve_rng'"):
+        checkpoint(Counted(), preserve_rng=False)
+    with pytest.raises(ConfigError, match="debug is True beside a context_fn"):
+        checkpoint(Counted(), debug=True, context_fn=lambda: (nullcontext(), nullcontext()))
+    outer = nn.Sequential(Counted())
+    with pytest.raises(ConfigError, match="a module and one inside it"):
+        checkpoint([outer, outer[0]])
+    assert not get_registry(outer) and not get_registry(outer[0])
+    assert "forward" not in vars(outer)
+    apart = checkpoint([Counted(), Counted()], use_reentrant=False)
+    assert all("checkpoint" in get_registry(one) for one in apart)
+
+
+def test_functional_call_is_refused_where_gradients_are_recorded() -> None:
+    module = checkpoint(Counted())
+    params = {fqn: param.detach() + 1 for fqn, param in module.named_parameters()}
+    x = random_input(0, BATCH, DIM)
+    with pytest.raises(UsageError, match="would run again with other parameters"):
+        torch.func.functional_call(module, params, (x,))
+    with torch.no_grad():
+        torch.func.functional_call(module, params, (x,))
+
+
+# Under the annotations
+
+
+def runs_of_blocks(api: str, place: str, order: str) -> dict[str, int]:
+    model = Stacked()
+    model.stack = nn.Sequential(Counted(), Counted())
+    places = {"same": ["stack.0"], "outside": ["stack"], "nested": ["stack", "stack.0"]}[place]
+    if order == "after":
+        ours(model, places)
+    for name in ANNOTATED:
+        APIS[api](model.get_submodule(name))
+    if order == "before":
+        ours(model, places)
+    loss_of(model(random_input(0, BATCH, DIM))).backward()
+    return {fqn: block.begun for fqn, block in model.stack.named_children()}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("api", APIS)
+def test_a_checkpointed_module_runs_twice_and_others_once(api: str, order: str) -> None:
+    for place, expected in (
+        ("same", {"0": 2, "1": 1}),
+        ("outside", {"0": 2, "1": 2}),
+        ("nested", {"0": 3, "1": 2}),  # once more for each checkpoint around it
+    ):
+        assert run_threads(runs_of_blocks, 2, api, place, order) == [expected] * 2
+
+
+def collectives(places: Sequence[str]) -> dict[str, int]:
+    model = Stacked()
+    for name in ANNOTATED:
+        fully_shard(model.get_submodule(name), reshard_after_forward=True)
+    ours(model, places)
+    x = random_input(0, BATCH, DIM)
+    model(x).sum().backward()
+    state = fully_shard.state(model)
+    assert state is not None and state.root is not None
+    counting = CountingTransport.install(state.root)
+    model(x).sum().backward()
+    return counting.counts()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_checkpoint_costs_no_collective(place: str) -> None:
+    plain = run_threads(collectives, 2, ())
+    assert plain[0]["all_gather"] == 6
+    assert run_threads(collectives, 2, PLACES[place]) == plain
+
+
+class Aside(nn.Module):
+    """Leaves a loss in a list of the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.gate = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+        y = torch.tanh(self.lin(x))
+        losses.append(torch.tanh(self.gate(y)).square().mean())
+        return x + y
+
+
+def train_aside(order: str) -> dict[str, torch.Tensor]:
+    block = seeded(Aside, 0)
+    for api in (checkpoint, fully_shard) if order == "after" else (fully_shard, checkpoint):
+        api(block)
+    losses: list[torch.Tensor] = []
+    output = block(random_input(dist.get_rank(), BATCH, DIM), losses)
+    # Backward gets to the loss first.
+    (output.square().mean() + losses[0] * 2).backward()
+    return {fqn: param.grad.full_tensor() for fqn, param in block.named_parameters()}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_loss_that_leaves_aside_finds_parameters_when_the_module_runs_again(order: str) -> None:
+    plain = seeded(Aside, 0)
+    for rank in range(2):
+        losses: list[torch.Tensor] = []
+        output = plain(random_input(rank, BATCH, DIM), losses)
+        ((output.square().mean() + losses[0] * 2) / 2).backward()
+    for grads in run_threads(train_aside, 2, order):
+        assert_equal_params(grads, gradients(plain), tolerance=1e-6)
+
+
+def copy_and_undo(api: str) -> list[dict[str, torch.Tensor]]:
+    model = checkpoint(seeded(Stacked, 0))
+    for name in ANNOTATED:
+        APIS[api](model.get_submodule(name))
+    ours(model, ["stack.0"])
+    twin = copy.deepcopy(model)
+    results = []
+    for one in (model, twin):
+        loss_of(one(random_input(dist.get_rank(), BATCH, DIM))).backward()
+        assert unannotate(one) is one
+        assert not any(get_registry(below) or "forward" in vars(below) for below in one.modules())
+        results.append(gradients(one))
+    return results
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_annotated_and_checkpointed_models_are_copied_and_undone(api: str) -> None:
+    plain = seeded(Stacked, 0)
+    loss_of(plain(torch.cat([random_input(rank, BATCH, DIM) for rank in range(2)]))).backward()
+    for results in run_threads(copy_and_undo, 2, api):
+        for grads in results:
+            assert_equal_params(grads, gradients(plain), tolerance=1e-6)
+
+
+# Compiled
+
+
+def compiled_gradients(api: str | None, order: str) -> dict[str, torch.Tensor]:
+    warnings.simplefilter("ignore")  # The compiler asks every tensor for its gradient.
+    torch.compiler.reset()
+    model = seeded(Stacked, 0)
+    if order == "after":
+        ours(model, PLACES["same"])
+    for name in ANNOTATED if api is not None else ():
+        APIS[str(api)](model.get_submodule(name))
+    if order == "before":
+        ours(model, PLACES["same"])
+    for block in model.stack:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for step in range(2):
+        model.zero_grad()
+        loss_of(model(random_input(10 * step + dist.get_rank(), BATCH, DIM))).backward()
+    return {
+        fqn: param.grad.full_tensor() if api == "fully_shard" else param.grad for fqn, param in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("api", APIS)
+def test_a_compiled_checkpointed_block_is_one_graph_with_the_gradients_of_one_process(api: str, order: str) -> None:
+    plain = seeded(Stacked, 0)
+    loss_of(plain(torch.cat([random_input(10 + rank, BATCH, DIM) for rank in range(2)]))).backward()
+    for grads in run_ranks(compiled_gradients, 2, api, order):
+        assert_equal_params(grads, gradients(plain), tolerance=1e-6)
+
+
+def compiled_with_debug() -> str:
+    warnings.simplefilter("ignore")
+    torch.compiler.reset()
+    run = torch.compile(checkpoint(Counted(), debug=True), backend="eager")
+    with pytest.raises(UsageError) as caught:
+        run(random_input(0, BATCH, DIM))
+    return str(caught.value)
+
+
+def test_debug_is_refused_by_the_compiler() -> None:
+    assert "debug=True cannot be compiled" in run_ranks(compiled_with_debug, 1)[0]
+
+
+# Random trees
+
+
+class Tree(nn.Module):
+    """Layers and trees, one after the other, one of them perhaps twice."""
+
+    def __init__(self, rng: random.Random, depth: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(DIM) + 0.5)
+        self.kids = nn.ModuleList(
+            Tree(rng, depth - 1) if depth and rng.random() < 0.6 else nn.Linear(DIM, DIM)
+            for _ in range(rng.randint(1, 3))
+        )
+        self.repeats = rng.choice([1, 1, 2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.w
+        for index, kid in enumerate(self.kids):
+            for _ in range(self.repeats if index == 0 else 1):
+                y = torch.tanh(kid(y))
+        return x + y
+
+
+def annotations_of(model: Tree, rng: random.Random) -> Iterator[Callable[[], object]]:
+    """Yield calls of the three annotations; those of data parallelism come from the inside out."""
+    modules = [module for module in model.modules() if not isinstance(module, nn.ModuleList)]
+    calls: list[Callable[[], object]] = []
+    for module in reversed(modules):
+        if module is model or rng.random() < 0.4:
+            calls.append(partial(rng.choice([fully_shard, fully_shard, replicate]), module))
+    for module in modules:
+        if rng.random() < 0.4:
+            options = {"early_stop": rng.random() < 0.5}
+            calls.insert(rng.randint(0, len(calls)), partial(checkpoint, module, **options))
+    yield from calls
+
+
+def train_tree(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in batches:
+        loss_of(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def tree(seed: int) -> Tree:
+    return seeded(lambda: Tree(random.Random(seed), 2), seed)
+
+
+def train_trees(seeds: Sequence[int]) -> dict[int, dict[str, torch.Tensor]]:
+    results = {}
+    for seed in seeds:
+        model = tree(seed)
+        for call in annotations_of(model, random.Random(f"{seed}/annotations")):
+            call()
+        train_tree(model, [random_input(10 * step + dist.get_rank(), BATCH, DIM) for step in range(STEPS)])
+        results[seed] = full_params(model)
+    return results
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 10) for start in range(0, 40, 10)], ids=str)
+def test_random_trees_of_all_three_annotations_train_as_one_process(seeds: Sequence[int]) -> None:
+    for results in run_threads(train_trees, 2, seeds):
+        for seed, params in results.items():
+            plain = tree(seed)
+            whole = [
+                torch.cat([random_input(10 * step + rank, BATCH, DIM) for rank in range(2)]) for step in range(STEPS)
+            ]
+            train_tree(plain, whole)
+            assert_equal_params(params, dict(plain.named_parameters()), tolerance=1e-6, where=f"seed {seed}")
