@@ -186,7 +186,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
     "full_state_dict": (
         full_state_dict,
         lambda: {"model": sharded()},
-        {"model": set(), "dst": set(), "dtype": OPTIONAL, "device": set()},
+        {"model": set(), "dst": set(), "dtype": OPTIONAL, "device": set(), "names": OPTIONAL},
     ),
     "iter_full_params": (
         lambda **arguments: list(iter_full_params(**arguments)),
@@ -197,27 +197,28 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "dtype": OPTIONAL,
             "device": OPTIONAL,
             "rank0_only": SWITCH,
+            "names": OPTIONAL,
         },
     ),
     "load_full_params": (
         load_full_params,
         lambda: {"model": (model := sharded()), "pairs": list(full_values(model).items())},
-        {"model": set(), "pairs": set(), "src": set(), "strict": SWITCH},
+        {"model": set(), "pairs": set(), "src": set(), "strict": SWITCH, "names": OPTIONAL},
     ),
     "load_full_state_dict": (
         load_full_state_dict,
         lambda: {"model": (model := sharded()), "state_dict": full_values(model)},
-        {"model": set(), "state_dict": set(), "src": set(), "strict": SWITCH},
+        {"model": set(), "state_dict": set(), "src": set(), "strict": SWITCH, "names": OPTIONAL},
     ),
     "load_safetensors": (
         load_safetensors,
         lambda: {"model": sharded(), "path": "nothing"},
-        {"model": set(), "path": set(), "strict": set()},  # there is no such file
+        {"model": set(), "path": set(), "strict": set(), "names": set()},  # there is no such file
     ),
     "save_safetensors": (
         save_safetensors,
         lambda: {"model": sharded(), "path": "nothing/below/weights.safetensors"},
-        {"model": set(), "path": {"text"}, "max_shard_bytes": {"3"}, "dtype": OPTIONAL},
+        {"model": set(), "path": {"text"}, "max_shard_bytes": {"3"}, "dtype": OPTIONAL, "names": OPTIONAL},
     ),
     "save_checkpoint": (
         lambda **arguments: save_checkpoint(**arguments).wait(),
