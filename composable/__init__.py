@@ -13,6 +13,8 @@ from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.ragged import RaggedDTensor, fallback_counts, strict_mode
 from composable.replicate import replicate
 from composable.saving import (
+    BucketLayout,
+    ParamBucket,
     SavedCheckpoint,
     SaveHandle,
     find_checkpoint,
@@ -29,12 +31,14 @@ from composable.saving import (
 from composable.unannotate import unannotate
 
 __all__ = [
+    "BucketLayout",
     "ComposableError",
     "ConfigError",
     "CustomPolicy",
     "DesyncError",
     "FSDPModule",
     "ModuleWrapPolicy",
+    "ParamBucket",
     "RaggedDTensor",
     "RaggedShard",
     "SaveHandle",

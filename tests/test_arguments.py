@@ -14,6 +14,7 @@ from torch import nn
 
 import composable
 from composable import (
+    BucketLayout,
     ComposableError,
     CustomPolicy,
     FSDPModule,
@@ -198,8 +199,10 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "device": OPTIONAL,
             "rank0_only": SWITCH,
             "names": OPTIONAL,
+            "bucket_bytes": {"None", "3"},
         },
     ),
+    "BucketLayout": (BucketLayout((), 2).views, dict, {"buffer": set()}),
     "load_full_params": (
         load_full_params,
         lambda: {"model": (model := sharded()), "pairs": list(full_values(model).items())},
@@ -288,7 +291,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
 # Tested elsewhere, or no function that takes arguments of users.
 ELSEWHERE = {
     *("ComposableError", "ConfigError", "DesyncError", "StateDictError", "UsageError"),
-    *("FSDPModule", "RaggedDTensor", "SaveHandle", "SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
+    *("FSDPModule", "ParamBucket"),
+    *("RaggedDTensor", "SaveHandle", "SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
     *("contract", "strict_mode"),
     "zero_grad",  # takes what torch's own takes
 }

@@ -201,17 +201,23 @@ def gather_values(
     *,
     dtype: torch.dtype | None,
     device: torch.device | None,
+    out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor] | None:
-    """Return fresh full values on rank ``dst``, or on every rank where that is ``None``. Collective."""
+    """Return full values on rank ``dst``, or on every rank where that is ``None``: fresh, or in ``out``. Collective."""
     ragged = [tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)]
-    arrived = iter(collect_full(ragged, dst=dst, dtype=dtype, device=device) or ())
+    into = None
+    if out is not None:
+        into = [target for tensor, target in zip(tensors, out, strict=True) if isinstance(tensor, RaggedDTensor)]
+    arrived = iter(collect_full(ragged, dst=dst, dtype=dtype, device=device, out=into) or ())
     fulls: list[torch.Tensor] = []
-    for tensor in tensors:
+    for index, tensor in enumerate(tensors):
         if isinstance(tensor, RaggedDTensor):
             fulls += [full for full in (next(arrived, None),) if full is not None]
             continue
         value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if dst in (None, ranks.rank):
+        if out is not None:
+            fulls.append(out[index].copy_(value.detach()))
+        elif dst in (None, ranks.rank):
             # Not preserving strides: what a view leaves out would be kept alive.
             fulls.append(
                 value.detach().to(
