@@ -14,6 +14,8 @@ from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.ragged import RaggedDTensor, fallback_counts, strict_mode
 from composable.replicate import replicate
 from composable.saving import (
+    BucketLayout,
+    ParamBucket,
     SavedCheckpoint,
     SaveHandle,
     find_checkpoint,
@@ -30,6 +32,7 @@ from composable.saving import (
 from composable.unannotate import unannotate
 
 __all__ = [
+    "BucketLayout",
     "ComposableError",
     "ConfigError",
     "CustomPolicy",
@@ -37,6 +40,7 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
+    "ParamBucket",
     "RaggedDTensor",
     "RaggedShard",
     "SaveHandle",

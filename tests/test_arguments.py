@@ -14,6 +14,7 @@ from torch import nn
 
 import composable
 from composable import (
+    BucketLayout,
     ComposableError,
     CustomPolicy,
     FSDPModule,
@@ -222,7 +223,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
     "full_state_dict": (
         full_state_dict,
         lambda: {"model": sharded()},
-        {"model": set(), "dst": set(), "dtype": OPTIONAL, "device": set()},
+        {"model": set(), "dst": set(), "dtype": OPTIONAL, "device": set(), "names": OPTIONAL},
     ),
     "iter_full_params": (
         lambda **arguments: list(iter_full_params(**arguments)),
@@ -233,27 +234,30 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "dtype": OPTIONAL,
             "device": OPTIONAL,
             "rank0_only": SWITCH,
+            "names": OPTIONAL,
+            "bucket_bytes": {"None", "3"},
         },
     ),
+    "BucketLayout": (BucketLayout((), 2).views, dict, {"buffer": set()}),
     "load_full_params": (
         load_full_params,
         lambda: {"model": (model := sharded()), "pairs": list(full_values(model).items())},
-        {"model": set(), "pairs": set(), "src": set(), "strict": SWITCH},
+        {"model": set(), "pairs": set(), "src": set(), "strict": SWITCH, "names": OPTIONAL},
     ),
     "load_full_state_dict": (
         load_full_state_dict,
         lambda: {"model": (model := sharded()), "state_dict": full_values(model)},
-        {"model": set(), "state_dict": set(), "src": set(), "strict": SWITCH},
+        {"model": set(), "state_dict": set(), "src": set(), "strict": SWITCH, "names": OPTIONAL},
     ),
     "load_safetensors": (
         load_safetensors,
         lambda: {"model": sharded(), "path": "nothing"},
-        {"model": set(), "path": set(), "strict": set()},  # there is no such file
+        {"model": set(), "path": set(), "strict": set(), "names": set()},  # there is no such file
     ),
     "save_safetensors": (
         save_safetensors,
         lambda: {"model": sharded(), "path": "nothing/below/weights.safetensors"},
-        {"model": set(), "path": {"text"}, "max_shard_bytes": {"3"}, "dtype": OPTIONAL},
+        {"model": set(), "path": {"text"}, "max_shard_bytes": {"3"}, "dtype": OPTIONAL, "names": OPTIONAL},
     ),
     "save_checkpoint": (
         lambda **arguments: save_checkpoint(**arguments).wait(),
@@ -323,7 +327,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
 # Tested elsewhere, or no function that takes arguments of users.
 ELSEWHERE = {
     *("ComposableError", "ConfigError", "DesyncError", "StateDictError", "UsageError"),
-    *("FSDPModule", "RaggedDTensor", "SaveHandle", "SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
+    *("FSDPModule", "ParamBucket"),
+    *("RaggedDTensor", "SaveHandle", "SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
     *("contract", "strict_mode"),
     "zero_grad",  # takes what torch's own takes
 }

@@ -105,7 +105,15 @@ def run_blocks(sources: list[str]) -> list[str]:
 
 
 # Pages whose code runs on two ranks, as one program a page.
-PROGRAMS = ["activation_checkpointing", "cuts", "importing", "life_of_a_parameter", "mixed_precision", "replicate"]
+PROGRAMS = [
+    "activation_checkpointing",
+    "cuts",
+    "importing",
+    "life_of_a_parameter",
+    "mixed_precision",
+    "recipes",
+    "replicate",
+]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

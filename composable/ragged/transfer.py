@@ -35,8 +35,9 @@ def collect_full(
     dst: int | None,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor] | None:
-    """Return the full values of ``tensors`` on rank ``dst``, fresh, dense and independent of each other.
+    """Return the full values of ``tensors`` on rank ``dst``, dense and independent of each other: fresh, or ``out``.
 
     Collective: all ranks of the shard group, with the same tensors in the same order.
 
@@ -45,6 +46,8 @@ def collect_full(
         dst: Rank in the shard group that gets the values, the others get ``None``; ``None``: every rank.
         dtype: Of the values of floating-point tensors; default: the tensors' own.
         device: Of the values; default: the tensors' own.
+        out: Where the values go, on ranks that get them: contiguous tensors of the right shapes, whose dtypes and
+            devices count instead of ``dtype`` and ``device``. On others ``None``.
     """
     if not tensors:
         return None
@@ -52,10 +55,17 @@ def collect_full(
     takers = range(len(layout.bounds) - 1) if dst is None else (dst,)
     fulls: list[torch.Tensor] | None = None
     if layout.rank in takers:
-        fulls = [
-            tensor._spec.layout.empty_full(cast_dtype(tensor, dtype), device or tensor._local_tensor.device)
-            for tensor in tensors
-        ]
+        if out is None:
+            fulls = [
+                tensor._spec.layout.empty_full(cast_dtype(tensor, dtype), device or tensor._local_tensor.device)
+                for tensor in tensors
+            ]
+        else:
+            # What is cut in another order than that of its dims arrives in that order first.
+            fulls = [
+                tensor._spec.layout.empty_full(full.dtype, full.device) if tensor._spec.layout.order else full
+                for tensor, full in zip(tensors, out, strict=True)
+            ]
         for tensor, full in zip(tensors, fulls, strict=True):
             own = tensor._spec.layout
             own.flat(full)[own.lo : own.hi].copy_(tensor._local_tensor.detach().reshape(-1))
@@ -72,7 +82,12 @@ def collect_full(
                 targets = [flat[piece.which][piece.lo : piece.hi] for piece in parcel]
                 exchange.receive(targets, [tensors[piece.which].dtype for piece in parcel], owner)
     exchange.run()
-    return fulls
+    if fulls is None or out is None:
+        return fulls
+    for target, full in zip(out, fulls, strict=True):
+        if full is not target:
+            target.copy_(full)
+    return list(out)
 
 
 def spread_full(tensors: Sequence[RaggedDTensor], values: Callable[[int], torch.Tensor] | None, *, src: int) -> None:

@@ -4,7 +4,7 @@ A model's *entries* are what ``state_dict()`` lists: key and tensor, ties and sh
 name. Ragged tensors among them are gathered or filled in *batches* of bounded size.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.replication import ReplicateState
 from composable.runtime import FullyShardState, handle_of_module, sharded_state_of
+from composable.saving.selection import Names, pick
 from composable.storage import META_FIX
 from composable.wording import list_text
 
@@ -32,14 +33,32 @@ class Entries:
     Attributes:
         values: Every entry by key, in the plain model's order: parameters and buffers themselves, ties as one object.
         metadata: Module versions, which torch keeps beside the entries.
+        unlisted: Parameters that no entry has, since a module's own hook took them out or renamed them, by FQN.
     """
 
     values: dict[str, Any]
     metadata: Any
+    unlisted: dict[str, torch.Tensor]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the entries that are tensors."""
         return {key: value for key, value in self.values.items() if isinstance(value, torch.Tensor)}
+
+    def settable(self) -> dict[str, torch.Tensor]:
+        """Return what values may be loaded into: the tensors, and parameters that no entry has."""
+        return {**self.tensors(), **self.unlisted}
+
+    def picked(self, names: Names | None) -> "Entries":
+        """Return those that ``names`` wants.
+
+        Raises:
+            ConfigError: ``names`` makes no sense, or wants none.
+        """
+        wanted = pick(names, {**self.values, **self.unlisted})
+        values, unlisted = (
+            {key: value for key, value in one.items() if key in wanted} for one in (self.values, self.unlisted)
+        )
+        return Entries(values, self.metadata, unlisted)
 
 
 def ranks_of(model: nn.Module) -> Ranks:
@@ -71,8 +90,10 @@ def ranks_of(model: nn.Module) -> Ranks:
     return next(iter(found.values()))
 
 
-def entries_of(model: nn.Module, ranks: Ranks, options: object, *, permits_meta: bool = False) -> Entries:
-    """Return the entries of ``model``, sharded, once all ranks are known to have the same ones.
+def entries_of(
+    model: nn.Module, ranks: Ranks, options: object, *, names: Names | None = None, permits_meta: bool = False
+) -> Entries:
+    """Return the entries of ``model``, sharded, once all ranks are known to have the same ones and to pick alike.
 
     Collective: all ranks of ``ranks``.
 
@@ -80,15 +101,18 @@ def entries_of(model: nn.Module, ranks: Ranks, options: object, *, permits_meta:
         model: Annotated; between steps. What an earlier forward left unsharded is resharded.
         ranks: Who shares it.
         options: What else has to be the same on all ranks; compared by its ``repr``.
+        names: Which of them; default: all.
         permits_meta: Entries on the meta device will do.
 
     Raises:
         UsageError: In a forward or backward, inside ``unshard_params``, or parameters are on the meta device.
-        DesyncError: Another rank has other entries or options.
+        ConfigError: ``names`` makes no sense, or picks none.
+        DesyncError: Another rank has other entries or options, or picks others; what ``names`` raised on another rank.
     """
     with ranks.agreed():
         _check_moment(model)
-        entries = entries_now(model)
+        everything = entries_now(model)
+        entries = everything.picked(names)
         on_meta = [key for key, value in entries.values.items() if _is_meta(value)]
         if on_meta and not permits_meta:
             raise UsageError(
@@ -96,14 +120,18 @@ def entries_of(model: nn.Module, ranks: Ranks, options: object, *, permits_meta:
                 at=f"{place_of_rank()}, {list_text(on_meta)}",
                 fix=META_FIX,
             )
-    _compare(entries, ranks, options)
+    _compare(everything, entries, ranks, options)
     return entries
 
 
 def entries_now(model: nn.Module) -> Entries:
     """Return the entries of ``model`` as they are; compares nothing."""
     values = model.state_dict(keep_vars=True)
-    return Entries(dict(values), getattr(values, "_metadata", None))
+    listed = {id(value) for value in values.values()}
+    unlisted: dict[str, torch.Tensor] = {
+        fqn: param for fqn, param in model.named_parameters() if id(param) not in listed
+    }
+    return Entries(dict(values), getattr(values, "_metadata", None), unlisted)
 
 
 def has_meta(values: Iterable[Any]) -> bool:
@@ -159,9 +187,10 @@ def _check_moment(model: nn.Module) -> None:
             )
 
 
-def _compare(entries: Entries, ranks: Ranks, options: object) -> None:
-    """Raise on every rank unless all have the same entries and options."""
-    text = "\n".join([f"options {options!r}", *_describe(entries.values)])
+def _compare(everything: Entries, picked: Entries, ranks: Ranks, options: object) -> None:
+    """Raise on every rank unless all have the same entries and options, and picked the same."""
+    wanted = {*picked.values, *picked.unlisted}
+    text = "\n".join([f"options {options!r}", *_describe({**everything.values, **everything.unlisted}, wanted)])
     ranks.compare(
         text,
         shown=text,
@@ -170,10 +199,10 @@ def _compare(entries: Entries, ranks: Ranks, options: object) -> None:
     )
 
 
-def _describe(values: Mapping[str, Any]) -> Iterator[str]:
+def _describe(values: Mapping[str, Any], wanted: Collection[str]) -> Iterator[str]:
     for key, value in values.items():
+        kind = "no tensor"
         if isinstance(value, torch.Tensor):
-            kind = type(value).__name__ if isinstance(value, DTensor) else "tensor"
-            yield f"{key}: {kind} {list(value.shape)} {value.dtype}"
-        else:
-            yield f"{key}: no tensor"
+            name = type(value).__name__ if isinstance(value, DTensor) else "tensor"
+            kind = f"{name} {list(value.shape)} {value.dtype}"
+        yield f"{key}: {kind}{'' if key in wanted else ', not picked'}"

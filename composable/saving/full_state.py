@@ -26,6 +26,7 @@ from composable.saving.entries import (
 )
 from composable.saving.fit import Differences, find_differences
 from composable.saving.room import make_room
+from composable.saving.selection import Names
 
 __all__ = [
     "IncompatibleKeys",
@@ -60,6 +61,7 @@ def full_state_dict(
     dst: int = 0,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    names: Names | None = None,
 ) -> dict[str, Any]:
     """Return on one rank what ``state_dict()`` of the plain model would be, with full plain tensors.
 
@@ -72,16 +74,20 @@ def full_state_dict(
         dst: Rank in the shard group that gets the values.
         dtype: Of floating-point tensors in the result; default: their own.
         device: Of the tensors in the result.
+        names: Which entries: a function that says of each FQN, as in ``state_dict()``, whether it is wanted, or a
+            list or set of them. All ranks alike. Default: all.
 
     Returns:
         On ``dst`` an ordered dict with the keys, order and module versions of the plain model: parameters,
-        persistent buffers, extra state. Tensors are fresh; names that share one in the model share it here.
+        persistent buffers, extra state, as far as ``names`` wants them. Tensors are fresh; names that share one in
+        the model share it here.
         Buffers, and parameters that are not sharded, are those of ``dst``. On other ranks an empty dict.
 
     Raises:
         UsageError: The model is not annotated, a forward or backward runs, or parameters are on the meta device.
-        ConfigError: ``dst`` is no rank of the group, or ``dtype`` no floating-point type.
-        DesyncError: The ranks made different calls.
+        ConfigError: ``dst`` is no rank of the group, ``dtype`` no floating-point type; ``names`` is neither a function
+            nor FQNs of the model, or wants none.
+        DesyncError: The ranks made different calls, or ``names`` wants other entries on other ranks.
     """
     ranks = ranks_of(model)
     with ranks.agreed():
@@ -89,7 +95,7 @@ def full_state_dict(
         device = torch.device(device)
         ranks.check_member("dst", dst)
         check_float(dtype)
-    entries = entries_of(model, ranks, ("full_state_dict", dst, dtype))
+    entries = entries_of(model, ranks, ("full_state_dict", dst, dtype), names=names)
     fulls: dict[int, torch.Tensor] = {}
     unique = {id(tensor): tensor for tensor in entries.tensors().values()}
     for batch in batches((("", tensor) for tensor in unique.values()), max_bytes_of(model)):
@@ -107,7 +113,12 @@ def full_state_dict(
 
 @torch.no_grad()
 def load_full_state_dict(
-    model: nn.Module, state_dict: Mapping[str, Any] | None, *, src: int = 0, strict: bool = True
+    model: nn.Module,
+    state_dict: Mapping[str, Any] | None,
+    *,
+    src: int = 0,
+    strict: bool = True,
+    names: Names | None = None,
 ) -> IncompatibleKeys:
     """Load a full state dict that only one rank has, into the shards of every rank.
 
@@ -125,6 +136,8 @@ def load_full_state_dict(
             On other ranks it is not used; ``None`` will do.
         src: Rank in the shard group that has the state dict.
         strict: Every key of the model has to be there, and no other.
+        names: Load a part of the model, and let that stand for the model in ``strict``: a function that says of each
+            FQN whether it is part of it, or a list or set of them. All ranks alike. Default: all.
 
     Returns:
         The missing and unexpected keys, on every rank; empty if ``strict``.
@@ -134,15 +147,15 @@ def load_full_state_dict(
             changed.
         ConfigError: An argument is wrong.
         UsageError: The model is not annotated, or a forward or backward runs.
-        DesyncError: The ranks made different calls, or reading a value failed on ``src``, which
-            raises what happened; batches before it are loaded.
+        DesyncError: The ranks made different calls, ``names`` wants other entries on other ranks, or reading a value
+            failed on ``src``, which raises what happened; batches before it are loaded.
     """
     ranks = ranks_of(model)
     with ranks.agreed():
         ranks.check_member("src", src)
         check_bool("strict", strict)
     options = ("load_full_state_dict", src, strict)
-    entries = entries_of(model, ranks, options, permits_meta=True)
+    entries = entries_of(model, ranks, options, names=names, permits_meta=True)
     is_source = ranks.rank == src
     differences = Differences()
     with ranks.agreed():
@@ -188,17 +201,23 @@ def gather_values(
     *,
     dtype: torch.dtype | None,
     device: torch.device | None,
+    out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor] | None:
-    """Return fresh full values on rank ``dst``, or on every rank where that is ``None``. Collective."""
+    """Return full values on rank ``dst``, or on every rank where that is ``None``: fresh, or in ``out``. Collective."""
     ragged = [tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)]
-    arrived = iter(collect_full(ragged, dst=dst, dtype=dtype, device=device) or ())
+    into = None
+    if out is not None:
+        into = [target for tensor, target in zip(tensors, out, strict=True) if isinstance(tensor, RaggedDTensor)]
+    arrived = iter(collect_full(ragged, dst=dst, dtype=dtype, device=device, out=into) or ())
     fulls: list[torch.Tensor] = []
-    for tensor in tensors:
+    for index, tensor in enumerate(tensors):
         if isinstance(tensor, RaggedDTensor):
             fulls += [full for full in (next(arrived, None),) if full is not None]
             continue
         value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if dst in (None, ranks.rank):
+        if out is not None:
+            fulls.append(out[index].copy_(value.detach()))
+        elif dst in (None, ranks.rank):
             # Not preserving strides: what a view leaves out would be kept alive.
             fulls.append(
                 value.detach().to(

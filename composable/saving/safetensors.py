@@ -33,6 +33,7 @@ from composable.saving.full_state import (
 )
 from composable.saving.manifest import check_inside, file_name
 from composable.saving.run_folder import sync_folder
+from composable.saving.selection import Names
 
 __all__ = ["load_safetensors", "save_safetensors"]
 
@@ -64,6 +65,7 @@ def save_safetensors(
     *,
     max_shard_bytes: int = 5_000_000_000,
     dtype: torch.dtype | None = None,
+    names: Names | None = None,
 ) -> None:
     """Write the full weights of ``model``, from the first rank of the shard group.
 
@@ -76,22 +78,25 @@ def save_safetensors(
             ``model.safetensors``, or several files and ``model.safetensors.index.json``.
         max_shard_bytes: Of values in one file of a folder; a larger value gets a file of its own.
         dtype: Of floating-point values; default: their own.
+        names: Which entries, such as adapters alone: a function that says of each FQN, as in ``state_dict()``,
+            whether it is wanted, or a list or set of them. All ranks alike. Default: all.
 
-    Parameters and persistent buffers are written; of several names for one tensor only the first, with the
-    others in the file's metadata.
+    Parameters and persistent buffers are written; of several names for one tensor only the first that is wanted, with
+    the others in the file's metadata.
 
     Raises:
         ConfigError: The folder holds weights already; an entry is no tensor or of a dtype that the format does not
-            know; an argument is wrong.
+            know; ``names`` wants nothing; an argument is wrong.
         UsageError: The model is not annotated, a forward or backward runs, or parameters are on the meta device.
-        DesyncError: The ranks made different calls, or writing failed on the first rank, which raises what happened.
+        DesyncError: The ranks made different calls, ``names`` wants other entries on other ranks, or writing failed on
+            the first rank, which raises what happened.
     """
     ranks = ranks_of(model)
     with ranks.agreed():
         check_float(dtype)
         if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
             raise ConfigError(f"max_shard_bytes is {max_shard_bytes!r}", fix="pass a positive number of bytes")
-    entries = entries_of(model, ranks, ("save_safetensors", max_shard_bytes, dtype))
+    entries = entries_of(model, ranks, ("save_safetensors", max_shard_bytes, dtype), names=names)
     values, aliases = _split_ties(entries)
     with ExitStack() as stack:
         writer: _Writer | None = None
@@ -116,7 +121,9 @@ def save_safetensors(
 
 
 @torch.no_grad()
-def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> IncompatibleKeys:
+def load_safetensors(
+    model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, names: Names | None = None
+) -> IncompatibleKeys:
     """Load full weights from safetensors files that the first rank of the shard group reads.
 
     Collective: all ranks of the shard group, between steps. Memory and checks are those of ``load_full_state_dict``.
@@ -126,15 +133,17 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
         model: Annotated by ``fully_shard`` or ``replicate``, or with annotated modules below it.
         path: On the first rank: a file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json``.
         strict: Every key of the model has to be there, and no other.
+        names: Load a part of the model, such as adapters, and let that stand for the model in ``strict``: a function
+            that says of each FQN whether it is part of it, or a list or set of them. All ranks alike. Default: all.
 
     Returns:
         The missing and unexpected keys, on every rank; empty if ``strict``.
 
     Raises:
         ConfigError: On every rank: the safetensors library is not installed, a file is missing, truncated or
-            corrupt, or keys do not fit, all in one error. Nothing was changed.
+            corrupt, keys do not fit, all in one error, or ``names`` wants nothing. Nothing was changed.
         UsageError: The model is not annotated, a forward or backward runs, or parameters are on the meta device.
-        DesyncError: The ranks made different calls.
+        DesyncError: The ranks made different calls, or ``names`` wants other entries on other ranks.
     """
     ranks = ranks_of(model)
     files: _Files | None = None
@@ -142,8 +151,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
         with ranks.agreed():
             check_bool("strict", strict)
             if ranks.rank == 0:
-                files = _Files.open(as_path("path", path), stack, model)
-        return load_full_state_dict(model, files, strict=strict)
+                files = _Files.open(as_path("path", path), stack, entries_now(model).picked(names))
+        return load_full_state_dict(model, files, strict=strict, names=names)
 
 
 # -- writing
@@ -324,7 +333,7 @@ class _Files(Mapping[str, torch.Tensor]):
     aliases: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def open(path: Path, stack: ExitStack, model: nn.Module) -> "_Files":
+    def open(path: Path, stack: ExitStack, entries: Entries) -> "_Files":
         try:
             library: Any = importlib.import_module("safetensors")
         except ImportError as error:
@@ -338,7 +347,7 @@ class _Files(Mapping[str, torch.Tensor]):
                 handles[one] = stack.enter_context(library.safe_open(str(one), framework="pt", device="cpu"))
         path_of = {key: one for one, handle in handles.items() for key in handle.keys()}  # noqa: SIM118  # no mapping
         found = _Files(path_of, handles)
-        found.aliases = _missing_names(model, path_of)
+        found.aliases = _missing_names(entries, path_of)
         return found
 
     def shape_of(self, key: str) -> torch.Size:
@@ -381,10 +390,10 @@ def _find_files(path: Path) -> list[Path]:
     return paths
 
 
-def _missing_names(model: nn.Module, known: Mapping[str, Path]) -> dict[str, str]:
+def _missing_names(entries: Entries, known: Mapping[str, Path]) -> dict[str, str]:
     """Return the names of tied tensors that the files lack, each with one that they have."""
     names: dict[int, list[str]] = {}
-    for key, tensor in entries_now(model).tensors().items():
+    for key, tensor in entries.tensors().items():
         names.setdefault(id(tensor), []).append(key)
     ties = [(key, next((k for k in tied if k in known), None)) for tied in names.values() for key in tied]
     return {key: name for key, name in ties if name is not None and key not in known}
