@@ -10,7 +10,6 @@ Source: sublinear memory cost, arXiv 1604.06174; non-reentrant checkpointing, to
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -195,7 +194,7 @@ class _CheckpointedForward:
             nonlocal has_run
             if has_run:
                 # Backward may get here by a tensor that left the module by another way than its output.
-                return call_as_forward(self._module, partial(run, *inputs))
+                return call_as_forward(self._module, run, inputs, {})
             has_run = True
             return run(*inputs)
 
