@@ -11,6 +11,9 @@ from composable.tracing import in_region
 
 __all__ = ["Reductions"]
 
+# Gradient buffers alive at once: one being reduced, one being filled.
+MAX_GRADIENT_BUFFERS = 2
+
 
 class Reductions:
     """Takes gradients from the leaves and gives them, reduced, to the sharded parameters.
@@ -29,12 +32,8 @@ class Reductions:
         self._under_way: deque[tuple[Reduction, Account, GradientBuffer]] = deque()
         self._pool = GradientPool()
 
-    def take(self, account: Account, max_buffers: int) -> GradientBuffer | None:
+    def take(self, account: Account) -> GradientBuffer | None:
         """Move the gradients of the leaves into a buffer; ``None`` where there are no elements to reduce.
-
-        Args:
-            account: Of the flat buffer.
-            max_buffers: Gradient buffers that may be alive, this one included: waits until they are fewer.
 
         Raises:
             UsageError: They cannot be reduced, and no message would tell the other ranks.
@@ -45,7 +44,7 @@ class Reductions:
             flat.drop_gradients()
             account.take(flat.shard.new_empty(0))
             return None
-        while len(self._under_way) >= max_buffers:
+        while len(self._under_way) >= MAX_GRADIENT_BUFFERS:
             self._finish_first()
         gradient = self._pool.take(flat.pool_key, flat.make_gradient_buffer)
         try:

@@ -235,19 +235,6 @@ class FlatBuffer:
         if self._storage is not None:
             self._storage.resize_(0)
 
-    def is_fresh(self) -> bool:
-        """Say whether the full buffer has, for this rank, what a gather of its shard would put there.
-
-        By comparing values: not every way of writing leaves a trace on a tensor. The host waits for a device.
-        """
-        if self.is_empty:
-            return True
-        if self._buffer is None or not self.is_usable:
-            return False
-        own = self._buffer[self.plan.layout.shard_of(self.params[0].layout.rank)]
-        # As bytes: zeros have signs, and NaN equals NaN.
-        return torch.equal(own.view(torch.uint8), self.shard.detach().to(self.compute_dtype).view(torch.uint8))
-
     def holds(self, tensor: torch.Tensor) -> bool:
         """Say whether a plain tensor lies in the buffer, whose memory is there."""
         storage = self._storage

@@ -9,10 +9,7 @@ import torch
 
 from composable.planning import FlatLayout
 
-__all__ = ["GRADIENT_BUFFERS", "GradientBuffer", "GradientPool"]
-
-# Alive at once, unless the user says otherwise: one being reduced, one being filled.
-GRADIENT_BUFFERS = 2
+__all__ = ["GradientBuffer", "GradientPool"]
 
 
 class GradientBuffer:

@@ -8,8 +8,8 @@ from torch import nn
 
 from composable import fully_shard
 from composable.collectives import Pending, Transport
+from composable.runtime.reductions import MAX_GRADIENT_BUFFERS
 from composable.runtime.state import Root
-from composable.storage.gradient_buffer import GRADIENT_BUFFERS
 from tests.counting import Collective, CountingTransport
 from tests.models import DIM, random_input
 from tests.world import run_threads
@@ -44,7 +44,7 @@ def reduced_and_made(widths: list[int]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_blocks_of_equal_layout_share_their_gradient_buffers(world_size: int) -> None:
-    assert run_threads(reduced_and_made, world_size, [DIM] * 7) == [(6, GRADIENT_BUFFERS)] * world_size
+    assert run_threads(reduced_and_made, world_size, [DIM] * 7) == [(6, MAX_GRADIENT_BUFFERS)] * world_size
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
