@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as run_with_checkpoint
 
 from composable import (
     ConfigError,
@@ -439,6 +440,52 @@ def fail_once() -> None:
 
 def test_buffers_come_back_after_an_exception() -> None:
     run_threads(fail_once, 1)
+
+
+class Checkpointed(nn.Module):
+    """Runs a part of itself again in backward, and looks at the dtypes there too."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(DIM))
+        self.register_buffer("table", torch.linspace(0, 1, DIM))
+        self.use_reentrant = use_reentrant
+        self.seen: list[torch.dtype] = []
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.table.dtype)
+        return (x * self.weight * self.table).sin()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = run_with_checkpoint(self.part, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+def recompute_with_buffers(use_reentrant: bool) -> None:
+    model = Checkpointed(use_reentrant=use_reentrant)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, buffer_dtype=BF16))
+    table = model.table
+    x = torch.ones(2, DIM, requires_grad=True)
+    for _ in range(2):
+        model.seen.clear()
+        model(x).float().sum().backward()
+        assert model.seen == [BF16] * 4
+        assert model.table is table
+    out = model(x)
+    out.register_hook(fail)
+    with pytest.raises(ValueError, match="in backward"):
+        out.float().sum().backward()
+    assert model.table is table
+
+
+def fail(grad: torch.Tensor) -> None:
+    raise ValueError("in backward")
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_runs_again_in_backward_finds_the_cast_buffers(use_reentrant: bool) -> None:
+    run_threads(recompute_with_buffers, 2, use_reentrant)
 
 
 # Classes and parameters that are left out

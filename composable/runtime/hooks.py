@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from composable.collectives import described
 from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.frames import run_as_call
-from composable.runtime.precision import CastBuffers, cast_floats
+from composable.runtime.precision import CastBuffers, LendHook, cast_floats
 from composable.runtime.readiness import check_not_lent
 from composable.runtime.scheduler import Scheduler
 from composable.runtime.state import FullyShardState, handle_of_module, sharded_state_of
@@ -167,7 +167,13 @@ class _CastingHooks(_ModuleHooks):
                 super().post_forward(module, args, None)
                 raise
         changed = super().post_forward(module, args, cast)
-        return cast if changed is None and cast is not output else changed
+        found = cast if changed is None else changed
+        if self._buffers is not None and self._modules is not None and torch.is_grad_enabled():
+            hook = LendHook(self._buffers, self._modules)
+            for tensor in differentiable_tensors(found):
+                if tensor.grad_fn is not None:
+                    on_gradient(tensor, hook)
+        return None if found is output else found
 
     def _shows_full(self) -> bool:
         """Inside ``unshard_params`` a module is the plain one."""

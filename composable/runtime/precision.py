@@ -5,7 +5,8 @@ Parameters and gradients are cast on their way through the collectives, see ``st
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,10 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from composable.torch_hooks import around_forward
+from composable.torch_hooks import GradientHook, around_forward, at_end_of_backward, next_ending_number
 from composable.torch_private import opaque, tree_map
 
-__all__ = ["CastBuffers", "cast_floats", "keep_dtype"]
+__all__ = ["CastBuffers", "LendHook", "cast_floats", "keep_dtype"]
 
 T = TypeVar("T")
 
@@ -63,20 +64,25 @@ def _cast_fields(value: Any, dtype: torch.dtype) -> Any:
 
 
 class CastBuffers:
-    """Lets modules hold their floating-point buffers in another dtype while one of them runs.
+    """Lets modules hold their floating-point buffers in another dtype while one of them runs, forward or backward.
 
     Before and after they hold their own, with what the computation wrote into the others: nothing that
     reads a model between steps knows of this.
 
     Args:
         dtype: The other dtype.
+
+    Attributes:
+        number: As of all that end a backward.
     """
 
-    __slots__ = ("_depth", "_dtype", "_lent")
+    __slots__ = ("__weakref__", "_depth", "_dtype", "_end", "_lent", "number")
 
     def __init__(self, dtype: torch.dtype) -> None:
+        self.number = next_ending_number()
         self._dtype = dtype
         self._depth = 0
+        self._end: Callable[[], object] = lambda: None
         self._lent: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor, int]] = []
 
     def enter(self, modules: Sequence[nn.Module], *, is_outermost: bool) -> None:
@@ -87,35 +93,54 @@ class CastBuffers:
             is_outermost: No other call of theirs is running: one that was cut short is over.
         """
         if is_outermost:
+            self._depth = 0
             self._restore()
         self._depth += 1
-        if self._depth > 1:
+        self._lend(modules)
+
+    def leave(self) -> None:
+        """Undo ``enter``."""
+        # A hook before `enter` may have raised.
+        self._depth = max(self._depth - 1, 0)
+        self._restore()
+
+    def enter_backward(self, modules: Sequence[nn.Module]) -> None:
+        """Lend them until the running backward ends, in any way: checkpointing runs parts of forward in it."""
+        if self._end() is None:
+            held = at_end_of_backward(self)
+            self._end = weakref.ref(held, self._leave_backward)
+            self._lend(modules)
+
+    def start(self) -> None:
+        """Do nothing: no rank waits for this one."""
+
+    def finish(self) -> None:
+        """Do nothing: autograd says when backward has ended."""
+
+    def _leave_backward(self, _: object) -> None:
+        self._end = lambda: None
+        self._restore()
+
+    def _lend(self, modules: Sequence[nn.Module]) -> None:
+        if self._lent:
             return
         copies: dict[int, torch.Tensor] = {}
         # A first forward may be one in inference mode, and what is made there could never be written to again.
         with torch.inference_mode(mode=False), torch.no_grad():
             for module in modules:
                 for name, own in module._buffers.items():
-                    if (
-                        own is None
-                        or not own.is_floating_point()
-                        or own.dtype is self._dtype
-                        or isinstance(own, DTensor)
-                    ):
+                    if own is None or isinstance(own, DTensor):
+                        continue
+                    if not own.is_floating_point() or own.dtype is self._dtype:
                         continue
                     lent = copies.setdefault(id(own), own.to(self._dtype))
                     self._lent.append((module, name, own, lent, lent._version))
         for module, name, _, lent, _ in self._lent:
             module._buffers[name] = lent
 
-    def leave(self) -> None:
-        """Undo ``enter``."""
-        # A hook before `enter` may have raised.
-        self._depth = max(self._depth - 1, 0)
-        if not self._depth:
-            self._restore()
-
     def _restore(self) -> None:
+        if self._depth or self._end() is not None:
+            return
         for module, name, own, lent, version in self._lent:
             # A buffer that was assigned meanwhile is the user's.
             if module._buffers.get(name) is lent:
@@ -124,7 +149,20 @@ class CastBuffers:
                 with torch.no_grad():
                     own.copy_(lent)
         self._lent = []
-        self._depth = 0
+
+
+class LendHook(GradientHook):
+    """Runs when the gradient of an output arrives: lends buffers for the rest of the backward."""
+
+    __slots__ = ("_buffers", "_modules")
+
+    def __init__(self, buffers: CastBuffers, modules: Sequence[nn.Module]) -> None:
+        self._buffers = buffers
+        self._modules = modules
+
+    @opaque
+    def __call__(self, grad: torch.Tensor) -> None:
+        self._buffers.enter_backward(self._modules)
 
 
 def keep_dtype(module: nn.Module) -> list[RemovableHandle]:
