@@ -85,8 +85,8 @@ class _Reduce(_Gather):
         self._others = []
         if lowest is not shard:
             if lowest.dtype in _LOW_PRECISION:
+                # One rounding less, and the cast has to be made in any case.
                 shard.copy_(lowest)
-                others = [other.to(shard.dtype) for other in others]
             else:
                 _reduce(lowest, others, factor)
                 shard.copy_(lowest)
@@ -98,7 +98,8 @@ def _reduce(shard: torch.Tensor, others: Sequence[torch.Tensor], factor: torch.T
     """Add ``others`` to ``shard``, in rank order whichever rank adds, and multiply with ``factor``."""
     if shard.dtype not in _LOW_PRECISION:
         for other in others:
-            shard.add_(other)
+            # Cast first: mixed addition is not vectorised.
+            shard.add_(other if other.dtype is shard.dtype else other.to(shard.dtype))
         if factor is not None:
             shard.mul_(factor)
     elif len(others) == 1:
@@ -108,7 +109,7 @@ def _reduce(shard: torch.Tensor, others: Sequence[torch.Tensor], factor: torch.T
         else:
             shard.mul_(factor).add_(others[0], alpha=factor)  # type: ignore[arg-type]  # cheaper than float()
     else:
-        # Every addition would cost a rounding. Cast first: mixed addition is not vectorised.
+        # Every addition would cost a rounding.
         total = shard.float()
         for other in others:
             total.add_(other.float())

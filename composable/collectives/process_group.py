@@ -4,6 +4,7 @@ The calls go to the process group itself: the functions of ``torch.distributed``
 much host time again, in checks that planning has made already.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import starmap
 from weakref import WeakKeyDictionary
@@ -154,9 +155,11 @@ class ProcessGroupTransport(Transport):
         else:
             options = self._scatter_here
         if source.dtype is torch.float16 and options is not self._scatter_mean:
-            # The sum may be more than this type holds, where the mean is not.
-            source.mul_(scale)
-            scale = 1.0
+            # The sum may be more than this type holds, where the mean is not. A power of two costs no rounding.
+            before = math.ldexp(1.0, min(math.frexp(scale)[1] - 1, 0))
+            if before != 1.0:
+                source.mul_(before)
+                scale /= before
         factor = self._factor(scale)
         return _Running(self, 2 * key + 1, self._reduce_scatter, (shard, source, options), result, factor, cast)
 

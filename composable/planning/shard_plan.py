@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from composable.planning.layout import FlatLayout, Promise
+from composable.planning.memory import HandleBytes, Reduced, peak_of_step
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy
 from composable.wording import bytes_text, count_text, dtype_text, list_text
 
@@ -106,6 +107,14 @@ class HandlePlan:
     def buffer_bytes(self) -> int:
         """Bytes while it is unsharded."""
         return sum(buffer.buffer_bytes for buffer in self.buffers)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that autograd makes of it."""
+        trainable = [buffer for buffer in self.buffers if buffer.requires_grad]
+        return sum(
+            (buffer.layout.numel - buffer.layout.padding_numel) * buffer.compute_dtype.itemsize for buffer in trainable
+        )
 
     @property
     def padding_bytes(self) -> int:
@@ -244,6 +253,47 @@ class ShardPlan:
             open_bytes.append(passing[index])
             peak = max(peak, sum(open_bytes) + sum(passing[index + 1 : index + 1 + prefetch]))
         return kept_bytes + peak
+
+    def peak_bytes_per_rank(
+        self, optimizer_states: int = 2, state_dtype: torch.dtype | None = None, *, is_root: bool = True
+    ) -> int:
+        """Return the most bytes of parameters, gradients and optimizer state in forward and backward.
+
+        Activations and what the optimizer makes for a while are not counted. Every handle is taken to be used once,
+        with one handle gathered ahead, and gradients of a module around others to be there as long as theirs.
+
+        Args:
+            optimizer_states: As ``bytes_per_rank_at_rest``.
+            state_dtype: The same.
+            is_root: Forward starts at the annotated module.
+        """
+        depths = self._depths()
+        step = [
+            HandleBytes(
+                depth,
+                handle.buffer_bytes,
+                handle.gradient_bytes,
+                tuple(self._reduced(buffer) for buffer in handle.buffers if buffer.requires_grad),
+                handle.is_resharded_after_forward(is_root=is_root),
+            )
+            for handle, depth in zip(self.handles, depths, strict=True)
+        ]
+        return self.bytes_per_rank_at_rest(optimizer_states, state_dtype) + peak_of_step(step)
+
+    def _reduced(self, buffer: BufferPlan) -> Reduced:
+        numel, ranks = buffer.layout.shard_numel, self.world_size
+        result = buffer.reduce_dtype if self.mp_policy.keep_low_precision_grads else buffer.dtype
+        is_cast = ranks > 1 and result != buffer.reduce_dtype
+        # What arrives from one rank lands in the result, if that has its dtype; what arrives from others beside it.
+        slices, scratch = int(is_cast), 0
+        if self.transport == "point_to_point" and ranks > 1:
+            slices += ranks - 2
+            if buffer.reduce_dtype.itemsize < torch.float32.itemsize:
+                # Slices are added up in float32, one after the other: see `collectives/point_to_point.py`.
+                casts = 1 if is_cast else 2 if ranks > 2 else 0
+                scratch = casts * numel * torch.float32.itemsize
+        landing = slices * numel * buffer.reduce_dtype.itemsize
+        return Reduced(buffer.gradient_bytes, landing, scratch, numel * result.itemsize)
 
     def expected_collectives(self, *, is_root: bool = True) -> tuple[HandleCollectives, ...]:
         """Return each handle's collectives in one training step: forward, backward, gradients synchronised.

@@ -47,7 +47,11 @@ class GradientPool:
     def take(self, key: object, make: Callable[[], GradientBuffer]) -> GradientBuffer:
         """Return a buffer that was given back under an equal ``key``, or a new one; its contents are undefined."""
         free = self._free.get(key)
-        return free.pop() if free else make()
+        if free:
+            return free.pop()
+        # What nobody can use now goes, so that modules that all differ take no more memory than equal ones.
+        self._free.clear()
+        return make()
 
     def give(self, key: object, gradient: GradientBuffer) -> None:
         """Take back a buffer whose reduction has finished."""

@@ -1,0 +1,124 @@
+"""How much memory a training step takes at most: the schedule of handles, run on numbers of bytes.
+
+What the modules compute, their activations, is not known here; neither is what optimizers make for a while.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+__all__ = ["HandleBytes", "Reduced", "peak_of_step"]
+
+# Gradient buffers alive at once: one being reduced, one being filled.
+_GRADIENT_BUFFERS = 2
+
+
+class Reduced(NamedTuple):
+    """Bytes of one flat buffer's gradients.
+
+    Attributes:
+        whole: Of the buffer that is reduced.
+        landing: Of what arrives beside it from other ranks.
+        scratch: Of what is there while they are added up.
+        shard: Of the result.
+    """
+
+    whole: int
+    landing: int
+    scratch: int
+    shard: int
+
+
+class HandleBytes(NamedTuple):
+    """Bytes of one handle.
+
+    Attributes:
+        depth: Handles around it.
+        unsharded: Of the parameters.
+        gradients: Of what autograd accumulates.
+        reduced: Of its trainable buffers.
+        is_freed: The parameters are freed between forward and backward.
+    """
+
+    depth: int
+    unsharded: int
+    gradients: int
+    reduced: tuple[Reduced, ...]
+    is_freed: bool
+
+
+def peak_of_step(handles: Sequence[HandleBytes]) -> int:
+    """Return the most bytes at a time, in forward and backward, beside what rests between steps.
+
+    Args:
+        handles: Left to right, depth first, as they run.
+    """
+    return max(_forward(handles), max(_backward(handles), default=0))
+
+
+def _forward(handles: Sequence[HandleBytes]) -> int:
+    kept = peak = 0
+    running: list[int] = []  # of the handles around the current one, by depth
+    for index, handle in enumerate(handles):
+        del running[handle.depth :]
+        running.append(handle.unsharded if handle.is_freed else 0)
+        kept += 0 if handle.is_freed else handle.unsharded
+        following = handles[index + 1].unsharded if index + 1 < len(handles) else 0
+        peak = max(peak, kept + sum(running) + following)
+    return peak
+
+
+def _backward(handles: Sequence[HandleBytes]) -> Iterator[int]:
+    """Yield the bytes at every moment that may be the peak."""
+    order = _order(handles)
+    unsharded = {index for index, handle in enumerate(handles) if not handle.is_freed}
+    met: list[int] = []
+    under_way: list[Reduced] = []
+    shards = 0
+
+    def live() -> int:
+        parameters = sum(handles[index].unsharded for index in unsharded)
+        gradients = sum(handles[index].gradients for index in met)
+        return parameters + gradients + shards + sum(one.whole + one.landing for one in under_way)
+
+    for position, index in enumerate([*order, None]):
+        # What ran after this one in forward is complete when its backward begins.
+        end = -1 if index is None else _end(handles, index)
+        for done in sorted((one for one in met if one > end), reverse=True):
+            for one in handles[done].reduced:
+                while len(under_way) >= _GRADIENT_BUFFERS:
+                    yield live() + under_way[0].scratch
+                    del under_way[0]
+                yield live() + one.whole
+                shards += one.shard
+                under_way.append(one)
+            met.remove(done)
+            unsharded.discard(done)
+            yield live()
+        if index is not None:
+            met.append(index)
+            unsharded |= {index, *order[position + 1 : position + 2]}
+            yield live()
+
+
+def _order(handles: Sequence[HandleBytes]) -> list[int]:
+    """Return the handles as backward meets them: the outer one first, then what is in it from the last to the first."""
+    order: list[int] = []
+    roots = [index for index, handle in enumerate(handles) if handle.depth == 0]
+
+    def visit(index: int) -> None:
+        order.append(index)
+        inside = range(index + 1, _end(handles, index) + 1)
+        for child in reversed([one for one in inside if handles[one].depth == handles[index].depth + 1]):
+            visit(child)
+
+    for root in reversed(roots):
+        visit(root)
+    return order
+
+
+def _end(handles: Sequence[HandleBytes], index: int) -> int:
+    """Return the last handle inside a handle, or itself."""
+    end = index
+    while end + 1 < len(handles) and handles[end + 1].depth > handles[index].depth:
+        end += 1
+    return end

@@ -1,0 +1,97 @@
+"""The plan's peak of memory against what a step takes."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composable import MixedPrecisionPolicy, fully_shard
+from composable.planning.memory import HandleBytes, Reduced, peak_of_step
+from tests.live_bytes import LiveBytes
+from tests.world import run_threads
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def block(*, freed: bool) -> HandleBytes:
+    return HandleBytes(1, 100, 100, (Reduced(100, 0, 0, 50),), freed)
+
+
+def test_of_freed_handles_two_are_unsharded_and_two_are_reduced() -> None:
+    root = HandleBytes(0, 0, 0, (), False)
+    # When the second block is reduced: it and the first are there, its gradients, two buffers of them, three shards.
+    assert peak_of_step([root, *[block(freed=True)] * 5]) == 2 * 100 + 100 + 2 * 100 + 3 * 50
+    # Of kept ones all are there at the end of forward; when the last but one is reduced, the last is gone.
+    assert peak_of_step([root, *[block(freed=False)] * 5]) == 4 * 100 + 100 + 2 * 100 + 50
+
+
+def test_a_module_without_gradients_takes_no_more_than_its_forward() -> None:
+    frozen = HandleBytes(0, 100, 0, (), True)
+    assert peak_of_step([frozen, frozen, frozen]) == 200
+
+
+WIDTH = 96
+
+
+class Tower(nn.Module):
+    """Blocks of matrices, with next to no activations; equal ones, or each of a width of its own."""
+
+    def __init__(self, depth: int, growth: int) -> None:
+        super().__init__()
+        widths = [WIDTH + growth * number for number in range(depth)]
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, one), nn.Linear(one, WIDTH)) for one in widths)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class StepBytes(LiveBytes):
+    """Counts the unsharded parameters too, whose storages come and go without an operation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        handles = fully_shard.state(model).lazy_init().handles
+        self._storages = [flat._storage for handle in handles for flat in handle.buffers]
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.most = max(self.most, self.now + sum(one.nbytes() for one in self._storages))
+        return result
+
+
+def peak_and_plan(growth: int, options: dict[str, Any]) -> tuple[int, int]:
+    model = Tower(6, growth)
+    fully_shard(model, policy={nn.Sequential}, **options)
+    x = torch.ones(1, WIDTH)
+    for _ in range(2):
+        model(x).float().sum().backward()
+        model.zero_grad()
+    with StepBytes(model) as live:
+        model(x).float().sum().backward()
+    plan = fully_shard.state(model).plan
+    return live.most, plan.peak_bytes_per_rank(0) - plan.shard_bytes
+
+
+PRECISIONS = [
+    MixedPrecisionPolicy(),
+    MixedPrecisionPolicy(BF16, FP32),
+    MixedPrecisionPolicy(BF16),
+    MixedPrecisionPolicy(None, BF16),
+    MixedPrecisionPolicy(BF16, keep_low_precision_grads=True),
+]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+@pytest.mark.parametrize(("world_size", "strategy"), [*itertools.product([1, 2, 3], ["FULL_SHARD", "SHARD_GRAD_OP"])])
+@pytest.mark.parametrize("growth", [0, 8, -8], ids=["equal", "growing", "shrinking"])
+def test_a_step_takes_what_the_plan_says(
+    precision: MixedPrecisionPolicy, world_size: int, strategy: str, growth: int
+) -> None:
+    options = {"mp_policy": precision, "strategy": strategy}
+    for found, planned in run_threads(peak_and_plan, world_size, growth, options):
+        assert found == pytest.approx(planned, rel=0.02), f"{found / planned - 1:+.1%}"
