@@ -285,6 +285,8 @@ class Scheduler:
         self.backward_id += 1
         self._makes_graph = torch.is_grad_enabled()
         armed = self._armed or self._last_armed
+        # Of a forward that had its backward: only these are armed without a first forward.
+        again: set[Turn] = set() if self._armed else set(self._last_armed)
         if not self._is_settled:
             for turn in self._turns.values():
                 for account in turn.accounts:
@@ -295,7 +297,8 @@ class Scheduler:
                 handle.drop_zeroed_gradients()
             if handle.has_unsynced_gradients and turn.first_forward is None:
                 turn.first_forward = 0
-                armed = [*armed, turn]
+                if turn not in again:
+                    armed = [*armed, turn]
         self._queue = sorted(armed, key=_first_forward)
         for turn in armed:
             turn.queued_in = self.backward_id
