@@ -29,7 +29,7 @@ from composable.runtime.streams import Streams
 from composable.runtime.turn import Turn
 from composable.runtime.unsharded import Unsharded
 from composable.storage import Handle
-from composable.torch_hooks import Ending, next_ending_number
+from composable.torch_hooks import Ending, in_backward_of_nothing, next_ending_number
 from composable.torch_private import next_node_number
 
 __all__ = ["Scheduler"]
@@ -334,6 +334,21 @@ class Scheduler:
             for agreement in self._agreements:
                 agreement.begin(has_failed=self._reductions.failure is not None)
         self._is_ending = True
+
+    def reduce_kept(self) -> None:
+        """Reduce what backwards without synchronisation left, in a backward of nothing. Collective; nothing runs."""
+        armed, last_armed = self._armed, self._last_armed
+        first_forwards = [(turn, turn.first_forward) for turn in armed]
+        # Forwards that wait for their backward take no part in this one.
+        self._armed, self._last_armed = [], []
+        for turn in armed:
+            turn.first_forward = None
+        try:
+            in_backward_of_nothing(self._note_backward)
+        finally:
+            self._armed, self._last_armed = armed, last_armed
+            for turn, first_forward in first_forwards:
+                turn.first_forward = first_forward
 
     def _complete_the_rest(self) -> None:
         while self._queue:
