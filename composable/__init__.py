@@ -6,7 +6,7 @@ from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
 from composable.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from composable.fully_shard import fully_shard
-from composable.gradient_sync import no_sync
+from composable.gradient_sync import no_sync, reduce_gradients
 from composable.installation import install
 from composable.optim import accelerate_optimizer, clip_grad_norm_, get_total_norm, rebind_optimizer
 from composable.planning import MixedPrecisionPolicy, RaggedShard, ShardingStrategy, ShardPlan, plan
@@ -68,6 +68,7 @@ __all__ = [
     "no_sync",
     "plan",
     "rebind_optimizer",
+    "reduce_gradients",
     "register_fsdp_forward_method",
     "replicate",
     "save_checkpoint",

@@ -1,4 +1,4 @@
-"""Accumulating gradients without synchronising them, for both annotations."""
+"""Accumulating gradients without synchronising them, and synchronising them after all, for both annotations."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,10 +10,10 @@ from composable.contract import get_registry
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.replication import Reducer, ReplicateState
-from composable.runtime import handle_of_module
+from composable.runtime import handle_of_module, sharded_state_of
 from composable.storage import Handle
 
-__all__ = ["no_sync"]
+__all__ = ["no_sync", "reduce_gradients"]
 
 
 @contextmanager
@@ -28,21 +28,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         UsageError: There is none.
         ConfigError: ``module`` is no module.
     """
-    check_module("module", module)
-    found: dict[Handle | Reducer, None] = {}
-    for visited in module.modules():
-        handle = handle_of_module(visited)
-        if handle is not None:
-            found[handle] = None
-        annotation = get_registry(visited).get("replicate")
-        if annotation is not None and isinstance(annotation.state, ReplicateState):
-            found[annotation.state.reducer] = None
-    if not found:
-        raise UsageError(
-            "no_sync found no annotated module",
-            at=f"{place_of_rank()}, {describe_module(module)}",
-            fix="call fully_shard or replicate on the module first",
-        )
+    found = _synchronised_by(module, caller="no_sync")
     before = [(one, one.requires_gradient_sync, one.sync_after_context) for one in found]
     try:
         for one, syncs, after in before:
@@ -54,6 +40,68 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         # Also where Ctrl-C came into the line above.
         _restore(before)
         raise
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """Synchronise now what backwards without synchronisation have left, without another backward.
+
+    For loops in which nothing knows the last backward, such as pipeline schedules: they run all of them in ``no_sync``
+    and end with this. Gradients and parameters are then as after a backward that synchronised. Where nothing was
+    left, nothing changes. Modules that ``set_requires_gradient_sync(False)`` excludes stay as they are; of a part of
+    a fully sharded model the whole takes part. Communication hooks of ``replicate`` do not run.
+
+    Collective: all ranks of the meshes at or below ``module``.
+
+    Raises:
+        UsageError: There is no annotated module, it is inside ``no_sync``, or a forward or backward is running.
+        ConfigError: ``module`` is no module.
+    """
+    found = _synchronised_by(module, caller="reduce_gradients")
+    if any(one.sync_after_context is not None for one in found):
+        raise UsageError(
+            "reduce_gradients inside of no_sync, which keeps gradients on their rank",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix="call it after the context",
+        )
+    states = [sharded_state_of(visited) for visited in module.modules()]
+    # Before the first forward there is no root, and nothing was left.
+    schedulers = dict.fromkeys(state.root.scheduler for state in states if state is not None and state.root is not None)
+    if not all(scheduler.is_idle for scheduler in schedulers):
+        raise UsageError(
+            "reduce_gradients while a forward or backward is running",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix="call it after the last backward",
+        )
+    for scheduler in schedulers:
+        scheduler.reduce_kept()
+    for one in found:
+        if isinstance(one, Reducer) and one.requires_gradient_sync:
+            one.average_kept_gradients()
+
+
+def _synchronised_by(module: nn.Module, *, caller: str) -> list[Handle | Reducer]:
+    """Return what synchronises gradients at or below ``module``.
+
+    Raises:
+        UsageError: Nothing does.
+        ConfigError: ``module`` is no module.
+    """
+    check_module("module", module)
+    found: dict[Handle | Reducer, None] = {}
+    for visited in module.modules():
+        handle = handle_of_module(visited)
+        if handle is not None:
+            found[handle] = None
+        annotation = get_registry(visited).get("replicate")
+        if annotation is not None and isinstance(annotation.state, ReplicateState):
+            found[annotation.state.reducer] = None
+    if not found:
+        raise UsageError(
+            f"{caller} found no annotated module",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix="call fully_shard or replicate on the module first",
+        )
+    return list(found)
 
 
 def _restore(before: Iterable[tuple[Handle | Reducer, bool, bool | None]]) -> None:

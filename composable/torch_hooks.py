@@ -47,6 +47,7 @@ __all__ = [
     "before_gradients",
     "beside_forward",
     "differentiable_tensors",
+    "in_backward_of_nothing",
     "next_ending_number",
     "on_gradient",
     "tensors_in",
@@ -228,6 +229,14 @@ def _join(tensor: torch.Tensor, hook: GradientHook) -> None:
                 known[key] = _Joined([hook, *(one for one in others if one != hook)])
                 return
     hook_gradient(tensor, hook)
+
+
+def in_backward_of_nothing(call: Callable[[], None]) -> None:
+    """Run a backward that gets to no parameter, and ``call`` in it: what is queued there runs when it ends."""
+    with torch.enable_grad():
+        root = torch.zeros((), requires_grad=True).clone()
+    root.register_hook(lambda _: call())
+    root.backward()
 
 
 def before_gradients(leaves: Iterable[torch.Tensor], arrive: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:

@@ -38,6 +38,7 @@ from composable import (
     no_sync,
     plan,
     rebind_optimizer,
+    reduce_gradients,
     register_fsdp_forward_method,
     replicate,
     save_checkpoint,
@@ -286,6 +287,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
     ),
     "set_divergence_timeout": (set_divergence_timeout, dict, {"seconds": {"None", "3", "1.5", "np.3"}}),
     "no_sync": (enter(no_sync), dict, {"module": set()}),
+    "reduce_gradients": (reduce_gradients, dict, {"module": set()}),
     "rebind_optimizer": (
         rebind_optimizer,
         lambda: {"optimizer": optimizer_of(model := sharded()), "model": model},

@@ -139,12 +139,12 @@ class Reducer:
 
         Collective. No backward is running; one that comes later, of a forward that ran before, is an error.
         """
-        self._average_kept_gradients()
+        self.average_kept_gradients()
         self._arrangement.dissolve()
         self._is_closed = True
 
-    def _average_kept_gradients(self) -> None:
-        """Do what the next round would have done, one gradient at a time."""
+    def average_kept_gradients(self) -> None:
+        """Do what the next round would have done, one gradient at a time. Collective."""
         if not self.params:
             return
         device = self.params[0].param.device

@@ -29,7 +29,7 @@ from composable.runtime.streams import Streams
 from composable.runtime.turn import Turn
 from composable.runtime.unsharded import Unsharded
 from composable.storage import Handle
-from composable.torch_hooks import Ending, next_ending_number
+from composable.torch_hooks import Ending, in_backward_of_nothing, next_ending_number
 from composable.torch_private import next_node_number
 
 __all__ = ["Scheduler"]
@@ -289,6 +289,8 @@ class Scheduler:
         self.backward_id += 1
         self._makes_graph = torch.is_grad_enabled()
         armed = self._armed or self._last_armed
+        # Of a forward that had its backward: only these are armed without a first forward.
+        again: set[Turn] = set() if self._armed else set(self._last_armed)
         if not self._is_settled:
             for turn in self._turns.values():
                 for account in turn.accounts:
@@ -301,7 +303,8 @@ class Scheduler:
                 handle.sum_in_reduce_dtype()
             if handle.has_unsynced_gradients and turn.first_forward is None:
                 turn.first_forward = 0
-                armed = [*armed, turn]
+                if turn not in again:
+                    armed = [*armed, turn]
         self._queue = sorted(armed, key=_first_forward)
         for turn in armed:
             turn.queued_in = self.backward_id
@@ -337,6 +340,21 @@ class Scheduler:
             for agreement in self._agreements:
                 agreement.begin(has_failed=self._reductions.failure is not None)
         self._is_ending = True
+
+    def reduce_kept(self) -> None:
+        """Reduce what backwards without synchronisation left, in a backward of nothing. Collective; nothing runs."""
+        armed, last_armed = self._armed, self._last_armed
+        first_forwards = [(turn, turn.first_forward) for turn in armed]
+        # Forwards that wait for their backward take no part in this one.
+        self._armed, self._last_armed = [], []
+        for turn in armed:
+            turn.first_forward = None
+        try:
+            in_backward_of_nothing(self._note_backward)
+        finally:
+            self._armed, self._last_armed = armed, last_armed
+            for turn, first_forward in first_forwards:
+                turn.first_forward = first_forward
 
     def _complete_the_rest(self) -> None:
         while self._queue:

@@ -1,0 +1,127 @@
+"""What ``examples/clients`` shows and needs nothing but torch: pipelines, and a base of 4-bit weights.
+
+The other clients run by ``examples/clients/compare.py``, where their packages are installed.
+"""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable import fully_shard, load_full_state_dict
+from tests.parity import full, mean_over_ranks
+from tests.world import run_ranks, run_threads
+
+CLIENTS = Path(__file__).parent.parent / "examples" / "clients"
+STEPS = 4
+
+
+def client(name: str) -> ModuleType:
+    sys.path.insert(0, str(CLIENTS))
+    try:
+        return __import__(name)
+    finally:
+        sys.path.remove(str(CLIENTS))
+
+
+def losses_of_pipeline(schedule: str, stage: str) -> list[float]:
+    pipelining = client("pipelining")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    return [loss.item() for loss in pipelining.train(fully_shard, schedule, mesh, getattr(pipelining, stage))]
+
+
+def losses_of_one_process(ranks: int) -> list[float]:
+    pipelining = client("pipelining")
+    model = nn.Sequential(*pipelining.make_layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=pipelining.LR, momentum=0.9)
+    losses = []
+    for step in range(pipelining.STEPS):
+        x = torch.cat([pipelining.batch(step, rank) for rank in range(ranks)])
+        loss = nn.functional.mse_loss(model(x), x.sin())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage"),
+    [
+        ("ScheduleGPipe", "PipelineStage"),
+        ("Schedule1F1B", "ShardedStage"),
+        ("ScheduleInterleaved1F1B", "PipelineStage"),
+        ("ScheduleLoopedBFS", "ShardedStage"),
+        ("ScheduleInterleavedZeroBubble", "ShardedStage"),
+        ("ScheduleZBVZeroBubble", "ShardedStage"),
+    ],
+)
+def test_a_pipeline_of_sharded_stages_trains_as_one_process(schedule: str, stage: str) -> None:
+    expected = losses_of_one_process(2)
+    for losses in run_ranks(losses_of_pipeline, 4, schedule, stage):
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+
+
+def train_quantized(ranks: range) -> tuple[list[float], dict[str, Any]]:
+    """Train on the batches of ``ranks``, sharded where there is a process group; returns losses and full values."""
+    quantized = client("quantized_base")
+    torch.manual_seed(0)
+    model = quantized.make_model()
+    is_sharded = dist.is_initialized()
+    if is_sharded:
+        for block in model[:-1]:
+            fully_shard(block)
+        fully_shard(model)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    losses = []
+    for _ in range(STEPS):
+        x = torch.cat([quantized.batch(rank) for rank in ranks])
+        loss = quantized.loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss) if is_sharded else loss.item())
+    assert all(param.grad is None for param in model.parameters())
+    return losses, {name: full(value) for name, value in model.state_dict().items()}
+
+
+def train_quantized_on_rank() -> tuple[list[float], dict[str, Any]]:
+    return train_quantized(range(dist.get_rank(), dist.get_rank() + 1))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_adapters_on_a_base_of_bytes_train_as_in_one_process(world_size: int) -> None:
+    expected, values = train_quantized(range(world_size))
+    for losses, found in run_threads(train_quantized_on_rank, world_size):
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+        for name, value in values.items():
+            if value.dtype == torch.uint8:
+                assert torch.equal(found[name], value)
+            else:
+                torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
+
+
+def load_bytes() -> tuple[int, int]:
+    quantized = client("quantized_base")
+    torch.manual_seed(0)
+    values = quantized.make_model().state_dict()
+    torch.manual_seed(1 + dist.get_rank())
+    model = quantized.make_model()
+    fully_shard(model, policy={quantized.Block})
+    load_full_state_dict(model, values)
+    packed = [param for param in model.parameters() if param.dtype == torch.uint8]
+    assert all(torch.equal(full(value), values[name]) for name, value in model.state_dict().items())
+    return sum(one.to_local().numel() for one in packed), sum(one.numel() for one in packed)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_base_of_bytes_is_sharded_and_loads_to_the_bit(world_size: int) -> None:
+    found = run_threads(load_bytes, world_size)
+    assert sum(own for own, _ in found) == found[0][1]
+    assert max(own for own, _ in found) <= found[0][1] / world_size + 3 * 64

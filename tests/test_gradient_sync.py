@@ -1,0 +1,185 @@
+"""Gradients that backwards leave on their ranks, and what synchronises them later."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable import UsageError, fully_shard, no_sync, reduce_gradients, replicate
+from tests.counting import CountingTransport
+from tests.models import loss_of, make_model
+from tests.parity import assert_equal_params, full, global_inputs, inputs_of
+from tests.world import run_threads
+
+MICRO_BATCHES = 3
+
+
+def annotate(model: nn.Module, how: str) -> nn.Module:
+    if how == "replicate":
+        return replicate(model)
+    if how == "mixed":
+        replicate(model.blocks[1])
+    return fully_shard(model, policy=None if how == "root" else {nn.Linear})
+
+
+def gradients(name: str, how: str, *, keeps_one_in: int = 1, seed: int = 0) -> dict[str, torch.Tensor | None]:
+    """Return full gradients after micro batches of which some, chosen alike on all ranks, stay on their rank."""
+    rng = random.Random(seed)
+    model = annotate(make_model(name), how)
+    for step in range(MICRO_BATCHES):
+        args, kwargs = inputs_of(model, step, dist.get_rank())
+        if rng.randrange(keeps_one_in):
+            loss_of(model(*args, **kwargs)).backward()
+        else:
+            with no_sync(model):
+                loss_of(model(*args, **kwargs)).backward()
+        if rng.randrange(keeps_one_in):
+            reduce_gradients(model)
+    reduce_gradients(model)
+    return {fqn: None if param.grad is None else full(param.grad) for fqn, param in model.named_parameters()}
+
+
+def gradients_of_one_process(name: str, world_size: int) -> dict[str, torch.Tensor | None]:
+    model = make_model(name)
+    for step in range(MICRO_BATCHES):
+        args, kwargs = global_inputs(model, step, world_size)
+        loss_of(model(*args, **kwargs)).backward()
+    return {fqn: param.grad for fqn, param in model.named_parameters()}
+
+
+def assert_equal_gradients(
+    ranks: list[dict[str, torch.Tensor | None]], expected: dict[str, torch.Tensor | None]
+) -> None:
+    for rank, found in enumerate(ranks):
+        assert {fqn for fqn, grad in found.items() if grad is None} == {
+            fqn for fqn, grad in expected.items() if grad is None
+        }
+        there = {fqn: grad for fqn, grad in expected.items() if grad is not None}
+        own = {fqn: grad for fqn, grad in found.items() if grad is not None}
+        assert_equal_params(own, there, tolerance=1e-6, where=f"rank {rank}")
+
+
+@pytest.mark.parametrize("how", ["root", "policy", "replicate", "mixed"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_kept_gradients_are_those_of_one_process_once_reduced(how: str, world_size: int) -> None:
+    found = run_threads(gradients, world_size, "mlp", how)
+    assert_equal_gradients(found, gradients_of_one_process("mlp", world_size))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_it_does_not_matter_when_gradients_are_kept_and_reduced(seed: int) -> None:
+    rng = random.Random(seed)
+    name = rng.choice(["mlp", "gpt_tied", "frozen_mixed", "uneven", "unused", "tied_across"])
+    world_size = rng.choice([1, 2, 3])
+    how = rng.choice(["root", "policy"])
+    found = run_threads(gradients, world_size, name, how, keeps_one_in=2, seed=seed)
+    assert_equal_gradients(found, gradients_of_one_process(name, world_size))
+
+
+def counts_of_reductions() -> list[dict[str, int]]:
+    model = annotate(make_model("mlp"), "policy")
+    args, kwargs = inputs_of(model, 0, dist.get_rank())
+    model(*args, **kwargs)
+    counted = CountingTransport.install(fully_shard.state(model).root)
+    counts = []
+    with no_sync(model):
+        for _ in range(MICRO_BATCHES):
+            loss_of(model(*args, **kwargs)).backward()
+    for _ in range(2):
+        counted.records.clear()
+        reduce_gradients(model)
+        counts.append(counted.counts())
+    return counts
+
+
+def test_each_handle_is_reduced_once_and_nothing_is_gathered() -> None:
+    assert run_threads(counts_of_reductions, 2) == [[{"reduce_scatter": 8}, {}]] * 2
+
+
+def counts_of_two_backwards() -> dict[str, int]:
+    model = annotate(make_model("mlp"), "policy")
+    args, kwargs = inputs_of(model, 0, dist.get_rank())
+    output = model(*args, **kwargs)
+    counted = CountingTransport.install(fully_shard.state(model).root)
+    with no_sync(model):
+        output.sum().backward(retain_graph=True)
+    output.square().mean().backward()
+    return counted.counts()
+
+
+def test_a_second_backward_of_a_forward_reduces_each_handle_once() -> None:
+    assert run_threads(counts_of_two_backwards, 2) == [{"all_gather": 16, "reduce_scatter": 8}] * 2
+
+
+def steps_with_dropped_gradients() -> list[bool]:
+    model = annotate(make_model("mlp"), "policy")
+    args, kwargs = inputs_of(model, 0, dist.get_rank())
+    reduce_gradients(model)
+    with no_sync(model):
+        loss_of(model(*args, **kwargs)).backward()
+    model.zero_grad()
+    reduce_gradients(model)
+    return [param.grad is None for param in model.parameters()]
+
+
+def test_nothing_comes_back_that_was_dropped() -> None:
+    for is_none in run_threads(steps_with_dropped_gradients, 2):
+        assert all(is_none)
+
+
+def gradients_around_a_pending_backward(unused_gradients: str) -> dict[str, torch.Tensor | None]:
+    model = fully_shard(make_model("mlp"), policy={nn.Linear}, unused_gradients=unused_gradients)
+    for step in range(MICRO_BATCHES):
+        args, kwargs = inputs_of(model, step, dist.get_rank())
+        loss = loss_of(model(*args, **kwargs))
+        reduce_gradients(model)
+        with no_sync(model):
+            loss.backward()
+    reduce_gradients(model)
+    return {fqn: full(param.grad) for fqn, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("unused_gradients", ["none", "zero"])
+def test_a_forward_may_wait_for_its_backward_meanwhile(unused_gradients: str) -> None:
+    found = run_threads(gradients_around_a_pending_backward, 2, unused_gradients)
+    assert_equal_gradients(found, gradients_of_one_process("mlp", 2))
+
+
+def refuse_in_no_sync() -> None:
+    model = fully_shard(nn.Linear(2, 2))
+    with no_sync(model):
+        reduce_gradients(model)
+
+
+class Reducing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        reduce_gradients(self)
+        return super().forward(x)
+
+
+def refuse_in_forward() -> None:
+    fully_shard(Reducing(2, 2))(torch.ones(1, 2))
+
+
+def refuse_plain_module() -> None:
+    reduce_gradients(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        (refuse_in_no_sync, "reduce_gradients inside of no_sync"),
+        (refuse_in_forward, "reduce_gradients while a forward or backward is running"),
+        (refuse_plain_module, "reduce_gradients found no annotated module"),
+    ],
+)
+def test_the_wrong_moment_is_an_error(program: Callable[[], None], text: str) -> None:
+    run_threads(called_in_vain, 1, program, text)
+
+
+def called_in_vain(program: Callable[[], None], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        program()
