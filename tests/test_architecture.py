@@ -46,9 +46,12 @@ EDGES: dict[str, set[str]] = {
 FOLDERS = {"testing", "collectives", "planning", "ragged", "storage", "replication", "optim", "runtime", "saving"}
 # What users call, and what it stands on among its own kind: it may import everything above.
 ENTRIES: dict[str, set[str]] = {
-    "fsdp_module": set(),
+    "comm_hooks": set(),
+    "reduction_control": set(),
+    "fsdp_module": {"reduction_control"},
     "fully_shard": {"fsdp_module"},
     "replicate": set(),
+    "hook_registration": {"comm_hooks"},
     "gradient_sync": set(),
     "unannotate": {"fsdp_module"},
     "installation": set(),

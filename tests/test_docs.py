@@ -104,7 +104,9 @@ def run_blocks(sources: list[str]) -> list[str]:
     return printed
 
 
-@pytest.mark.parametrize("page", ["docs/importing.md", "docs/life_of_a_parameter.md", "docs/mixed_precision.md", "docs/replicate.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/importing.md", "docs/life_of_a_parameter.md", "docs/mixed_precision.md", "docs/replicate.md"]
+)
 def test_the_code_of_a_page_runs_on_two_ranks_and_prints_what_follows_it(page: str) -> None:
     blocks = blocks_of(page)
     printed = run_ranks(run_blocks, 2, [source for source, _ in blocks])[0]

@@ -45,7 +45,13 @@ _NOT_THE_USERS = (str(Path(torch.__file__).parent) + os.sep, _OURS, threading.__
 _CALLS = frozenset({"fully_shard", "replicate", "adopt"})
 # What stands between a call of the user and the function that it is for.
 _AROUND = frozenset({"annotate", "annotate_on_rank", "pre_forward", "post_forward"})
-_COLLECTIVES = frozenset({"all_gather", "all_reduce", "broadcast", "barrier", "all_gather_into_tensor", "_swap"})
+_COLLECTIVES = frozenset(
+    {
+        *("all_gather", "all_reduce", "broadcast", "barrier", "all_gather_into_tensor", "_swap"),
+        *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter_in"),
+        *("all_to_all", "all_to_all_single", "all_gather_single"),
+    }
+)
 
 
 @dataclass(frozen=True)
