@@ -43,7 +43,7 @@ class ReductionControl:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Choose whether collectives only add up, and the division is a step of its own.
 
-        For backends whose collectives cannot average. float16 is divided in part before, as its sums may overflow.
+        For backends whose collectives cannot average. float16 is divided before, as its sums may overflow.
 
         Raises:
             ConfigError: ``enable`` is no bool.
@@ -92,8 +92,8 @@ class ReductionControl:
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Let ``comm`` add up gradients, in place of the transport; ``None``: as before.
 
-        Gradients are copied into what ``comm`` allocates, and the sum is copied out and divided. It is not called on
-        one rank, nor where there is nothing to reduce.
+        Gradients are copied into what ``comm`` allocates, and the sum is copied out and divided; float16 is divided
+        before. It is not called on one rank, nor where there is nothing to reduce.
 
         Args:
             comm: As torch's ``ReduceScatter``: as for ``set_custom_all_gather``, and ``op`` is always ``SUM``.

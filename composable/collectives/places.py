@@ -49,7 +49,7 @@ _COLLECTIVES = frozenset(
     {
         *("all_gather", "all_reduce", "broadcast", "barrier", "all_gather_into_tensor", "_swap"),
         *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter_in"),
-        *("all_to_all", "all_to_all_single", "all_gather_single"),
+        *("all_to_all", "all_to_all_single", "all_gather_single", "wait_for_work"),
     }
 )
 
@@ -78,6 +78,10 @@ class Annotated(Protocol):
 
     def name_of(self, started: Started) -> str | None:
         """Return what it calls a collective of its own; ``None`` for others'."""
+        ...
+
+    def is_run_by(self, runner: object) -> bool:
+        """Say whether ``runner`` is the object whose methods run its steps."""
         ...
 
 
@@ -193,7 +197,9 @@ def _wait_of(found: Waiting, trees: list[Any], told: Mapping[int, Told], lane: s
     if isinstance(started, Started):
         return _wait_for_started(started, trees, told, lane, here, is_call=is_call)
     name = frame.f_code.co_name
-    outer = _call_around(frame) or f"torch.distributed.{name}"
+    tree = _tree_around(frame, trees, told)
+    # Inside of a step, only what users have put in place of a transport calls torch.distributed.
+    outer = "a communication hook" if tree else _call_around(frame) or f"torch.distributed.{name}"
     group = _group_in(frame)
     if group is None or name not in _COLLECTIVES:
         return Wait(lane, f"the other ranks in {outer}", here, "", (), COUNTED, 0, is_call=is_call)
@@ -209,6 +215,7 @@ def _wait_of(found: Waiting, trees: list[Any], told: Mapping[int, Told], lane: s
         number,
         kind=name,
         sequence=number,
+        tree=tree,
         groups=(group.group_name,),
         is_call=is_call,
     )
@@ -250,6 +257,17 @@ def _name_of(started: Started, trees: list[Any]) -> tuple[str, object]:
         if name is not None:
             return name, one
     return f"an exchange of {started.transport.world_size} ranks", None
+
+
+def _tree_around(frame: FrameType, trees: list[Any], told: Mapping[int, Told]) -> str:
+    """Return the name of the annotation in whose step a thread waits; empty: in none."""
+    for each in _outwards(frame):
+        runner = each.f_locals.get("self") if each.f_code.co_filename.startswith(_OURS) else None
+        if runner is not None:
+            for one in trees:
+                if id(one) in told and one.is_run_by(runner):
+                    return told[id(one)].name
+    return ""
 
 
 def _group_in(frame: FrameType) -> dist.ProcessGroup | None:

@@ -158,7 +158,7 @@ class FlatBuffer:
 
     def _choose_gather_path(self, transport: Transport) -> None:
         if self.comms.all_gather is not None:
-            self.gather_path = CommGather(transport, self._key, self.comms.all_gather, self._group)
+            self.gather_path = CommGather(transport, self._key, self.comms.all_gather, self._group, self.params[0].fqn)
         else:
             makes_copy = self.compute_dtype != self.dtype
             self.gather_path = (CastGather if makes_copy else Gather)(transport, self._key)
@@ -170,7 +170,7 @@ class FlatBuffer:
         if comms.hook is not None:
             path = HookPath(transport, comms.hook, dtype)
         elif comms.reduce_scatter is not None:
-            path = CommScatterPath(transport, comms.reduce_scatter, self._group, divisor, dtype)
+            path = CommScatterPath(transport, comms.reduce_scatter, self._group, divisor, dtype, self.params[0].fqn)
         else:
             path = (SumPath if comms.sums_only else ScatterPath)(transport, key, divisor, dtype)
         if comms.all_reduce_hook is not None:

@@ -75,14 +75,16 @@ class CommGather(Gather):
         key: Of the buffer.
         comm: Of the user.
         group: Of these ranks.
+        fqn: Of a parameter of the buffer.
     """
 
-    __slots__ = ("_comm", "_group")
+    __slots__ = ("_comm", "_fqn", "_group")
 
-    def __init__(self, transport: Transport, key: int, comm: Any, group: dist.ProcessGroup) -> None:
+    def __init__(self, transport: Transport, key: int, comm: Any, group: dist.ProcessGroup, fqn: str) -> None:
         super().__init__(transport, key)
         self._comm = comm
         self._group = group
+        self._fqn = fqn
 
     def begin(self, buffer: torch.Tensor, shard: torch.Tensor) -> Pending:
         # Through `data`, so that parameters which view the buffer do not count as modified.
@@ -90,9 +92,9 @@ class CommGather(Gather):
         if self.transport.world_size == 1:
             buffer.copy_(shard)
             return DONE
-        own = stage(self._comm, shard.numel(), buffer)
+        own = stage(self._comm, shard.numel(), buffer, self._fqn)
         own.copy_(shard)
-        output = stage(self._comm, buffer.numel(), buffer)
+        output = stage(self._comm, buffer.numel(), buffer, self._fqn)
         work = self._comm(output_tensor=output, input_tensor=own, group=self._group, async_op=False)
         wait_for_work(work, self._group)
         # At once: the user's memory may be used again by the next call.

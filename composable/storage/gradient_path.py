@@ -187,10 +187,10 @@ class SumPath(ScatterPath):
 
     def begin(self, source: torch.Tensor) -> Reduction:
         transport = self.transport
-        before = _divided_before(source, self._divisor)
+        left = _divided_before(source, self._divisor)
         shard = transport.empty(source.numel() // transport.world_size, source, self._dtype)
         pending = transport.begin_reduce_scatter(source, shard, self.key)
-        return _Summing(pending, shard, self._divisor / before)
+        return _Summing(pending, shard, left)
 
 
 class _Summing(_Scattering):
@@ -216,16 +216,18 @@ class CommScatterPath:
         group: Of these ranks.
         divisor: Of the sum.
         dtype: Of the result.
+        fqn: Of a parameter of the buffer.
     """
 
-    __slots__ = ("_comm", "_divisor", "_dtype", "_group", "transport")
+    __slots__ = ("_comm", "_divisor", "_dtype", "_fqn", "_group", "transport")
 
     def __init__(
-        self, transport: Transport, comm: Any, group: dist.ProcessGroup, divisor: float, dtype: torch.dtype
+        self, transport: Transport, comm: Any, group: dist.ProcessGroup, divisor: float, dtype: torch.dtype, fqn: str
     ) -> None:
         self.transport = transport
         self._comm = comm
         self._group = group
+        self._fqn = fqn
         self._divisor = divisor
         self._dtype = dtype
 
@@ -235,26 +237,25 @@ class CommScatterPath:
         if world_size == 1:
             shard.copy_(source)
             return _Reduced(shard.div_(self._divisor))
-        before = _divided_before(source, self._divisor)
-        sent = stage(self._comm, source.numel(), source)
+        left = _divided_before(source, self._divisor)
+        sent = stage(self._comm, source.numel(), source, self._fqn)
         sent.copy_(source)
-        output = stage(self._comm, shard.numel(), source)
+        output = stage(self._comm, shard.numel(), source, self._fqn)
         work = self._comm(
             output_tensor=output, input_tensor=sent, group=self._group, op=dist.ReduceOp.SUM, async_op=False
         )
         wait_for_work(work, self._group)
         # The user's memory may be used again by the next call.
         shard.copy_(output)
-        return _Reduced(shard.div_(self._divisor / before))
+        return _Reduced(shard.div_(left))
 
 
 def _divided_before(source: torch.Tensor, divisor: float) -> float:
-    """Divide what a sum of could be more than its type holds, where the mean is not; returns by how much."""
-    if source.dtype is not torch.float16 or divisor <= 1:
-        return 1.0
-    before = 2.0 ** round(math.log2(divisor) / 2)
-    source.div_(before)
-    return before
+    """Divide what a sum of could be more than its type holds, where the mean is not; returns what is left to divide."""
+    if source.dtype is not torch.float16:
+        return divisor
+    source.mul_(1.0 / divisor)
+    return 1.0
 
 
 class ThenHookPath:
