@@ -8,7 +8,7 @@ import inspect
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -210,9 +210,7 @@ def _agree(
         ComposableError: ``failure``, or that of another rank.
         DesyncError: The ranks differ.
     """
-    lines = [
-        f"{caller} of {'a wrong hook' if registration is None else _name(registration)} on {type(module).__name__}"
-    ]
+    lines = [f"{caller} of {'a wrong hook' if registration is None else registration.name} on {type(module).__name__}"]
     lines += [f"for {_params(unit)}" for unit in units]
     text = "\n".join(lines)
     for ranks in dict.fromkeys(units.values()):
@@ -228,12 +226,6 @@ def _agree(
             failure = error  # The ranks of the next group are to hear of it too.
     if failure is not None:
         raise failure
-
-
-def _name(registration: Registration) -> str:
-    hook: Any = registration.function
-    name = getattr(hook, "__qualname__", type(hook).__qualname__)
-    return f"{getattr(hook, '__module__', '')}.{name} with {type(registration.state).__qualname__}"
 
 
 def _params(unit: _Unit) -> Sequence[str]:

@@ -540,14 +540,16 @@ def copied_part() -> tuple[bool, bool]:
         calls.append(grad.numel())
         reduce_scatter_hook(state, grad, output)
 
+    register_comm_hook(nn.Sequential(model), None, fp16_compress_hook)
     register_comm_hook(model, default_state(), hook)
     twin = copy.deepcopy(model.blocks)
     twin(torch.ones(2, DIM + 1)).sum().backward()
     part = len(calls)
-    handles = register_comm_hook(twin, default_state(), reduce_scatter_hook)
+    handle = register_comm_hook(twin, default_state(), reduce_scatter_hook)
     twin(torch.ones(2, DIM + 1)).sum().backward()
-    handles.remove()
-    return part == 2, len(calls) == 2
+    handle.remove()
+    twin(torch.ones(2, DIM + 1)).sum().backward()
+    return part == 2, len(calls) == 4
 
 
 def test_a_copy_of_a_part_has_the_hook_of_the_module_around_and_a_nearer_one_holds() -> None:
@@ -665,12 +667,36 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[ComposableError], s
         ConfigError,
         "the state of the hook has ranks",
     ),
+    "neither the nearer": (
+        lambda model: [register_comm_hook(one, default_state(), mean_hook) for one in around_a_group()],
+        ConfigError,
+        "neither is the nearer",
+    ),
+    "inside a backward": (
+        lambda model: (
+            [
+                out.register_hook(lambda grad: register_comm_hook(model, None, mean_hook) and None),
+                out.sum().backward(),
+            ]
+            if (out := model(batch_of(0))) is not None
+            else None
+        ),
+        UsageError,
+        "a backward is running",
+    ),
     "a divisor beside a hook": (
         lambda model: [model.set_gradient_divide_factor(3), register_comm_hook(model, default_state(), mean_hook)],
         UsageError,
         "a gradient divide factor and a communication hook",
     ),
 }
+
+
+def around_a_group() -> list[nn.Module]:
+    """Return two modules that each hold one of two layers that share a handle."""
+    holders = [nn.Sequential(nn.Linear(DIM, DIM)) for _ in range(2)]
+    fully_shard([holder[0] for holder in holders])
+    return holders
 
 
 def own_group() -> dist.ProcessGroup:
@@ -770,7 +796,7 @@ def test_a_result_that_cannot_be_in_a_replicated_module_is_an_error_on_every_ran
         if rank in ranks:
             assert re.search(BAD_RESULTS[way][1], text)
         else:
-            assert "the communication hook of rank 1 gave no averages" in text
+            assert "rank 1 got no averages of the right dtype and shape" in text
 
 
 def raising(annotation: str, ranks: list[int], is_late: bool) -> str:

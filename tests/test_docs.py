@@ -105,7 +105,14 @@ def run_blocks(sources: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/importing.md", "docs/life_of_a_parameter.md", "docs/mixed_precision.md", "docs/replicate.md"]
+    "page",
+    [
+        "docs/comm_hooks.md",
+        "docs/importing.md",
+        "docs/life_of_a_parameter.md",
+        "docs/mixed_precision.md",
+        "docs/replicate.md",
+    ],
 )
 def test_the_code_of_a_page_runs_on_two_ranks_and_prints_what_follows_it(page: str) -> None:
     blocks = blocks_of(page)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from composable import (
     ConfigError,
     DefaultState,
+    DesyncError,
     MixedPrecisionPolicy,
     UsageError,
     fully_shard,
@@ -381,3 +382,16 @@ def stream_on_the_cpu() -> str:
 
 def test_the_cpu_has_no_streams() -> None:
     assert "the module is on cpu" in run_threads(stream_on_the_cpu, 1)[0]
+
+
+def different_choices() -> str:
+    model = sharded()
+    model.first.set_gradient_divide_factor(2 + dist.get_rank())
+    with pytest.raises(DesyncError) as caught:
+        backward(model, dist.get_rank())
+    return str(caught.value)
+
+
+def test_ranks_that_chose_differently_before_the_first_forward_are_told() -> None:
+    for text in run_threads(different_choices, 2):
+        assert "rank 0: module 'first': gradient divide factor 2.0\n    rank 1: module 'first': gradient" in text

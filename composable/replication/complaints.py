@@ -48,7 +48,7 @@ def backward_error(
         lines.append(f"{ranks_text(stopped)} did not finish backward: an exception stopped it there")
     if hook_failed:
         lines.append(
-            f"the communication hook of {ranks_text(hook_failed)} gave no averages of the right dtype and shape"
+            f"{ranks_text(hook_failed)} got no averages of the right dtype and shape from the communication hook"
         )
         fix = "see what was raised there, and drop the gradients of this step"
     return UsageError("\n".join(lines), at=place_of_rank(), fix=fix)

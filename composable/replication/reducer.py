@@ -13,7 +13,6 @@ again changes nothing) need no bookkeeping.
 Source: PyTorch Distributed, arXiv 2006.15704.
 """
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from composable.replication.complaints import after_close, backward_error, copie
 from composable.replication.round import Round
 from composable.replication.sender import Sender
 from composable.replication.tail import Report, Tail
-from composable.storage import Registration, nearest
+from composable.storage import Registration, copied_registrations, nearest
 from composable.torch_hooks import Ending, next_ending_number
 from composable.torch_private import opaque
 from composable.wording import list_text
@@ -137,7 +136,7 @@ class Reducer:
         syncs, after = self.requires_gradient_sync, self.sync_after_context
         twin.requires_gradient_sync = syncs if after is None else after
         twin._kept[:] = self._kept
-        twin.register_comm_hooks([copy.deepcopy(one, memo) for one in self.comm_hooks])
+        twin.register_comm_hooks(copied_registrations(self.comm_hooks, memo))
         twin._arrangement.settle_like(self._arrangement)
         return twin
 

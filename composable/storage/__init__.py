@@ -1,6 +1,6 @@
 """What owns the memory: shards, unsharded buffers, gradients, and the two faces of a parameter."""
 
-from composable.storage.comms import HookFunction, Registration, nearest
+from composable.storage.comms import HookFunction, Registration, copied_registrations, nearest
 from composable.storage.copy_reach import modules_of_copy, reaches_out
 from composable.storage.first_values import FirstValues, ParamInitFn
 from composable.storage.flat_buffer import FlatBuffer
@@ -26,6 +26,7 @@ __all__ = [
     "Reduction",
     "Registration",
     "ShardedParam",
+    "copied_registrations",
     "describe_buffers",
     "handle_of",
     "is_unfilled",

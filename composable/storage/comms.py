@@ -18,7 +18,7 @@ from composable.errors import ConfigError, UsageError
 from composable.fqns import describe_module
 from composable.storage.copy_reach import modules_of_copy
 
-__all__ = ["DEFAULT_COMMS", "Comms", "HookFunction", "Registration", "nearest"]
+__all__ = ["DEFAULT_COMMS", "Comms", "HookFunction", "Registration", "copied_registrations", "nearest"]
 
 HookFunction: TypeAlias = Callable[..., Any]
 
@@ -49,6 +49,13 @@ class Registration:
     def module(self) -> nn.Module | None:
         """Where it was registered; ``None``: outside of what was copied, or the module is gone."""
         return None if self._module is None else self._module()
+
+    @property
+    def name(self) -> str:
+        """What messages call the hook, the same on all ranks."""
+        hook: Any = self.function
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        return f"{getattr(hook, '__module__', '')}.{name} with {type(self.state).__qualname__}"
 
     def reaches(self, module: nn.Module) -> bool:
         """Say whether ``module`` is at or below the registration's module."""
@@ -107,6 +114,18 @@ def nearest(registrations: Sequence[Registration]) -> Registration | None:
     return found
 
 
+def copied_registrations(registrations: Sequence[Registration], memo: dict[int, Any]) -> list[Registration]:
+    """Return deep copies, the nearest first: the modules of some may be left behind, and with them what is nearer."""
+    ordered = sorted(
+        registrations, key=lambda one: sum(one is not other and _is_inside(one, other) for other in registrations)
+    )
+    return [copy.deepcopy(one, memo) for one in reversed(ordered)]
+
+
+def _is_inside(one: Registration, other: Registration) -> bool:
+    return one.module is not None and other.reaches(one.module)
+
+
 @dataclass(frozen=True, eq=False)
 class Comms:
     """What the user chose for a handle; equal on all ranks.
@@ -145,6 +164,18 @@ class Comms:
                         f"a module cannot have {name} and a communication hook, which reduces and divides by itself",
                         fix="keep one of the two",
                     )
+
+    def compared_text(self) -> str:
+        """Return what has to be equal on all ranks; empty: nothing was chosen."""
+        own = {
+            f"communication hook {'' if self.hook is None else self.hook.name}": self.hook,
+            f"gradient divide factor {self.divide_factor}": self.divide_factor,
+            "sums forced": self.sums_only,
+            "an all-reduce hook": self.all_reduce_hook,
+            "an all-gather of its own": self.all_gather,
+            "a reduce-scatter of its own": self.reduce_scatter,
+        }
+        return ", ".join(text for text, chosen in own.items() if chosen is not None and chosen is not False)
 
 
 DEFAULT_COMMS = Comms()

@@ -17,7 +17,7 @@ from torch import nn
 from composable.collectives import Pending
 from composable.errors import located
 from composable.planning import HandlePlan
-from composable.storage.comms import DEFAULT_COMMS, Comms, Registration, nearest
+from composable.storage.comms import DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
 from composable.storage.copy_reach import is_part_of_module, modules_of_copy, reaches_out
 from composable.storage.flat_buffer import FlatBuffer
 from composable.storage.sharded_param import ShardedParam, has_own_setattr
@@ -257,7 +257,7 @@ class Handle:
         twin.buffers = tuple(
             flat.copied(memo, with_kept_gradients=self.has_unsynced_gradients) for flat in self.buffers
         )
-        twin.register_comm_hooks([copy.deepcopy(one, memo) for one in self.comm_hooks])
+        twin.register_comm_hooks(copied_registrations(self.comm_hooks, memo))
         return twin
 
     def adopt_modules(self, memo: dict[int, Any]) -> None:
