@@ -45,6 +45,11 @@ _NOT_THE_USERS = (str(Path(torch.__file__).parent) + os.sep, _OURS, threading.__
 _CALLS = frozenset({"fully_shard", "replicate", "adopt"})
 # What stands between a call of the user and the function that it is for.
 _AROUND = frozenset({"annotate", "annotate_on_rank", "pre_forward", "post_forward"})
+# What calls hooks and collectives of users.
+_CALL_HOOKS = tuple(
+    os.path.join(_OURS, *parts)
+    for parts in (("storage", "gradient_path.py"), ("storage", "gather_path.py"), ("replication", "sender.py"))
+)
 _COLLECTIVES = frozenset(
     {
         *("all_gather", "all_reduce", "broadcast", "barrier", "all_gather_into_tensor", "_swap"),
@@ -198,7 +203,6 @@ def _wait_of(found: Waiting, trees: list[Any], told: Mapping[int, Told], lane: s
         return _wait_for_started(started, trees, told, lane, here, is_call=is_call)
     name = frame.f_code.co_name
     tree = _tree_around(frame, trees, told)
-    # Inside of a step, only what users have put in place of a transport calls torch.distributed.
     outer = "a communication hook" if tree else _call_around(frame) or f"torch.distributed.{name}"
     group = _group_in(frame)
     if group is None or name not in _COLLECTIVES:
@@ -260,8 +264,12 @@ def _name_of(started: Started, trees: list[Any]) -> tuple[str, object]:
 
 
 def _tree_around(frame: FrameType, trees: list[Any], told: Mapping[int, Told]) -> str:
-    """Return the name of the annotation in whose step a thread waits; empty: in none."""
+    """Return the name of the annotation for which a thread waits in what users put in place of a transport."""
+    is_hook = False
     for each in _outwards(frame):
+        is_hook |= each.f_code.co_filename.startswith(_CALL_HOOKS)
+        if not is_hook:
+            continue
         runner = each.f_locals.get("self") if each.f_code.co_filename.startswith(_OURS) else None
         if runner is not None:
             for one in trees:
