@@ -9,7 +9,15 @@ from composable.fully_shard import fully_shard
 from composable.gradient_sync import no_sync, reduce_gradients
 from composable.installation import install
 from composable.optim import accelerate_optimizer, clip_grad_norm_, get_total_norm, rebind_optimizer
-from composable.planning import MixedPrecisionPolicy, RaggedShard, ShardingStrategy, ShardPlan, plan
+from composable.planning import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    RaggedShard,
+    ShardingStrategy,
+    ShardPlan,
+    plan,
+)
 from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.ragged import RaggedDTensor, fallback_counts, strict_mode
 from composable.replicate import replicate
@@ -33,6 +41,7 @@ from composable.unannotate import unannotate
 
 __all__ = [
     "BucketLayout",
+    "CPUOffloadPolicy",
     "ComposableError",
     "ConfigError",
     "CustomPolicy",
@@ -40,6 +49,7 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
+    "OffloadPolicy",
     "ParamBucket",
     "RaggedDTensor",
     "RaggedShard",

@@ -16,6 +16,7 @@ import composable
 from composable import (
     BucketLayout,
     ComposableError,
+    CPUOffloadPolicy,
     CustomPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
@@ -122,6 +123,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "strategy": OPTIONAL,
             "reshard_after_forward": {"None", "True"},
             "mp_policy": set(),
+            "offload_policy": set(),
             "unused_gradients": set(),
             "ignored_params": {"None", "[]", "{}"},
             "ignored_modules": {"None", "[]", "{}"},
@@ -140,6 +142,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "strategy": OPTIONAL,
             "reshard_after_forward": {"None", "True"},
             "mp_policy": set(),
+            "offload_policy": set(),
             "unused_gradients": set(),
             "ignored_params": {"None", "[]", "{}"},
             "ignored_modules": {"None", "[]", "{}"},
@@ -221,6 +224,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "param_dtype_override_fn": {"None", "plain", "class"},  # what can be called
         },
     ),
+    "CPUOffloadPolicy": (CPUOffloadPolicy, dict, {"pin_memory": SWITCH}),
     "full_state_dict": (
         full_state_dict,
         lambda: {"model": sharded()},
@@ -332,6 +336,7 @@ ELSEWHERE = {
     *("FSDPModule", "ParamBucket"),
     *("RaggedDTensor", "SaveHandle", "SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
     *("contract", "strict_mode"),
+    "OffloadPolicy",
     "zero_grad",  # takes what torch's own takes
 }
 

@@ -111,6 +111,7 @@ PROGRAMS = [
     "importing",
     "life_of_a_parameter",
     "mixed_precision",
+    "offload",
     "recipes",
     "replicate",
 ]

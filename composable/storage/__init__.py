@@ -7,6 +7,7 @@ from composable.storage.gradient_buffer import GradientBuffer, GradientPool
 from composable.storage.gradient_path import GradientPath, Reduction
 from composable.storage.handle import FIX_COPY, Handle, handle_of
 from composable.storage.module_buffers import describe_buffers, move_buffers
+from composable.storage.resting_place import RestingPlace
 from composable.storage.sharded_param import ShardedParam
 from composable.storage.unfilled import META_FIX, MarkedMemory, is_unfilled, mark_unfilled
 
@@ -22,6 +23,7 @@ __all__ = [
     "MarkedMemory",
     "ParamInitFn",
     "Reduction",
+    "RestingPlace",
     "ShardedParam",
     "describe_buffers",
     "handle_of",

@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 
 from composable.collectives import Pending, Transport
+from composable.storage.resting_place import RestingPlace
 
-__all__ = ["GradientPath", "Reduction", "ScatterPath"]
+__all__ = ["GradientPath", "PathHome", "Reduction", "ScatterPath"]
 
 
 class Reduction(Protocol):
@@ -20,7 +21,8 @@ class Reduction(Protocol):
     def finish(self) -> torch.Tensor:
         """Return this rank's shard [S] of the mean, in the dtype and on the device of the shard; call it once.
 
-        The thread waits on CPU, the current stream on a device. The source may be reused afterwards.
+        The thread waits on CPU, the current stream on a device. The source may be reused afterwards. On page-locked
+        memory the host may read the result only when the current stream has got there.
         """
         ...
 
@@ -75,3 +77,44 @@ class _Scattering:
     def finish(self) -> torch.Tensor:
         self._pending.finish()
         return self._shard
+
+
+class PathHome:
+    """A path around a path: its result is copied to where the shard rests.
+
+    Args:
+        inner: Reduces.
+        home: Where the results go.
+    """
+
+    __slots__ = ("_home", "_inner")
+
+    def __init__(self, inner: ScatterPath, home: RestingPlace) -> None:
+        self._inner = inner
+        self._home = home
+
+    @property
+    def transport(self) -> Transport:
+        """Moves the bytes."""
+        return self._inner.transport
+
+    @transport.setter
+    def transport(self, transport: Transport) -> None:
+        self._inner.transport = transport
+
+    def begin(self, source: torch.Tensor) -> Reduction:
+        return _GoingHome(self._inner.begin(source), self._home)
+
+
+class _GoingHome:
+    __slots__ = ("_home", "_reduction")
+
+    def __init__(self, reduction: Reduction, home: RestingPlace) -> None:
+        self._reduction = reduction
+        self._home = home
+
+    def finish(self) -> torch.Tensor:
+        shard = self._reduction.finish()
+        result = self._home.empty(shard.numel(), shard.dtype)
+        result.copy_(shard, non_blocking=self._home.pins)
+        return result
