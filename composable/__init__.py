@@ -20,7 +20,15 @@ from composable.gradient_sync import no_sync, reduce_gradients
 from composable.hook_registration import CommHookHandle, register_comm_hook
 from composable.installation import install
 from composable.optim import accelerate_optimizer, clip_grad_norm_, get_total_norm, rebind_optimizer
-from composable.planning import MixedPrecisionPolicy, RaggedShard, ShardingStrategy, ShardPlan, plan
+from composable.planning import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    RaggedShard,
+    ShardingStrategy,
+    ShardPlan,
+    plan,
+)
 from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.ragged import RaggedDTensor, fallback_counts, strict_mode
 from composable.replicate import replicate
@@ -44,6 +52,7 @@ from composable.unannotate import unannotate
 
 __all__ = [
     "BucketLayout",
+    "CPUOffloadPolicy",
     "CommHookHandle",
     "ComposableError",
     "ConfigError",
@@ -54,6 +63,7 @@ __all__ = [
     "LowPrecisionState",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
+    "OffloadPolicy",
     "ParamBucket",
     "RaggedDTensor",
     "RaggedShard",

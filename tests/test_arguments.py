@@ -16,6 +16,7 @@ import composable
 from composable import (
     BucketLayout,
     ComposableError,
+    CPUOffloadPolicy,
     CustomPolicy,
     DefaultState,
     FSDPModule,
@@ -126,6 +127,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "strategy": OPTIONAL,
             "reshard_after_forward": {"None", "True"},
             "mp_policy": set(),
+            "offload_policy": set(),
             "unused_gradients": set(),
             "ignored_params": {"None", "[]", "{}"},
             "ignored_modules": {"None", "[]", "{}"},
@@ -144,6 +146,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "strategy": OPTIONAL,
             "reshard_after_forward": {"None", "True"},
             "mp_policy": set(),
+            "offload_policy": set(),
             "unused_gradients": set(),
             "ignored_params": {"None", "[]", "{}"},
             "ignored_modules": {"None", "[]", "{}"},
@@ -225,6 +228,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "param_dtype_override_fn": {"None", "plain", "class"},  # what can be called
         },
     ),
+    "CPUOffloadPolicy": (CPUOffloadPolicy, dict, {"pin_memory": SWITCH}),
     "full_state_dict": (
         full_state_dict,
         lambda: {"model": sharded()},
@@ -371,6 +375,7 @@ ELSEWHERE = {
     *("contract", "strict_mode", "CommHookHandle"),
     # Called by the library, with what it has.
     *("allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook", "bf16_compress_hook"),
+    "OffloadPolicy",
     "zero_grad",  # takes what torch's own takes
 }
 

@@ -1,5 +1,6 @@
 """Reductions under way: a few gradient buffers, filled and reduced in turn."""
 
+import functools
 from collections import deque
 
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
@@ -67,11 +68,11 @@ class Reductions:
         """
         path = account.flat.gradient_path
         assert path is not None, "connected when the root was decided"
+        start = functools.partial(self._streams.begin_reduction, path, gradient, to_host=account.flat.is_offloaded)
         if autograd_profiler._is_profiler_enabled:
-            name = _name_of(account.flat)
-            reduction = in_region("reduce", name, self._streams.begin_reduction, path, gradient)
+            reduction = in_region("reduce", _name_of(account.flat), start)
         else:
-            reduction = self._streams.begin_reduction(path, gradient)
+            reduction = start()
         self._under_way.append((reduction, account, gradient))
         if account.flat.comms.hook is not None:
             self._look_for_failure(account)

@@ -156,6 +156,7 @@ class Scheduler:
                         self._unsharded.reshard(handle)
             # Also before backward.
             self._unsharded.hide()
+            self._streams.wait_for_copies()
 
     def pre_forward(self, handle: Handle) -> None:
         """Make the handle's parameters usable and start gathering what comes next.
@@ -482,6 +483,7 @@ class Scheduler:
     def unshard(self, handle: Handle) -> None:
         """Make the modules of ``handle`` hold unsharded parameters. Collective unless it is unsharded."""
         self._unsharded.unshard(handle)
+        self._streams.wait_for_copies()
 
     def begin_unshard(self, handle: Handle) -> None:
         """Start gathering ahead of use; ``unshard`` waits for it."""
@@ -490,6 +492,7 @@ class Scheduler:
     def reshard(self, handle: Handle) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them."""
         self._unsharded.reshard(handle)
+        self._streams.wait_for_copies()
 
     def shards_written(self) -> None:
         """The current stream wrote the shards outside of forward; gathers that start now must wait for it."""

@@ -12,16 +12,16 @@ import _traversal_utils
 from composable.collectives import Grid, Ranks, host_transport_of, notice_tree, transport_of
 from composable.contract import get_registry, managing_state
 from composable.errors import UsageError, located, place_of_rank
-from composable.planning import ShardPlan, name_modules
+from composable.planning import ShardPlan, managed_modules, name_modules
 from composable.runtime.account import Account
 from composable.runtime.additions import Additions
 from composable.runtime.agreement import Agreement
-from composable.runtime.notices import notice_plan
+from composable.runtime.notices import notice_offload, notice_plan
 from composable.runtime.readiness import check_not_lent, check_ready
 from composable.runtime.scheduler import Scheduler
 from composable.runtime.standing import Standing
 from composable.runtime.streams import streams_for
-from composable.storage import Handle
+from composable.storage import Handle, move_buffers
 from composable.torch_hooks import at_end_of_backward
 
 __all__ = ["FullyShardState", "Root", "handle_of_module", "sharded_state_of"]
@@ -188,6 +188,10 @@ class Root:
             for handle in found._handles:
                 for flat in handle.buffers:
                     flat.connect(transport, found.grid.divisor)
+            if any(handle.is_offloaded for handle in found._handles):
+                # ``to_empty`` has made them where the parameters rest.
+                managed = managed_modules(found.modules, found.ignored_modules)
+                move_buffers(dict.fromkeys(managed, ""), found.grid.shard.device)
         scheduler = Scheduler(handles, streams_for(state.grid.shard.device), at_end_of_backward)
         scheduler.agree_by(functools.partial(_make_agreements, states))
         root = Root(state, handles, states, scheduler)
@@ -202,6 +206,8 @@ class Root:
                 found.root = root
         state.root = root
         notice_plan(state.plan, state.grid.everyone)
+        for found in states:
+            notice_offload(found.plan, found.grid.everyone)
         return root
 
     def close(self) -> None:

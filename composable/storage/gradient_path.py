@@ -16,12 +16,14 @@ from composable.arguments import described
 from composable.collectives import Pending, Transport, wait_for_work
 from composable.errors import ConfigError
 from composable.storage.comms import Registration
+from composable.storage.resting_place import RestingPlace
 from composable.storage.staging import stage
 
 __all__ = [
     "CommScatterPath",
     "GradientPath",
     "HookPath",
+    "PathHome",
     "Reduction",
     "ScatterPath",
     "SumPath",
@@ -36,7 +38,8 @@ class Reduction(Protocol):
     def finish(self) -> torch.Tensor:
         """Return this rank's shard [S] of the mean, in the dtype and on the device of the shard; call it once.
 
-        The thread waits on CPU, the current stream on a device. The source may be reused afterwards.
+        The thread waits on CPU, the current stream on a device. The source may be reused afterwards. On page-locked
+        memory the host may read the result only when the current stream has got there.
         """
         ...
 
@@ -258,21 +261,17 @@ def _divided_before(source: torch.Tensor, divisor: float) -> float:
     return 1.0
 
 
-class ThenHookPath:
-    """Another path, then a function of the user's on the shard that it gives.
+class _Around:
+    """A path around another one.
 
-    Args:
-        inner: The other path.
-        hook: Called with the reduced shard, which it may change.
-        stream: Where it runs; ``None``: on the current one.
+    Attributes:
+        inner: The other one.
     """
 
-    __slots__ = ("_hook", "_stream", "inner")
+    __slots__ = ("inner",)
 
-    def __init__(self, inner: GradientPath, hook: Callable[[torch.Tensor], object], stream: Any) -> None:
+    def __init__(self, inner: GradientPath) -> None:
         self.inner = inner
-        self._hook = hook
-        self._stream = stream
 
     @property
     def transport(self) -> Transport:
@@ -292,6 +291,23 @@ class ThenHookPath:
     def failure(self, failure: ConfigError | None) -> None:
         self.inner.failure = failure  # type: ignore[attr-defined]
 
+
+class ThenHookPath(_Around):
+    """Another path, then a function of the user's on the shard that it gives.
+
+    Args:
+        inner: The other path.
+        hook: Called with the reduced shard, which it may change.
+        stream: Where it runs; ``None``: on the current one.
+    """
+
+    __slots__ = ("_hook", "_stream")
+
+    def __init__(self, inner: GradientPath, hook: Callable[[torch.Tensor], object], stream: Any) -> None:
+        super().__init__(inner)
+        self._hook = hook
+        self._stream = stream
+
     def begin(self, source: torch.Tensor) -> Reduction:
         # To its end: hooks that communicate run in one order on all ranks, and never for a step that was abandoned.
         shard = self.inner.begin(source).finish()
@@ -307,3 +323,35 @@ class ThenHookPath:
         finally:
             current.wait_stream(self._stream)
         return _Reduced(shard)
+
+
+class PathHome(_Around):
+    """A path around a path: its result is copied to where the shard rests.
+
+    Args:
+        inner: Reduces.
+        home: Where the results go.
+    """
+
+    __slots__ = ("_home",)
+
+    def __init__(self, inner: GradientPath, home: RestingPlace) -> None:
+        super().__init__(inner)
+        self._home = home
+
+    def begin(self, source: torch.Tensor) -> Reduction:
+        return _GoingHome(self.inner.begin(source), self._home)
+
+
+class _GoingHome:
+    __slots__ = ("_home", "_reduction")
+
+    def __init__(self, reduction: Reduction, home: RestingPlace) -> None:
+        self._reduction = reduction
+        self._home = home
+
+    def finish(self) -> torch.Tensor:
+        shard = self._reduction.finish()
+        result = self._home.empty(shard.numel(), shard.dtype)
+        result.copy_(shard, non_blocking=self._home.pins)
+        return result

@@ -313,13 +313,22 @@ class Handle:
         """FQNs of the parameters below the fully sharded module, of several modules below their position."""
         return [param.fqn for param in self.params]
 
+    @property
+    def is_offloaded(self) -> bool:
+        """Its shards do not rest where its buffers are."""
+        # At each gather: a generator costs as much again.
+        for flat in self.buffers:  # noqa: SIM110
+            if flat.is_offloaded:
+                return True
+        return False
+
     def bring_back(self) -> bool:
         """Bring pieces to which torch gave other memory back into the shards; say whether there were any.
 
         Streams: on the one that wrote them and frees their memory, so not on that of gathers.
 
         Raises:
-            UsageError: The parameters are on another device than the ranks talk on, or of another dtype.
+            UsageError: The parameters are on another device than they rest on, or of another dtype.
         """
         was_away = False
         for flat in self.buffers:
