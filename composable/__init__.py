@@ -4,6 +4,7 @@ from composable.collectives import set_divergence_timeout
 from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
 from composable.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from composable.fsdp_settings import GradientReductionHandle, share_comm_ctx
 from composable.fully_shard import fully_shard
 from composable.gradient_sync import no_sync
 from composable.installation import install
@@ -34,6 +35,7 @@ __all__ = [
     "CustomPolicy",
     "DesyncError",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "RaggedDTensor",
@@ -67,6 +69,7 @@ __all__ = [
     "save_checkpoint",
     "save_safetensors",
     "set_divergence_timeout",
+    "share_comm_ctx",
     "strict_mode",
     "unannotate",
     "unshard_params",

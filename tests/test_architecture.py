@@ -46,7 +46,8 @@ EDGES: dict[str, set[str]] = {
 FOLDERS = {"testing", "collectives", "planning", "ragged", "storage", "replication", "optim", "runtime", "saving"}
 # What users call, and what it stands on among its own kind: it may import everything above.
 ENTRIES: dict[str, set[str]] = {
-    "fsdp_module": set(),
+    "fsdp_settings": set(),
+    "fsdp_module": {"fsdp_settings"},
     "fully_shard": {"fsdp_module"},
     "replicate": set(),
     "gradient_sync": set(),

@@ -26,7 +26,15 @@ class Reduction(Protocol):
 
 
 class GradientPath(Protocol):
-    """Reduces gradients over the ranks."""
+    """Reduces gradients over the ranks.
+
+    Attributes:
+        transport: Moves the bytes.
+        key: Of the buffer, the same on all ranks.
+    """
+
+    transport: Transport
+    key: int
 
     def begin(self, source: torch.Tensor) -> Reduction:
         """Start to reduce ``source`` [W * S], the gradients of this rank, on the current stream.
