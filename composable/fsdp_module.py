@@ -17,7 +17,7 @@ from torch import nn
 from composable.arguments import check_bool, check_device, check_module, described
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
-from composable.fsdp_settings import FSDPSettings, handles_of, managed
+from composable.fsdp_settings import FSDPSettings, handles_of, managed, roots_of
 from composable.runtime import FullyShardState, call_as_forward, copy_module, handle_of_module, sharded_state_of
 from composable.storage import FlatBuffer, Handle, MarkedMemory, ShardedParam
 
@@ -110,7 +110,17 @@ class FSDPModule(FSDPSettings):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or set them to zero, as of any module: also while modules hold unsharded parameters."""
+        """Drop the gradients, or set them to zero, as of any module: also while modules hold unsharded parameters.
+
+        Raises:
+            UsageError: Backwards have left gradients under way; see ``set_is_last_backward``.
+        """
+        if any(root.scheduler.is_deferred for root in roots_of(self, recurse=True)):
+            raise UsageError(
+                "zero_grad while gradients wait for the last backward",
+                at=f"{place_of_rank()}, {describe_module(managed(self)[0])}",
+                fix="call finalize_backward() before, or reset_iter_state() to drop them",
+            )
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of the module's own class, which comes after this one
         handles = {
             handle: None for module in managed(self)[0].modules() if (handle := handle_of_module(module)) is not None

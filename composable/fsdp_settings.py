@@ -18,7 +18,7 @@ from composable.frames import in_backward, modules_in_call
 from composable.runtime import FullyShardState, Root, Scheduler, handle_of_module, sharded_state_of, streams_for
 from composable.storage import Handle
 
-__all__ = ["FSDPSettings", "GradientReductionHandle", "handles_of", "managed", "share_comm_ctx"]
+__all__ = ["FSDPSettings", "GradientReductionHandle", "handles_of", "managed", "roots_of", "share_comm_ctx"]
 
 
 class GradientReductionHandle:
@@ -111,7 +111,7 @@ class FSDPSettings:
         ):
             handle.reshard_after_backward = reshard_after_backward
         if reshard_after_backward:
-            for root in _roots_of(self, recurse=recurse):
+            for root in roots_of(self, recurse=recurse):
                 root.scheduler.reshard_hidden()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -171,7 +171,7 @@ class FSDPSettings:
         """
         for handle in _checked(self, "set_separate_reduce_scatter_group", recurse=recurse, enable=enable):
             handle.scatters_apart = enable
-        for root in _roots_of(self, recurse=recurse):
+        for root in roots_of(self, recurse=recurse):
             root.connect_scatters()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -183,7 +183,7 @@ class FSDPSettings:
         for handle in handles:
             handle.keeps_storage = keep
         if not keep:
-            for root in _roots_of(self, recurse=recurse):
+            for root in roots_of(self, recurse=recurse):
                 for handle in root.handles:
                     if handle in handles:
                         root.scheduler.free_kept(handle)
@@ -421,7 +421,7 @@ def handles_of(module: object, *, recurse: bool) -> list[Handle]:
     return list(found)
 
 
-def _roots_of(module: object, *, recurse: bool) -> list[Root]:
+def roots_of(module: object, *, recurse: bool) -> list[Root]:
     """Return the roots, as far as they are decided, of ``module``, with ``recurse`` also of those below it."""
     own, _ = managed(module)
     states = [sharded_state_of(submodule) for submodule in (own.modules() if recurse else (own,))]

@@ -414,6 +414,7 @@ class Scheduler:
         self._hand_over()
 
     def _hand_over(self) -> None:
+        self._is_settled = False
         with torch.no_grad():
             self._reductions.finish()
             complaining = [agreement for agreement in self._agreements if agreement.finish()]
@@ -609,17 +610,21 @@ class Scheduler:
         ]
         if not waiting and not self.is_deferred:
             return
-        self._makes_graph = False
-        with torch.no_grad():
-            for turn in reversed(waiting):
-                if turn.handle.keeps_gradients:
-                    turn.handle.drop_zeroed_gradients()
-                self._complete(turn, is_early=False)
-            self._streams.end_backward()
-        # Now what was kept counts as that of a backward, also should an exception come next.
         self.is_deferred = True
-        self._tell(ends=True)
-        self._finalizing = object()
+        self._makes_graph = False
+        try:
+            with torch.no_grad():
+                for turn in reversed(waiting):
+                    if turn.handle.keeps_gradients:
+                        turn.handle.drop_zeroed_gradients()
+                    self._complete(turn, is_early=False)
+                self._streams.end_backward()
+            self._tell(ends=True)
+            self._finalizing = object()
+        except BaseException:
+            # No forward would find out that this was cut short.
+            self._reset()
+            raise
 
     @property
     def finalizing(self) -> object | None:
@@ -630,7 +635,12 @@ class Scheduler:
         """Hand over every gradient; errors as ``finish``."""
         if self._finalizing is not None:
             self._finalizing = None
-            self._hand_over()
+            try:
+                self._hand_over()
+            except BaseException:
+                if self.is_deferred:
+                    self._reset()
+                raise
 
     # Recovery
 
