@@ -15,6 +15,7 @@ from composable.comm_hooks import (
 from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
 from composable.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from composable.fsdp_settings import GradientReductionHandle, share_comm_ctx
 from composable.fully_shard import fully_shard
 from composable.gradient_sync import no_sync, reduce_gradients
 from composable.hook_registration import CommHookHandle, register_comm_hook
@@ -60,6 +61,7 @@ __all__ = [
     "DefaultState",
     "DesyncError",
     "FSDPModule",
+    "GradientReductionHandle",
     "LowPrecisionState",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
@@ -105,6 +107,7 @@ __all__ = [
     "save_checkpoint",
     "save_safetensors",
     "set_divergence_timeout",
+    "share_comm_ctx",
     "strict_mode",
     "unannotate",
     "unshard_params",

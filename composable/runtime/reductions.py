@@ -12,9 +12,6 @@ from composable.tracing import in_region
 
 __all__ = ["Reductions"]
 
-# Gradient buffers alive at once: one being reduced, one being filled.
-MAX_GRADIENT_BUFFERS = 2
-
 
 class Reductions:
     """Takes gradients from the leaves and gives them, reduced, to the sharded parameters.
@@ -33,8 +30,16 @@ class Reductions:
         self._under_way: deque[tuple[Reduction, Account, GradientBuffer]] = deque()
         self._pool = GradientPool()
 
-    def take(self, account: Account) -> GradientBuffer | None:
+    def use_streams(self, streams: Streams) -> None:
+        """Run on other streams from now on; nothing is under way."""
+        self._streams = streams
+
+    def take(self, account: Account, max_buffers: int) -> GradientBuffer | None:
         """Move the gradients of the leaves into a buffer; ``None`` where there are no elements to reduce.
+
+        Args:
+            account: Of the flat buffer.
+            max_buffers: Gradient buffers that may be alive, this one included: waits until they are fewer.
 
         Raises:
             UsageError: They cannot be reduced, and no message would tell the other ranks.
@@ -45,7 +50,7 @@ class Reductions:
             flat.drop_gradients()
             account.take(flat.shard.new_empty(0))
             return None
-        while len(self._under_way) >= MAX_GRADIENT_BUFFERS:
+        while len(self._under_way) >= max_buffers:
             self._finish_first()
         gradient = self._pool.take(flat.pool_key, flat.make_gradient_buffer)
         try:

@@ -31,6 +31,10 @@ class Streams(Protocol):
         """The current stream wrote the shards that gathers will read, say in an optimizer step."""
         ...
 
+    def shards_written_at(self, event: Any) -> None:
+        """They are written once ``event`` is reached, and what the current stream did since does not matter."""
+        ...
+
     def begin_unshard(self, handle: Handle) -> None:
         """Start to fill the buffers of ``handle``. Collective."""
         ...
@@ -76,6 +80,9 @@ class HostStreams:
 
     def shards_written(self) -> None:
         pass
+
+    def shards_written_at(self, event: Any) -> None:
+        raise AssertionError("there is no event on the CPU: the setter refuses it")
 
     # As they are: a function around each would cost as much as it does.
     begin_unshard = staticmethod(Handle.begin_unshard)
@@ -124,6 +131,10 @@ class DeviceStreams:
     def shards_written(self) -> None:
         current = self._device.current_stream()
         self._before_unshard[current.stream_id] = current.record_event()
+
+    def shards_written_at(self, event: Any) -> None:
+        # Beside that of the current stream, if any: it stands for readers of memory that was freed.
+        self._before_unshard[-1] = event
 
     def begin_unshard(self, handle: Handle) -> None:
         if self._before_unshard:

@@ -113,8 +113,11 @@ class FlatBuffer:
         self._transport: Transport | None = None
         self._group = mesh.get_group()
         self._key, self._divisor = -1, 1
+        self._scatter_transport: Transport | None = None
+        self._scatter_key = -1
         self._buffer: torch.Tensor | None = None
         self._storage: torch.UntypedStorage | None = None
+        self._is_allocated = False
         self._buffer_bytes = plan.buffer_bytes
         # What gradients are collected in: its dtype and device.
         self._gradient_like = torch.empty(0, dtype=plan.reduce_dtype, device=device)
@@ -150,8 +153,26 @@ class FlatBuffer:
         if self._transport is not transport:
             self._key, self._divisor = transport.allocate_key(), divisor
             self._transport = transport
+            self._scatter_transport, self._scatter_key = transport, self._key
             self._choose_gather_path(transport)
             self._choose_gradient_path(transport)
+
+    def scatter_by(self, transport: Transport | None) -> None:
+        """Let reduce-scatters go through another transport than gathers, ``None``: the same. After ``connect``.
+
+        All ranks of the shard group, same order.
+        """
+        chosen = transport or self._transport
+        assert chosen is not None, "connected"
+        if chosen is not self._scatter_transport:
+            self._scatter_transport = chosen
+            self._scatter_key = self._key if transport is None else transport.allocate_key()
+            self._choose_gradient_path(chosen)
+
+    def moves_by(self, transport: Transport, key: int, *, is_reduction: bool) -> bool:
+        """Say whether its all-gathers, or reduce-scatters, are those of ``transport`` under ``key``."""
+        own = (self._scatter_transport, self._scatter_key) if is_reduction else (self._transport, self._key)
+        return own == (transport, key)
 
     def communicate_by(self, comms: Comms) -> None:
         """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
@@ -159,7 +180,8 @@ class FlatBuffer:
         if self._transport is not None:
             if before.all_gather is not comms.all_gather:
                 self._choose_gather_path(self._transport)
-            self._choose_gradient_path(self._transport)
+            assert self._scatter_transport is not None, "connected with the other"
+            self._choose_gradient_path(self._scatter_transport)
 
     def check_hook(self) -> None:
         """Raise what is wrong with what the communication hook gave last, if anything.
@@ -181,7 +203,7 @@ class FlatBuffer:
             self.gather_path = CopyGather(transport, key, self.home) if makes_copy else Gather(transport, key)
 
     def _choose_gradient_path(self, transport: Transport) -> None:
-        comms, dtype, key = self.comms, self.gradient_dtype, self._key
+        comms, dtype, key = self.comms, self.gradient_dtype, self._scatter_key
         divisor = comms.divide_factor or self._divisor
         path: GradientPath
         if comms.hook is not None:
@@ -198,15 +220,18 @@ class FlatBuffer:
         """Allocate the buffer and start the all-gather into it, on the current stream; the shard is usable."""
         if self._storage is None:
             self._make_buffer()
-        else:
+        elif not self._is_allocated:
+            # What was kept stays where it is: to resize it would move it.
             self._storage.resize_(self._buffer_bytes)
+        self._is_allocated = True
         assert self._buffer is not None and self.gather_path is not None
         return self.gather_path.begin(self._buffer, self.shard)
 
     def settle(self) -> None:
         """Wait for all that its transport has started, also where an exception cut that short."""
-        if self._transport is not None:
-            self._transport.settle()
+        for transport in {self._transport, self._scatter_transport}:
+            if transport is not None:
+                transport.settle()
 
     @property
     def is_usable(self) -> bool:
@@ -307,7 +332,22 @@ class FlatBuffer:
     def free_buffer(self) -> None:
         """Release the buffer's memory; its views stay valid for the next unshard."""
         if self._storage is not None:
+            # First: what is cut short here is allocated anew.
+            self._is_allocated = False
             self._storage.resize_(0)
+
+    def is_fresh(self) -> bool:
+        """Say whether the full buffer has, for this rank, what a gather of its shard would put there.
+
+        By comparing values: not every way of writing leaves a trace on a tensor. The host waits for a device.
+        """
+        if self.is_empty:
+            return True
+        if self._buffer is None or not self.is_usable:
+            return False
+        own = self._buffer[self.plan.layout.shard_of(self.params[0].layout.rank)]
+        # As bytes: zeros have signs, and NaN equals NaN.
+        return torch.equal(own.view(torch.uint8), self.shard.detach().to(self.compute_dtype).view(torch.uint8))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Say whether a plain tensor lies in the buffer, whose memory is there."""
@@ -409,8 +449,9 @@ class FlatBuffer:
         twin.params = [param.copied(twin.shard, memo) for param in self.params]
         twin._pieces = [(param, index) for param, (_, index) in zip(twin.params, self._pieces, strict=True)]
         twin._hooks_known = -1
-        twin.gather_path = twin.gradient_path = twin._transport = None
+        twin.gather_path = twin.gradient_path = twin._transport = twin._scatter_transport = None
         twin._buffer = twin._storage = None
+        twin._is_allocated = False
         if with_kept_gradients and self.has_gradients():
             twin._make_buffer()
             twin.free_buffer()
@@ -472,8 +513,10 @@ class FlatBuffer:
 
     def make_gradient_buffer(self) -> GradientBuffer:
         """Allocate what ``take_gradients`` fills, on the current stream."""
-        assert self._transport is not None, "connected when the root was decided"
-        return GradientBuffer(self.plan.layout, self._transport.empty(self.plan.layout.numel, self._gradient_like))
+        assert self._scatter_transport is not None, "connected when the root was decided"
+        return GradientBuffer(
+            self.plan.layout, self._scatter_transport.empty(self.plan.layout.numel, self._gradient_like)
+        )
 
     def accumulate(self, reduced: torch.Tensor, bits: int, *, with_hooks: bool = False) -> None:
         """Make ``reduced`` [S] the gradient of some sharded parameters, or add it to what they have.

@@ -45,7 +45,13 @@ class Reduction(Protocol):
 
 
 class GradientPath(Protocol):
-    """Reduces gradients over the ranks."""
+    """Reduces gradients over the ranks.
+
+    Attributes:
+        transport: Moves the bytes, or allocates for what moves them.
+    """
+
+    transport: Transport
 
     def begin(self, source: torch.Tensor) -> Reduction:
         """Start to reduce ``source`` [W * S], the gradients of this rank, on the current stream.
@@ -276,11 +282,11 @@ class _Around:
     @property
     def transport(self) -> Transport:
         """That of the other path."""
-        return self.inner.transport  # type: ignore[attr-defined,no-any-return]  # all of this file have one
+        return self.inner.transport
 
     @transport.setter
     def transport(self, transport: Transport) -> None:
-        self.inner.transport = transport  # type: ignore[attr-defined]
+        self.inner.transport = transport
 
     @property
     def failure(self) -> ConfigError | None:

@@ -86,7 +86,7 @@ REDUCE = "            with self._device.stream(self._reduce):\n"
 REDUCED = "                return _Reduced(self._device, shard, self._reduce.record_event(), is_on_host=to_host)\n"
 WAIT_FOR_REDUCED = "self._device.current_stream().wait_event(self._event)"
 COMPLETE = "            self._unsharded.linger(handle, with_graph=True)\n        self._streams.meet()\n"
-COMPLETED = "            self._reshard_unless_running(handle)\n        self._streams.meet()\n"
+COMPLETED = "                self._reshard_unless_running(handle)\n        self._streams.meet()\n"
 BRING_BACK = "        if handle.bring_back():\n            self._streams.shards_written()\n"
 FREE = "        for flat in handle.buffers:\n            flat.free_buffer()\n"
 WRITTEN_TOO_EARLY = "mul_.Tensor writes on host, not ordered after: copy_ reads on unshard"
@@ -103,8 +103,8 @@ MUTATIONS = [
         "no event when a forward starts",
         [
             (
-                "                self._streams.shards_written()\n            thread = threading.get_ident()\n",
-                "            thread = threading.get_ident()\n",
+                "                    self._streams.shards_written()\n            thread = threading.get_ident()\n",
+                "                    pass\n            thread = threading.get_ident()\n",
             )
         ],
         "train, ",
@@ -113,7 +113,7 @@ MUTATIONS = [
     *(
         Mutation(
             f"no event for the gather of: {case}",
-            [("        self._streams.shards_written()\n\n    def _prefetch", "\n    def _prefetch")],
+            [("        self._streams.shards_written()\n\n    def reshard_hidden", "\n    def reshard_hidden")],
             case,
             "race of the shard of",
         )
@@ -346,7 +346,7 @@ MUTATIONS = [
     ),
     Mutation(
         "compute streams do not wait for what completes a handle",
-        [(COMPLETED, "            self._reshard_unless_running(handle)\n")],
+        [(COMPLETED, "                self._reshard_unless_running(handle)\n")],
         "a branch on a stream of its own",
         "writes on side, not ordered after: _foreach_copy_ reads on default",
     ),
