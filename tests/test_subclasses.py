@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed import fsdp
+from torch.utils import _pytree as pytree
 
 from composable import (
     ConfigError,
@@ -211,6 +212,95 @@ def test_a_class_makes_the_parameter_in_the_dtype_of_computation() -> None:
         assert loss == pytest.approx(expected[-1], rel=0.05)
 
 
+class EchoWeight(Int8Weight):
+    """Whatever is computed with it is of its class too, gradients included."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"EchoWeight({self._values})"
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: Any, context: None, size: Any, stride: Any) -> "EchoWeight":
+        return EchoWeight(tensors["_values"])
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(EchoWeight, lambda one: one._values, (args, kwargs or {}))
+        return pytree.tree_map_only(torch.Tensor, EchoWeight, op(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        return (self._values,), None
+
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        return None if out is not None else (EchoWeight(gathered[0]), gathered)
+
+
+def train_echo() -> list[float]:
+    model = int8_model(SHAPES, EchoWeight)
+    fully_shard(model, policy={nn.Linear})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        loss = model(batch(step, dist.get_rank(), 5)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss._values))
+    return losses
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_that_a_class_wraps_are_reduced_as_what_is_inside(world_size: int) -> None:
+    reference = int8_model(SHAPES)
+    for linear in reference:
+        linear.weight = nn.Parameter(linear.weight._values.detach())
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    expected = []
+    for step in range(STEPS):
+        loss = reference(torch.cat([batch(step, rank, 5) for rank in range(world_size)])).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for losses in run_threads(train_echo, world_size):
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+
+
+def begin_without_values(way: str) -> list[float]:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(inputs, outputs) for outputs, inputs in SHAPES))
+    for linear in model:
+        linear.weight = nn.Parameter(Int8Weight(linear.weight.detach()))
+    source = int8_model(SHAPES)
+    values = {
+        key: value._values if isinstance(value, Int8Weight) else value for key, value in source.state_dict().items()
+    }
+
+    def fill(linear: nn.Module) -> None:
+        linear.to_empty(device="cpu", recurse=False)
+        name = next(name for name, module in model.named_children() if module is linear)
+        with torch.no_grad():
+            linear.weight.copy_(values[f"{name}.weight"])
+            linear.bias.copy_(values[f"{name}.bias"])
+
+    if way == "param_init_fn":
+        fully_shard(model, policy={nn.Linear}, param_init_fn=fill)
+    elif way == "sync_module_states":
+        fully_shard(source if dist.get_rank() == 0 else model, policy={nn.Linear}, sync_module_states=True)
+        model = source if dist.get_rank() == 0 else model
+    else:
+        fully_shard(model, policy={nn.Linear})
+        load_full_state_dict(model, values)
+    return train(model, dist.get_rank(), 5)
+
+
+@pytest.mark.parametrize("way", ["param_init_fn", "sync_module_states", "load"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_weights_that_their_class_gathers_may_get_their_values_later(world_size: int, way: str) -> None:
+    expected = train_alone(rounded_model(), world_size, 5)
+    for losses in run_threads(begin_without_values, world_size, way):
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+
+
 # -- as bytes
 
 
@@ -315,6 +405,23 @@ def test_what_is_saved_of_quantised_weights_makes_another_model_the_same(
     assert run_threads(load_into_others, world_size, folder) == [True] * world_size
 
 
+def cast_while_saving() -> dict[str, tuple[torch.dtype, bool]]:
+    model, before = seeded(Quantised, 0), seeded(Quantised, 0)
+    fully_shard(model, policy={Adapted}, shard_as_bytes=BYTES)
+    values = full_state_dict(model, dtype=torch.float16)
+    packed = before.layers[1].base.weight.data.view(torch.uint8)
+    return {
+        key: (value.dtype, key == "layers.1.base.weight" and value.view(torch.uint8).equal(packed))
+        for key, value in values.items()
+    }
+
+
+def test_a_cast_of_a_state_dict_leaves_bytes_alone_whatever_their_dtype_is_called() -> None:
+    saved = run_threads(cast_while_saving, 2)[0]
+    assert saved["layers.1.base.weight"] == (torch.bfloat16, True)
+    assert saved["head.weight"] == (torch.float16, False)
+
+
 def load_less() -> str:
     model = seeded(Quantised, 0)
     fully_shard(model, policy={Adapted}, shard_as_bytes=BYTES)
@@ -341,9 +448,9 @@ def mixed() -> nn.Module:
     return model
 
 
-def copy_and_undo() -> None:
+def copy_and_undo(policy: Any) -> None:
     model = mixed()
-    fully_shard(model, policy={Adapted}, shard_as_bytes=BYTES)
+    fully_shard(model, policy=policy, shard_as_bytes=BYTES)
     train(model, dist.get_rank(), WIDTH, steps=1)
     twin = copy.deepcopy(model)
     x = batch(5, 0, WIDTH)
@@ -376,9 +483,12 @@ def rounded_head(model: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("policy", [{Adapted}, {Linear4bit, AffineLinear}])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_copies_are_independent_and_undoing_gives_back_every_class_with_its_state(world_size: int) -> None:
-    run_threads(copy_and_undo, world_size)
+def test_copies_are_independent_and_undoing_gives_back_every_class_with_its_state(
+    world_size: int, policy: set[type[nn.Module]]
+) -> None:
+    run_threads(copy_and_undo, world_size, policy)
 
 
 def show_whole(rank0_only: bool) -> None:

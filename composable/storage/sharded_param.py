@@ -109,6 +109,7 @@ class ShardedParam:
         _copy_marks(original, self.sharded, form)
         if form is not None and form.kind == "bytes":
             _name_state(self.sharded, form, self.owners)
+            self.sharded._composable_holds_bytes = True  # type: ignore[attr-defined]  # casts of state dicts ask
         self._marks = self.sharded.__dict__
 
     def piece_of(self, shard: torch.Tensor) -> torch.Tensor:
