@@ -40,6 +40,7 @@ from tests.subclasses import (
     Linear4bit,
     Marked,
     Params4bit,
+    PlainImpl,
     Quantised,
     TwoPartWeight,
     batch,
@@ -556,6 +557,34 @@ class Half(torch.Tensor):
         return (self,), None
 
 
+class Slotted(nn.Parameter):
+    __slots__ = ("scale",)
+
+
+class Scaled(AffineWeight):
+    """Gathers what is inside of it, and has more there than that."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["whole", "impl"], self.dtype
+
+    @property
+    def whole(self) -> torch.Tensor:
+        return self.values()
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        raise NotImplementedError
+
+    fsdp_post_all_gather = fsdp_pre_all_gather
+
+
+def scaled_on_meta() -> nn.Parameter:
+    impl = AffineWeight.quantised(torch.rand(4, 4)).impl
+    on_meta = PlainImpl(impl.int_data.to("meta"), impl.scale.to("meta"), impl.zero_point.to("meta"))
+    param = nn.Parameter(AffineWeight(on_meta, (4, 4), torch.float32), requires_grad=False)
+    param.__class__ = Scaled
+    return param
+
+
 class Unbuildable(AffineWeight):
     @staticmethod
     def __tensor_unflatten__(tensors: Any, dtype: torch.dtype, size: Any, stride: Any) -> Any:
@@ -578,6 +607,8 @@ def whole_of(values: torch.Tensor) -> nn.Parameter:
     [
         (linear_with(Unknown(torch.zeros(4, 4))), {}, "Unknown is a tensor subclass"),
         (linear_with(nn.Parameter(torch.zeros(4, 4).as_subclass(Half))), {}, "lacks fsdp_post_all_gather"),
+        (linear_with(Slotted(torch.zeros(4, 4))), {}, "Slotted is a tensor subclass"),
+        (linear_with(scaled_on_meta()), {}, "and they are on the meta device"),
         (Linear4bit(nn.Linear(4, 4)), {}, "Params4bit is a tensor subclass"),
         (
             linear_with(Params4bit(torch.empty(8, 1, dtype=torch.uint8, device="meta"))),
@@ -609,6 +640,71 @@ def test_a_class_that_cannot_be_made_around_other_memory_is_refused_before_anyth
     model.weight.__class__ = Unbuildable
     with pytest.raises(ConfigError, match="can be made around other memory: KeyError"):
         plan(model, world_size=2, shard_as_bytes=[AffineWeight])
+
+
+class Fickle(TwoPartWeight):
+    """Gathers something else each time."""
+
+    asked = 0
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: Any, context: None, size: Any, stride: Any) -> "Fickle":
+        return Fickle(tensors["_values"])
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(Int8Weight, lambda one: one._values, (args, kwargs or {}))
+        result = op(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, Fickle, result) if op in cls.KEPT else result
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        Fickle.asked += 1
+        dtype = torch.float32 if Fickle.asked <= mesh.size() else torch.float64
+        return (self._values.to(dtype), self._values), None
+
+
+class Strange(Fickle):
+    @staticmethod
+    def __tensor_unflatten__(tensors: Any, context: None, size: Any, stride: Any) -> "Strange":
+        return Strange(tensors["_values"])
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(Int8Weight, lambda one: one._values, (args, kwargs or {}))
+        result = op(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, Strange, result) if op in cls.KEPT else result
+
+    def fsdp_pre_all_gather(self, mesh: Any, module: Any) -> Any:  # type: ignore[override]
+        raise NotImplementedError
+
+
+def gather_wrongly(kind: type) -> str:
+    Fickle.asked = 0
+    model = int8_model([(4, 4)], kind)
+    fully_shard(model, reshard_after_forward=True)
+    dist.barrier()
+
+    def run_twice() -> None:
+        for _ in range(2):
+            model(batch(0, 0, 4)).sum().backward()
+            dist.barrier()
+
+    with pytest.raises(UsageError) as caught:
+        run_twice()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Fickle, "Fickle: fsdp_pre_all_gather returned [2, 4] float64, [2, 4] float32, and [2, 4] float32"),
+        (Strange, "Strange: fsdp_pre_all_gather takes 2 arguments"),
+    ],
+)
+def test_a_class_that_breaks_the_protocol_is_named_with_its_parameter(kind: type, message: str) -> None:
+    for text in run_threads(gather_wrongly, 2, kind):
+        assert message in text
+        assert "parameter '0.weight'" in text
 
 
 def misuse() -> list[str]:

@@ -212,6 +212,11 @@ def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> 
                 fix="define both, or name the parameter in ignored_params",
             )
         form = _taken_apart(param, "gathered")
+        if any(state.tensor.is_meta for state in form.state.values()):
+            raise ConfigError(
+                f"{name} has tensors beside the one that is cut, and they are on the meta device",
+                fix="make the parameter with values, or name it in ignored_params",
+            )
         if param.dim() == 0 or param.numel() == 0:
             raise ConfigError(f"{name} gathers rows, and the parameter has none", fix="name it in ignored_params")
     elif _is_only_marked(type(param)):
@@ -263,9 +268,9 @@ def _is_only_marked(cls: type) -> bool:
         return False
     own = cls.__mro__[: cls.__mro__.index(nn.Parameter)]
     names = {name for base in own for name in vars(base)}
-    return not any(hasattr(torch.Tensor, name) and name not in _HARMLESS for name in names) and not any(
-        vars(base).get("__slots__") for base in own
-    )
+    changes = {name for name in names if hasattr(torch.Tensor, name)} - _HARMLESS
+    has_more = "__tensor_flatten__" in names or any(vars(base).get("__slots__") for base in own)
+    return not changes and not has_more
 
 
 def _taken_apart(param: nn.Parameter, kind: Kind) -> Form:

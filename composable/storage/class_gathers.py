@@ -29,6 +29,7 @@ class ClassGatheredBuffer(FlatBuffer):
         super().__init__(plan, module_fqn, members, mesh, device, **options)
         self._mesh = mesh
         self._mp_policy = options["mp_policy"]
+        self._argument_count: int | None = None  # of the class's function, which takes as long to ask for as to run
         self._forget_unsharded()
 
     def _forget_unsharded(self) -> None:
@@ -68,7 +69,9 @@ class ClassGatheredBuffer(FlatBuffer):
     def _ask(self, instance: Any) -> tuple[Sequence[torch.Tensor], Any]:
         """Return what the class wants gathered, and what it wants to be told afterwards."""
         param = self.params[0]
-        count = len(inspect.signature(instance.fsdp_pre_all_gather).parameters)
+        if self._argument_count is None:
+            self._argument_count = len(inspect.signature(instance.fsdp_pre_all_gather).parameters)
+        count = self._argument_count
         if count == 1:
             inputs, metadata = instance.fsdp_pre_all_gather(self._mesh)
         elif count == 5:

@@ -477,7 +477,7 @@ def _sharded_params(
         original, bounds = members.originals[span.fqn], plan.layout.bounds(span)
         start, stop = plan.layout.local_range(span, mesh.get_local_rank())
         form = members.forms.get(span.fqn)
-        if form is not None and not shard.is_meta:
+        if form is not None and form.kind != "marked" and not shard.is_meta:
             form.move(shard.device)
         params.append(
             ShardedParam(
