@@ -108,6 +108,8 @@ def run_blocks(sources: list[str]) -> list[str]:
 PROGRAMS = [
     "activation_checkpointing",
     "cuts",
+    "from_fsdp1",
+    "from_fsdp2",
     "importing",
     "life_of_a_parameter",
     "mixed_precision",
