@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import copy
 import dataclasses
 import enum
 import importlib
@@ -20,7 +21,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as theirs
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -362,6 +368,34 @@ def continue_a_run(kind: str, folder: str) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_run_that_torch_has_begun_goes_on_here(kind: str, world_size: int, tmp_path: Path) -> None:
     for expected, losses in run_ranks(continue_a_run, world_size, kind, str(tmp_path)):
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def continue_from_full_state_dicts() -> tuple[list[float], list[float]]:
+    """Do the same from what FSDP1 gives as ``FULL_STATE_DICT``, of which the first rank's counts."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        there = wrapped("fsdp1")
+        optimizer = torch.optim.AdamW(there.parameters(), lr=0.1)
+        train(there, optimizer)
+        # Not offloaded: on CPU ranks torch then reuses the memory of what it has given.
+        configs = theirs.FullStateDictConfig(), theirs.FullOptimStateDictConfig(offload_to_cpu=False)
+        with FullyShardedDataParallel.state_dict_type(there, theirs.StateDictType.FULL_STATE_DICT, *configs):
+            weights = there.state_dict()
+            states = FullyShardedDataParallel.optim_state_dict(there, optimizer)
+        weights, states = copy.deepcopy((dict(weights), states))
+        expected = train(there, optimizer)
+        here = annotated("fsdp1")
+        optimizer = torch.optim.AdamW(here.parameters(), lr=0.1)
+        load_full_state_dict(here, weights if dist.get_rank() == 0 else None)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_optimizer_state_dict(here, optimizer, states if dist.get_rank() == 0 else {}, options=options)
+        return expected, train(here, optimizer)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_run_goes_on_from_the_full_state_dicts_of_fsdp1(world_size: int) -> None:
+    for expected, losses in run_ranks(continue_from_full_state_dicts, world_size):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
