@@ -41,29 +41,6 @@ TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 # That of constraints.txt: an older torch lacks some of the names that have rows.
 OLDEST = (2, 13)
 
-# What rows promise and the package does not have yet.
-PENDING = {
-    "CPUOffloadPolicy",
-    "GradientReductionHandle",
-    "OffloadPolicy",
-    "fully_shard(offload_policy=)",
-    "model.finalize_backward",
-    "model.reset_iter_state",
-    "model.set_allocate_memory_from_process_group_for_comm",
-    "model.set_is_last_backward",
-    "model.set_keep_unsharded_storage",
-    "model.set_manual_backward_finalization",
-    "model.set_post_optim_event",
-    "model.set_reduce_scatter_max_input_buffers",
-    "model.set_reduce_scatter_unused_params",
-    "model.set_requires_all_reduce",
-    "model.set_reshard_after_backward",
-    "model.set_separate_reduce_scatter_group",
-    "model.set_symm_mem_for_comm",
-    "model.set_unshard_in_backward",
-    "share_comm_ctx",
-}
-
 
 # -- the pages
 
@@ -269,15 +246,11 @@ def promised() -> dict[str, set[str]]:
 
 
 def test_rows_name_nothing_that_is_not_here() -> None:
-    assert {missing: rows for missing, rows in promised().items() if missing not in PENDING} == {}
-
-
-def test_what_is_here_by_now_is_not_pending() -> None:
-    assert promised().keys() >= PENDING
+    assert promised() == {}
 
 
 def says_something(row: Row) -> bool:
-    return bool(row.promises) or row.here.startswith(("none", "not yet", "always", "["))
+    return bool(row.promises) or "](" in row.here or row.here.startswith(("none", "not yet", "always"))
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=" ".join)
@@ -309,8 +282,7 @@ def test_the_design_says_where_upstreams_internals_went() -> None:
     rows = rows_of("design.md", "Names that differ from upstream")
     assert set(INTERNALS) - set().union(*(row.names for row in rows)) == set()
     names = inner_names()
-    missing = {one for row in rows for code in row.promises for one in missing_in(code, names)}
-    assert missing - PENDING == set()
+    assert [one for row in rows for code in row.promises for one in missing_in(code, names)] == []
     assert [row.there for row in rows if not says_something(row)] == []
 
 
