@@ -405,7 +405,7 @@ ELSEWHERE = {
     *("allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook", "bf16_compress_hook"),
     "OffloadPolicy",
     *("reshard", "reset_iter_state"),  # take nothing
-    "zero_grad",  # takes what torch's own takes
+    *("parameters", "zero_grad"),  # take what torch's own take
 }
 
 

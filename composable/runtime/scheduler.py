@@ -12,6 +12,7 @@ when to reduce *early*. Where it is wrong, the ranks find out when backward ends
 See docs/notes/completion.md. On which stream things run is the business of ``streams.py``.
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from composable.errors import UsageError, place_of_rank
-from composable.frames import in_backward, is_called_again
+from composable.frames import in_backward, in_split_backward, is_called_again
 from composable.runtime.account import Account
 from composable.runtime.agreement import Agreement
 from composable.runtime.notices import notice_leak
@@ -324,6 +325,8 @@ class Scheduler:
             )
         if self._finalizing is not None:
             raise _not_waited_for()
+        if "torch.distributed.pipelining" in sys.modules and in_split_backward():
+            self.check_split_backward()
         # First: the next forward undoes a backward that was cut short, here as well.
         self.is_backward = True
         self._end = weakref.ref(self._at_end(self), self._note_end)
@@ -350,6 +353,23 @@ class Scheduler:
         for turn in armed:
             turn.queued_in = self.backward_id
         self._last_armed, self._armed = armed, []
+
+    def check_split_backward(self) -> None:
+        """Raise if a stage of torch's pipelines takes gradients of inputs and of parameters apart.
+
+        It looks for the parameters that modules hold in the graph, and finds none of those that were computed with.
+
+        Raises:
+            UsageError: The parameters are not shown by ``unshard_params``.
+        """
+        if any(handle.held_with is None for handle in self.handles):
+            raise UsageError(
+                "a pipeline's stage takes gradients of inputs and of parameters apart, and between forward and "
+                "backward a sharded module holds no whole parameters",
+                at=f"{place_of_rank()}, module {self.handles[0].fqn!r}",
+                fix="enter unshard_params(module, writeback=False) for the step, as ShardedStage in "
+                "examples/clients/pipelining.py does, or take a schedule without zero bubble",
+            )
 
     def _queue_late(self, turn: Turn) -> None:
         """Let the end of backward complete what was not expected in it, or is complete already."""
