@@ -2,11 +2,22 @@
 
 from composable.activation_checkpoint import checkpoint
 from composable.collectives import set_divergence_timeout
+from composable.comm_hooks import (
+    DefaultState,
+    LowPrecisionState,
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+    reduce_scatter_hook,
+)
 from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
 from composable.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from composable.fully_shard import fully_shard
 from composable.gradient_sync import no_sync, reduce_gradients
+from composable.hook_registration import CommHookHandle, register_comm_hook
 from composable.installation import install
 from composable.optim import accelerate_optimizer, clip_grad_norm_, get_total_norm, rebind_optimizer
 from composable.planning import MixedPrecisionPolicy, RaggedShard, ShardingStrategy, ShardPlan, plan
@@ -33,11 +44,14 @@ from composable.unannotate import unannotate
 
 __all__ = [
     "BucketLayout",
+    "CommHookHandle",
     "ComposableError",
     "ConfigError",
     "CustomPolicy",
+    "DefaultState",
     "DesyncError",
     "FSDPModule",
+    "LowPrecisionState",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "ParamBucket",
@@ -52,11 +66,16 @@ __all__ = [
     "UnshardHandle",
     "UsageError",
     "accelerate_optimizer",
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
     "checkpoint",
     "clip_grad_norm_",
     "contract",
     "fallback_counts",
     "find_checkpoint",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
     "full_state_dict",
     "fully_shard",
     "get_total_norm",
@@ -69,6 +88,8 @@ __all__ = [
     "plan",
     "rebind_optimizer",
     "reduce_gradients",
+    "reduce_scatter_hook",
+    "register_comm_hook",
     "register_fsdp_forward_method",
     "replicate",
     "save_checkpoint",

@@ -17,6 +17,7 @@ from torch import nn
 from composable.arguments import check_bool, check_device, check_module, described
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
+from composable.reduction_control import ReductionControl
 from composable.runtime import FullyShardState, call_as_forward, copy_module, handle_of_module, sharded_state_of
 from composable.storage import FlatBuffer, Handle, MarkedMemory, ShardedParam
 
@@ -40,16 +41,16 @@ class UnshardHandle:
             scheduler.unshard(handle)
 
 
-class FSDPModule:
+class FSDPModule(ReductionControl):
     """Mixin of every fully sharded module, annotated by hand or picked by a policy."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # `sequential[:2]` builds `type(sequential)(...)`: the slice is a plain container again.
-        original = cls.__mro__[2]
+        original = cls.__bases__[1]
         return original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
-        return copy_module(_managed(self)[0], type(self).__mro__[2], memo)
+        return copy_module(_managed(self)[0], type(self).__bases__[1], memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError(
@@ -239,7 +240,7 @@ def add_mixin(module: nn.Module) -> None:
 def remove_mixin(module: nn.Module) -> None:
     """Undo ``add_mixin``."""
     if isinstance(module, FSDPModule):
-        module.__class__ = type(module).__mro__[2]
+        module.__class__ = type(module).__bases__[1]
 
 
 # Weakly: torch.fx makes a class for each module.

@@ -21,7 +21,6 @@ from composable.fqns import describe_module
 from composable.replication import (
     BucketOptions,
     BufferSync,
-    CommHook,
     ManagedTensors,
     ReducedParam,
     Reducer,
@@ -31,6 +30,7 @@ from composable.replication import (
     register_replicate_hooks,
 )
 from composable.saving import register_load_check
+from composable.storage import HookFunction, Registration
 from composable.torch_hooks import after_gradients, at_end_of_backward
 
 __all__ = ["register_comm_hook", "replicate"]
@@ -146,10 +146,11 @@ def _register_module_hooks(state: ReplicateState, module: nn.Module, index: int)
     )
 
 
-def register_comm_hook(module: nn.Module, state: object, hook: CommHook) -> None:
+def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> None:
     """Let ``hook`` average the gradients of the replicated ``module``, instead of an all-reduce.
 
-    Every rank registers the same hook, before the first backward.
+    Every rank registers the same hook, before the first backward. ``composable.register_comm_hook`` takes hooks of
+    sharded modules too, compares the ranks, and can be undone.
 
     Args:
         module: Annotated by ``replicate``.
@@ -173,7 +174,15 @@ def register_comm_hook(module: nn.Module, state: object, hook: CommHook) -> None
             at=f"{place_of_rank()}, {describe_module(module)}",
             fix="call it on the module that replicate was called on",
         )
-    annotation.reducer.set_hook(state, hook)
+    reducer = annotation.reducer
+    has_one = any(one.module is module for one in reducer.comm_hooks)
+    if has_one or reducer.is_running:
+        raise UsageError(
+            "a communication hook is registered already" if has_one else "a backward is running",
+            at=place_of_rank(),
+            fix="register one hook, before the first backward",
+        )
+    reducer.register_comm_hooks([*reducer.comm_hooks, Registration(module, state, hook, takes_bucket=True)])
 
 
 def _check_options(

@@ -202,19 +202,20 @@ class _Removal:
 def _make_whole(handle: Handle, grid: Grid) -> None:
     """Replace the handle's parameters by ordinary ones and free its shards. Collective."""
     has_kept_gradients, buffers = handle.has_unsynced_gradients, list(handle.buffers)
+    divisor = handle.comms.divide_factor or grid.divisor
     handle.close()
     while buffers:
         flat = buffers.pop(0)
         values = collect_full([param.ragged for param in flat.params], dst=None)
         assert values is not None, "every rank takes them"
         for param, value in zip(flat.params, values, strict=True):
-            param.place(param.plain_copy(value, _full_gradient(param, grid, has_kept=has_kept_gradients)))
+            param.place(param.plain_copy(value, _full_gradient(param, grid, divisor, has_kept=has_kept_gradients)))
             param.sharded.grad = None
             mark_replaced(param.sharded, handle.fqn_of(param), *param.owners[0])
             leave_alone(module for module, _ in param.owners)
 
 
-def _full_gradient(param: ShardedParam, grid: Grid, *, has_kept: bool) -> torch.Tensor | None:
+def _full_gradient(param: ShardedParam, grid: Grid, divisor: float, *, has_kept: bool) -> torch.Tensor | None:
     """Return the full gradient, if there is one, with the mean of those that ``no_sync`` kept. Collective."""
     sharded, leaf = param.sharded, param.unsharded
     full = sharded.grad.full_tensor() if isinstance(sharded.grad, DTensor) else None
@@ -224,7 +225,7 @@ def _full_gradient(param: ShardedParam, grid: Grid, *, has_kept: bool) -> torch.
     if leaf is not None and leaf.grad is not None:
         kept.copy_(leaf.grad)
     real = torch.view_as_real(kept) if kept.is_complex() else kept
-    real.copy_(grid.everyone.reduce(real, ReduceOp.SUM).div_(grid.divisor))
+    real.copy_(grid.everyone.reduce(real, ReduceOp.SUM).div_(divisor))
     return kept if full is None else full.add_(kept)
 
 

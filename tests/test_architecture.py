@@ -47,9 +47,12 @@ FOLDERS = {"testing", "collectives", "planning", "ragged", "storage", "replicati
 # What users call, and what it stands on among its own kind: it may import everything above.
 ENTRIES: dict[str, set[str]] = {
     "activation_checkpoint": set(),
-    "fsdp_module": set(),
+    "comm_hooks": set(),
+    "reduction_control": set(),
+    "fsdp_module": {"reduction_control"},
     "fully_shard": {"fsdp_module"},
     "replicate": set(),
+    "hook_registration": {"comm_hooks"},
     "gradient_sync": set(),
     "unannotate": {"activation_checkpoint", "fsdp_module"},
     "installation": set(),

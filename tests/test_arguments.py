@@ -17,16 +17,20 @@ from composable import (
     BucketLayout,
     ComposableError,
     CustomPolicy,
+    DefaultState,
     FSDPModule,
+    LowPrecisionState,
     MixedPrecisionPolicy,
     ModuleWrapPolicy,
     RaggedShard,
     SizePolicy,
     accelerate_optimizer,
+    bf16_compress_wrapper,
     checkpoint,
     clip_grad_norm_,
     fallback_counts,
     find_checkpoint,
+    fp16_compress_wrapper,
     full_state_dict,
     fully_shard,
     get_total_norm,
@@ -298,6 +302,37 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         lambda: {"module": replicate(nn.Linear(2, 2)), "state": None, "hook": lambda state, bucket: None},
         {"module": set(), "hook": {"plain", "class"}},
     ),
+    "register_comm_hook of gradients": (
+        composable.register_comm_hook,
+        lambda: {"module": sharded(), "state": None, "hook": lambda state, grad, output: None},
+        {"module": set(), "hook": {"plain", "class"}},
+    ),
+    "DefaultState": (DefaultState, dict, {"process_group": set()}),
+    "LowPrecisionState": (
+        LowPrecisionState,
+        lambda: {"process_group": dist.group.WORLD},
+        {"process_group": set(), "parameter_type": OPTIONAL},
+    ),
+    "fp16_compress_wrapper": (fp16_compress_wrapper, dict, {"hook": {"plain", "class"}}),
+    "bf16_compress_wrapper": (bf16_compress_wrapper, dict, {"hook": {"plain", "class"}}),
+    "set_gradient_divide_factor": (
+        method("set_gradient_divide_factor"),
+        dict,
+        {"factor": {"None", "3", "1.5", "np.3"}},
+    ),
+    "set_reduce_scatter_divide_factor": (
+        method("set_reduce_scatter_divide_factor"),
+        dict,
+        {"factor": {"None", "3", "1.5", "np.3"}},
+    ),
+    "set_force_sum_reduction_for_comms": (method("set_force_sum_reduction_for_comms"), dict, {"enable": SWITCH}),
+    "set_all_reduce_hook": (
+        method("set_all_reduce_hook", hook=lambda shard: None),
+        dict,
+        {"hook": {"None", "plain", "class"}, "stream": OPTIONAL},  # what can be called
+    ),
+    "set_custom_all_gather": (method("set_custom_all_gather"), dict, {"comm": OPTIONAL}),
+    "set_custom_reduce_scatter": (method("set_custom_reduce_scatter"), dict, {"comm": OPTIONAL}),
     "unannotate": (unannotate, lambda: {"module": sharded()}, {"module": set(), "recurse": SWITCH}),
     "unshard_params": (
         enter(unshard_params),
@@ -332,6 +367,10 @@ ELSEWHERE = {
     *("FSDPModule", "ParamBucket"),
     *("RaggedDTensor", "SaveHandle", "SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
     *("contract", "strict_mode"),
+    *("FSDPModule", "RaggedDTensor", "SaveHandle", "SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
+    *("contract", "strict_mode", "CommHookHandle"),
+    # Called by the library, with what it has.
+    *("allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook", "bf16_compress_hook"),
     "zero_grad",  # takes what torch's own takes
 }
 
@@ -361,7 +400,8 @@ def test_every_function_refuses_what_makes_no_sense(name: str, tmp_path: Path, m
 
 
 def test_no_public_name_is_forgotten() -> None:
-    methods = {name for name in vars(FSDPModule) if not name.startswith("_")} - {"reshard"}
+    mixins = [cls for cls in FSDPModule.__mro__ if cls is not object]
+    methods = {name for cls in mixins for name in vars(cls) if not name.startswith("_")} - {"reshard"}
     named = {name.split()[0] for name in CALLS}
     assert {*composable.__all__, *methods} - ELSEWHERE - named == set()
 

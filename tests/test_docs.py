@@ -107,6 +107,7 @@ def run_blocks(sources: list[str]) -> list[str]:
 # Pages whose code runs on two ranks, as one program a page.
 PROGRAMS = [
     "activation_checkpointing",
+    "comm_hooks",
     "cuts",
     "importing",
     "life_of_a_parameter",

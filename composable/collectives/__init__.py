@@ -2,14 +2,17 @@
 
 from composable.collectives.base import Pending, Started, Transport
 from composable.collectives.choose import choose_transport_for, host_transport_of, transport_of
+from composable.collectives.group_calls import all_reduce_in, reduce_scatter_in, wait_for_work
 from composable.collectives.mesh import Grid, resolve_mesh, resolve_ranks
 from composable.collectives.own_groups import OwnTransport, make_host_ranks
 from composable.collectives.places import Told, described, notice_tree
+from composable.collectives.process_group import DONE
 from composable.collectives.ranks import Ranks
 from composable.collectives.verdict import Tree
 from composable.collectives.watch import annotating, set_divergence_timeout, watch_ranks
 
 __all__ = [
+    "DONE",
     "Grid",
     "OwnTransport",
     "Pending",
@@ -18,15 +21,18 @@ __all__ = [
     "Told",
     "Transport",
     "Tree",
+    "all_reduce_in",
     "annotating",
     "choose_transport_for",
     "described",
     "host_transport_of",
     "make_host_ranks",
     "notice_tree",
+    "reduce_scatter_in",
     "resolve_mesh",
     "resolve_ranks",
     "set_divergence_timeout",
     "transport_of",
+    "wait_for_work",
     "watch_ranks",
 ]

@@ -45,7 +45,18 @@ _NOT_THE_USERS = (str(Path(torch.__file__).parent) + os.sep, _OURS, threading.__
 _CALLS = frozenset({"fully_shard", "replicate", "adopt"})
 # What stands between a call of the user and the function that it is for.
 _AROUND = frozenset({"annotate", "annotate_on_rank", "pre_forward", "post_forward"})
-_COLLECTIVES = frozenset({"all_gather", "all_reduce", "broadcast", "barrier", "all_gather_into_tensor", "_swap"})
+# What calls hooks and collectives of users.
+_CALL_HOOKS = tuple(
+    os.path.join(_OURS, *parts)
+    for parts in (("storage", "gradient_path.py"), ("storage", "gather_path.py"), ("replication", "sender.py"))
+)
+_COLLECTIVES = frozenset(
+    {
+        *("all_gather", "all_reduce", "broadcast", "barrier", "all_gather_into_tensor", "_swap"),
+        *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter_in"),
+        *("all_to_all", "all_to_all_single", "all_gather_single", "wait_for_work"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,10 @@ class Annotated(Protocol):
 
     def name_of(self, started: Started) -> str | None:
         """Return what it calls a collective of its own; ``None`` for others'."""
+        ...
+
+    def is_run_by(self, runner: object) -> bool:
+        """Say whether ``runner`` is the object whose methods run its steps."""
         ...
 
 
@@ -187,7 +202,8 @@ def _wait_of(found: Waiting, trees: list[Any], told: Mapping[int, Told], lane: s
     if isinstance(started, Started):
         return _wait_for_started(started, trees, told, lane, here, is_call=is_call)
     name = frame.f_code.co_name
-    outer = _call_around(frame) or f"torch.distributed.{name}"
+    tree = _tree_around(frame, trees, told)
+    outer = "a communication hook" if tree else _call_around(frame) or f"torch.distributed.{name}"
     group = _group_in(frame)
     if group is None or name not in _COLLECTIVES:
         return Wait(lane, f"the other ranks in {outer}", here, "", (), COUNTED, 0, is_call=is_call)
@@ -203,6 +219,7 @@ def _wait_of(found: Waiting, trees: list[Any], told: Mapping[int, Told], lane: s
         number,
         kind=name,
         sequence=number,
+        tree=tree,
         groups=(group.group_name,),
         is_call=is_call,
     )
@@ -244,6 +261,21 @@ def _name_of(started: Started, trees: list[Any]) -> tuple[str, object]:
         if name is not None:
             return name, one
     return f"an exchange of {started.transport.world_size} ranks", None
+
+
+def _tree_around(frame: FrameType, trees: list[Any], told: Mapping[int, Told]) -> str:
+    """Return the name of the annotation for which a thread waits in what users put in place of a transport."""
+    is_hook = False
+    for each in _outwards(frame):
+        is_hook |= each.f_code.co_filename.startswith(_CALL_HOOKS)
+        if not is_hook:
+            continue
+        runner = each.f_locals.get("self") if each.f_code.co_filename.startswith(_OURS) else None
+        if runner is not None:
+            for one in trees:
+                if id(one) in told and one.is_run_by(runner):
+                    return told[id(one)].name
+    return ""
 
 
 def _group_in(frame: FrameType) -> dist.ProcessGroup | None:

@@ -2,7 +2,6 @@
 
 from composable.replication.broadcasts import BufferSync, broadcast_tensors
 from composable.replication.bucket import BucketOptions, ReducedParam
-from composable.replication.comm_hooks import CommHook
 from composable.replication.hooks import register_replicate_hooks
 from composable.replication.reducer import Reducer
 from composable.replication.state import ReplicateState
@@ -11,7 +10,6 @@ from composable.replication.tensors import ManagedTensors, find_tensors
 __all__ = [
     "BucketOptions",
     "BufferSync",
-    "CommHook",
     "ManagedTensors",
     "ReducedParam",
     "Reducer",

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from composable.errors import UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.wording import count_text, list_text, ranks_text
 
-__all__ = ["after_close", "backward_error", "copied_inside", "refused_hook", "second_gradient"]
+__all__ = ["after_close", "backward_error", "copied_inside", "hook_failed", "second_gradient"]
 
 _MAX_NAMES_SHOWN = 10
 _FIX_UNUSED = (
@@ -15,7 +15,12 @@ _FIX_UNUSED = (
 
 
 def backward_error(
-    missing: Sequence[str], last: str | None, unused: Sequence[str], others: Sequence[int], stopped: Sequence[int]
+    missing: Sequence[str],
+    last: str | None,
+    unused: Sequence[str],
+    others: Sequence[int],
+    stopped: Sequence[int],
+    hook_failed: Sequence[int],
 ) -> UsageError:
     """Return the error for the parameters that are missing here, or for what other ranks complain about.
 
@@ -25,6 +30,7 @@ def backward_error(
         unused: FQNs that got no gradient on some rank; shown only where nothing is missing here.
         others: Other ranks on which something is missing.
         stopped: Ranks whose backward was stopped by an exception.
+        hook_failed: Ranks on which a communication hook gave no gradients as they should be.
     """
     lines = []
     if missing:
@@ -40,6 +46,11 @@ def backward_error(
     fix = _FIX_UNUSED if lines else "drop the gradients of this step, and see what was raised there"
     if stopped:
         lines.append(f"{ranks_text(stopped)} did not finish backward: an exception stopped it there")
+    if hook_failed:
+        lines.append(
+            f"{ranks_text(hook_failed)} got no averages of the right dtype and shape from the communication hook"
+        )
+        fix = "see what was raised there, and drop the gradients of this step"
     return UsageError("\n".join(lines), at=place_of_rank(), fix=fix)
 
 
@@ -68,10 +79,6 @@ def copied_inside() -> UsageError:
     )
 
 
-def refused_hook(*, has_one: bool) -> UsageError:
-    """Return the error for a second communication hook, or one that comes while a backward is running."""
-    return UsageError(
-        "a communication hook is registered already" if has_one else "a backward is running",
-        at=place_of_rank(),
-        fix="register one hook, before the first backward",
-    )
+def hook_failed(error: ConfigError, fqn: str) -> ConfigError:
+    """Return the error for what a communication hook gave on this rank, among others for parameter ``fqn``."""
+    return ConfigError(error.what, at=f"{place_of_rank()}, bucket of a module with parameter {fqn!r}", fix=error.fix)

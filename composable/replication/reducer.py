@@ -23,16 +23,20 @@ import torch
 from composable.collectives import Grid, Transport
 from composable.replication.arrangement import Arrangement
 from composable.replication.bucket import Bucket, BucketOptions, ReducedParam
-from composable.replication.comm_hooks import CommHook, copy_hook
-from composable.replication.complaints import after_close, backward_error, copied_inside, refused_hook, second_gradient
+from composable.replication.complaints import after_close, backward_error, copied_inside, hook_failed, second_gradient
 from composable.replication.round import Round
 from composable.replication.sender import Sender
 from composable.replication.tail import Report, Tail
+from composable.storage import Registration, copied_registrations, nearest
 from composable.torch_hooks import Ending, next_ending_number
 from composable.torch_private import opaque
 from composable.wording import list_text
 
 __all__ = ["Reducer"]
+
+# What a rank tells the others besides how many parameters have no gradient.
+_STOPPED = -1
+_HOOK_FAILED = -2
 
 
 class Reducer:
@@ -50,6 +54,7 @@ class Reducer:
         requires_gradient_sync: Whether the next backward is a round; if not, gradients stay local.
         sync_after_context: What that is after the ``no_sync`` that runs; ``None``: none runs.
         rounds: How many backwards there were, the running one included.
+        comm_hooks: Registrations of communication hooks that reach the parameters; the nearest holds.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class Reducer:
         self.requires_gradient_sync = True
         self.sync_after_context: bool | None = None
         self.rounds = 0
+        self.comm_hooks: tuple[Registration, ...] = ()
         self._transport = transport
         self._grid = grid
         self._scale = 1.0 / grid.divisor
@@ -89,8 +95,8 @@ class Reducer:
         return self._arrangement.buckets
 
     @property
-    def hook(self) -> tuple[Any, CommHook] | None:
-        """The communication hook with its state."""
+    def hook(self) -> Registration | None:
+        """The communication hook that holds."""
         return self._sender.hook
 
     @property
@@ -130,7 +136,7 @@ class Reducer:
         syncs, after = self.requires_gradient_sync, self.sync_after_context
         twin.requires_gradient_sync = syncs if after is None else after
         twin._kept[:] = self._kept
-        twin._sender.hook = copy_hook(self._sender.hook, memo)
+        twin.register_comm_hooks(copied_registrations(self.comm_hooks, memo))
         twin._arrangement.settle_like(self._arrangement)
         return twin
 
@@ -141,6 +147,7 @@ class Reducer:
         """
         self.average_kept_gradients()
         self._arrangement.dissolve()
+        self.comm_hooks = ()
         self._is_closed = True
 
     def average_kept_gradients(self) -> None:
@@ -164,15 +171,23 @@ class Reducer:
                     grad.copy_(whole)
         self._forget_kept()
 
-    def set_hook(self, state: object, hook: CommHook) -> None:
-        """Let ``hook(state, bucket)`` reduce every bucket; it gives a future of the averaged buffer.
+    @property
+    def is_running(self) -> bool:
+        """A backward is running."""
+        return self._round.is_open
+
+    def register_comm_hooks(self, registrations: Sequence[Registration]) -> None:
+        """Let the nearest of ``registrations`` reduce every bucket; no backward is running.
 
         Raises:
-            UsageError: There is a hook already, or a backward is running.
+            ConfigError: None of them is the nearest.
         """
-        if self._sender.hook is not None or self._round.is_open:
-            raise refused_hook(has_one=self._sender.hook is not None)
-        self._sender.hook = (state, hook)
+        self._sender.hook = self.check_comm_hooks(registrations)
+        self.comm_hooks = tuple(registrations)
+
+    def check_comm_hooks(self, registrations: Sequence[Registration]) -> Registration | None:
+        """Return what ``register_comm_hooks`` would choose; raises what it does."""
+        return nearest(registrations)
 
     # What forward and backward call, in this order.
 
@@ -228,7 +243,10 @@ class Reducer:
             return
         with torch.no_grad():
             report = self._finish_round()
+        failure, self._sender.failure = self._sender.failure, None
         self._round.close()
+        if failure is not None:
+            raise hook_failed(failure, self.params[0].fqn)
         if missing or (report is not None and any(report.complaints)):
             raise self._error_of(missing, report or Report((), ()))
 
@@ -290,7 +308,7 @@ class Reducer:
         self._transport.settle()
         # What has arrived says less: where ranks use other parameters, it differs though they were stopped alike.
         if self._round.synchronises and (self._round.accumulates or self._round.order):
-            self._round.complaint = -1
+            self._round.complaint = _STOPPED
             with torch.no_grad():
                 for bucket in self.buckets[self._round.sent :]:
                     bucket.flat.zero_()
@@ -322,12 +340,17 @@ class Reducer:
         self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
-        if bucket.is_last():
-            is_complete = self._round.is_complete
-            used = None if is_complete else [item.param.grad is not None for item in self.params]
-            self._tail.write(bucket.tail, used, self._round.complaint)
-        self._sender.start(bucket)
+        self._sender.start(bucket, self._write_tail)
         self._round.sent += 1
+
+    def _write_tail(self, tail: torch.Tensor) -> None:
+        complaint = self._round.complaint
+        if self._sender.failure is not None and complaint >= 0:
+            complaint = _HOOK_FAILED
+        used = None
+        if complaint or not self._round.is_complete:
+            used = [item.param.grad is not None for item in self.params]
+        self._tail.write(tail, used, complaint)
 
     def _finish_round(self) -> Report | None:
         """Wait for all buckets, and give every parameter its average; returns what ``Tail.read`` does."""
@@ -371,5 +394,6 @@ class Reducer:
             last=self.params[self._round.order[-1]].fqn if self._round.order else None,
             unused=[item.fqn for item, used in zip(self.params, report.used, strict=False) if used < full],
             others=[rank for rank, value in told if value > 0 and rank != ranks[self._transport.rank]],
-            stopped=[rank for rank, value in told if value < 0],
+            stopped=[rank for rank, value in told if value == _STOPPED],
+            hook_failed=[rank for rank, value in told if value == _HOOK_FAILED],
         )

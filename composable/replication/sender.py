@@ -1,12 +1,14 @@
 """How a bucket is averaged over the ranks: an all-reduce, or what a communication hook does instead."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from composable.collectives import Pending, Transport
+from composable.errors import ConfigError
 from composable.replication.bucket import Bucket
-from composable.replication.comm_hooks import CommHook
+from composable.storage import Registration, reduced_otherwise
 from composable.torch_private import autograd_profiler
 from composable.tracing import in_region
 
@@ -32,39 +34,60 @@ class Sender:
         transport: Of the ranks.
 
     Attributes:
-        hook: State and function of the communication hook; ``None``: an all-reduce per bucket.
+        hook: The communication hook; ``None``: an all-reduce per bucket.
+        failure: What is wrong with what the hook gave in this round; it has met the other ranks all the same.
     """
 
-    __slots__ = ("_hook_tail_key", "_pendings", "_transport", "hook")
+    __slots__ = ("_hook_tail_key", "_pendings", "_transport", "failure", "hook")
 
     def __init__(self, transport: Transport) -> None:
-        self.hook: tuple[Any, CommHook] | None = None
+        self.hook: Registration | None = None
+        self.failure: ConfigError | None = None
         self._transport = transport
         self._hook_tail_key = transport.allocate_key()
         self._pendings: list[Pending] = []
 
-    def start(self, bucket: Bucket) -> None:
+    def start(self, bucket: Bucket, write_tail: Callable[[torch.Tensor], None]) -> None:
         """Start the reduction of ``bucket``; of a hook, which leaves the tail alone, that of the tail too.
 
         Streams: the collective waits for the current one.
+
+        Args:
+            bucket: What to reduce.
+            write_tail: Fills the tail of the last bucket, before it is sent.
         """
         if autograd_profiler._is_profiler_enabled:
-            in_region("reduce", f"bucket {bucket.index() + 1}", self._start, bucket)
+            in_region("reduce", f"bucket {bucket.index() + 1}", self._start, bucket, write_tail)
         else:
-            self._start(bucket)
+            self._start(bucket, write_tail)
 
-    def _start(self, bucket: Bucket) -> None:
+    def _start(self, bucket: Bucket, write_tail: Callable[[torch.Tensor], None]) -> None:
         if self.hook is not None:
-            state, hook = self.hook
             if bucket.flat.device.type == "cpu":
                 # Hooks such as PowerSGD start collectives when others complete. Two buckets in flight
                 # would start theirs in any order; on an accelerator the order of its stream holds.
                 self.finish()
-            self._pendings.append(_HookPending(bucket, hook(state, bucket)))
+            if self.hook.takes_bucket:
+                self._pendings.append(_HookPending(bucket, self.hook.function(self.hook.state, bucket)))
+            else:
+                self._average(bucket, self.hook)
             if bucket.is_last():
+                write_tail(bucket.tail)
                 self._pendings.append(self._transport.begin_all_reduce(bucket.tail, self._hook_tail_key))
-        elif self._transport.world_size > 1:
+            return
+        if bucket.is_last():
+            write_tail(bucket.tail)
+        if self._transport.world_size > 1:
             self._pendings.append(self._transport.begin_all_reduce(bucket.flat, bucket.key))
+
+    def _average(self, bucket: Bucket, hook: Registration) -> None:
+        """Let a hook average the gradients of ``bucket`` in place."""
+        averages, failure = reduced_otherwise(hook, bucket.buffer())
+        if averages is None:
+            self.failure = self.failure or failure
+            bucket.buffer().zero_()
+        else:
+            bucket.take_result(averages)
 
     def finish(self) -> None:
         """Wait for all that was started."""
@@ -81,3 +104,4 @@ class Sender:
     def forget(self) -> None:
         """Forget what was started and is over."""
         self._pendings.clear()
+        self.failure = None

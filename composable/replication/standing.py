@@ -58,3 +58,7 @@ class Standing:
         if reducer is None or transport is None or not transport.groups or started.transport.groups != transport.groups:
             return None
         return reducer.name_of(started.tag // 2)
+
+    def is_run_by(self, runner: object) -> bool:
+        """Say whether ``runner`` is the reducer."""
+        return runner is self._reducer

@@ -177,6 +177,8 @@ class ReplicateState:
             slots = [(copy.deepcopy(owner, memo), name) for owner, name in self.buffers.slots]
             twin.buffers = BufferSync(slots, twin.transport, self.grid.everyone.device)
         twin.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
+        for hook in twin.reducer.comm_hooks:
+            hook.place_copy(memo)
         twin.ignored_modules = frozenset(
             copy.deepcopy(module, memo) for module in self.ignored_modules if module in modules
         )

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from composable.errors import UsageError
+from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.runtime.account import Account
 from composable.runtime.streams import Streams
 from composable.storage import FlatBuffer, GradientBuffer, GradientPool, Reduction, handle_of
@@ -26,7 +26,7 @@ class Reductions:
     """
 
     def __init__(self, streams: Streams) -> None:
-        self.failure: UsageError | None = None
+        self.failure: ComposableError | None = None
         self._streams = streams
         # With what the result and the source belong to.
         self._under_way: deque[tuple[Reduction, Account, GradientBuffer]] = deque()
@@ -60,7 +60,11 @@ class Reductions:
         return gradient
 
     def begin(self, account: Account, gradient: GradientBuffer) -> None:
-        """Start to reduce what ``take`` returned. Collective."""
+        """Start to reduce what ``take`` returned. Collective.
+
+        Raises:
+            ConfigError: A communication hook gave no such gradients, and no message would tell the other ranks.
+        """
         path = account.flat.gradient_path
         assert path is not None, "connected when the root was decided"
         if autograd_profiler._is_profiler_enabled:
@@ -69,6 +73,18 @@ class Reductions:
         else:
             reduction = self._streams.begin_reduction(path, gradient)
         self._under_way.append((reduction, account, gradient))
+        if account.flat.comms.hook is not None:
+            self._look_for_failure(account)
+
+    def _look_for_failure(self, account: Account) -> None:
+        """Note what a communication hook did wrong: it has met the other ranks all the same, unless it raised."""
+        try:
+            with located(f"{place_of_rank()}, module {_name_of(account.flat)!r}"):
+                account.flat.check_hook()
+        except ConfigError as error:
+            if account.fills_with_zeros:
+                raise
+            self.failure = self.failure or error
 
     def finish(self) -> None:
         """Wait for all that was started."""
@@ -84,7 +100,7 @@ class Reductions:
         self._pool.give(account.flat.pool_key, gradient)
         account.take(shard)
 
-    def end(self) -> UsageError | None:
+    def end(self) -> ComposableError | None:
         """Give the buffers back to the device; returns what went wrong."""
         self._pool.release()
         failure, self.failure = self.failure, None

@@ -51,6 +51,10 @@ class Standing:
                 return f"the {'reduce-scatter' if started.tag % 2 else 'all-gather'} of module {handle.fqn!r}"
         return None
 
+    def is_run_by(self, runner: object) -> bool:
+        """Say whether ``runner`` is the scheduler."""
+        return runner is self._scheduler
+
 
 def _address(flat: FlatBuffer) -> tuple[Transport, int] | None:
     path = flat.gather_path

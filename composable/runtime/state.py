@@ -252,10 +252,16 @@ def _compare_plans(states: Sequence[FullyShardState], failure: UsageError | None
     for state in states:
         members.setdefault(state.grid.everyone, []).append(state)
     for ranks, own in members.items():
+        choices = [
+            f"module {handle.fqn!r}: {text}"
+            for state in own
+            for handle in state._handles
+            if (text := handle.comms.compared_text())
+        ]
         ranks.compare(
-            "".join(state.plan.digest() for state in own),
+            "".join([*(state.plan.digest() for state in own), *choices]),
             failure,
-            shown="\n".join(state.plan.compared_text() for state in own),
+            shown="\n".join([*(state.plan.compared_text() for state in own), *choices]),
             what="the ranks annotated different plans",
             fix="build the same model and call fully_shard with the same arguments on every rank",
         )

@@ -1,10 +1,11 @@
 """What owns the memory: shards, unsharded buffers, gradients, and the two faces of a parameter."""
 
+from composable.storage.comms import HookFunction, Registration, copied_registrations, nearest
 from composable.storage.copy_reach import modules_of_copy, reaches_out
 from composable.storage.first_values import FirstValues, ParamInitFn
 from composable.storage.flat_buffer import FlatBuffer
 from composable.storage.gradient_buffer import GradientBuffer, GradientPool
-from composable.storage.gradient_path import GradientPath, Reduction
+from composable.storage.gradient_path import GradientPath, Reduction, reduced_otherwise
 from composable.storage.handle import FIX_COPY, Handle, handle_of
 from composable.storage.module_buffers import describe_buffers, move_buffers
 from composable.storage.sharded_param import ShardedParam
@@ -19,15 +20,20 @@ __all__ = [
     "GradientPath",
     "GradientPool",
     "Handle",
+    "HookFunction",
     "MarkedMemory",
     "ParamInitFn",
     "Reduction",
+    "Registration",
     "ShardedParam",
+    "copied_registrations",
     "describe_buffers",
     "handle_of",
     "is_unfilled",
     "mark_unfilled",
     "modules_of_copy",
     "move_buffers",
+    "nearest",
     "reaches_out",
+    "reduced_otherwise",
 ]

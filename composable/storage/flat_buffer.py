@@ -24,9 +24,17 @@ from composable.errors import UsageError, place_of_rank
 from composable.frames import will_get_gradient
 from composable.planning import BufferPlan, HandleMembers, local_shape
 from composable.ragged import HOOKS, RaggedDTensor, hand_over_grad, ragged_spec
-from composable.storage.gather_path import CastGather, Gather, GatherPath
+from composable.storage.comms import DEFAULT_COMMS, Comms
+from composable.storage.gather_path import CastGather, CommGather, Gather, GatherPath
 from composable.storage.gradient_buffer import GradientBuffer
-from composable.storage.gradient_path import GradientPath, ScatterPath
+from composable.storage.gradient_path import (
+    CommScatterPath,
+    GradientPath,
+    HookPath,
+    ScatterPath,
+    SumPath,
+    ThenHookPath,
+)
 from composable.storage.sharded_param import ShardedParam
 from composable.storage.unfilled import META_FIX
 from composable.torch_private import foreach_copy_
@@ -56,6 +64,7 @@ class FlatBuffer:
         all_bits: A bit for each parameter, as other numbers whose bits are some of them.
         is_away: The shard rests on another device than the ranks talk on.
         is_marked: Part of the shard may hold the mark of memory that nobody has written to.
+        comms: How bytes travel where the user chose.
     """
 
     def __init__(
@@ -89,7 +98,10 @@ class FlatBuffer:
         self._hooks_known, self._has_hooks = -1, False
         self.gather_path: GatherPath | None = None
         self.gradient_path: GradientPath | None = None
+        self.comms = DEFAULT_COMMS
         self._transport: Transport | None = None
+        self._group = mesh.get_group()
+        self._key, self._divisor = -1, 1
         self._buffer: torch.Tensor | None = None
         self._storage: torch.UntypedStorage | None = None
         self._buffer_bytes = plan.buffer_bytes
@@ -120,11 +132,50 @@ class FlatBuffer:
         All ranks of the shard group, same order.
         """
         if self._transport is not transport:
-            key = transport.allocate_key()
-            makes_copy = self.compute_dtype != self.dtype
-            self.gather_path = (CastGather if makes_copy else Gather)(transport, key)
-            self.gradient_path = ScatterPath(transport, key, divisor, self.gradient_dtype)
+            self._key, self._divisor = transport.allocate_key(), divisor
             self._transport = transport
+            self._choose_gather_path(transport)
+            self._choose_gradient_path(transport)
+
+    def communicate_by(self, comms: Comms) -> None:
+        """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
+        before, self.comms = self.comms, comms
+        if self._transport is not None:
+            if before.all_gather is not comms.all_gather:
+                self._choose_gather_path(self._transport)
+            self._choose_gradient_path(self._transport)
+
+    def check_hook(self) -> None:
+        """Raise what is wrong with what the communication hook gave last, if anything.
+
+        Raises:
+            ConfigError: Its dtype, shape or device.
+        """
+        failure = getattr(self.gradient_path, "failure", None)
+        if failure is not None:
+            self.gradient_path.failure = None  # type: ignore[union-attr]  # it has one
+            raise failure
+
+    def _choose_gather_path(self, transport: Transport) -> None:
+        if self.comms.all_gather is not None:
+            self.gather_path = CommGather(transport, self._key, self.comms.all_gather, self._group, self.params[0].fqn)
+        else:
+            makes_copy = self.compute_dtype != self.dtype
+            self.gather_path = (CastGather if makes_copy else Gather)(transport, self._key)
+
+    def _choose_gradient_path(self, transport: Transport) -> None:
+        comms, dtype, key = self.comms, self.gradient_dtype, self._key
+        divisor = comms.divide_factor or self._divisor
+        path: GradientPath
+        if comms.hook is not None:
+            path = HookPath(transport, comms.hook, dtype)
+        elif comms.reduce_scatter is not None:
+            path = CommScatterPath(transport, comms.reduce_scatter, self._group, divisor, dtype, self.params[0].fqn)
+        else:
+            path = (SumPath if comms.sums_only else ScatterPath)(transport, key, divisor, dtype)
+        if comms.all_reduce_hook is not None:
+            path = ThenHookPath(path, comms.all_reduce_hook, comms.all_reduce_stream)
+        self.gradient_path = path
 
     def begin_unshard(self) -> Pending:
         """Allocate the buffer and start the all-gather into it, on the current stream; the shard is usable."""

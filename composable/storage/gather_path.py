@@ -3,13 +3,15 @@
 Precision and offload are paths around a path: cast into the buffer's dtype first, copy from the host first.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-from composable.collectives import Pending, Transport
+from composable.collectives import DONE, Pending, Transport, wait_for_work
+from composable.storage.staging import stage
 
-__all__ = ["CastGather", "Gather", "GatherPath"]
+__all__ = ["CastGather", "CommGather", "Gather", "GatherPath"]
 
 
 class GatherPath(Protocol):
@@ -63,3 +65,38 @@ class CastGather(Gather):
         own = buffer.data[rank * numel : (rank + 1) * numel]
         own.copy_(shard)
         return self.transport.begin_all_gather(buffer, own, self.key)
+
+
+class CommGather(Gather):
+    """An all-gather of the user's: torch's ``Comm``. The buffer's memory is ours, so what it fills is copied.
+
+    Args:
+        transport: Of the ranks; nothing goes through it.
+        key: Of the buffer.
+        comm: Of the user.
+        group: Of these ranks.
+        fqn: Of a parameter of the buffer.
+    """
+
+    __slots__ = ("_comm", "_fqn", "_group")
+
+    def __init__(self, transport: Transport, key: int, comm: Any, group: dist.ProcessGroup, fqn: str) -> None:
+        super().__init__(transport, key)
+        self._comm = comm
+        self._group = group
+        self._fqn = fqn
+
+    def begin(self, buffer: torch.Tensor, shard: torch.Tensor) -> Pending:
+        # Through `data`, so that parameters which view the buffer do not count as modified.
+        buffer = buffer.data
+        if self.transport.world_size == 1:
+            buffer.copy_(shard)
+            return DONE
+        own = stage(self._comm, shard.numel(), buffer, self._fqn)
+        own.copy_(shard)
+        output = stage(self._comm, buffer.numel(), buffer, self._fqn)
+        work = self._comm(output_tensor=output, input_tensor=own, group=self._group, async_op=False)
+        wait_for_work(work, self._group)
+        # At once: the user's memory may be used again by the next call.
+        buffer.copy_(output)
+        return DONE

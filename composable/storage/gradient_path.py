@@ -2,16 +2,32 @@
 
 One object a flat buffer. Other ways are paths around a path: a hook that sends fewer bytes, an
 all-reduce over the ranks that hold copies of the shard, a copy to the host. Whatever the way, the
-sum is divided once, by the ``divisor`` of the path that sums.
+sum is divided once, by the ``divisor`` of the path that sums; a communication hook divides by itself.
 """
 
-from typing import Protocol
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-from composable.collectives import Pending, Transport
+from composable.arguments import described
+from composable.collectives import Pending, Transport, wait_for_work
+from composable.errors import ConfigError
+from composable.storage.comms import Registration
+from composable.storage.staging import stage
 
-__all__ = ["GradientPath", "Reduction", "ScatterPath"]
+__all__ = [
+    "CommScatterPath",
+    "GradientPath",
+    "HookPath",
+    "Reduction",
+    "ScatterPath",
+    "SumPath",
+    "ThenHookPath",
+    "reduced_otherwise",
+]
 
 
 class Reduction(Protocol):
@@ -47,13 +63,13 @@ class ScatterPath:
     Args:
         transport: Of the ranks that share the shard.
         key: Of the buffer.
-        divisor: Ranks whose gradients the mean is over.
+        divisor: Ranks whose gradients the mean is over, or what the user divides by.
         dtype: Of the result.
     """
 
     __slots__ = ("_dtype", "_scale", "key", "transport")
 
-    def __init__(self, transport: Transport, key: int, divisor: int, dtype: torch.dtype) -> None:
+    def __init__(self, transport: Transport, key: int, divisor: float, dtype: torch.dtype) -> None:
         self.transport = transport
         self.key = key
         self._scale = 1.0 / divisor
@@ -75,3 +91,219 @@ class _Scattering:
     def finish(self) -> torch.Tensor:
         self._pending.finish()
         return self._shard
+
+
+class _Reduced:
+    """A reduction that is over, or that the current stream of a device has queued to its end."""
+
+    __slots__ = ("_shard",)
+
+    def __init__(self, shard: torch.Tensor) -> None:
+        self._shard = shard
+
+    def finish(self) -> torch.Tensor:
+        return self._shard
+
+
+class HookPath:
+    """What a communication hook makes of the gradients: it reduces and divides.
+
+    Attributes:
+        transport: Allocates; nothing goes through it.
+        failure: What is wrong with the last result, if anything; who reads it forgets it.
+
+    Args:
+        transport: Of the ranks that share the shard.
+        hook: With its state.
+        dtype: Of the result.
+    """
+
+    __slots__ = ("_dtype", "_hook", "failure", "transport")
+
+    def __init__(self, transport: Transport, hook: Registration, dtype: torch.dtype) -> None:
+        self.transport = transport
+        self.failure: ConfigError | None = None
+        self._hook = hook
+        self._dtype = dtype
+
+    def begin(self, source: torch.Tensor) -> Reduction:
+        hook, transport, dtype = self._hook, self.transport, self._dtype
+        output = transport.empty(source.numel() // transport.world_size, source)
+        like = output.view(-1)
+        if output.is_floating_point() or output.is_complex():
+            # What a hook leaves unwritten is to be seen, not to be what memory held before.
+            output.fill_(math.nan)
+        # Another object: hooks may give it other data, and the memory is used again.
+        returned = hook.function(hook.state, source.view(-1), output)
+        what = _what_is_wrong(returned, output, like, dtype)
+        if what:
+            # The ranks have met in the hook: they go on, and are told at the end of backward.
+            self.failure = ConfigError(
+                f"the communication hook {what}",
+                fix="fill `output` in place, with the mean of this rank's slice, in the dtype that it has; return None",
+            )
+            return _Reduced(like.new_zeros(like.shape, dtype=dtype))
+        return _Reduced(output if output.dtype is dtype else output.to(dtype))
+
+
+def reduced_otherwise(hook: Registration, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ConfigError | None]:
+    """Let a communication hook average ``gradients`` [N] over ranks that all keep the whole of it.
+
+    Returns:
+        The averages, in the same memory or not; or what is wrong with them.
+    """
+    averaged = gradients.view(-1)
+    what = _what_is_wrong(hook.function(hook.state, averaged), averaged, gradients, gradients.dtype)
+    if what:
+        fix = "average the gradients in place, in the dtype that they have; return None"
+        return None, ConfigError(f"the communication hook {what}", fix=fix)
+    return averaged, None
+
+
+def _what_is_wrong(returned: object, output: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> str:
+    """Say what a hook did to ``output`` that it should not have; empty: nothing."""
+    if returned is not None and returned is not output:
+        wait = getattr(returned, "wait", None)
+        if callable(wait):
+            wait()  # It writes to memory that is about to be freed.
+        return f"returned {described(returned)}"
+    if output.shape != like.shape:
+        return f"left a result of shape {list(output.shape)}, where {list(like.shape)} is due"
+    if output.dtype not in {like.dtype, dtype}:
+        return f"left a result of {str(output.dtype)[6:]}, where {str(like.dtype)[6:]} is due"
+    if output.device != like.device:
+        return f"left a result on {output.device}, where {like.device} is due"
+    return ""
+
+
+class SumPath(ScatterPath):
+    """One reduce-scatter that adds up; the division is a step of its own."""
+
+    __slots__ = ("_divisor",)
+
+    def __init__(self, transport: Transport, key: int, divisor: float, dtype: torch.dtype) -> None:
+        super().__init__(transport, key, divisor, dtype)
+        self._divisor = divisor
+
+    def begin(self, source: torch.Tensor) -> Reduction:
+        transport = self.transport
+        left = _divided_before(source, self._divisor)
+        shard = transport.empty(source.numel() // transport.world_size, source, self._dtype)
+        pending = transport.begin_reduce_scatter(source, shard, self.key)
+        return _Summing(pending, shard, left)
+
+
+class _Summing(_Scattering):
+    __slots__ = ("_divisor",)
+
+    def __init__(self, pending: Pending, shard: torch.Tensor, divisor: float) -> None:
+        super().__init__(pending, shard)
+        self._divisor = divisor
+
+    def finish(self) -> torch.Tensor:
+        return super().finish().div_(self._divisor)
+
+
+class CommScatterPath:
+    """A reduce-scatter of the user's: torch's ``Comm``, which adds up; the path divides.
+
+    Attributes:
+        transport: Allocates; nothing goes through it.
+
+    Args:
+        transport: Of the ranks that share the shard.
+        comm: Of the user.
+        group: Of these ranks.
+        divisor: Of the sum.
+        dtype: Of the result.
+        fqn: Of a parameter of the buffer.
+    """
+
+    __slots__ = ("_comm", "_divisor", "_dtype", "_fqn", "_group", "transport")
+
+    def __init__(
+        self, transport: Transport, comm: Any, group: dist.ProcessGroup, divisor: float, dtype: torch.dtype, fqn: str
+    ) -> None:
+        self.transport = transport
+        self._comm = comm
+        self._group = group
+        self._fqn = fqn
+        self._divisor = divisor
+        self._dtype = dtype
+
+    def begin(self, source: torch.Tensor) -> Reduction:
+        world_size = self.transport.world_size
+        shard = self.transport.empty(source.numel() // world_size, source, self._dtype)
+        if world_size == 1:
+            shard.copy_(source)
+            return _Reduced(shard.div_(self._divisor))
+        left = _divided_before(source, self._divisor)
+        sent = stage(self._comm, source.numel(), source, self._fqn)
+        sent.copy_(source)
+        output = stage(self._comm, shard.numel(), source, self._fqn)
+        work = self._comm(
+            output_tensor=output, input_tensor=sent, group=self._group, op=dist.ReduceOp.SUM, async_op=False
+        )
+        wait_for_work(work, self._group)
+        # The user's memory may be used again by the next call.
+        shard.copy_(output)
+        return _Reduced(shard.div_(left))
+
+
+def _divided_before(source: torch.Tensor, divisor: float) -> float:
+    """Divide what a sum of could be more than its type holds, where the mean is not; returns what is left to divide."""
+    if source.dtype is not torch.float16:
+        return divisor
+    source.mul_(1.0 / divisor)
+    return 1.0
+
+
+class ThenHookPath:
+    """Another path, then a function of the user's on the shard that it gives.
+
+    Args:
+        inner: The other path.
+        hook: Called with the reduced shard, which it may change.
+        stream: Where it runs; ``None``: on the current one.
+    """
+
+    __slots__ = ("_hook", "_stream", "inner")
+
+    def __init__(self, inner: GradientPath, hook: Callable[[torch.Tensor], object], stream: Any) -> None:
+        self.inner = inner
+        self._hook = hook
+        self._stream = stream
+
+    @property
+    def transport(self) -> Transport:
+        """That of the other path."""
+        return self.inner.transport  # type: ignore[attr-defined,no-any-return]  # all of this file have one
+
+    @transport.setter
+    def transport(self, transport: Transport) -> None:
+        self.inner.transport = transport  # type: ignore[attr-defined]
+
+    @property
+    def failure(self) -> ConfigError | None:
+        """That of the other path."""
+        return getattr(self.inner, "failure", None)
+
+    @failure.setter
+    def failure(self, failure: ConfigError | None) -> None:
+        self.inner.failure = failure  # type: ignore[attr-defined]
+
+    def begin(self, source: torch.Tensor) -> Reduction:
+        # To its end: hooks that communicate run in one order on all ranks, and never for a step that was abandoned.
+        shard = self.inner.begin(source).finish()
+        if self._stream is None:
+            self._hook(shard)
+            return _Reduced(shard)
+        module = torch.get_device_module(shard.device)
+        current = module.current_stream()
+        self._stream.wait_stream(current)
+        try:
+            with module.stream(self._stream):
+                self._hook(shard)
+        finally:
+            current.wait_stream(self._stream)
+        return _Reduced(shard)

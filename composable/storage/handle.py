@@ -8,13 +8,16 @@ decides when each call is made.
 import copy
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from composable.collectives import Pending
+from composable.errors import located
 from composable.planning import HandlePlan
+from composable.storage.comms import DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
 from composable.storage.copy_reach import is_part_of_module, modules_of_copy, reaches_out
 from composable.storage.flat_buffer import FlatBuffer
 from composable.storage.sharded_param import ShardedParam, has_own_setattr
@@ -120,6 +123,8 @@ class Handle:
         forward_prefetch: Handles to unshard after this one in forward, or ``None``: as recorded.
         backward_prefetch: The same for backward.
         copy_key: Which copy of which copy of the annotated handle this is; empty for that one.
+        comms: How bytes travel where the user chose.
+        comm_hooks: Registrations of communication hooks that reach the handle; the nearest holds.
     """
 
     def __init__(self, plan: HandlePlan, modules: Sequence[nn.Module], buffers: Sequence[FlatBuffer]) -> None:
@@ -137,6 +142,8 @@ class Handle:
         self.forward_prefetch: tuple[Handle, ...] | None = None
         self.backward_prefetch: tuple[Handle, ...] | None = None
         self.copy_key = ""
+        self.comms = DEFAULT_COMMS
+        self.comm_hooks: tuple[Registration, ...] = ()
         self._copies = 0
         self.casts_params = any(flat.compute_dtype != flat.dtype for flat in buffers)
         self.casts_gradients = any(flat.plan.reduce_dtype != flat.compute_dtype for flat in buffers)
@@ -250,6 +257,7 @@ class Handle:
         twin.buffers = tuple(
             flat.copied(memo, with_kept_gradients=self.has_unsynced_gradients) for flat in self.buffers
         )
+        twin.register_comm_hooks(copied_registrations(self.comm_hooks, memo))
         return twin
 
     def adopt_modules(self, memo: dict[int, Any]) -> None:
@@ -258,14 +266,39 @@ class Handle:
         for param in self.params:
             param.owners = tuple((copy.deepcopy(module, memo), name) for module, name in param.owners)
         self._place_sharded()
+        for one in self.comm_hooks:
+            one.place_copy(memo)
         for name in ("forward_prefetch", "backward_prefetch"):
             ahead = getattr(self, name)
             if ahead is not None:
                 setattr(self, name, tuple(memo[id(handle)] for handle in ahead if id(handle) in memo))
 
+    def communicate_by(self, comms: Comms) -> None:
+        """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
+        self.comms = comms
+        for flat in self.buffers:
+            flat.communicate_by(comms)
+
+    def register_comm_hooks(self, registrations: Sequence[Registration]) -> None:
+        """Let the nearest of ``registrations`` reduce the gradients. Every rank alike.
+
+        Raises:
+            ConfigError: None of them is the nearest.
+            UsageError: The handle has another way to reduce.
+        """
+        comms = self.check_comm_hooks(registrations)
+        self.comm_hooks = tuple(registrations)
+        self.communicate_by(comms)
+
+    def check_comm_hooks(self, registrations: Sequence[Registration]) -> Comms:
+        """Return what ``register_comm_hooks`` would choose; raises what it does."""
+        with located(f"module {self.fqn!r}"):
+            return replace(self.comms, hook=nearest(registrations))
+
     def close(self) -> None:
         """Let go of modules and shards for good. Nothing is left to gather: unsharding does nothing from now on."""
         self._start_sharded()
+        self.comm_hooks = ()
         self.modules = ()
         self.buffers = ()
         self.is_unsharded = True

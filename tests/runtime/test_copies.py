@@ -255,7 +255,8 @@ def hooks_of_copies() -> None:
     register_comm_hook(model, state, powerSGD_hook)
     groups = len(dist.distributed_c10d._world.pg_map)
     twin = copy.deepcopy(model)
-    copied, hook = replicate.state(twin).reducer.hook
+    found = replicate.state(twin).reducer.hook
+    copied, hook = found.state, found.function
     assert hook is powerSGD_hook and copied is not state and copied.process_group is group
     with torch.no_grad():
         twin(*inputs_of(twin, 0, 0)[0])

@@ -1,0 +1,869 @@
+"""Communication hooks of both annotations: which one holds, the numbers that it gives, and what goes wrong on one rank."""
+
+import copy
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from composable import (
+    ComposableError,
+    ConfigError,
+    DefaultState,
+    DesyncError,
+    LowPrecisionState,
+    MixedPrecisionPolicy,
+    UsageError,
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+    fully_shard,
+    no_sync,
+    reduce_scatter_hook,
+    register_comm_hook,
+    replicate,
+    set_divergence_timeout,
+    unannotate,
+)
+from composable.collectives.watch import explained
+from tests.counting import CountingTransport
+from tests.models import BATCH, DIM, random_input, seeded
+from tests.parity import full
+from tests.test_divergence import wait_until_all_are_told
+from tests.world import run_ranks, run_threads
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+class Net(nn.Module):
+    """Linear layers of one dtype, the outer ones the root's own."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM + 1, dtype=dtype)
+        self.blocks = nn.Sequential(*(nn.Linear(DIM + 1, DIM + 1, dtype=dtype) for _ in range(2)))
+        self.last = nn.Linear(DIM + 1, 3, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.blocks(self.first(x)))
+
+
+def make_net(dtype: torch.dtype = torch.float32) -> Net:
+    return seeded(lambda: Net(dtype), 0)
+
+
+def batch_of(rank: int, dtype: torch.dtype = torch.float32, step: int = 0) -> torch.Tensor:
+    return random_input(100 * step + rank, BATCH, DIM, dtype=dtype)
+
+
+def backward(model: nn.Module, rank: int, dtype: torch.dtype = torch.float32, step: int = 0) -> None:
+    out = model(batch_of(rank, dtype, step))
+    (torch.view_as_real(out) if out.is_complex() else out).square().mean().backward()
+
+
+def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return every gradient whole. Collective."""
+    return {fqn: full(param.grad) for fqn, param in model.named_parameters() if param.grad is not None}
+
+
+def annotate(model: nn.Module, annotation: str, **options: Any) -> nn.Module:
+    if annotation == "replicate":
+        return replicate(model, bucket_cap_mb=0.0001, find_unused_parameters=True)
+    return fully_shard(model, policy={nn.Linear}, **options)
+
+
+def place_in(model: nn.Module, place: str) -> nn.Module:
+    return {"root": model, "subtree": model.blocks, "handle": model.blocks[1]}[place]
+
+
+def mean_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+    """Average as the hooks without casts do, whichever is due."""
+    if output is None:
+        allreduce_hook(state, grad)
+    else:
+        reduce_scatter_hook(state, grad, output)
+
+
+def default_state() -> DefaultState:
+    return DefaultState(dist.group.WORLD)
+
+
+def close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], eps: float) -> None:
+    assert got.keys() == wanted.keys()
+    for fqn, grad in got.items():
+        limit = eps * wanted[fqn].abs().max().item()
+        torch.testing.assert_close(grad, wanted[fqn], rtol=0, atol=limit, msg=lambda text, fqn=fqn: f"{fqn}: {text}")
+
+
+# States
+
+
+def factors() -> tuple[float, float]:
+    state = default_state()
+    return state.gradient_predivide_factor, state.gradient_postdivide_factor
+
+
+FACTORS = {1: (1, 1), 2: (2, 1), 3: (2, 1.5), 4: (2, 2), 5: (2, 2.5), 6: (4, 1.5), 7: (2, 3.5), 8: (4, 2), 9: (2, 4.5)}
+
+
+@pytest.mark.parametrize("world_size", FACTORS)
+def test_the_two_factors_multiply_to_the_number_of_ranks(world_size: int) -> None:
+    for pre, post in run_threads(factors, world_size):
+        assert (pre, post) == FACTORS[world_size]
+        assert pre * post == world_size
+
+
+def test_a_state_without_a_group_is_a_value_error() -> None:
+    for make in (DefaultState, LowPrecisionState):
+        with pytest.raises(ValueError, match="process_group is None") as caught:
+            make(None)
+        assert isinstance(caught.value, ConfigError)
+
+
+# Numbers
+
+
+def train_with(annotation: str, place: str, dtype: torch.dtype, hook: Callable[..., Any] | None) -> dict[str, Any]:
+    model = annotate(make_net(dtype), annotation)
+    if hook is not None:
+        register_comm_hook(place_in(model, place), default_state(), hook)
+    backward(model, dist.get_rank(), dtype)
+    return grads_of(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("annotation", "place", "dtype"),
+    [
+        *(("fully_shard", place, dtype) for place in ("root", "subtree", "handle") for dtype in DTYPES),
+        *(("replicate", "root", dtype) for dtype in (*DTYPES, torch.complex64)),
+    ],
+)
+def test_the_hooks_without_casts_change_no_number(
+    annotation: str, place: str, dtype: torch.dtype, world_size: int
+) -> None:
+    plain = run_threads(train_with, world_size, annotation, place, dtype, None)[0]
+    for grads in run_threads(train_with, world_size, annotation, place, dtype, mean_hook):
+        # Dividing by a power of two rounds nothing; by three, and three summands in another order, do.
+        close(grads, plain, 0 if world_size < 3 else 4 * torch.finfo(dtype).eps)
+
+
+def compressed(annotation: str, way: str, low: torch.dtype) -> dict[str, torch.Tensor]:
+    model = annotate(make_net(), annotation)
+    if way == "hook":
+        hook = fp16_compress_hook if low is torch.float16 else bf16_compress_hook
+        register_comm_hook(model, LowPrecisionState(dist.group.WORLD), hook)
+    else:
+        wrapper = fp16_compress_wrapper if low is torch.float16 else bf16_compress_wrapper
+        register_comm_hook(model, default_state(), wrapper(mean_hook))
+    backward(model, dist.get_rank())
+    return grads_of(model)
+
+
+def emulated(low: torch.dtype, world_size: int) -> dict[str, torch.Tensor]:
+    """Return what compressed gradients become, in one process."""
+    pre, post = FACTORS[world_size]
+    total: dict[str, torch.Tensor] = {}
+    for rank in range(world_size):
+        model = make_net()
+        backward(model, rank)
+        for fqn, param in model.named_parameters():
+            sent = param.grad.to(low).div_(pre)
+            total[fqn] = total[fqn] + sent if rank else sent
+    return {fqn: grad.div_(post).float() for fqn, grad in total.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("way", ["hook", "wrapper"])
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
+def test_compressed_gradients_are_those_that_one_process_emulates(
+    annotation: str, way: str, low: torch.dtype, world_size: int
+) -> None:
+    expected = emulated(low, world_size)
+    for grads in run_threads(compressed, world_size, annotation, way, low):
+        # The sum of three depends on the order, which is the transport's.
+        close(grads, expected, 0 if world_size < 3 else 2 * torch.finfo(low).eps)
+        assert all(grad.dtype is torch.float32 for grad in grads.values())
+        if world_size < 3:
+            assert all(torch.equal(grad.to(low).float(), grad) for grad in grads.values())
+
+
+def compressed_by_hand() -> tuple[torch.Tensor, torch.Tensor]:
+    state = LowPrecisionState(dist.group.WORLD)
+    whole = torch.arange(4) * torch.tensor(1 + 2j) * (1 + dist.get_rank())
+    shard = torch.empty(2, dtype=whole.dtype)
+    bf16_compress_hook(state, whole.clone(), shard)
+    bf16_compress_hook(state, whole)
+    return whole, shard
+
+
+def test_complex_gradients_are_compressed_in_both_parts() -> None:
+    for rank, (whole, shard) in enumerate(run_threads(compressed_by_hand, 2)):
+        expected = torch.arange(4) * torch.tensor(1.5 + 3j)
+        torch.testing.assert_close(whole, expected, rtol=0, atol=0)
+        torch.testing.assert_close(shard, expected[2 * rank : 2 * rank + 2], rtol=0, atol=0)
+
+
+def on_gloo(annotation: str) -> list[dict[str, torch.Tensor]]:
+    return [train_with(annotation, "root", torch.float32, hook) for hook in (None, mean_hook)] + [
+        compressed(annotation, "hook", torch.bfloat16)
+    ]
+
+
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
+def test_hooks_talk_in_real_process_groups(annotation: str) -> None:
+    for plain, hooked, low in run_ranks(on_gloo, 2, annotation):
+        close(hooked, plain, 0)
+        close(low, plain, 2 * torch.finfo(torch.bfloat16).eps)
+        assert not torch.equal(low["last.weight"], plain["last.weight"])
+
+
+# What a hook is called with, and how often
+
+
+def count_calls(annotation: str, unused: str) -> tuple[list[tuple[int, ...]], dict[str, int], int]:
+    options = {} if annotation == "replicate" else {"unused_gradients": unused}
+    model = annotate(make_net(), annotation, **options)
+    calls = []
+
+    def hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+        calls.append((grad.numel(), -1 if output is None else output.numel()))
+        mean_hook(state, grad, output)
+
+    register_comm_hook(model, default_state(), hook)
+    if annotation == "replicate":
+        backward(model, dist.get_rank())
+        backward(model, dist.get_rank())
+        return calls, {}, len(replicate.state(model).reducer.buckets)
+    counting = CountingTransport.install(fully_shard.state(model).lazy_init())
+    backward(model, dist.get_rank())
+    return calls, counting.counts(), len(fully_shard.state(model)._all_handles)
+
+
+@pytest.mark.parametrize("unused", ["none", "zero"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_hook_takes_the_place_of_every_reduce_scatter(world_size: int, unused: str) -> None:
+    for calls, counts, handles in run_threads(count_calls, world_size, "fully_shard", unused):
+        assert len(calls) == handles == 4
+        assert all(whole == world_size * part for whole, part in calls)
+        assert "reduce_scatter" not in counts and counts["all_gather"] > 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_replicated_module_calls_a_hook_for_each_bucket_without_an_output(world_size: int) -> None:
+    for calls, _, buckets in run_threads(count_calls, world_size, "replicate", "none"):
+        assert all(part == -1 for _, part in calls)
+        # One bucket for all before the order is known, then those of the limit.
+        assert len(calls) > buckets > 1
+
+
+def two_dtypes() -> tuple[list[torch.dtype], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    results = []
+    seen = []
+    for is_hooked in (False, True):
+        model = nn.Sequential(make_net(), seeded(lambda: nn.Linear(3, 3, dtype=torch.float64), 1))
+        model[1].empty = nn.Parameter(torch.zeros(0, dtype=torch.bfloat16))
+        model.forward = lambda x, model=model: model[1](model[0](x).double())
+        fully_shard(model)
+
+        def hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
+            seen.append(grad.dtype)
+            reduce_scatter_hook(state, grad, output)
+
+        if is_hooked:
+            register_comm_hook(model, default_state(), hook)
+        backward(model, dist.get_rank())
+        results.append(grads_of(model))
+    return seen, *results
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_buffer_of_a_handle_is_reduced_by_itself_and_an_empty_one_not_at_all(world_size: int) -> None:
+    for seen, plain, hooked in run_threads(two_dtypes, world_size):
+        assert sorted(map(str, seen)) == ["torch.float32", "torch.float64"]
+        close(hooked, plain, 0)
+
+
+def in_low_precision(is_hooked: bool) -> tuple[set[torch.dtype], dict[str, torch.Tensor]]:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    model = annotate(make_net(), "fully_shard", mp_policy=policy)
+    seen = set()
+
+    def hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
+        seen.update((grad.dtype, output.dtype))
+        reduce_scatter_hook(state, grad, output)
+
+    if is_hooked:
+        register_comm_hook(model, default_state(), hook)
+    backward(model, dist.get_rank())
+    return seen, grads_of(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_hook_gets_gradients_in_the_dtype_of_the_reduction(world_size: int) -> None:
+    _, plain = run_threads(in_low_precision, world_size, False)[0]
+    for seen, grads in run_threads(in_low_precision, world_size, True):
+        assert seen == {torch.bfloat16}
+        assert all(grad.dtype is torch.float32 for grad in grads.values())
+        close(grads, plain, 2 * torch.finfo(torch.bfloat16).eps)
+
+
+def accumulated(annotation: str, is_hooked: bool) -> dict[str, torch.Tensor]:
+    model = annotate(make_net(), annotation)
+    if is_hooked:
+        register_comm_hook(model, default_state(), mean_hook)
+    with no_sync(model):
+        backward(model, dist.get_rank(), step=0)
+    backward(model, dist.get_rank(), step=1)
+    backward(model, dist.get_rank(), step=2)
+    return grads_of(model)
+
+
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
+def test_gradients_that_waited_go_through_the_hook_with_the_next(annotation: str) -> None:
+    plain = run_threads(accumulated, 2, annotation, False)[0]
+    for grads in run_threads(accumulated, 2, annotation, True):
+        close(grads, plain, 0)
+
+
+class Branches(nn.Module):
+    """Each rank uses its own layer of two, and none uses the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.trunk = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[dist.get_rank() % 2](self.trunk(x))
+
+
+def unused(annotation: str, is_hooked: bool) -> dict[str, torch.Tensor]:
+    model = seeded(Branches, 0)
+    if annotation == "replicate":
+        replicate(model, find_unused_parameters=True)
+    else:
+        fully_shard(model, unused_gradients=annotation)
+    if is_hooked:
+        register_comm_hook(model, default_state(), mean_hook)
+    backward(model, dist.get_rank())
+    return grads_of(model)
+
+
+@pytest.mark.parametrize("way", ["replicate", "none", "zero"])
+def test_unused_parameters_count_as_zeros_in_a_hook(way: str) -> None:
+    plain = run_threads(unused, 2, way, False)[0]
+    for grads in run_threads(unused, 2, way, True):
+        close(grads, plain, 0)
+        assert grads["layers.0.weight"].abs().max() > 0
+
+
+class Tower(nn.Module):
+    """A trunk whose features two heads share: a backward each, of which the second comes late to the trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(DIM, DIM)
+        self.heads = nn.ModuleList(nn.Linear(DIM, 3) for _ in range(2))
+
+
+def late(is_hooked: bool) -> tuple[int, dict[str, torch.Tensor]]:
+    model = seeded(Tower, 0)
+    fully_shard(model.trunk)
+    for head in model.heads:
+        fully_shard(head)
+    calls = []
+
+    def hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
+        calls.append(grad.numel())
+        reduce_scatter_hook(state, grad, output)
+
+    if is_hooked:
+        register_comm_hook(model, default_state(), hook)
+    for index, head in enumerate(model.heads):
+        features = model.trunk(batch_of(dist.get_rank(), step=index))
+        head(features).square().mean().backward()
+    return len(calls), grads_of(model)
+
+
+def test_every_reduction_of_a_module_that_has_several_goes_through_the_hook() -> None:
+    _, plain = run_threads(late, 2, False)[0]
+    for calls, grads in run_threads(late, 2, True):
+        assert calls == 4
+        close(grads, plain, 0)
+
+
+# Which registration holds
+
+
+class Node(nn.Module):
+    """A layer of its own, then the nodes below."""
+
+    def __init__(self, below: list["Node"]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+        self.below = nn.ModuleList(below)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.layer(x))
+        for node in self.below:
+            x = x + node(x)
+        return x
+
+
+def random_tree(rng: random.Random, depth: int) -> Node:
+    return Node([random_tree(rng, depth - 1) for _ in range(rng.randint(0, 2 if depth else 0))])
+
+
+def scaled_hook(factor: int, state: DefaultState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+    mean_hook(state, grad, output)
+    (grad if output is None else output).mul_(factor)
+
+
+def ancestors(fqn: str) -> list[str]:
+    """Return the names of a module and of those around it, innermost first."""
+    parts = fqn.split(".") if fqn else []
+    return [".".join(parts[:stop]) for stop in range(len(parts), -1, -1)]
+
+
+def precedence(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, int]]:
+    """Return gradients with one hook on all, with random hooks, and the factor due to each, by brute force."""
+    rng = random.Random(seed)
+    tree = seeded(lambda: random_tree(rng, 3), seed)
+    nodes = [fqn for fqn, module in tree.named_modules() if isinstance(module, Node)]
+    # From the inside out. What replicate leaves to others further in is theirs.
+    annotated = {fqn: rng.choice(["fully_shard", "replicate"]) for fqn in nodes[1:] if rng.random() < 0.6}
+    annotated[""] = "fully_shard"
+    registered: dict[str, int] = {}
+    places = [fqn for fqn, _ in tree.named_modules() if rng.random() < 0.5]
+    rng.shuffle(places)
+    is_taken_off = {fqn: rng.random() < 0.3 for fqn in places}
+    grads = []
+    for is_random in (False, True):
+        model = copy.deepcopy(tree)
+        for fqn in sorted(annotated, key=lambda fqn: -len(ancestors(fqn))):
+            {"fully_shard": fully_shard, "replicate": replicate}[annotated[fqn]](model.get_submodule(fqn))
+        if not is_random:
+            register_comm_hook(model, default_state(), mean_hook)
+        for number, fqn in enumerate(places if is_random else []):
+            factor = 2 ** (number + 1)
+            has_some = any(fqn in ancestors(other) for other in annotated)
+
+            def hook(
+                state: DefaultState, grad: torch.Tensor, output: torch.Tensor | None = None, factor: int = factor
+            ) -> None:
+                scaled_hook(factor, state, grad, output)
+
+            if not has_some:
+                with pytest.raises(UsageError, match="found no annotated module"):
+                    register_comm_hook(model.get_submodule(fqn), default_state(), hook)
+                continue
+            handle = register_comm_hook(model.get_submodule(fqn), default_state(), hook)
+            registered[fqn] = factor
+            if is_taken_off[fqn]:
+                handle.remove()
+                del registered[fqn]
+        backward(model, dist.get_rank())
+        grads.append(grads_of(model))
+    factors = {}
+    for fqn, _ in tree.named_parameters():
+        owner = next(one for one in ancestors(fqn) if one in annotated)
+        factors[fqn] = next((registered[one] for one in ancestors(owner) if one in registered), 1)
+    return grads[0], grads[1], factors
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_nearest_registration_holds_whatever_the_order(seed: int) -> None:
+    for plain, hooked, factors in run_threads(precedence, 1 + seed % 3, seed):
+        # Where nothing is registered, the library's own sum may have another order.
+        eps = 4 * torch.finfo(torch.float32).eps
+        for fqn, factor in factors.items():
+            wanted = plain[fqn] * factor
+            close({fqn: hooked[fqn]}, {fqn: wanted}, eps if factor == 1 else 0)
+
+
+def test_the_random_trees_have_what_is_to_be_tested() -> None:
+    factors = [run_threads(precedence, 1, seed)[0][2] for seed in range(24)]
+    assert sum(len(set(one.values())) > 2 for one in factors) > 5
+
+
+# How long a registration lasts
+
+
+def copied(annotation: str) -> list[Any]:
+    model = annotate(make_net(), annotation)
+    state = default_state()
+    state.calls = 0
+
+    def hook(state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+        state.calls += 1
+        mean_hook(state, grad, output)
+
+    handle = register_comm_hook(model, state, hook)
+    register_comm_hook(model.blocks, state, hook) if annotation == "fully_shard" else None
+    backward(model, dist.get_rank())
+    first = state.calls
+    twin = copy.deepcopy(model)
+    backward(twin, dist.get_rank())
+    after_twin = state.calls
+    handle.remove()
+    twin.zero_grad()
+    backward(twin, dist.get_rank(), step=1)
+    state_of = fully_shard.state if annotation == "fully_shard" else replicate.state
+    units = state_of(twin)._handles if annotation == "fully_shard" else [state_of(twin).reducer]
+    places = {one.module for unit in units for one in unit.comm_hooks}
+    twins_calls = {one.state.calls for unit in units for one in unit.comm_hooks}
+    expected = {twin} if annotation == "replicate" else {twin, twin.blocks}
+    return [first > 0, after_twin == first, state.calls == first, places == expected, max(twins_calls) > first]
+
+
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
+def test_a_copy_has_the_hook_with_a_copy_of_its_state(annotation: str) -> None:
+    assert run_threads(copied, 2, annotation) == [[True] * 5] * 2
+
+
+def copied_part() -> tuple[bool, bool]:
+    model = fully_shard(make_net(), policy={nn.Linear})
+    calls = []
+
+    def hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
+        calls.append(grad.numel())
+        reduce_scatter_hook(state, grad, output)
+
+    register_comm_hook(nn.Sequential(model), None, fp16_compress_hook)
+    register_comm_hook(model, default_state(), hook)
+    twin = copy.deepcopy(model.blocks)
+    twin(torch.ones(2, DIM + 1)).sum().backward()
+    part = len(calls)
+    handle = register_comm_hook(twin, default_state(), reduce_scatter_hook)
+    twin(torch.ones(2, DIM + 1)).sum().backward()
+    handle.remove()
+    twin(torch.ones(2, DIM + 1)).sum().backward()
+    return part == 2, len(calls) == 4
+
+
+def test_a_copy_of_a_part_has_the_hook_of_the_module_around_and_a_nearer_one_holds() -> None:
+    assert run_threads(copied_part, 2) == [(True, True)] * 2
+
+
+def adopted() -> list[int]:
+    model = make_net()
+    fully_shard(model.blocks)
+    calls = []
+
+    def hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor) -> None:
+        calls.append(grad.numel())
+        reduce_scatter_hook(state, grad, output)
+
+    register_comm_hook(model.blocks, default_state(), hook)
+    model.blocks(torch.ones(2, DIM + 1)).sum().backward()
+    model.zero_grad()
+    fully_shard(model)
+    backward(model, dist.get_rank())
+    return calls
+
+
+def test_a_hook_stays_when_another_root_adopts_its_handle() -> None:
+    for calls in run_threads(adopted, 2):
+        assert len(calls) == 2
+        assert len(set(calls)) == 1
+
+
+def undone(annotation: str) -> tuple[int, int]:
+    model = annotate(make_net(), annotation)
+    calls = Counter()
+
+    def hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+        calls["hook"] += 1
+        mean_hook(state, grad, output)
+
+    handle = register_comm_hook(model, default_state(), hook)
+    backward(model, dist.get_rank())
+    before = calls["hook"]
+    unannotate(model)
+    annotate(model.requires_grad_(), annotation) if annotation == "replicate" else None
+    if annotation == "fully_shard":
+        model.zero_grad()
+        annotate(model, annotation)
+    backward(model, dist.get_rank())
+    handle.remove()  # It is off.
+    register_comm_hook(model, default_state(), hook)
+    return before, calls["hook"]
+
+
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
+def test_unannotate_takes_hooks_off(annotation: str) -> None:
+    for before, after in run_threads(undone, 2, annotation):
+        assert before == after > 0
+
+
+def removed_twice() -> dict[str, torch.Tensor]:
+    model = annotate(make_net(), "fully_shard")
+    outer = register_comm_hook(model, default_state(), mean_hook)
+    inner = register_comm_hook(model.blocks, None, fp16_compress_wrapper(lambda state, grad, output=None: None))
+    inner.remove()
+    inner.remove()
+    outer.remove()
+    backward(model, dist.get_rank())
+    return grads_of(model)
+
+
+def test_what_is_removed_leaves_the_librarys_own_reduction() -> None:
+    plain = run_threads(train_with, 3, "fully_shard", "root", torch.float32, None)[0]
+    for grads in run_threads(removed_twice, 3):
+        close(grads, plain, 0)
+
+
+# Errors
+
+
+def bucket_hook(state: Any, bucket: Any) -> None:
+    raise AssertionError("never called")
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[ComposableError], str]] = {
+    "a hook of DDP on a sharded module": (
+        lambda model: register_comm_hook(model, None, bucket_hook),
+        ConfigError,
+        "takes a state and a bucket only",
+    ),
+    "an all-reduce on a sharded module": (
+        lambda model: register_comm_hook(model, default_state(), allreduce_hook),
+        ConfigError,
+        "takes a state and gradients only",
+    ),
+    "an output that a replicated module has not": (
+        lambda model: register_comm_hook(replicate(make_net()), default_state(), reduce_scatter_hook),
+        ConfigError,
+        "the hook needs an output",
+    ),
+    "a hook of four arguments": (
+        lambda model: register_comm_hook(model, None, lambda a, b, c, d: None),
+        ConfigError,
+        "cannot be called with a state and gradients",
+    ),
+    "a second one": (
+        lambda model: [register_comm_hook(model, default_state(), mean_hook) for _ in range(2)],
+        UsageError,
+        "registered already",
+    ),
+    "a plain module": (
+        lambda model: register_comm_hook(nn.Linear(2, 2), None, mean_hook),
+        UsageError,
+        "found no annotated module",
+    ),
+    "a state of other ranks": (
+        lambda model: register_comm_hook(model, DefaultState(own_group()), mean_hook),
+        ConfigError,
+        "the state of the hook has ranks",
+    ),
+    "neither the nearer": (
+        lambda model: [register_comm_hook(one, default_state(), mean_hook) for one in around_a_group()],
+        ConfigError,
+        "neither is the nearer",
+    ),
+    "inside a backward": (
+        lambda model: (
+            [
+                out.register_hook(lambda grad: register_comm_hook(model, None, mean_hook) and None),
+                out.sum().backward(),
+            ]
+            if (out := model(batch_of(0))) is not None
+            else None
+        ),
+        UsageError,
+        "a backward is running",
+    ),
+    "a divisor beside a hook": (
+        lambda model: [model.set_gradient_divide_factor(3), register_comm_hook(model, default_state(), mean_hook)],
+        UsageError,
+        "a gradient divide factor and a communication hook",
+    ),
+}
+
+
+def around_a_group() -> list[nn.Module]:
+    """Return two modules that each hold one of two layers that share a handle."""
+    holders = [nn.Sequential(nn.Linear(DIM, DIM)) for _ in range(2)]
+    fully_shard([holder[0] for holder in holders])
+    return holders
+
+
+def own_group() -> dist.ProcessGroup:
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    return groups[dist.get_rank()]
+
+
+def refused(name: str) -> str:
+    model = fully_shard(make_net())
+    call, kind, text = REFUSED[name]
+    with pytest.raises(kind, match=text) as caught:
+        call(model)
+    backward(model, dist.get_rank())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_with_place_and_fix(name: str) -> None:
+    for rank, text in enumerate(run_threads(refused, 2, name)):
+        assert f"\n  at:  rank {rank}" in text and "\n  fix: " in text
+
+
+def wrong_on_one_rank() -> str:
+    model = fully_shard(make_net())
+    hook = bucket_hook if dist.get_rank() else mean_hook
+    with pytest.raises(ConfigError) as caught:
+        register_comm_hook(model, default_state(), hook)
+    assert not fully_shard.state(model)._handles[0].comm_hooks
+    backward(model, dist.get_rank())
+    return str(caught.value)
+
+
+def test_a_hook_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
+    texts = run_threads(wrong_on_one_rank, 2)
+    assert texts[0] == texts[1] and "at:  rank 1, module" in texts[0]
+
+
+def different_hooks(way: str) -> str:
+    model = fully_shard(make_net())
+    with pytest.raises(DesyncError) as caught:  # noqa: PT012  # which of the calls meets the other rank differs
+        if way == "none on the last" and dist.get_rank() == 0:
+            register_comm_hook(model, default_state(), mean_hook)
+        elif way == "another on the last":
+            register_comm_hook(model, default_state(), [mean_hook, fp16_compress_hook][dist.get_rank()])
+        backward(model, dist.get_rank())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["none on the last", "another on the last"])
+def test_ranks_that_register_different_hooks_are_told(way: str) -> None:
+    for text in run_threads(different_hooks, 2, way):
+        assert "rank 0: register_comm_hook of tests.test_comm_hooks.mean_hook with DefaultState" in text
+
+
+BAD_RESULTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
+    "dtype": (lambda result: setattr(result, "data", result.data.half()), "a result of float16, where float32 is due"),
+    "shape": (lambda result: setattr(result, "data", result.data[1:]), r"a result of shape \[\d+\], where \[\d+\]"),
+    "return": (lambda result: result.clone(), "returned a Tensor"),
+}
+
+
+def bad_result(annotation: str, way: str, ranks: list[int]) -> str:
+    model = annotate(make_net(), annotation)
+    is_bad = dist.get_rank() in ranks
+
+    def hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor | None = None) -> object:
+        mean_hook(state, grad, output)
+        return BAD_RESULTS[way][0](grad if output is None else output) if is_bad else None
+
+    handle = register_comm_hook(model, default_state(), hook)
+    with pytest.raises(ComposableError) as caught:
+        backward(model, dist.get_rank())
+    model.zero_grad()
+    handle.remove()
+    # Nothing is left of it.
+    backward(model, dist.get_rank())
+    plain = annotate(make_net(), annotation)
+    backward(plain, dist.get_rank())
+    close(grads_of(model), grads_of(plain), 0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [1]])
+@pytest.mark.parametrize("way", BAD_RESULTS)
+def test_a_result_that_cannot_be_is_an_error_on_every_rank_that_names_rank_module_and_fix(
+    way: str, ranks: list[int]
+) -> None:
+    for rank, text in enumerate(run_threads(bad_result, 2, "fully_shard", way, ranks)):
+        assert re.search(BAD_RESULTS[way][1], text)
+        assert f"at:  rank {rank if rank in ranks else 1}, module 'last'\n  fix: fill" in text
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [1]])
+@pytest.mark.parametrize("way", BAD_RESULTS)
+def test_a_result_that_cannot_be_in_a_replicated_module_is_an_error_on_every_rank(way: str, ranks: list[int]) -> None:
+    for rank, text in enumerate(run_threads(bad_result, 2, "replicate", way, ranks)):
+        if rank in ranks:
+            assert re.search(BAD_RESULTS[way][1], text)
+        else:
+            assert "rank 1 got no averages of the right dtype and shape" in text
+
+
+def raising(annotation: str, ranks: list[int], is_late: bool) -> str:
+    set_divergence_timeout(0.3)
+    model = annotate(make_net(), annotation)
+
+    def hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+        if is_late:
+            mean_hook(state, grad, output)
+        if dist.get_rank() in ranks:
+            raise ValueError("out of luck")
+        if not is_late:
+            mean_hook(state, grad, output)
+
+    register_comm_hook(model, default_state(), hook)
+    with pytest.raises((ValueError, DesyncError)) as caught:
+        backward(model, dist.get_rank())
+    if len(ranks) == 1:
+        # What this rank is told after the test would end the groups of the next one.
+        wait_until_all_are_told()
+        explained(RuntimeError(), dist.group.WORLD)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
+def test_a_hook_that_raises_on_one_rank_is_an_error_on_every_rank_and_no_hang(annotation: str, is_late: bool) -> None:
+    first, second = run_ranks(raising, 2, annotation, [1], is_late)
+    assert "out of luck" in second
+    assert "DesyncError" in first and "has left backward 1 of Net by an exception" in first
+
+
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
+def test_a_hook_that_raises_on_every_rank_is_that_error(annotation: str) -> None:
+    for text in run_threads(raising, 2, annotation, [0, 1], False):
+        assert "out of luck" in text
+
+
+def unwritten() -> bool:
+    model = fully_shard(make_net())
+    register_comm_hook(model, None, lambda state, grad, output: None)
+    backward(model, dist.get_rank())
+    return all(grad.isnan().all().item() for grad in grads_of(model).values())
+
+
+def test_an_output_that_a_hook_does_not_write_is_nan() -> None:
+    assert run_threads(unwritten, 1) == [True]
+
+
+# Hooks of DistributedDataParallel
+
+
+def ddp_hook() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    grads = []
+    for is_removed in (False, True):
+        model = replicate(make_net())
+        handle = register_comm_hook(model, None, default_hooks.fp16_compress_hook)
+        if is_removed:
+            handle.remove()
+        backward(model, dist.get_rank())
+        grads.append(grads_of(model))
+    return grads[0], grads[1]
+
+
+def test_hooks_of_ddp_are_taken_on_replicated_modules() -> None:
+    plain = run_threads(train_with, 2, "replicate", "root", torch.float32, None)[0]
+    for low, none in run_threads(ddp_hook, 2):
+        close(none, plain, 0)
+        close(low, plain, 2 * torch.finfo(torch.float16).eps)
+        assert not torch.equal(low["last.weight"], plain["last.weight"])

@@ -1,0 +1,397 @@
+"""The methods that choose how one module's gradients are reduced and its parameters gathered."""
+
+import copy
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from composable import (
+    ConfigError,
+    DefaultState,
+    DesyncError,
+    MixedPrecisionPolicy,
+    UsageError,
+    fully_shard,
+    no_sync,
+    reduce_scatter_hook,
+    register_comm_hook,
+    unannotate,
+)
+from tests.counting import CountingTransport
+from tests.test_comm_hooks import DTYPES, Net, backward, close, grads_of, make_net
+from tests.world import run_ranks, run_threads
+
+
+def sharded(dtype: torch.dtype = torch.float32, **options: Any) -> Net:
+    return fully_shard(make_net(dtype), policy={nn.Linear}, **options)
+
+
+def linears(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def plain_grads(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    model = sharded(dtype)
+    backward(model, dist.get_rank(), dtype)
+    return grads_of(model)
+
+
+# Divisors
+
+
+def divided(factor: float | None, setter: str) -> dict[str, torch.Tensor]:
+    model = sharded()
+    getattr(model.blocks[0], setter)(factor)
+    backward(model, dist.get_rank())
+    return grads_of(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("setter", ["set_gradient_divide_factor", "set_reduce_scatter_divide_factor"])
+@pytest.mark.parametrize("factor", [1, 0.25, 3, None])
+def test_sums_of_one_module_are_divided_by_the_factor(factor: float | None, setter: str, world_size: int) -> None:
+    plain = run_threads(plain_grads, world_size)[0]
+    for grads in run_threads(divided, world_size, factor, setter):
+        for fqn, grad in grads.items():
+            due = world_size / factor if factor is not None and fqn.startswith("blocks.0") else 1
+            close({fqn: grad}, {fqn: plain[fqn] * due}, 0 if due == 1 else 2 * torch.finfo(grad.dtype).eps)
+
+
+def divided_after_no_sync() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    grads = []
+    for is_undone in (False, True):
+        model = sharded()
+        for module in linears(model):
+            module.set_gradient_divide_factor(1)
+        with no_sync(model):
+            backward(model, dist.get_rank())
+        if is_undone:
+            unannotate(model)
+        else:
+            backward(model, dist.get_rank())
+        grads.append({fqn: grad * (2 if is_undone else 1) for fqn, grad in grads_of(model).items()})
+    return grads[0], grads[1]
+
+
+def test_gradients_that_waited_are_divided_by_the_factor_also_in_unannotate() -> None:
+    for reduced, undone in run_threads(divided_after_no_sync, 2):
+        close(undone, reduced, 1e-6)
+
+
+# Sums
+
+
+def summed(dtype: torch.dtype, is_forced: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = sharded(dtype)
+    for module in linears(model):
+        module.set_force_sum_reduction_for_comms(is_forced)
+    CountingTransport.install(fully_shard.state(model).lazy_init())
+    transport = fully_shard.state(model)._handles[0].buffers[0].gradient_path.transport
+    begin, scales = transport.begin_reduce_scatter, []
+
+    def noted(source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0) -> Any:
+        scales.append(scale)
+        return begin(source, shard, key, scale=scale)
+
+    transport.begin_reduce_scatter = noted
+    backward(model, dist.get_rank(), dtype)
+    return scales, grads_of(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_forced_sums_are_divided_by_a_step_of_their_own(dtype: torch.dtype, world_size: int) -> None:
+    (scales, plain), *_ = run_threads(summed, world_size, dtype, False)
+    assert set(scales) == {1 / world_size}
+    for scales, grads in run_threads(summed, world_size, dtype, True):
+        assert set(scales) == {1.0} and len(scales) == 4
+        close(grads, plain, 0 if world_size < 3 else 4 * torch.finfo(dtype).eps)
+
+
+class Large(nn.Module):
+    """A parameter whose gradient is near the largest float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def large_gradients(way: str) -> torch.Tensor:
+    model: Any = fully_shard(Large())
+    if way == "sum":
+        model.set_force_sum_reduction_for_comms(True)
+    elif way == "comm":
+        model.set_custom_reduce_scatter(DefaultReduceScatter())
+    model(torch.full((4,), 60000.0, dtype=torch.float16)).backward()
+    return grads_of(model)["weight"]
+
+
+@pytest.mark.parametrize("way", ["sum", "comm"])
+def test_no_sum_in_float16_overflows_where_the_mean_fits(way: str) -> None:
+    for grad in run_threads(large_gradients, 4, way):
+        assert torch.equal(grad, torch.full((4,), 60000.0, dtype=torch.float16))
+
+
+# A hook on the reduced shard
+
+
+def hooked_shards(
+    options: dict[str, Any],
+) -> tuple[list[torch.dtype], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    plain = sharded(**options)
+    model = sharded(**options)
+    seen = []
+
+    def double(shard: torch.Tensor) -> None:
+        seen.append(shard.dtype)
+        shard.mul_(2)
+
+    for module in linears(model):
+        module.set_all_reduce_hook(lambda shard: seen.append(None))
+        module.set_all_reduce_hook(double)
+    model.last.set_all_reduce_hook(None)
+    for one in (plain, model):
+        backward(one, dist.get_rank())
+    return seen, grads_of(plain), grads_of(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}])
+def test_an_all_reduce_hook_gets_each_reduced_shard_once(options: dict[str, Any]) -> None:
+    for seen, plain, hooked in run_threads(hooked_shards, 2, options):
+        assert seen == [torch.float32] * 3
+        wanted = {fqn: grad if fqn.startswith("last") else 2 * grad for fqn, grad in plain.items()}
+        close(hooked, wanted, 0)
+
+
+def average_over_copies() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    rank = dist.get_rank()
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    whole = sharded()
+    backward(whole, rank)
+    model = sharded(mesh=mesh["shards"])
+
+    def average(shard: torch.Tensor) -> None:
+        dist.all_reduce(shard, group=mesh["copies"].get_group())
+        shard.div_(2)
+
+    for module in linears(model):
+        module.set_all_reduce_hook(average)
+    backward(model, rank)
+    return grads_of(whole), grads_of(model)
+
+
+def test_an_all_reduce_hook_may_average_over_copies_of_the_shards() -> None:
+    for whole, hybrid in run_threads(average_over_copies, 4):
+        close(hybrid, whole, 1e-6)
+
+
+# Collectives of the user's
+
+
+class Counting:
+    """Counts what another ``Comm`` is asked for."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.allocated = 0
+        self.calls: list[Any] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.allocated += 1
+        return self.inner.allocate(size, dtype=dtype, device=device)
+
+    def __call__(self, **arguments: Any) -> Any:
+        self.calls.append((arguments.get("op"), arguments["async_op"]))
+        return self.inner(**arguments)
+
+
+class Reused:
+    """Allocates a buffer once for each size, and gives it again: torch allows that."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.kept: dict[Any, torch.Tensor] = {}
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.kept.setdefault((tuple(size), dtype), torch.empty(size, dtype=dtype, device=device))
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self.inner(**arguments)
+
+
+def with_comms(dtype: torch.dtype, make: Callable[[Any], Any], options: dict[str, Any]) -> tuple[Any, ...]:
+    plain, model = sharded(dtype, **options), sharded(dtype, **options)
+    gather, scatter = make(DefaultAllGather()), make(DefaultReduceScatter())
+    for module in linears(model):
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(scatter)
+    counting = CountingTransport.install(fully_shard.state(model).lazy_init())
+    for one in (plain, model):
+        backward(one, dist.get_rank(), dtype)
+        backward(one, dist.get_rank(), dtype, step=1)
+    calls = [getattr(one, "calls", None) for one in (gather, scatter)]
+    return calls, counting.counts(), grads_of(plain), grads_of(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torchs_collectives_give_the_same_numbers_in_place_of_the_transport(
+    dtype: torch.dtype, world_size: int
+) -> None:
+    for calls, counts, plain, custom in run_threads(with_comms, world_size, dtype, Counting, {}):
+        close(custom, plain, 0 if world_size < 3 else 4 * torch.finfo(dtype).eps)
+        assert counts == {}
+        gathers, scatters = calls
+        assert scatters == [(dist.ReduceOp.SUM, False)] * (8 if world_size > 1 else 0)
+        assert len(gathers) >= (14 if world_size > 1 else 0)
+        assert gathers == [(None, False)] * len(gathers)
+
+
+@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}])
+def test_what_a_collective_allocates_may_be_used_again(options: dict[str, Any]) -> None:
+    for _, _, plain, custom in run_threads(with_comms, 2, torch.float32, Reused, options):
+        close(custom, plain, 0)
+
+
+def test_torchs_collectives_run_on_real_process_groups() -> None:
+    for _, _, plain, custom in run_ranks(with_comms, 2, torch.float32, Counting, {}):
+        close(custom, plain, 0)
+
+
+class Wrong(Counting):
+    """Allocates in another dtype."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.float64)
+
+
+def wrong_memory() -> str:
+    model = sharded()
+    model.first.set_custom_reduce_scatter(Wrong(DefaultReduceScatter()))
+    with pytest.raises(ConfigError) as caught:
+        backward(model, dist.get_rank())
+    model.first.set_custom_reduce_scatter(None)
+    model.zero_grad()
+    backward(model, dist.get_rank())
+    close(grads_of(model), plain_grads(), 0)
+    return str(caught.value)
+
+
+def test_memory_that_does_not_fit_is_an_error() -> None:
+    for text in run_threads(wrong_memory, 2):
+        assert re.match(
+            r"Wrong.allocate returned \[\d+\] float64 on cpu\n  at:  rank \d, buffer of parameter '\w+'\n  fix:", text
+        )
+
+
+# How long choices last, and what they exclude
+
+
+def choices_of(module: nn.Module) -> tuple[object, ...]:
+    comms = fully_shard.member_state(module)._module_to_handle[module].comms
+    return comms.divide_factor, comms.sums_only, comms.all_reduce_hook is not None, comms.all_gather is not None
+
+
+def lasting() -> tuple[bool, ...]:
+    model = make_net()
+    fully_shard(model.blocks)
+    module: Any = model.blocks
+    module.set_gradient_divide_factor(1)
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_all_reduce_hook(lambda shard: shard.mul_(2))
+    module.set_custom_all_gather(DefaultAllGather())
+    module(torch.ones(2, 9)).sum().backward()
+    model.zero_grad()
+    fully_shard(model)
+    backward(model, dist.get_rank())
+    whole = sharded()
+    backward(whole, dist.get_rank())
+    got, plain = grads_of(model), grads_of(whole)
+    close(got, {fqn: grad * (4 if fqn.startswith("blocks") else 1) for fqn, grad in plain.items()}, 1e-6)
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    backward(twin, dist.get_rank())
+    close(grads_of(twin), got, 0)
+    is_kept = choices_of(twin.blocks) == choices_of(model.blocks) == (1.0, True, True, True)
+    unannotate(model)
+    with pytest.raises(AttributeError):
+        module.set_gradient_divide_factor(1)
+    model.zero_grad()
+    fully_shard(model.blocks)
+    return is_kept, choices_of(model.blocks) == (None, False, False, False)
+
+
+def test_choices_stay_with_another_root_and_in_a_copy_and_end_with_unannotate() -> None:
+    assert run_threads(lasting, 2) == [(True, True)] * 2
+
+
+def excluded() -> list[str]:
+    model = sharded()
+    handle = register_comm_hook(model.first, DefaultState(dist.group.WORLD), reduce_scatter_hook)
+    texts = []
+    for change in (
+        lambda: model.first.set_gradient_divide_factor(2),
+        lambda: model.first.set_force_sum_reduction_for_comms(True),
+        lambda: model.first.set_custom_reduce_scatter(DefaultReduceScatter()),
+    ):
+        with pytest.raises(UsageError) as caught:
+            change()
+        texts.append(str(caught.value))
+    handle.remove()
+    model.first.set_gradient_divide_factor(2)
+    return texts
+
+
+def test_a_communication_hook_excludes_what_it_would_replace() -> None:
+    for rank, texts in enumerate(run_threads(excluded, 2)):
+        names = ["a gradient divide factor", "sums forced", "a reduce-scatter of its own"]
+        for text, name in zip(texts, names, strict=True):
+            assert text.startswith(f"a module cannot have {name} and a communication hook")
+            assert f"at:  rank {rank}, module 'first'" in text
+
+
+def both_hooks() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    model = sharded()
+    register_comm_hook(model, DefaultState(dist.group.WORLD), reduce_scatter_hook)
+    for module in linears(model):
+        module.set_all_reduce_hook(lambda shard: shard.mul_(2))
+    backward(model, dist.get_rank())
+    return grads_of(model), plain_grads()
+
+
+def test_an_all_reduce_hook_comes_after_a_communication_hook() -> None:
+    for hooked, plain in run_threads(both_hooks, 2):
+        close(hooked, {fqn: 2 * grad for fqn, grad in plain.items()}, 0)
+
+
+def stream_on_the_cpu() -> str:
+    model = sharded()
+    with pytest.raises(ConfigError) as caught:
+        model.first.set_all_reduce_hook(lambda shard: None, stream=object())
+    return str(caught.value)
+
+
+def test_the_cpu_has_no_streams() -> None:
+    assert "the module is on cpu" in run_threads(stream_on_the_cpu, 1)[0]
+
+
+def different_choices() -> str:
+    model = sharded()
+    model.first.set_gradient_divide_factor(2 + dist.get_rank())
+    with pytest.raises(DesyncError) as caught:
+        backward(model, dist.get_rank())
+    return str(caught.value)
+
+
+def test_ranks_that_chose_differently_before_the_first_forward_are_told() -> None:
+    for text in run_threads(different_choices, 2):
+        assert "rank 0: module 'first': gradient divide factor 2.0\n    rank 1: module 'first': gradient" in text
