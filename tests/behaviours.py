@@ -357,8 +357,13 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "`_decompress`",
-            "Casts back; memory stays until the stream is done.",
-            proved("test_comm_hooks.py", "test_compressed_gradients_are_those_that_one_process_emulates"),
+            "Casts back, and marks memory as in use by the stream that casts.",
+            proved(
+                "test_comm_hooks.py",
+                "test_compressed_gradients_are_those_that_one_process_emulates",
+                "test_complex_gradients_are_compressed_in_both_parts",
+            ),
+            gap="that mark, on a device: not yet tested",
         ),
         Row(
             "`allreduce_hook`",
@@ -389,7 +394,11 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row(
             "`_comm_hooks`",
             "The sharded hooks on a handle, a subtree or the root.",
-            proved("test_comm_hooks.py", "test_the_nearest_registration_holds_whatever_the_order"),
+            proved(
+                "test_comm_hooks.py",
+                "test_the_hooks_without_casts_change_no_number",
+                "test_the_nearest_registration_holds_whatever_the_order",
+            ),
         ),
         Row(
             "`_optimizer_overlap`",
@@ -484,8 +493,12 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "`register_comm_hook`, built-in hooks",
-            "On an annotated module.",
+            "On an annotated module, or a part of one.",
             (
+                *proved("test_comm_hooks.py", "test_a_hook_takes_the_place_of_every_reduce_scatter"),
+                *proved(
+                    "test_comm_hooks.py", "test_a_replicated_module_calls_a_hook_for_each_bucket_without_an_output"
+                ),
                 *proved(
                     "test_algorithms.py", "test_hooks_of_torchs_wrapper_give_replicated_modules_the_same_gradients"
                 ),
@@ -522,13 +535,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
 }
 
 # Names of rows whose tests come with work that is not here yet. Empty in the end.
-PENDING = frozenset(
-    {
-        *(row.name for row in GROUPS["Sharded communication hooks"]),
-        "`_comm_hooks`",
-        "`CPUOffload(offload_params=True)`",
-    }
-)
+PENDING = frozenset({"`CPUOffload(offload_params=True)`"})
 
 HEAD = """\
 # Behaviours

@@ -22,8 +22,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from composable import fully_shard, replicate
-from composable.replicate import register_comm_hook
+from composable import fully_shard, register_comm_hook, replicate
 from tests.models import MLPBlock, loss_of, make_model, random_input, seeded
 from tests.parity import assert_equal_params, full_params, global_inputs, inputs_of
 from tests.world import run_ranks, run_threads
