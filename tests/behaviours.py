@@ -484,12 +484,17 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("Logging data", "Bucket sizes, rebuilt order and more, as a plain object.", gap=WITH_REPLICATE),
         Row(
             "Ignored parameters and buffers",
-            "By parameter or module with `fully_shard`, by module with `replicate`.",
+            "By parameter or module with `fully_shard`; with `replicate` by module, or by name with torch's mark, "
+            "`_set_params_and_buffers_to_ignore_for_model`.",
             (
                 *proved("test_fully_shard.py", "test_ignored_parameters_and_modules_stay_as_they_are"),
                 *proved("test_replicate.py", "test_an_ignored_module_keeps_its_own_parameters_and_gradients"),
+                *proved(
+                    "test_replicate.py",
+                    "test_what_torch_was_told_to_ignore_stays_as_it_is",
+                    "test_what_torch_was_told_to_ignore_is_what_its_wrapper_ignores",
+                ),
             ),
-            gap=f"by name, and the mark of `_set_params_and_buffers_to_ignore_for_model`, {WITH_REPLICATE}",
         ),
         Row(
             "`register_comm_hook`, built-in hooks",
