@@ -15,12 +15,21 @@ from composable.comm_hooks import (
 from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
 from composable.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+from composable.fsdp_settings import GradientReductionHandle, share_comm_ctx
 from composable.fully_shard import fully_shard
 from composable.gradient_sync import no_sync, reduce_gradients
 from composable.hook_registration import CommHookHandle, register_comm_hook
 from composable.installation import install
 from composable.optim import accelerate_optimizer, clip_grad_norm_, get_total_norm, rebind_optimizer
-from composable.planning import MixedPrecisionPolicy, RaggedShard, ShardingStrategy, ShardPlan, plan
+from composable.planning import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    RaggedShard,
+    ShardingStrategy,
+    ShardPlan,
+    plan,
+)
 from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.ragged import RaggedDTensor, fallback_counts, strict_mode
 from composable.replicate import replicate
@@ -44,6 +53,7 @@ from composable.unannotate import unannotate
 
 __all__ = [
     "BucketLayout",
+    "CPUOffloadPolicy",
     "CommHookHandle",
     "ComposableError",
     "ConfigError",
@@ -51,9 +61,11 @@ __all__ = [
     "DefaultState",
     "DesyncError",
     "FSDPModule",
+    "GradientReductionHandle",
     "LowPrecisionState",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
+    "OffloadPolicy",
     "ParamBucket",
     "RaggedDTensor",
     "RaggedShard",
@@ -95,6 +107,7 @@ __all__ = [
     "save_checkpoint",
     "save_safetensors",
     "set_divergence_timeout",
+    "share_comm_ctx",
     "strict_mode",
     "unannotate",
     "unshard_params",

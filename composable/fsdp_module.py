@@ -17,6 +17,7 @@ from torch import nn
 from composable.arguments import check_bool, check_device, check_module, described
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
+from composable.fsdp_settings import FSDPSettings, handles_of, managed, roots_of
 from composable.reduction_control import ReductionControl
 from composable.runtime import FullyShardState, call_as_forward, copy_module, handle_of_module, sharded_state_of
 from composable.storage import FlatBuffer, Handle, MarkedMemory, ShardedParam
@@ -41,21 +42,20 @@ class UnshardHandle:
             scheduler.unshard(handle)
 
 
-class FSDPModule(ReductionControl):
+class FSDPModule(FSDPSettings, ReductionControl):
     """Mixin of every fully sharded module, annotated by hand or picked by a policy."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # `sequential[:2]` builds `type(sequential)(...)`: the slice is a plain container again.
-        original = cls.__bases__[1]
-        return original(*args, **kwargs)
+        return _original_class(cls)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
-        return copy_module(_managed(self)[0], type(self).__bases__[1], memo)
+        return copy_module(managed(self)[0], _original_class(type(self)), memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError(
             "a sharded module cannot be pickled as a whole",
-            at=f"{place_of_rank()}, {describe_module(_managed(self)[0])}",
+            at=f"{place_of_rank()}, {describe_module(managed(self)[0])}",
             fix="save its state_dict() with torch.distributed.checkpoint; copy.deepcopy copies it",
         )
 
@@ -69,8 +69,8 @@ class FSDPModule(ReductionControl):
         check_bool("recurse", recurse)
         with MarkedMemory():
             super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]  # of nn.Module, further down the MRO
-        own, state = _managed(self)
-        for handle in _handles(self, recurse=recurse):
+        own, state = managed(self)
+        for handle in handles_of(self, recurse=recurse):
             for flat in handle.buffers:
                 flat.is_marked = True
         for module in own.modules() if recurse else (own,):
@@ -85,14 +85,14 @@ class FSDPModule(ReductionControl):
         Raises:
             UsageError: A parameter's dtype would change, or forward or backward is running.
         """
-        handles = _handles(self, recurse=False)
-        for handle in _handles(self, recurse=True):
+        handles = handles_of(self, recurse=False)
+        for handle in handles_of(self, recurse=True):
             _check_convertible(handle, fn)
         for handle in handles:
             handle.attach()
         whole: list[FlatBuffer] = []
         single: list[ShardedParam] = []
-        reached = set(_managed(self)[0].modules()) if recurse else {self}
+        reached = set(managed(self)[0].modules()) if recurse else {self}
         for handle in handles:
             for flat in handle.buffers:
                 if recurse and len(handle.modules) == 1 and all(param.is_attached for param in flat.params):
@@ -111,10 +111,20 @@ class FSDPModule(ReductionControl):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or set them to zero, as of any module: also while modules hold unsharded parameters."""
+        """Drop the gradients, or set them to zero, as of any module: also while modules hold unsharded parameters.
+
+        Raises:
+            UsageError: Backwards have left gradients under way; see ``set_is_last_backward``.
+        """
+        if any(root.scheduler.is_deferred for root in roots_of(self, recurse=True)):
+            raise UsageError(
+                "zero_grad while gradients wait for the last backward",
+                at=f"{place_of_rank()}, {describe_module(managed(self)[0])}",
+                fix="call finalize_backward() before, or reset_iter_state() to drop them",
+            )
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of the module's own class, which comes after this one
         handles = {
-            handle: None for module in _managed(self)[0].modules() if (handle := handle_of_module(module)) is not None
+            handle: None for module in managed(self)[0].modules() if (handle := handle_of_module(module)) is not None
         }
         for param in [param for handle in handles for param in handle.params]:
             grad = param.sharded.grad
@@ -132,10 +142,10 @@ class FSDPModule(ReductionControl):
             async_op: Return at once; the parameters are usable after ``wait()`` on the result
                 or in the module's forward.
         """
-        _, state = _managed(self)
+        _, state = managed(self)
         check_bool("async_op", async_op)
         scheduler = state.lazy_init().scheduler
-        handles = _handles(self, recurse=False)
+        handles = handles_of(self, recurse=False)
         scheduler.shards_written()
         for handle in handles:
             scheduler.begin_unshard(handle)
@@ -147,60 +157,9 @@ class FSDPModule(ReductionControl):
 
     def reshard(self) -> None:
         """Free this module's own unsharded parameters. Not collective, not recursive."""
-        scheduler = _managed(self)[1].lazy_init().scheduler
-        for handle in _handles(self, recurse=False):
+        scheduler = managed(self)[1].lazy_init().scheduler
+        for handle in handles_of(self, recurse=False):
             scheduler.reshard(handle)
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose whether the next backwards reduce gradients, or keep them unsharded for a later one.
-
-        Every rank must choose alike. Without it gradients stay in full size on every rank.
-
-        Args:
-            requires_gradient_sync: Reduce at the end of each handle's backward.
-            recurse: Also in fully sharded modules below.
-
-        Raises:
-            ConfigError: ``requires_gradient_sync`` is no bool.
-        """
-        check_bool("requires_gradient_sync", requires_gradient_sync)
-        check_bool("recurse", recurse)
-        for handle in _handles(self, recurse=recurse):
-            handle.requires_gradient_sync = requires_gradient_sync
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose whether parameters are freed between forward and backward.
-
-        Every rank must choose alike.
-
-        Args:
-            reshard_after_forward: Free them, and all-gather again in backward.
-            recurse: Also in fully sharded modules below.
-        """
-        check_bool("reshard_after_forward", reshard_after_forward)
-        check_bool("recurse", recurse)
-        for handle in _handles(self, recurse=recurse):
-            handle.reshard_option = handle.reshard_after_forward = reshard_after_forward
-
-    def set_modules_to_forward_prefetch(self, modules: Sequence["FSDPModule"]) -> None:
-        """Choose what to all-gather while this module's forward runs, in order.
-
-        Replaces the recorded order for this module; an empty list switches prefetch off.
-        Every rank must choose alike.
-        """
-        ahead = _prefetched(self, modules, "set_modules_to_forward_prefetch")
-        for handle in _handles(self, recurse=False):
-            handle.forward_prefetch = ahead
-
-    def set_modules_to_backward_prefetch(self, modules: Sequence["FSDPModule"]) -> None:
-        """Choose what to all-gather while this module's backward runs, in order.
-
-        Replaces the recorded order for this module; an empty list switches prefetch off.
-        Every rank must choose alike.
-        """
-        ahead = _prefetched(self, modules, "set_modules_to_backward_prefetch")
-        for handle in _handles(self, recurse=False):
-            handle.backward_prefetch = ahead
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -240,11 +199,16 @@ def add_mixin(module: nn.Module) -> None:
 def remove_mixin(module: nn.Module) -> None:
     """Undo ``add_mixin``."""
     if isinstance(module, FSDPModule):
-        module.__class__ = type(module).__bases__[1]
+        module.__class__ = _original_class(type(module))
 
 
 # Weakly: torch.fx makes a class for each module.
 _CLASSES: "weakref.WeakKeyDictionary[type[nn.Module], weakref.ref[type[nn.Module]]]" = weakref.WeakKeyDictionary()
+
+
+def _original_class(cls: type) -> Any:
+    """Return the class that a module had before it was annotated."""
+    return cls.__bases__[1]
 
 
 def _class_with_mixin(cls: type[nn.Module]) -> type[nn.Module]:
@@ -299,42 +263,3 @@ def _once_per_buffer(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[to
         return done[id(tensor)][1]
 
     return convert
-
-
-def _managed(module: object) -> tuple[nn.Module, FullyShardState]:
-    assert isinstance(module, nn.Module)
-    state = sharded_state_of(module)
-    if state is None:
-        raise UsageError(
-            "the module is no longer annotated", at=describe_module(module), fix="call fully_shard on it again"
-        )
-    return module, state
-
-
-def _handles(module: object, *, recurse: bool) -> list[Handle]:
-    """Return the handles of ``module``, with ``recurse`` also those below it, in DFS order."""
-    own, _ = _managed(module)
-    found: dict[Handle, None] = {}
-    for submodule in own.modules() if recurse else (own,):
-        handle = handle_of_module(submodule)
-        if handle is not None:
-            found[handle] = None
-    return list(found)
-
-
-def _prefetched(module: object, modules: Sequence[object], setter: str) -> tuple[Handle, ...]:
-    ahead: list[Handle] = []
-    own, _ = _managed(module)
-    if not isinstance(modules, Sequence):
-        raise ConfigError(
-            f"{setter} got {type(modules).__name__}", at=describe_module(own), fix="pass a list of modules"
-        )
-    for other in modules:
-        if not isinstance(other, FSDPModule):
-            raise ConfigError(
-                f"{setter} got {type(other).__name__}, which is not fully sharded",
-                at=describe_module(own),
-                fix="pass modules that fully_shard annotated or its policy picked",
-            )
-        ahead += _handles(other, recurse=False)
-    return tuple(ahead)

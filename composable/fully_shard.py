@@ -20,9 +20,11 @@ from composable.errors import ComposableError, ConfigError, UsageError
 from composable.fsdp_module import add_mixin
 from composable.planning import (
     NO_CASTS,
+    NO_OFFLOAD,
     AlignLike,
     HandleMembers,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     ShardingStrategy,
     ShardOptions,
     ShardPlacementFn,
@@ -36,7 +38,15 @@ from composable.policies import PolicyLike
 from composable.registrations import take_charge
 from composable.runtime import FullyShardState, keep_dtype, register_fully_shard_hooks
 from composable.saving import register_load_check, register_room
-from composable.storage import FirstValues, FlatBuffer, Handle, ParamInitFn, describe_buffers, move_buffers
+from composable.storage import (
+    FirstValues,
+    FlatBuffer,
+    Handle,
+    ParamInitFn,
+    RestingPlace,
+    describe_buffers,
+    move_buffers,
+)
 from composable.wording import list_text
 
 __all__ = ["fully_shard"]
@@ -54,6 +64,7 @@ def fully_shard(
     strategy: ShardingStrategy | str | None = None,
     reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy = NO_CASTS,
+    offload_policy: OffloadPolicy = NO_OFFLOAD,
     ignored_params: Collection[nn.Parameter] | None = None,
     ignored_modules: Collection[nn.Module] | None = None,
     unused_gradients: str = "none",
@@ -89,6 +100,8 @@ def fully_shard(
         reshard_after_forward: Free the unsharded parameters between forward and backward.
             ``None``: free them, except those of the root, which backward needs first.
         mp_policy: Dtypes of computation and reduction, also as torch's own policies.
+        offload_policy: ``CPUOffloadPolicy()``: shards, gradients and optimizer state rest in host memory, and the
+            device holds what is unsharded only; also as torch's own policies. See docs/offload.md.
         ignored_params: Parameters to leave alone.
         ignored_modules: Modules to leave alone with all below them.
         unused_gradients: What a parameter gets that no rank has a gradient for. ``none``: its ``grad`` stays
@@ -148,6 +161,7 @@ def fully_shard(
                 shard_placement_fn=shard_placement_fn,
                 transport=state.transport_name,
                 mp_policy=mp_policy,
+                offload_policy=offload_policy,
             )
             state.plan, members = make_plan(module, options)
             state.ignored_modules = frozenset(ignored_modules or ())
@@ -242,6 +256,7 @@ def _build(
     state: FullyShardState, members: Sequence[HandleMembers], *, is_deferred: bool = False
 ) -> list[list[FlatBuffer]]:
     device = state.grid.shard.device
+    home = RestingPlace.under(state.plan.offload_policy, device)
     return [
         [
             FlatBuffer(
@@ -252,6 +267,7 @@ def _build(
                 device,
                 is_deferred=is_deferred,
                 keeps_reduce_dtype=state.plan.mp_policy.keep_low_precision_grads,
+                home=home,
             )
             for buffer_plan in handle_plan.buffers
         ]

@@ -148,6 +148,14 @@ class _Removal:
                 fix="call it between two steps",
             )
 
+        for state in self._sharded:
+            if state.root is not None and state.root.scheduler.is_deferred:
+                raise UsageError(
+                    "unannotate while gradients wait for the last backward",
+                    at=f"{place_of_rank()}, {describe_module(state.modules[0])}",
+                    fix="call finalize_backward(), or reset_iter_state() to drop them",
+                )
+
     def lines(self) -> list[str]:
         """Return one text per parameter, equal on all ranks if they can go on together."""
         lines = [

@@ -16,6 +16,7 @@ import composable
 from composable import (
     BucketLayout,
     ComposableError,
+    CPUOffloadPolicy,
     CustomPolicy,
     DefaultState,
     FSDPModule,
@@ -48,6 +49,7 @@ from composable import (
     save_checkpoint,
     save_safetensors,
     set_divergence_timeout,
+    share_comm_ctx,
     unannotate,
     unshard_params,
 )
@@ -126,6 +128,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "strategy": OPTIONAL,
             "reshard_after_forward": {"None", "True"},
             "mp_policy": set(),
+            "offload_policy": set(),
             "unused_gradients": set(),
             "ignored_params": {"None", "[]", "{}"},
             "ignored_modules": {"None", "[]", "{}"},
@@ -144,6 +147,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "strategy": OPTIONAL,
             "reshard_after_forward": {"None", "True"},
             "mp_policy": set(),
+            "offload_policy": set(),
             "unused_gradients": set(),
             "ignored_params": {"None", "[]", "{}"},
             "ignored_modules": {"None", "[]", "{}"},
@@ -225,6 +229,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "param_dtype_override_fn": {"None", "plain", "class"},  # what can be called
         },
     ),
+    "CPUOffloadPolicy": (CPUOffloadPolicy, dict, {"pin_memory": SWITCH}),
     "full_state_dict": (
         full_state_dict,
         lambda: {"model": sharded()},
@@ -359,18 +364,45 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
     ),
     "set_modules_to_forward_prefetch": (method("set_modules_to_forward_prefetch"), dict, {"modules": {"[]"}}),
     "set_modules_to_backward_prefetch": (method("set_modules_to_backward_prefetch"), dict, {"modules": {"[]"}}),
+    **{
+        name: (method(name, **{argument: True}), dict, {argument: SWITCH, "recurse": SWITCH})
+        for name, argument in {
+            "set_requires_all_reduce": "requires_all_reduce",
+            "set_reshard_after_backward": "reshard_after_backward",
+            "set_reduce_scatter_unused_params": "reduce_scatter_unused_params",
+            "set_separate_reduce_scatter_group": "enable",
+            "set_keep_unsharded_storage": "keep",
+        }.items()
+    },
+    "set_unshard_in_backward": (method("set_unshard_in_backward"), dict, {"unshard_in_backward": SWITCH}),
+    "set_reduce_scatter_max_input_buffers": (
+        method("set_reduce_scatter_max_input_buffers", max_input_buffers=2),
+        dict,
+        {"max_input_buffers": {"3"}, "recurse": SWITCH},
+    ),
+    "set_is_last_backward": (method("set_is_last_backward"), dict, {"is_last_backward": SWITCH}),
+    "set_manual_backward_finalization": (method("set_manual_backward_finalization"), dict, {"enabled": SWITCH}),
+    "finalize_backward": (method("finalize_backward"), dict, {"async_op": SWITCH}),
+    "set_post_optim_event": (method("set_post_optim_event"), dict, {"event": set()}),  # on the CPU there is none
+    "set_allocate_memory_from_process_group_for_comm": (
+        method("set_allocate_memory_from_process_group_for_comm"),
+        dict,
+        {"enable": set()},  # only False
+    ),
+    "set_symm_mem_for_comm": (method("set_symm_mem_for_comm"), dict, {"backend": set()}),  # never
+    "share_comm_ctx": (share_comm_ctx, dict, {"modules": {"[]"}}),
     "to_empty": (method("to_empty", device="cpu"), dict, {"device": OPTIONAL, "recurse": SWITCH}),
 }
 # Tested elsewhere, or no function that takes arguments of users.
 ELSEWHERE = {
     *("ComposableError", "ConfigError", "DesyncError", "StateDictError", "UsageError"),
-    *("FSDPModule", "ParamBucket"),
-    *("RaggedDTensor", "SaveHandle", "SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
+    *("CommHookHandle", "FSDPModule", "GradientReductionHandle", "ParamBucket", "RaggedDTensor", "SaveHandle"),
+    *("SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
     *("contract", "strict_mode"),
-    *("FSDPModule", "RaggedDTensor", "SaveHandle", "SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
-    *("contract", "strict_mode", "CommHookHandle"),
     # Called by the library, with what it has.
     *("allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook", "bf16_compress_hook"),
+    "OffloadPolicy",
+    *("reshard", "reset_iter_state"),  # take nothing
     "zero_grad",  # takes what torch's own takes
 }
 
@@ -401,7 +433,7 @@ def test_every_function_refuses_what_makes_no_sense(name: str, tmp_path: Path, m
 
 def test_no_public_name_is_forgotten() -> None:
     mixins = [cls for cls in FSDPModule.__mro__ if cls is not object]
-    methods = {name for cls in mixins for name in vars(cls) if not name.startswith("_")} - {"reshard"}
+    methods = {name for cls in mixins for name in vars(cls) if not name.startswith("_")}
     named = {name.split()[0] for name in CALLS}
     assert {*composable.__all__, *methods} - ELSEWHERE - named == set()
 

@@ -32,8 +32,13 @@ class SlowTransport(Transport):
         self._inner = inner
 
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
+        # A shard that was copied is a part of the buffer.
+        is_inside = shard.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        kept = shard.clone() if is_inside else None
         buffer.fill_(float("nan"))
         torch.cuda._sleep(DELAY)
+        if kept is not None:
+            shard.copy_(kept)
         return self._inner.begin_all_gather(buffer, shard, key)
 
     def begin_reduce_scatter(self, source: torch.Tensor, shard: torch.Tensor, key: int, **options: Any) -> Pending:

@@ -112,6 +112,7 @@ PROGRAMS = [
     "importing",
     "life_of_a_parameter",
     "mixed_precision",
+    "offload",
     "recipes",
     "replicate",
 ]

@@ -331,7 +331,7 @@ def device_for(device_type: str) -> torch.device:
     """Return the device of this process of a type."""
     if device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(device_type, torch.get_device_module(device_type).currentdevice_for())
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 def _first_difference(texts: Sequence[str], numbers: Sequence[int]) -> str:

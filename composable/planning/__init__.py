@@ -2,6 +2,7 @@
 
 from composable.planning.cut import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape
 from composable.planning.layout import FlatLayout
+from composable.planning.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn
 from composable.planning.planner import HandleMembers, make_plan, plan
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, skipped_modules
@@ -11,12 +12,15 @@ from composable.planning.tree import managed_modules, name_modules
 
 __all__ = [
     "NO_CASTS",
+    "NO_OFFLOAD",
     "AlignLike",
     "BufferPlan",
+    "CPUOffloadPolicy",
     "FlatLayout",
     "HandleMembers",
     "HandlePlan",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "RaggedShard",
     "ShardOptions",
     "ShardPlacementFn",

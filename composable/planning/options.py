@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 from composable.arguments import described
 from composable.errors import ConfigError
 from composable.planning.layout import Align
+from composable.planning.offload import NO_OFFLOAD, OffloadPolicy, as_offload
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, as_mixed_precision
 from composable.policies import PolicyLike
 
@@ -88,6 +89,7 @@ class ShardOptions:
         shard_placement_fn: Which dim of a parameter is cut.
         transport: The name to print.
         mp_policy: Dtypes of computation and reduction, also as torch's own policies.
+        offload_policy: Where shards, gradients and optimizer state rest, also as torch's own policies.
 
     Raises:
         ConfigError: Options are wrong, or contradict each other.
@@ -104,6 +106,7 @@ class ShardOptions:
     shard_placement_fn: ShardPlacementFn | None = None
     transport: str = "auto"
     mp_policy: object = NO_CASTS
+    offload_policy: object = NO_OFFLOAD
 
     def __post_init__(self) -> None:
         size = self.world_size
@@ -135,11 +138,17 @@ class ShardOptions:
                 )
             _check_strategy(self.strategy)
         as_mixed_precision(self.mp_policy)
+        as_offload(self.offload_policy)
 
     @property
     def precision(self) -> MixedPrecisionPolicy:
         """Dtypes of computation and reduction."""
         return as_mixed_precision(self.mp_policy)
+
+    @property
+    def offload(self) -> OffloadPolicy:
+        """Where shards, gradients and optimizer state rest."""
+        return as_offload(self.offload_policy)
 
     @property
     def frees(self) -> bool | None:

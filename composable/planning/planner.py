@@ -15,6 +15,7 @@ from composable.contract import get_registry
 from composable.errors import ConfigError
 from composable.planning.alignment import Cut, choose_cuts
 from composable.planning.layout import plan_layout
+from composable.planning.offload import NO_OFFLOAD, OffloadPolicy
 from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, ParamDtypes, skipped_modules
 from composable.planning.shard_plan import BufferPlan, HandlePlan, ParamPlan, ShardPlan
@@ -54,6 +55,7 @@ def plan(
     shard_placement_fn: ShardPlacementFn | None = None,
     transport: str = "auto",
     mp_policy: MixedPrecisionPolicy = NO_CASTS,
+    offload_policy: OffloadPolicy = NO_OFFLOAD,
 ) -> ShardPlan:
     """Say what ``fully_shard`` with the same arguments would do; nothing is changed or communicated.
 
@@ -71,6 +73,7 @@ def plan(
         shard_placement_fn: Which dim of a parameter is cut, as ``fully_shard`` takes it.
         transport: The name to print.
         mp_policy: Dtypes of computation and reduction.
+        offload_policy: Where shards, gradients and optimizer state rest.
 
     Raises:
         ConfigError: An argument is wrong; the message names the module or parameter and the fix.
@@ -95,6 +98,7 @@ def plan(
         shard_placement_fn=shard_placement_fn,
         transport=transport,
         mp_policy=mp_policy,
+        offload_policy=offload_policy,
     )
     return make_plan(module, options)[0]
 
@@ -135,6 +139,7 @@ def make_plan(
         kept_fqns=structure.kept_fqns,
         ignored_fqns=structure.ignored_fqns,
         mp_policy=options.precision,
+        offload_policy=options.offload,
     )
     members = tuple(
         HandleMembers(

@@ -13,6 +13,7 @@ import torch
 
 from composable.planning.layout import FlatLayout, Promise
 from composable.planning.memory import HandleBytes, Reduced, peak_of_step
+from composable.planning.offload import NO_OFFLOAD, OffloadPolicy
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy
 from composable.wording import bytes_text, count_text, dtype_text, list_text
 
@@ -180,6 +181,7 @@ class ShardPlan:
         kept_fqns: Modules below that earlier annotations manage; left as they are.
         ignored_fqns: Parameters that stay whole on every rank.
         mp_policy: Dtypes of computation and reduction, as they were asked for.
+        offload_policy: Where shards, gradients and optimizer state rest.
     """
 
     world_size: int
@@ -189,6 +191,7 @@ class ShardPlan:
     kept_fqns: tuple[str, ...] = ()
     ignored_fqns: tuple[str, ...] = ()
     mp_policy: MixedPrecisionPolicy = NO_CASTS
+    offload_policy: OffloadPolicy = NO_OFFLOAD
 
     @property
     def numel(self) -> int:
@@ -216,14 +219,22 @@ class ShardPlan:
         return ("the whole model is one handle: nothing can overlap; pass a policy",)
 
     def bytes_per_rank_at_rest(self, optimizer_states: int = 2, state_dtype: torch.dtype | None = None) -> int:
-        """Return the bytes of shards and optimizer state between iterations, gradients freed.
+        """Return the bytes of shards and optimizer state on the device between iterations, gradients freed.
 
-        Ignored parameters, module buffers and what else the model holds are not counted.
+        Ignored parameters, module buffers and what else the model holds are not counted. None where
+        ``offload_policy`` keeps them on the host: then ``host_bytes_per_rank_at_rest`` has them.
 
         Args:
             optimizer_states: Tensors of the parameter's size for each trainable parameter: 2 for Adam.
             state_dtype: Their dtype; default: that of the parameter.
         """
+        return 0 if self.offload_policy.is_offloading else self._bytes_at_rest(optimizer_states, state_dtype)
+
+    def host_bytes_per_rank_at_rest(self, optimizer_states: int = 2, state_dtype: torch.dtype | None = None) -> int:
+        """Return what ``bytes_per_rank_at_rest`` would, where ``offload_policy`` keeps it on the host; else none."""
+        return self._bytes_at_rest(optimizer_states, state_dtype) if self.offload_policy.is_offloading else 0
+
+    def _bytes_at_rest(self, optimizer_states: int, state_dtype: torch.dtype | None) -> int:
         states = 0
         for buffer in self._buffers():
             if buffer.requires_grad:
@@ -257,7 +268,7 @@ class ShardPlan:
     def peak_bytes_per_rank(
         self, optimizer_states: int = 2, state_dtype: torch.dtype | None = None, *, is_root: bool = True
     ) -> int:
-        """Return the most bytes of parameters, gradients and optimizer state in forward and backward.
+        """Return the most bytes of parameters, gradients and optimizer state on the device in forward and backward.
 
         Activations and what the optimizer makes for a while are not counted. Every handle is taken to be used once,
         with one handle gathered ahead, and gradients of a module around others to be there as long as theirs.
@@ -293,7 +304,11 @@ class ShardPlan:
                 casts = 1 if is_cast else 2 if ranks > 2 else 0
                 scratch = casts * numel * torch.float32.itemsize
         landing = slices * numel * buffer.reduce_dtype.itemsize
-        return Reduced(buffer.gradient_bytes, landing, scratch, numel * result.itemsize)
+        result_bytes = numel * result.itemsize
+        if self.offload_policy.is_offloading:
+            # On the device until it was copied to the host.
+            return Reduced(buffer.gradient_bytes, landing + result_bytes, scratch, shard=0)
+        return Reduced(buffer.gradient_bytes, landing, scratch, result_bytes)
 
     def expected_collectives(self, *, is_root: bool = True) -> tuple[HandleCollectives, ...]:
         """Return each handle's collectives in one training step: forward, backward, gradients synchronised.
@@ -334,6 +349,7 @@ class ShardPlan:
             tuple(class_names),
             tuple(handle.renamed(roots) for handle in handles),
             mp_policy=self.mp_policy,
+            offload_policy=self.offload_policy,
         )
 
     def without(self, handles: Sequence[HandlePlan]) -> "ShardPlan":
@@ -369,7 +385,7 @@ class ShardPlan:
             }
             for handle in self.handles
         ]
-        contents = [self.world_size, self.transport, str(self.mp_policy), handles]
+        contents = [self.world_size, self.transport, str(self.mp_policy), str(self.offload_policy), handles]
         return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
     def compared_text(self) -> str:
@@ -397,6 +413,8 @@ class ShardPlan:
         lines += self._handle_lines()
         if str(self.mp_policy):
             lines.append(f"  precision: {self.mp_policy}")
+        if str(self.offload_policy):
+            lines.append(f"  offloaded: {self.offload_policy}")
         if self.kept_fqns:
             lines.append(f"  annotated before, left as they are: {list_text(self.kept_fqns, _FQNS_SHOWN, write=str)}")
         if self.ignored_fqns:

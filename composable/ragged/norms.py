@@ -243,6 +243,9 @@ def unscale(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
     groups = [Ranks.of_mesh(mesh, dim) for mesh, dim in shared]
     for ranks in groups:
         confirm_alike("the unscaling of gradients", ranks)
+        if scale.device.type == "cpu" and ranks.device.type != "cpu":
+            # The gradients rest on the host, and the scaler only queues the copy of its scale from the device.
+            torch.get_device_module(ranks.device).current_stream(ranks.device).synchronize()
     if locals_:
         op(locals_, found, scale)
     for ranks in groups:

@@ -5,11 +5,13 @@ from composable.runtime.hooks import call_as_forward, register_fully_shard_hooks
 from composable.runtime.part import AnnotatedPart
 from composable.runtime.precision import keep_dtype
 from composable.runtime.scheduler import Scheduler
-from composable.runtime.state import FullyShardState, handle_of_module, sharded_state_of
+from composable.runtime.state import FullyShardState, Root, handle_of_module, sharded_state_of
+from composable.runtime.streams import streams_for
 
 __all__ = [
     "AnnotatedPart",
     "FullyShardState",
+    "Root",
     "Scheduler",
     "call_as_forward",
     "copy_module",
@@ -17,4 +19,5 @@ __all__ = [
     "keep_dtype",
     "register_fully_shard_hooks",
     "sharded_state_of",
+    "streams_for",
 ]

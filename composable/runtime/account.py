@@ -64,13 +64,17 @@ class Account:
         if given != flat.all_bits:
             self.waits.append((reduced, given))
 
-    def settle(self) -> None:
-        """End the backward: the rest goes to the parameters that any rank had a gradient for, which ``had`` is now."""
+    def settle(self, *, fills_unused: bool) -> None:
+        """End the backward: the rest goes to the parameters that any rank had a gradient for, which ``had`` is now.
+
+        Args:
+            fills_unused: To all others as well: zeros.
+        """
         had, self.had = self.had, 0
         if not self.waits:
             return
         rest, self.waits = self.waits, []
-        if self.fills_with_zeros:
+        if fills_unused:
             had = self.flat.all_bits
         whole = [reduced for reduced, given in rest if not given]
         if len(whole) > 1:

@@ -6,14 +6,16 @@ gradient anywhere, only all ranks together know. See docs/notes/completion.md.
 The message travels in host memory, also where parameters live on a device: nobody waits for kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch.distributed import ReduceOp
 
 from composable.collectives import Pending, Ranks, Transport
 from composable.runtime.account import Account
+from composable.storage import Handle
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "find_stale"]
 
 
 class Agreement:
@@ -73,3 +75,20 @@ class Agreement:
     def raise_together(self, failure: Exception | None) -> None:
         """Raise the failure of any rank on all of them. Collective, after ``finish`` has said that there is one."""
         self._ranks.raise_together(failure)
+
+
+def find_stale(ranks_of: Mapping[Handle, Ranks], kept: Sequence[Handle]) -> list[Handle]:
+    """Return those of ``kept``, unsharded, of which some rank has written its shard since they were gathered.
+
+    Collective over the ranks of each handle: one small message.
+    """
+    groups: dict[Ranks, list[Handle]] = {}
+    for handle in kept:
+        groups.setdefault(ranks_of[handle], []).append(handle)
+    stale: list[Handle] = []
+    for ranks, handles in groups.items():
+        with torch.inference_mode(mode=False):
+            told = torch.tensor([not handle.is_fresh() for handle in handles], dtype=torch.int32)
+        heard = ranks.reduce(told, ReduceOp.MAX).tolist()
+        stale += [handle for handle, is_stale in zip(handles, heard, strict=True) if is_stale]
+    return stale

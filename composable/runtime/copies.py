@@ -22,7 +22,7 @@ from composable.frames import in_backward
 from composable.planning import ShardPlan
 from composable.registrations import is_left_alone, leave_alone
 from composable.runtime.part import AnnotatedPart
-from composable.runtime.state import FullyShardState
+from composable.runtime.state import FullyShardState, sharded_state_of
 from composable.storage import FIX_COPY, modules_of_copy
 from composable.wording import plain_fqn
 
@@ -57,6 +57,13 @@ def _check(module: nn.Module, plain_class: type[nn.Module]) -> None:
             at=f"{place_of_rank()}, {describe_module(module)}",
             fix="copy it before or after",
         )
+    state = sharded_state_of(module)
+    if state is not None and state.root is not None and state.root.scheduler.is_deferred:
+        raise UsageError(
+            "a sharded module cannot be copied while its gradients wait for the last backward",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix="call finalize_backward(), or reset_iter_state() to drop them",
+        )
     for base in plain_class.__mro__[: plain_class.__mro__.index(nn.Module)]:
         for name in ("__deepcopy__", "__reduce__", "__reduce_ex__"):
             if name in vars(base):
@@ -88,6 +95,7 @@ class _Session:
         roots = self._roots[state]
         twin = self._memo[id(state)] = copy.copy(state)
         twin.root = None
+        twin.settings = state.settings.copied()
         twin.around = []
         twin._handles = [self._memo[id(handle)] for handle in handles]
         twin.modules = ()

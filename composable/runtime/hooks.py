@@ -20,6 +20,7 @@ from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.frames import run_as_call
 from composable.runtime.precision import CastBuffers, LendHook, cast_floats
 from composable.runtime.readiness import check_not_lent
+from composable.runtime.saved_tensors import SavingForbidden
 from composable.runtime.scheduler import Scheduler
 from composable.runtime.state import FullyShardState, handle_of_module, sharded_state_of
 from composable.storage import Handle
@@ -68,11 +69,12 @@ def call_as_forward(module: nn.Module, function: Callable[..., T], args: tuple[A
 class _ModuleHooks:
     """The hooks of one module. A deep copy belongs to the copied state and handle; closures would stay."""
 
-    __slots__ = ("_handle", "_state")
+    __slots__ = ("_handle", "_saving", "_state")
 
     def __init__(self, state: FullyShardState, handle: Handle | None) -> None:
         self._state = state
         self._handle = handle
+        self._saving: list[SavingForbidden] = []
 
     @opaque
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -91,6 +93,8 @@ class _ModuleHooks:
             root.additions.check(module, root.states)
         scheduler.enter_forward(module)
         if handle is not None:
+            if not handle.unshard_in_backward:
+                self._saving.append(SavingForbidden(handle))
             scheduler.pre_forward(handle)
         if is_outermost and state.mesh.device_type != "cpu":
             return _move_inputs(args, kwargs, state.grid.shard.device)
@@ -103,6 +107,8 @@ class _ModuleHooks:
         if root is None or not root.scheduler.is_running(module):
             # pre_forward raised, or a user's hook before it.
             return None
+        if self._saving:
+            self._saving.pop().end()
         if output is None and (error := sys.exc_info()[1]) is not None:
             if not root.scheduler.failure:
                 root.scheduler.failure = described(error, handle.fqn if handle is not None else None)
@@ -192,12 +198,14 @@ class _OutputHook(GradientHook):
     only the first gradient in a backward counts.
     """
 
-    __slots__ = ("_backward_id", "_clock", "_handle", "_scheduler")
+    __slots__ = ("_backward_id", "_clock", "_gathers", "_handle", "_scheduler")
 
     def __init__(self, scheduler: Scheduler, handle: Handle, clock: float) -> None:
         self._scheduler = scheduler
         self._handle = handle
         self._clock = clock
+        # As it was in forward: what is saved by now may be parameters.
+        self._gathers = handle.unshard_in_backward
         self._backward_id = -1
 
     @opaque
@@ -209,7 +217,7 @@ class _OutputHook(GradientHook):
         scheduler = self._scheduler
         if scheduler.is_backward and self._backward_id == scheduler.backward_id:
             return
-        scheduler.pre_backward(self._handle, self._clock)
+        scheduler.pre_backward(self._handle, self._clock, gathers=self._gathers)
         self._backward_id = scheduler.backward_id
 
 
@@ -223,6 +231,7 @@ class _LeafHook(_OutputHook):
 
     def __init__(self, scheduler: Scheduler, handle: Handle) -> None:
         super().__init__(scheduler, handle, math.inf)
+        self._gathers = True
 
     def __eq__(self, other: object) -> bool:
         return type(other) is _LeafHook and other._handle is self._handle and other._scheduler is self._scheduler

@@ -7,7 +7,7 @@ from composable.errors import place_of_rank
 from composable.planning import ShardPlan
 from composable.storage import Handle
 
-__all__ = ["notice_leak", "notice_plan"]
+__all__ = ["notice_leak", "notice_offload", "notice_plan"]
 
 _LOG = logging.getLogger("composable")
 _SAID: set[str] = set()
@@ -21,6 +21,15 @@ def notice_plan(plan: ShardPlan, ranks: Ranks) -> None:
     if ranks.rank == 0 and ranks.size > 1:
         for warning in plan.warnings:
             _warn_once(f"{warning}\n  at:  {place_of_rank()}, module {' + '.join(plan.class_names)}")
+
+
+def notice_offload(plan: ShardPlan, ranks: Ranks) -> None:
+    """Log that a policy has nothing to offload, where everything is on the host anyway; on the first rank."""
+    if plan.offload_policy.is_offloading and ranks.device.type == "cpu" and ranks.rank == 0:
+        _warn_once(
+            "nothing is to be offloaded: the mesh is on cpu, where shards, gradients and optimizer state rest already"
+            f"\n  at:  {place_of_rank()}, module {' + '.join(plan.class_names)}"
+        )
 
 
 def notice_leak(handle: Handle) -> None:

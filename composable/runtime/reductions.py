@@ -1,5 +1,6 @@
 """Reductions under way: a few gradient buffers, filled and reduced in turn."""
 
+import functools
 from collections import deque
 
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
@@ -10,9 +11,6 @@ from composable.torch_private import autograd_profiler
 from composable.tracing import in_region
 
 __all__ = ["Reductions"]
-
-# Gradient buffers alive at once: one being reduced, one being filled.
-MAX_GRADIENT_BUFFERS = 2
 
 
 class Reductions:
@@ -32,8 +30,16 @@ class Reductions:
         self._under_way: deque[tuple[Reduction, Account, GradientBuffer]] = deque()
         self._pool = GradientPool()
 
-    def take(self, account: Account) -> GradientBuffer | None:
+    def use_streams(self, streams: Streams) -> None:
+        """Run on other streams from now on; nothing is under way."""
+        self._streams = streams
+
+    def take(self, account: Account, max_buffers: int) -> GradientBuffer | None:
         """Move the gradients of the leaves into a buffer; ``None`` where there are no elements to reduce.
+
+        Args:
+            account: Of the flat buffer.
+            max_buffers: Gradient buffers that may be alive, this one included: waits until they are fewer.
 
         Raises:
             UsageError: They cannot be reduced, and no message would tell the other ranks.
@@ -44,7 +50,7 @@ class Reductions:
             flat.drop_gradients()
             account.take(flat.shard.new_empty(0))
             return None
-        while len(self._under_way) >= MAX_GRADIENT_BUFFERS:
+        while len(self._under_way) >= max_buffers:
             self._finish_first()
         gradient = self._pool.take(flat.pool_key, flat.make_gradient_buffer)
         try:
@@ -67,11 +73,11 @@ class Reductions:
         """
         path = account.flat.gradient_path
         assert path is not None, "connected when the root was decided"
+        start = functools.partial(self._streams.begin_reduction, path, gradient, to_host=account.flat.is_offloaded)
         if autograd_profiler._is_profiler_enabled:
-            name = _name_of(account.flat)
-            reduction = in_region("reduce", name, self._streams.begin_reduction, path, gradient)
+            reduction = in_region("reduce", _name_of(account.flat), start)
         else:
-            reduction = self._streams.begin_reduction(path, gradient)
+            reduction = start()
         self._under_way.append((reduction, account, gradient))
         if account.flat.comms.hook is not None:
             self._look_for_failure(account)

@@ -25,6 +25,7 @@ from composable.runtime.account import Account
 from composable.runtime.agreement import Agreement
 from composable.runtime.notices import notice_leak
 from composable.runtime.reductions import Reductions
+from composable.runtime.settings import RootSettings
 from composable.runtime.streams import Streams
 from composable.runtime.turn import Turn
 from composable.runtime.unsharded import Unsharded
@@ -42,6 +43,7 @@ class Scheduler:
         handles: All handles of the root, left to right, depth first.
         streams: Of the device where they live.
         at_end: Lets this run at the end of the running backward; returns what autograd frees when that ends.
+        settings: Of the root, read whenever they matter.
 
     Attributes:
         number: Its place among all that end a backward.
@@ -51,10 +53,15 @@ class Scheduler:
         backwards_before: Of the backwards, those before the last forward.
         failure: What the last forward raised.
         is_closed: Another annotation took the place of this one.
+        is_deferred: Backwards have ended whose reductions did not; a later backward or ``finalize`` ends them.
     """
 
     def __init__(
-        self, handles: Sequence[Handle], streams: Streams, at_end: Callable[[Ending], Callable[[], None]]
+        self,
+        handles: Sequence[Handle],
+        streams: Streams,
+        at_end: Callable[[Ending], Callable[[], None]],
+        settings: RootSettings | None = None,
     ) -> None:
         self.handles = tuple(handles)
         self.number = next_ending_number()
@@ -64,6 +71,10 @@ class Scheduler:
         self.backwards_before = 0
         self.failure = ""
         self.is_closed = False
+        self.is_deferred = False
+        self._settings = settings or RootSettings()
+        self._find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
+        self._finalizing: object | None = None
         self._clock = 0
         self._turns = {handle: Turn(handle) for handle in handles}
         self._streams = streams
@@ -88,6 +99,10 @@ class Scheduler:
     def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement]]) -> None:
         """Let the ranks compare at the end of each backward; ``make`` gets the accounts of all handles."""
         self._agreements = make([account for turn in self._turns.values() for account in turn.accounts])
+
+    def compare_by(self, find_stale: Callable[[Sequence[Handle]], Iterable[Handle]]) -> None:
+        """Let the ranks find out together which unsharded handles are older than their shards."""
+        self._find_stale = find_stale
 
     @property
     def is_idle(self) -> bool:
@@ -116,11 +131,23 @@ class Scheduler:
                 self.failure = ""
                 self._first_nodes.clear()
                 self._last_forward = None
+                if self._finalizing is not None:
+                    raise _not_waited_for()
+                kept = None
                 for handle in self._unsharded:
-                    if self._turns[handle].first_forward is not None:
+                    if not handle.reshard_after_backward and handle.is_unsharded:
+                        kept = [*(kept or ()), handle]
+                    elif self._turns[handle].first_forward is not None:
                         # Of a forward that no backward has followed yet: the shards may have been written since.
                         self._unsharded.reshard(handle)
-                self._streams.shards_written()
+                if kept is not None:
+                    for handle in self._find_stale(kept):
+                        self._unsharded.reshard(handle)
+                if self._settings.post_optim_event is not None:
+                    self._streams.shards_written_at(self._settings.post_optim_event)
+                    self._settings.post_optim_event = None
+                else:
+                    self._streams.shards_written()
             thread = threading.get_ident()
             if thread != self._thread:
                 # Numbers of nodes are per thread: those of two say nothing about who runs first.
@@ -156,6 +183,7 @@ class Scheduler:
                         self._unsharded.reshard(handle)
             # Also before backward.
             self._unsharded.hide()
+            self._streams.wait_for_copies()
 
     def pre_forward(self, handle: Handle) -> None:
         """Make the handle's parameters usable and start gathering what comes next.
@@ -226,8 +254,14 @@ class Scheduler:
 
     # Backward
 
-    def pre_backward(self, handle: Handle, clock: float) -> None:
-        """The gradient of an output of ``handle`` arrived; ``clock`` is that call's end."""
+    def pre_backward(self, handle: Handle, clock: float, *, gathers: bool = True) -> None:
+        """The gradient of an output of ``handle`` arrived.
+
+        Args:
+            handle: The handle.
+            clock: End of the call that made the output.
+            gathers: Backward of that call may read the parameters.
+        """
         self._note_backward()
         queue, backward_id = self._queue, self.backward_id
         if queue and _first_forward(queue[-1]) > clock and not self._is_threaded:
@@ -239,21 +273,26 @@ class Scheduler:
         turn = self._turns[handle]
         if turn.queued_in != backward_id or turn.completed_in == backward_id:
             self._queue_late(turn)
-        if turn.met_in == backward_id:
+        if gathers:
             self._unsharded.unshard(handle)
+        if turn.met_in == backward_id:
             return
         turn.met_in = backward_id
         last = self._last_backward
         if last is not None:
             last.next_backward = turn
         self._last_backward = turn
-        self._unsharded.unshard(handle)
         if handle.backward_prefetch is not None:
-            self._prefetch(handle.backward_prefetch)
+            self._prefetch(ahead for ahead in handle.backward_prefetch if ahead.unshard_in_backward)
             return
         following = turn.next_backward or turn.previous_forward
         # A handle that is not armed takes no part in this backward.
-        if following is not None and following.first_forward is not None and following.completed_in != backward_id:
+        if (
+            following is not None
+            and following.first_forward is not None
+            and following.completed_in != backward_id
+            and following.handle.unshard_in_backward
+        ):
             self._unsharded.begin_unshard(following.handle)
 
     def _complete_after(self, clock: float) -> None:
@@ -283,6 +322,8 @@ class Scheduler:
                 at=place_of_rank(),
                 fix="run backward before unannotate, or forward again after it",
             )
+        if self._finalizing is not None:
+            raise _not_waited_for()
         # First: the next forward undoes a backward that was cut short, here as well.
         self.is_backward = True
         self._end = weakref.ref(self._at_end(self), self._note_end)
@@ -323,23 +364,32 @@ class Scheduler:
             self._last_armed.append(turn)
 
     def start(self) -> None:
-        """End a backward: complete what no earlier module completed, and tell the other ranks what is left."""
+        """End a backward: complete what no earlier module completed, and tell the other ranks what is left.
+
+        Unless the user ends it later.
+        """
         if not self.is_backward:
             return
         with torch.no_grad():
             self._complete_the_rest()
-        is_synced = False
+        self._tell(ends=self._settings.ends_backward)
+        self._is_ending = True
+
+    def _tell(self, *, ends: bool) -> None:
+        """Note what the leaves still hold; if this ends the reductions, also those of before, tell the other ranks."""
+        is_synced = self.is_deferred
         for turn in self._turns.values():
-            if turn.handle.requires_gradient_sync:
+            if not turn.handle.requires_gradient_sync:
+                turn.handle.keep_gradients()
+            elif ends:
                 is_synced = True
                 for account in turn.accounts:
                     account.look()
             else:
-                turn.handle.keep_gradients()
-        if is_synced:
+                self.is_deferred = True
+        if ends and is_synced:
             for agreement in self._agreements:
                 agreement.begin(has_failed=self._reductions.failure is not None)
-        self._is_ending = True
 
     def reduce_kept(self) -> None:
         """Reduce what backwards without synchronisation left, in a backward of nothing. Collective; nothing runs."""
@@ -374,13 +424,30 @@ class Scheduler:
         if not self._is_ending:
             return  # `start` raised: the next forward begins by tidying up.
         self._is_ending = False
+        if not self._settings.ends_backward:
+            with torch.no_grad():
+                self._finish_backward()
+            # Accounts go on where they are.
+            self._is_settled = True
+            return
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._is_settled = False
         with torch.no_grad():
             self._reductions.finish()
             complaining = [agreement for agreement in self._agreements if agreement.finish()]
             stray = self._reduce_the_rest()
             failure: Exception | None = self._reductions.end()
-            self._finish_backward()
+            if self.is_backward:
+                self._finish_backward()
+            was_deferred, self.is_deferred = self.is_deferred, False
             self._settle()
+            if was_deferred:
+                for turn in self._turns.values():
+                    if turn.handle.keeps_gradients:
+                        # Once more: what they wait beside may be another gradient now.
+                        turn.handle.keep_gradients()
         # In each group: ranks that share another one with this rank wait there to hear of it.
         for agreement in complaining:
             try:
@@ -401,7 +468,7 @@ class Scheduler:
         """Give parameters what waited for the other ranks; hooks of users run."""
         for turn in self._turns.values():
             for account in turn.accounts:
-                account.settle()
+                account.settle(fills_unused=turn.handle.fills_unused)
         self._is_settled = True
 
     def _reduce_the_rest(self) -> list[Handle]:
@@ -416,7 +483,7 @@ class Scheduler:
                     stray.append(handle)
                     handle.drop_gradients()
                 else:
-                    gradient = self._reductions.take(account)
+                    gradient = self._reductions.take(account, handle.gradient_buffers)
                     if gradient is not None:
                         self._reductions.begin(account, gradient)
         self._reductions.finish()
@@ -426,7 +493,10 @@ class Scheduler:
         for handle in self._unsharded:
             if self._makes_graph and not handle.is_gathering:
                 self._unsharded.linger(handle, with_graph=True)
-            self._reshard_unless_running(handle)
+            if handle.reshard_after_backward or handle.is_gathering:
+                self._reshard_unless_running(handle)
+            elif not self._is_around(handle):
+                handle.hide()
         if self._makes_graph:
             self._unsharded.watch_lingering()
         self._unsharded.end_lingering()
@@ -457,31 +527,37 @@ class Scheduler:
         else:
             if is_early and any(account.flat.expects_more(account.flat.gradient_bits()) for account in trainable):
                 self._unsharded.linger(handle)
-            self._reshard_unless_running(handle)
+            if handle.reshard_after_backward:
+                self._reshard_unless_running(handle)
         self._streams.meet()
 
     def _reduce(self, turn: Turn, accounts: Sequence[Account], *, is_early: bool) -> None:
         """Start the reductions; before the last of them the parameters are freed."""
+        handle = turn.handle
         for account in accounts:
-            gradient = self._reductions.take(account)
+            gradient = self._reductions.take(account, handle.gradient_buffers)
             if is_early and account.had != account.flat.all_bits and account.flat.expects_more(account.had):
                 # Not complete after all: parts of backward that read the parameters are still to run.
-                self._unsharded.linger(turn.handle)
-            if account is accounts[-1]:
-                self._reshard_unless_running(turn.handle)
+                self._unsharded.linger(handle)
+            if account is accounts[-1] and handle.reshard_after_backward:
+                self._reshard_unless_running(handle)
             if gradient is not None:
                 self._reductions.begin(account, gradient)
 
     def _reshard_unless_running(self, handle: Handle) -> None:
         # A backward inside a forward leaves the modules around it as they are.
-        if not self._running or not any(module in handle.modules for module in self._running):
+        if not self._is_around(handle):
             self._unsharded.reshard(handle)
+
+    def _is_around(self, handle: Handle) -> bool:
+        return bool(self._running) and any(module in handle.modules for module in self._running)
 
     # Unshard and reshard
 
     def unshard(self, handle: Handle) -> None:
         """Make the modules of ``handle`` hold unsharded parameters. Collective unless it is unsharded."""
         self._unsharded.unshard(handle)
+        self._streams.wait_for_copies()
 
     def begin_unshard(self, handle: Handle) -> None:
         """Start gathering ahead of use; ``unshard`` waits for it."""
@@ -490,10 +566,45 @@ class Scheduler:
     def reshard(self, handle: Handle) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them."""
         self._unsharded.reshard(handle)
+        self._streams.wait_for_copies()
 
     def shards_written(self) -> None:
         """The current stream wrote the shards outside of forward; gathers that start now must wait for it."""
         self._streams.shards_written()
+
+    def reshard_hidden(self) -> None:
+        """Free what a backward kept and was no longer to keep; within a step, its end does."""
+        if self._running or self.is_backward:
+            return
+        for handle in self._unsharded:
+            if handle.is_hidden and handle.reshard_after_backward:
+                self._unsharded.reshard(handle)
+
+    def free_kept(self, handle: Handle) -> None:
+        """Free memory that ``handle`` was to keep and no longer is, where nothing is unsharded there."""
+        self._unsharded.free_kept(handle)
+
+    def check_between_steps(self) -> None:
+        """Raise ``UsageError`` where a step is running, or reductions are under way."""
+        if self._running or self.is_backward or self.is_deferred:
+            raise UsageError("streams cannot change within a step", at=place_of_rank(), fix="do it between two steps")
+
+    def use_streams(self, streams: Streams) -> None:
+        """Run on other streams from now on; frees what is unsharded.
+
+        Raises:
+            UsageError: A step is running, or reductions are under way.
+        """
+        self.check_between_steps()
+        for handle in self._unsharded:
+            self._unsharded.reshard(handle)
+        self._unsharded.end_lingering(always=True)
+        # Also what was freed so far: the current stream comes after its last readers.
+        self._streams.end_backward()
+        self._streams = streams
+        self._unsharded.use_streams(streams)
+        self._reductions.use_streams(streams)
+        streams.shards_written()
 
     def _prefetch(self, handles: Iterable[Handle]) -> None:
         for handle in handles:
@@ -501,11 +612,66 @@ class Scheduler:
             if handle in self._turns:
                 self._unsharded.begin_unshard(handle)
 
+    # Ending by hand
+
+    def finalize(self) -> None:
+        """Begin to end the backwards so far: reduce what waits for it by ``requires_gradient_sync``, tell the ranks.
+
+        Nothing happens if none has ended since the last time. Collective otherwise; ``end_finalize`` has to follow.
+
+        Raises:
+            UsageError: The last one has not been waited for.
+        """
+        if self._finalizing is not None:
+            raise _not_waited_for()
+        waiting = [
+            turn
+            for turn in self._turns.values()
+            if turn.handle.requires_gradient_sync and turn.handle.has_unsynced_gradients
+        ]
+        if not waiting and not self.is_deferred:
+            return
+        self.is_deferred = True
+        self._makes_graph = False
+        try:
+            with torch.no_grad():
+                for turn in reversed(waiting):
+                    if turn.handle.keeps_gradients:
+                        turn.handle.drop_zeroed_gradients()
+                    self._complete(turn, is_early=False)
+                self._streams.end_backward()
+            self._tell(ends=True)
+            self._finalizing = object()
+        except BaseException:
+            # No forward would find out that this was cut short.
+            self._reset()
+            raise
+
+    @property
+    def finalizing(self) -> object | None:
+        """Which ``finalize`` has to be ended by ``end_finalize``; ``None``: none."""
+        return self._finalizing
+
+    def end_finalize(self) -> None:
+        """Hand over every gradient; errors as ``finish``."""
+        if self._finalizing is not None:
+            self._finalizing = None
+            try:
+                self._hand_over()
+            except BaseException:
+                if self.is_deferred:
+                    self._reset()
+                raise
+
     # Recovery
 
-    def abandon_step(self) -> None:
-        """Forget a step that an exception or Ctrl-C cut short: free buffers, drop its gradients. Nothing is running."""
-        if self._running or self.is_backward:
+    def abandon_step(self, *, always: bool = False) -> None:
+        """Forget a step that an exception or Ctrl-C cut short: free buffers, drop its gradients. Nothing is running.
+
+        Args:
+            always: Also one that has ended, and gradients that wait to be reduced.
+        """
+        if always or self._running or self.is_backward:
             self._reset()
 
     def _reset(self) -> None:
@@ -528,6 +694,7 @@ class Scheduler:
         for handle, turn in self._turns.items():
             turn.end_step()
             handle.drop_gradients()
+        self.is_deferred, self._finalizing = False, None
         self._queue.clear()
         self._armed = []
         self._last_armed = []
@@ -542,7 +709,7 @@ class Scheduler:
         Raises:
             UsageError: In the middle of a forward or backward.
         """
-        if self._running or self.is_backward:
+        if self._running or self.is_backward or self.is_deferred:
             raise UsageError(
                 "a module that ran on its own so far is called by another root in the middle of its step",
                 fix="call the outermost annotated module before the modules inside it",
@@ -574,6 +741,18 @@ def _lent(handle: Handle) -> UsageError:
         "a forward cannot run while unshard_params shows copies or gradients of the parameters",
         at=f"{place_of_rank()}, module {handle.fqn!r}",
         fix=fix,
+    )
+
+
+def _find_stale_here(kept: Sequence[Handle]) -> Iterable[Handle]:
+    return [handle for handle in kept if not handle.is_fresh()]
+
+
+def _not_waited_for() -> UsageError:
+    return UsageError(
+        "gradients are still being reduced",
+        at=place_of_rank(),
+        fix="call wait() on what finalize_backward(async_op=True) returned, before anything else",
     )
 
 

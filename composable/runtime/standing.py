@@ -47,7 +47,7 @@ class Standing:
     def name_of(self, started: Started) -> str | None:
         """Return whose all-gather or reduce-scatter it is."""
         for handle, flat in self._flats:
-            if _address(flat) == (started.transport, started.tag // 2):
+            if flat.moves_by(started.transport, started.tag // 2, is_reduction=bool(started.tag % 2)):
                 return f"the {'reduce-scatter' if started.tag % 2 else 'all-gather'} of module {handle.fqn!r}"
         return None
 

@@ -9,19 +9,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 import _traversal_utils
-from composable.collectives import Grid, Ranks, host_transport_of, notice_tree, transport_of
+from composable.collectives import Grid, OwnTransport, Ranks, host_transport_of, notice_tree, transport_of
 from composable.contract import get_registry, managing_state
 from composable.errors import UsageError, located, place_of_rank
-from composable.planning import ShardPlan, name_modules
+from composable.planning import ShardPlan, managed_modules, name_modules
 from composable.runtime.account import Account
 from composable.runtime.additions import Additions
-from composable.runtime.agreement import Agreement
-from composable.runtime.notices import notice_plan
+from composable.runtime.agreement import Agreement, find_stale
+from composable.runtime.notices import notice_offload, notice_plan
 from composable.runtime.readiness import check_not_lent, check_ready
 from composable.runtime.scheduler import Scheduler
+from composable.runtime.settings import RootSettings
 from composable.runtime.standing import Standing
 from composable.runtime.streams import streams_for
-from composable.storage import Handle
+from composable.storage import Handle, move_buffers
 from composable.torch_hooks import at_end_of_backward
 
 __all__ = ["FullyShardState", "Root", "handle_of_module", "sharded_state_of"]
@@ -42,6 +43,7 @@ class FullyShardState:
         marked_buffers: (module, name) of buffers that may hold the mark of memory that nobody has written to.
         _handles: Handles of this annotation, left to right, depth first.
         hook_handles: Remove them, and the modules run as plain ones again.
+        settings: Of the root, should this be its state.
         root: What runs the tree that this state is in; ``None`` until lazy init.
         around: States of modules annotated around these ones, later and so further out.
     """
@@ -59,6 +61,7 @@ class FullyShardState:
         self._handles: list[Handle] = []
         self._module_to_handle: dict[nn.Module, Handle] = {}
         self.hook_handles: list[RemovableHandle] = []
+        self.settings = RootSettings()
         self.root: Root | None = None
         self.around: list[weakref.ref[FullyShardState]] = []
 
@@ -118,7 +121,7 @@ class FullyShardState:
         """
         if self.root is not None:
             return self.root
-        return Root.adopt(self._outermost())
+        return Root.adopt(self.outermost())
 
     def enclose(self) -> None:
         """Let the annotations below know this one, which was made around them."""
@@ -126,7 +129,10 @@ class FullyShardState:
             if state is not self:
                 state.around.append(weakref.ref(self))
 
-    def _outermost(self) -> "FullyShardState":
+    def outermost(self) -> "FullyShardState":
+        """Return the state that is the root's, or will be as things are. Not collective."""
+        if self.root is not None:
+            return self.root.state
         for around in reversed(self.around):
             state = around()
             if state is not None and state.grid.everyone == self.grid.everyone:
@@ -162,6 +168,7 @@ class Root:
         self.states = states
         self.scheduler = scheduler
         self.additions = Additions()
+        self._scatters: dict[Ranks, OwnTransport] = {}
         self.standing = Standing(type(state.modules[0]).__name__.removeprefix("FSDP"), scheduler)
         notice_tree(self.standing)
 
@@ -176,7 +183,7 @@ class Root:
         )
         for handle in handles:
             handle.name_modules([names.get(*pair) for pair in zip(handle.modules, handle.module_fqns, strict=True)])
-        _compare_plans(states, _find_failure(states, names))
+        _compare_plans(states, _find_failure(state, states, names))
         for found in states:
             if found.root is not None:
                 found.root.scheduler.let_go(found._handles)
@@ -188,21 +195,49 @@ class Root:
             for handle in found._handles:
                 for flat in handle.buffers:
                     flat.connect(transport, found.grid.divisor)
-        scheduler = Scheduler(handles, streams_for(state.grid.shard.device), at_end_of_backward)
+            if any(handle.is_offloaded for handle in found._handles):
+                # ``to_empty`` has made them where the parameters rest.
+                managed = managed_modules(found.modules, found.ignored_modules)
+                move_buffers(dict.fromkeys(managed, ""), found.grid.shard.device)
+        streams = state.settings.streams or streams_for(state.grid.shard.device)
+        scheduler = Scheduler(handles, streams, at_end_of_backward, state.settings)
         scheduler.agree_by(functools.partial(_make_agreements, states))
+        scheduler.compare_by(
+            functools.partial(
+                find_stale, {handle: found.grid.everyone for found in states for handle in found._handles}
+            )
+        )
         root = Root(state, handles, states, scheduler)
         # Backward starts with the root's parameters, so freeing them after forward only costs a gather.
         own = state._module_to_handle.get(modules[0])
         for handle in handles:
             option = handle.reshard_option
             handle.reshard_after_forward = handle is not own if option is None else option
+        root.connect_scatters()
         # Last, and where forward starts after all others: what was cut short is done again.
         for found in states:
             if found is not state:
                 found.root = root
         state.root = root
         notice_plan(state.plan, state.grid.everyone)
+        for found in states:
+            notice_offload(found.plan, found.grid.everyone)
         return root
+
+    def connect_scatters(self) -> None:
+        """Let handles reduce-scatter in the process groups that their settings ask for, one for each set of ranks.
+
+        Every rank of them alike; a group is made when the first of its reduce-scatters starts.
+        """
+        apart: dict[Ranks, OwnTransport] = {}
+        for state in self.states:
+            for handle in state._handles:
+                ranks = state.grid.shard
+                if handle.scatters_apart and ranks not in apart:
+                    apart[ranks] = self._scatters.get(ranks) or OwnTransport(ranks)
+                for flat in handle.buffers:
+                    flat.scatter_by(apart[ranks] if handle.scatters_apart else None)
+        self._scatters = apart
 
     def close(self) -> None:
         """Undo ``adopt``, so that the next forward decides the root anew; that is collective again."""
@@ -267,11 +302,19 @@ def _compare_plans(states: Sequence[FullyShardState], failure: UsageError | None
         )
 
 
-def _find_failure(states: Sequence[FullyShardState], names: Mapping[nn.Module, str]) -> UsageError | None:
-    """Return what keeps this rank from training: parameters or buffers without values."""
+def _find_failure(
+    root: FullyShardState, states: Sequence[FullyShardState], names: Mapping[nn.Module, str]
+) -> UsageError | None:
+    """Return what keeps this rank from training: parameters or buffers without values, settings of another root."""
     try:
         with located(place_of_rank()):
             for state in states:
+                if state is not root and state.settings != RootSettings():
+                    raise UsageError(
+                        "the root's settings were made on a module that a later annotation is around",
+                        at=f"module {names.get(state.modules[0], '')!r}",
+                        fix="annotate all first, then make them on the outermost module; set this one's back",
+                    )
                 for handle in state._handles:
                     check_not_lent(handle)
                     handle.attach()

@@ -31,6 +31,10 @@ class Streams(Protocol):
         """The current stream wrote the shards that gathers will read, say in an optimizer step."""
         ...
 
+    def shards_written_at(self, event: Any) -> None:
+        """They are written once ``event`` is reached, and what the current stream did since does not matter."""
+        ...
+
     def begin_unshard(self, handle: Handle) -> None:
         """Start to fill the buffers of ``handle``. Collective."""
         ...
@@ -54,8 +58,18 @@ class Streams(Protocol):
         """A backward ends, also one that was cut short: the current stream waits for all the others."""
         ...
 
-    def begin_reduction(self, path: GradientPath, gradient: GradientBuffer) -> Reduction:
-        """Start to reduce what the current stream has put into ``gradient``. Collective."""
+    def begin_reduction(self, path: GradientPath, gradient: GradientBuffer, *, to_host: bool = False) -> Reduction:
+        """Start to reduce what the current stream has put into ``gradient``. Collective.
+
+        Args:
+            path: Of the flat buffer.
+            gradient: Its gradients.
+            to_host: The result lies in host memory: whoever finishes waits until it is there.
+        """
+        ...
+
+    def wait_for_copies(self) -> None:
+        """Wait until gathers have read the shards that rest on the host: from now on the host may write them."""
         ...
 
 
@@ -66,6 +80,9 @@ class HostStreams:
 
     def shards_written(self) -> None:
         pass
+
+    def shards_written_at(self, event: Any) -> None:
+        raise AssertionError("there is no event on the CPU: the setter refuses it")
 
     # As they are: a function around each would cost as much as it does.
     begin_unshard = staticmethod(Handle.begin_unshard)
@@ -80,8 +97,11 @@ class HostStreams:
     def end_backward(self) -> None:
         pass
 
-    def begin_reduction(self, path: GradientPath, gradient: GradientBuffer) -> Reduction:
+    def begin_reduction(self, path: GradientPath, gradient: GradientBuffer, *, to_host: bool = False) -> Reduction:
         return path.begin(gradient.source)
+
+    def wait_for_copies(self) -> None:
+        pass
 
 
 class DeviceStreams:
@@ -89,7 +109,7 @@ class DeviceStreams:
 
     Args:
         device: The module of torch for the device type, such as ``torch.cuda``: what is used of it is
-            ``Stream``, ``current_stream`` and ``stream``.
+            ``Stream``, ``current_stream`` and ``stream``, and the events of streams.
     """
 
     def __init__(self, device: Any) -> None:
@@ -100,6 +120,8 @@ class DeviceStreams:
         # By stream: a later event of one stream stands for its earlier ones, but not for those of others.
         self._before_unshard: dict[int, Any] = {}
         self._users: dict[int, Any] = {}
+        # After the last gather from the host; of one stream, so it stands for all.
+        self._copied: Any = None
         self.names: Mapping[int, str] = {
             device.current_stream().stream_id: "default",
             self._unshard.stream_id: "unshard",
@@ -109,6 +131,10 @@ class DeviceStreams:
     def shards_written(self) -> None:
         current = self._device.current_stream()
         self._before_unshard[current.stream_id] = current.record_event()
+
+    def shards_written_at(self, event: Any) -> None:
+        # Beside that of the current stream, if any: it stands for readers of memory that was freed.
+        self._before_unshard[-1] = event
 
     def begin_unshard(self, handle: Handle) -> None:
         if self._before_unshard:
@@ -121,9 +147,13 @@ class DeviceStreams:
                 handle.begin_unshard()
                 handle.finish_gathers()
                 self._full[handle] = self._unshard.record_event()
+            if handle.is_offloaded:
+                self._copied = self._full[handle]
         except BaseException:
             # Nobody will wait for what was queued, and the shard may be written next.
             self._device.current_stream().wait_stream(self._unshard)
+            if handle.is_offloaded:
+                self._copied = self._unshard.record_event()
             raise
 
     def wait_for_unshard(self, handle: Handle) -> None:
@@ -152,17 +182,23 @@ class DeviceStreams:
     def end_backward(self) -> None:
         self._come_after_users()
         self._users.clear()
+        self.wait_for_copies()
 
-    def begin_reduction(self, path: GradientPath, gradient: GradientBuffer) -> Reduction:
+    def begin_reduction(self, path: GradientPath, gradient: GradientBuffer, *, to_host: bool = False) -> Reduction:
         self._reduce.wait_stream(self._device.current_stream())
         try:
             with self._device.stream(self._reduce):
                 shard = path.begin(gradient.source).finish()
-                return _Reduced(self._device, shard, self._reduce.record_event())
+                return _Reduced(self._device, shard, self._reduce.record_event(), is_on_host=to_host)
         except BaseException:
             # Nobody will wait for what was queued, and the gradient buffer is freed.
             self._device.current_stream().wait_stream(self._reduce)
             raise
+
+    def wait_for_copies(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
 
     def _come_after_users(self) -> Any:
         current = self._device.current_stream()
@@ -175,15 +211,18 @@ class DeviceStreams:
 class _Reduced:
     """A reduction that the reduce stream has queued to its end."""
 
-    __slots__ = ("_device", "_event", "_shard")
+    __slots__ = ("_device", "_event", "_is_on_host", "_shard")
 
-    def __init__(self, device: Any, shard: torch.Tensor, event: Any) -> None:
+    def __init__(self, device: Any, shard: torch.Tensor, event: Any, *, is_on_host: bool) -> None:
         self._device = device
         self._shard = shard
         self._event = event
+        self._is_on_host = is_on_host
 
     def finish(self) -> torch.Tensor:
         self._device.current_stream().wait_event(self._event)
+        if self._is_on_host:
+            self._event.synchronize()
         return self._shard
 
 

@@ -87,7 +87,17 @@ class Unsharded:
         for handle in self._unsharded:
             handle.hide()
 
+    def use_streams(self, streams: Streams) -> None:
+        """Run on other streams from now on; nothing is unsharded."""
+        self._streams = streams
+
     # Memory that stays
+
+    def free_kept(self, handle: Handle) -> None:
+        """Free the memory of the buffers of ``handle``, unless it is unsharded or lingers."""
+        if handle not in self._unsharded and handle not in self._lingering:
+            handle.free_buffers()
+            self._streams.resharded()
 
     def linger(self, handle: Handle, *, with_graph: bool = False) -> None:
         """Keep the memory of the parameters, on this rank, until a backward ends, or until the graph is gone as well.

@@ -49,7 +49,7 @@ def make_room(
             if key not in state_dict and plain_fqn(key) not in state_dict:
                 continue
             if id(tensor) in params:
-                params[id(tensor)].make_room(device)
+                params[id(tensor)].make_room()
                 state.mark_handles()
             elif name in submodule._buffers:
                 if id(tensor) not in buffers:

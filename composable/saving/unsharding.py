@@ -296,13 +296,13 @@ class _Shown:
         return self._placed[index]
 
     def _copy(self) -> list[torch.Tensor] | None:
-        host = torch.device("cpu") if self.options.offload_to_cpu else None
+        device = torch.device("cpu") if self.options.offload_to_cpu else self.ranks.device
         if self.options.rank0_only or self.handle.casts_params:
             dst = 0 if self.options.rank0_only else None
-            return collect_full([param.ragged for param in self.params], dst=dst, device=host)
+            return collect_full([param.ragged for param in self.params], dst=dst, device=device)
         self.scheduler.shards_written()
         self.scheduler.unshard(self.handle)
-        copies = [param.leaf().detach().to(host or self.ranks.device, copy=True) for param in self.params]
+        copies = [param.leaf().detach().to(device, copy=True) for param in self.params]
         self.scheduler.reshard(self.handle)
         return copies
 

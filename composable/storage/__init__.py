@@ -8,6 +8,7 @@ from composable.storage.gradient_buffer import GradientBuffer, GradientPool
 from composable.storage.gradient_path import GradientPath, Reduction, reduced_otherwise
 from composable.storage.handle import FIX_COPY, Handle, handle_of
 from composable.storage.module_buffers import describe_buffers, move_buffers
+from composable.storage.resting_place import RestingPlace
 from composable.storage.sharded_param import ShardedParam
 from composable.storage.unfilled import META_FIX, MarkedMemory, is_unfilled, mark_unfilled
 
@@ -25,6 +26,7 @@ __all__ = [
     "ParamInitFn",
     "Reduction",
     "Registration",
+    "RestingPlace",
     "ShardedParam",
     "copied_registrations",
     "describe_buffers",

@@ -1,6 +1,6 @@
 """One class of a handle's parameters, alike in dtypes and requires_grad, laid out in one flat buffer.
 
-Owns three tensors: the rank's *shard* [S], alive for good; the unsharded *buffer* [W * S],
+Owns three tensors: the rank's *shard* [S], alive for good, maybe on the host; the unsharded *buffer* [W * S],
 whose storage is allocated and freed in place so that views saved by autograd stay right;
 and, during backward, the *gradient buffer* [W * S] that is reduced into a fresh shard [S]. How
 one becomes the other, in which dtypes too, is the business of its two paths.
@@ -25,16 +25,18 @@ from composable.frames import will_get_gradient
 from composable.planning import BufferPlan, HandleMembers, local_shape
 from composable.ragged import HOOKS, RaggedDTensor, hand_over_grad, ragged_spec
 from composable.storage.comms import DEFAULT_COMMS, Comms
-from composable.storage.gather_path import CastGather, CommGather, Gather, GatherPath
+from composable.storage.gather_path import CommGather, CopyGather, Gather, GatherPath
 from composable.storage.gradient_buffer import GradientBuffer
 from composable.storage.gradient_path import (
     CommScatterPath,
     GradientPath,
     HookPath,
+    PathHome,
     ScatterPath,
     SumPath,
     ThenHookPath,
 )
+from composable.storage.resting_place import RestingPlace
 from composable.storage.sharded_param import ShardedParam
 from composable.storage.unfilled import META_FIX
 from composable.torch_private import foreach_copy_
@@ -52,17 +54,19 @@ class FlatBuffer:
         module_fqn: The handle's module, as the plan names it.
         members: The parameters and every place that holds them, by the plan's FQNs.
         mesh: 1-D mesh of the shard group.
-        device: Where shards and buffers live.
-        is_deferred: The values come later: the shard is on ``device`` and zero, also where
+        device: Where buffers live.
+        is_deferred: The values come later: the shard is where it rests and zero, also where
             the originals are real. Without it, it is on meta as long as one of them is.
         keeps_reduce_dtype: Reduced gradients stay in the dtype in which they were reduced.
+        home: Where the shard and its gradient rest; default: on ``device``.
 
     Attributes:
         dtype: Of the shard.
         compute_dtype: Of the buffer, and of the gradients that autograd makes.
         gradient_dtype: Of reduced gradients.
         all_bits: A bit for each parameter, as other numbers whose bits are some of them.
-        is_away: The shard rests on another device than the ranks talk on.
+        home: Where the shard and its gradient rest, until connected.
+        is_away: The shard is elsewhere: on the meta device, or where torch has moved it.
         is_marked: Part of the shard may hold the mark of memory that nobody has written to.
         comms: How bytes travel where the user chose.
     """
@@ -77,6 +81,7 @@ class FlatBuffer:
         *,
         is_deferred: bool = False,
         keeps_reduce_dtype: bool = False,
+        home: RestingPlace | None = None,
     ) -> None:
         self.plan = plan
         self.dtype = plan.dtype
@@ -85,10 +90,16 @@ class FlatBuffer:
         self.is_empty = plan.layout.numel == 0
         self.pool_key = _pool_key(plan, device)
         self.device = device
+        self.home = home or RestingPlace(device)
         self.is_marked = False
         self.is_away = not is_deferred and any(members.originals[span.fqn].is_meta for span in plan.layout.spans)
-        self.shard = torch.zeros(plan.layout.shard_numel, dtype=plan.dtype, device="meta" if self.is_away else device)
-        self.params = _sharded_params(plan, module_fqn, members, mesh, self.shard, self.gradient_dtype)
+        if self.is_away:
+            self.shard = torch.empty(plan.layout.shard_numel, dtype=plan.dtype, device="meta")
+        else:
+            self.shard = self.home.zeros(plan.layout.shard_numel, plan.dtype)
+        self.params = _sharded_params(
+            plan, module_fqn, members, mesh, self.shard, self.gradient_dtype, self.home.device
+        )
         if not is_deferred:
             self._take_values([members.originals[span.fqn] for span in plan.layout.spans])
         split = plan.layout.split_of(mesh.get_local_rank())
@@ -102,8 +113,11 @@ class FlatBuffer:
         self._transport: Transport | None = None
         self._group = mesh.get_group()
         self._key, self._divisor = -1, 1
+        self._scatter_transport: Transport | None = None
+        self._scatter_key = -1
         self._buffer: torch.Tensor | None = None
         self._storage: torch.UntypedStorage | None = None
+        self._is_allocated = False
         self._buffer_bytes = plan.buffer_bytes
         # What gradients are collected in: its dtype and device.
         self._gradient_like = torch.empty(0, dtype=plan.reduce_dtype, device=device)
@@ -126,6 +140,11 @@ class FlatBuffer:
                 return True
         return False
 
+    @property
+    def is_offloaded(self) -> bool:
+        """The shard does not rest where the buffer is."""
+        return self.home.is_elsewhere
+
     def connect(self, transport: Transport, divisor: int) -> None:
         """Choose who moves the bytes, and over how many ranks gradients are averaged.
 
@@ -134,8 +153,26 @@ class FlatBuffer:
         if self._transport is not transport:
             self._key, self._divisor = transport.allocate_key(), divisor
             self._transport = transport
+            self._scatter_transport, self._scatter_key = transport, self._key
             self._choose_gather_path(transport)
             self._choose_gradient_path(transport)
+
+    def scatter_by(self, transport: Transport | None) -> None:
+        """Let reduce-scatters go through another transport than gathers, ``None``: the same. After ``connect``.
+
+        All ranks of the shard group, same order.
+        """
+        chosen = transport or self._transport
+        assert chosen is not None, "connected"
+        if chosen is not self._scatter_transport:
+            self._scatter_transport = chosen
+            self._scatter_key = self._key if transport is None else transport.allocate_key()
+            self._choose_gradient_path(chosen)
+
+    def moves_by(self, transport: Transport, key: int, *, is_reduction: bool) -> bool:
+        """Say whether its all-gathers, or reduce-scatters, are those of ``transport`` under ``key``."""
+        own = (self._scatter_transport, self._scatter_key) if is_reduction else (self._transport, self._key)
+        return own == (transport, key)
 
     def communicate_by(self, comms: Comms) -> None:
         """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
@@ -143,7 +180,8 @@ class FlatBuffer:
         if self._transport is not None:
             if before.all_gather is not comms.all_gather:
                 self._choose_gather_path(self._transport)
-            self._choose_gradient_path(self._transport)
+            assert self._scatter_transport is not None, "connected with the other"
+            self._choose_gradient_path(self._scatter_transport)
 
     def check_hook(self) -> None:
         """Raise what is wrong with what the communication hook gave last, if anything.
@@ -160,11 +198,12 @@ class FlatBuffer:
         if self.comms.all_gather is not None:
             self.gather_path = CommGather(transport, self._key, self.comms.all_gather, self._group, self.params[0].fqn)
         else:
-            makes_copy = self.compute_dtype != self.dtype
-            self.gather_path = (CastGather if makes_copy else Gather)(transport, self._key)
+            makes_copy = self.is_offloaded or self.compute_dtype != self.dtype
+            key = self._key
+            self.gather_path = CopyGather(transport, key, self.home) if makes_copy else Gather(transport, key)
 
     def _choose_gradient_path(self, transport: Transport) -> None:
-        comms, dtype, key = self.comms, self.gradient_dtype, self._key
+        comms, dtype, key = self.comms, self.gradient_dtype, self._scatter_key
         divisor = comms.divide_factor or self._divisor
         path: GradientPath
         if comms.hook is not None:
@@ -175,39 +214,48 @@ class FlatBuffer:
             path = (SumPath if comms.sums_only else ScatterPath)(transport, key, divisor, dtype)
         if comms.all_reduce_hook is not None:
             path = ThenHookPath(path, comms.all_reduce_hook, comms.all_reduce_stream)
-        self.gradient_path = path
+        self.gradient_path = PathHome(path, self.home) if self.is_offloaded else path
 
     def begin_unshard(self) -> Pending:
         """Allocate the buffer and start the all-gather into it, on the current stream; the shard is usable."""
         if self._storage is None:
             self._make_buffer()
-        else:
+        elif not self._is_allocated:
+            # What was kept stays where it is: to resize it would move it.
             self._storage.resize_(self._buffer_bytes)
+        self._is_allocated = True
         assert self._buffer is not None and self.gather_path is not None
         return self.gather_path.begin(self._buffer, self.shard)
 
     def settle(self) -> None:
         """Wait for all that its transport has started, also where an exception cut that short."""
-        if self._transport is not None:
-            self._transport.settle()
+        for transport in {self._transport, self._scatter_transport}:
+            if transport is not None:
+                transport.settle()
 
     @property
     def is_usable(self) -> bool:
-        """Every sharded parameter shows the shard, and the shard is where the ranks talk."""
+        """Every sharded parameter shows the shard, and the shard is where it rests."""
         for param in self.params:
             if param.sharded._local_tensor is not param.local:  # type: ignore[attr-defined]  # cheaper than a check
                 return False
         return not self.is_away
 
     def check_usable(self) -> None:
-        """Raise ``UsageError`` if parameters are on another device than the ranks talk on."""
-        away = [param for param in self.params if param.sharded.device.type != self.device.type]
+        """Raise ``UsageError`` if parameters are on another device than they rest on."""
+        home = self.home.device
+        away = [param for param in self.params if param.sharded.device.type != home.type]
         if away:
             device = away[0].sharded.device
+            if self.is_offloaded:
+                wanted = f"offload_policy keeps them on {home}"
+                fix = "model.to('cpu'), then move its buffers to the device; or leave out what moved the model"
+            else:
+                wanted, fix = f"the ranks talk on {self.device}", f"model.to({home.type!r})"
             raise UsageError(
-                f"parameters are on {device}, and the ranks talk on {self.device}",
+                f"parameters are on {device}, and {wanted}",
                 at=f"{place_of_rank()}, parameter {', '.join(repr(param.fqn) for param in away[:3])}",
-                fix=META_FIX if device.type == "meta" else f"model.to({self.device.type!r})",
+                fix=META_FIX if device.type == "meta" else fix,
             )
 
     def attach(self) -> None:
@@ -228,7 +276,7 @@ class FlatBuffer:
         # Maybe inside a first forward in inference mode; see ``_make_buffer``.
         with torch.inference_mode(mode=False), torch.no_grad():
             if self.shard.is_meta or self.is_away:
-                self._rest_on(torch.zeros(self.shard.shape, dtype=self.dtype, device=self.device))
+                self._rest_on(self.home.zeros(self.shard.numel(), self.dtype))
             for param, piece in zip(self.params, pieces, strict=True):
                 if piece is not param.local:
                     param.local.data.copy_(piece)
@@ -264,15 +312,15 @@ class FlatBuffer:
                 param.sharded.grad = fn(grad)
         if was_meta:
             used = {index for _, index in self._pieces}
-            for index, part in enumerate(shard.split_with_sizes(self._piece_sizes)):
+            for index, part in enumerate(self.shard.split_with_sizes(self._piece_sizes)):
                 if index not in used:
                     part.zero_()
 
     def _rest_on(self, shard: torch.Tensor) -> None:
         """Make ``shard`` [S] the place of the pieces; the parameters still show the old one."""
-        self.shard = shard
+        shard = self.shard = self.home.pinned(shard)
         # Remembered, since asking a tensor for its device costs microseconds.
-        self.is_away = shard.device.type != self.device.type
+        self.is_away = shard.device.type != self.home.device.type
         for param in self.params:
             param.local = param.piece_of(shard)
 
@@ -284,7 +332,22 @@ class FlatBuffer:
     def free_buffer(self) -> None:
         """Release the buffer's memory; its views stay valid for the next unshard."""
         if self._storage is not None:
+            # First: what is cut short here is allocated anew.
+            self._is_allocated = False
             self._storage.resize_(0)
+
+    def is_fresh(self) -> bool:
+        """Say whether the full buffer has, for this rank, what a gather of its shard would put there.
+
+        By comparing values: not every way of writing leaves a trace on a tensor. The host waits for a device.
+        """
+        if self.is_empty:
+            return True
+        if self._buffer is None or not self.is_usable:
+            return False
+        own = self._buffer[self.plan.layout.shard_of(self.params[0].layout.rank)]
+        # As bytes: zeros have signs, and NaN equals NaN.
+        return torch.equal(own.view(torch.uint8), self.shard.detach().to(self.compute_dtype).view(torch.uint8))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Say whether a plain tensor lies in the buffer, whose memory is there."""
@@ -382,12 +445,13 @@ class FlatBuffer:
             with_kept_gradients: Also copy gradients that wait on the unsharded parameters to be reduced.
         """
         twin = copy.copy(self)
-        twin.shard = self.shard.clone()
+        twin.shard = self.home.pinned(self.shard.clone())
         twin.params = [param.copied(twin.shard, memo) for param in self.params]
         twin._pieces = [(param, index) for param, (_, index) in zip(twin.params, self._pieces, strict=True)]
         twin._hooks_known = -1
-        twin.gather_path = twin.gradient_path = twin._transport = None
+        twin.gather_path = twin.gradient_path = twin._transport = twin._scatter_transport = None
         twin._buffer = twin._storage = None
+        twin._is_allocated = False
         if with_kept_gradients and self.has_gradients():
             twin._make_buffer()
             twin.free_buffer()
@@ -449,8 +513,10 @@ class FlatBuffer:
 
     def make_gradient_buffer(self) -> GradientBuffer:
         """Allocate what ``take_gradients`` fills, on the current stream."""
-        assert self._transport is not None, "connected when the root was decided"
-        return GradientBuffer(self.plan.layout, self._transport.empty(self.plan.layout.numel, self._gradient_like))
+        assert self._scatter_transport is not None, "connected when the root was decided"
+        return GradientBuffer(
+            self.plan.layout, self._scatter_transport.empty(self.plan.layout.numel, self._gradient_like)
+        )
 
     def accumulate(self, reduced: torch.Tensor, bits: int, *, with_hooks: bool = False) -> None:
         """Make ``reduced`` [S] the gradient of some sharded parameters, or add it to what they have.
@@ -517,6 +583,7 @@ def _sharded_params(
     mesh: DeviceMesh,
     shard: torch.Tensor,
     grad_dtype: torch.dtype,
+    home: torch.device,
 ) -> list[ShardedParam]:
     """Return the parameters of a class with pieces in ``shard``, whose values are not theirs yet."""
     params = []
@@ -534,6 +601,7 @@ def _sharded_params(
                 stop,
                 local_shape(span.shape, bounds, mesh.get_local_rank(), span.order),
                 grad_dtype,
+                home,
             )
         )
     return params

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from composable.collectives import DONE, Pending, Transport, wait_for_work
+from composable.storage.resting_place import RestingPlace
 from composable.storage.staging import stage
 
-__all__ = ["CastGather", "CommGather", "Gather", "GatherPath"]
+__all__ = ["CommGather", "CopyGather", "Gather", "GatherPath"]
 
 
 class GatherPath(Protocol):
@@ -51,19 +52,29 @@ class Gather:
         return self.transport.begin_all_gather(buffer, shard, self.key)
 
 
-class CastGather(Gather):
-    """One all-gather of shards in another dtype than the buffer's.
+class CopyGather(Gather):
+    """One all-gather of shards in another dtype than the buffer's, or on the host.
 
-    The cast is the copy that brings this rank's shard into the buffer in any case.
+    That is the copy that brings this rank's shard into the buffer in any case.
+
+    Args:
+        transport: Moves the bytes.
+        key: Of the buffer.
+        home: Where the shard rests. Where that is page-locked, ``begin`` returns before the shard was read, and
+            the host must not write to it until the current stream has got there.
     """
 
-    __slots__ = ()
+    __slots__ = ("_is_queued",)
+
+    def __init__(self, transport: Transport, key: int, home: RestingPlace) -> None:
+        super().__init__(transport, key)
+        self._is_queued = home.pins
 
     def begin(self, buffer: torch.Tensor, shard: torch.Tensor) -> Pending:
         numel, rank = shard.numel(), self.transport.rank
         # Through `data`, so that parameters which view the buffer do not count as modified.
         own = buffer.data[rank * numel : (rank + 1) * numel]
-        own.copy_(shard)
+        own.copy_(shard, non_blocking=self._is_queued)
         return self.transport.begin_all_gather(buffer, own, self.key)
 
 

@@ -9,7 +9,10 @@ import torch
 
 from composable.planning import FlatLayout
 
-__all__ = ["GradientBuffer", "GradientPool"]
+__all__ = ["GRADIENT_BUFFERS", "GradientBuffer", "GradientPool"]
+
+# Alive at once, unless the user says otherwise: one being reduced, one being filled.
+GRADIENT_BUFFERS = 2
 
 
 class GradientBuffer:

@@ -16,12 +16,14 @@ from composable.arguments import described
 from composable.collectives import Pending, Transport, wait_for_work
 from composable.errors import ConfigError
 from composable.storage.comms import Registration
+from composable.storage.resting_place import RestingPlace
 from composable.storage.staging import stage
 
 __all__ = [
     "CommScatterPath",
     "GradientPath",
     "HookPath",
+    "PathHome",
     "Reduction",
     "ScatterPath",
     "SumPath",
@@ -36,13 +38,20 @@ class Reduction(Protocol):
     def finish(self) -> torch.Tensor:
         """Return this rank's shard [S] of the mean, in the dtype and on the device of the shard; call it once.
 
-        The thread waits on CPU, the current stream on a device. The source may be reused afterwards.
+        The thread waits on CPU, the current stream on a device. The source may be reused afterwards. On page-locked
+        memory the host may read the result only when the current stream has got there.
         """
         ...
 
 
 class GradientPath(Protocol):
-    """Reduces gradients over the ranks."""
+    """Reduces gradients over the ranks.
+
+    Attributes:
+        transport: Moves the bytes, or allocates for what moves them.
+    """
+
+    transport: Transport
 
     def begin(self, source: torch.Tensor) -> Reduction:
         """Start to reduce ``source`` [W * S], the gradients of this rank, on the current stream.
@@ -258,30 +267,26 @@ def _divided_before(source: torch.Tensor, divisor: float) -> float:
     return 1.0
 
 
-class ThenHookPath:
-    """Another path, then a function of the user's on the shard that it gives.
+class _Around:
+    """A path around another one.
 
-    Args:
-        inner: The other path.
-        hook: Called with the reduced shard, which it may change.
-        stream: Where it runs; ``None``: on the current one.
+    Attributes:
+        inner: The other one.
     """
 
-    __slots__ = ("_hook", "_stream", "inner")
+    __slots__ = ("inner",)
 
-    def __init__(self, inner: GradientPath, hook: Callable[[torch.Tensor], object], stream: Any) -> None:
+    def __init__(self, inner: GradientPath) -> None:
         self.inner = inner
-        self._hook = hook
-        self._stream = stream
 
     @property
     def transport(self) -> Transport:
         """That of the other path."""
-        return self.inner.transport  # type: ignore[attr-defined,no-any-return]  # all of this file have one
+        return self.inner.transport
 
     @transport.setter
     def transport(self, transport: Transport) -> None:
-        self.inner.transport = transport  # type: ignore[attr-defined]
+        self.inner.transport = transport
 
     @property
     def failure(self) -> ConfigError | None:
@@ -291,6 +296,23 @@ class ThenHookPath:
     @failure.setter
     def failure(self, failure: ConfigError | None) -> None:
         self.inner.failure = failure  # type: ignore[attr-defined]
+
+
+class ThenHookPath(_Around):
+    """Another path, then a function of the user's on the shard that it gives.
+
+    Args:
+        inner: The other path.
+        hook: Called with the reduced shard, which it may change.
+        stream: Where it runs; ``None``: on the current one.
+    """
+
+    __slots__ = ("_hook", "_stream")
+
+    def __init__(self, inner: GradientPath, hook: Callable[[torch.Tensor], object], stream: Any) -> None:
+        super().__init__(inner)
+        self._hook = hook
+        self._stream = stream
 
     def begin(self, source: torch.Tensor) -> Reduction:
         # To its end: hooks that communicate run in one order on all ranks, and never for a step that was abandoned.
@@ -307,3 +329,35 @@ class ThenHookPath:
         finally:
             current.wait_stream(self._stream)
         return _Reduced(shard)
+
+
+class PathHome(_Around):
+    """A path around a path: its result is copied to where the shard rests.
+
+    Args:
+        inner: Reduces.
+        home: Where the results go.
+    """
+
+    __slots__ = ("_home",)
+
+    def __init__(self, inner: GradientPath, home: RestingPlace) -> None:
+        super().__init__(inner)
+        self._home = home
+
+    def begin(self, source: torch.Tensor) -> Reduction:
+        return _GoingHome(self.inner.begin(source), self._home)
+
+
+class _GoingHome:
+    __slots__ = ("_home", "_reduction")
+
+    def __init__(self, reduction: Reduction, home: RestingPlace) -> None:
+        self._reduction = reduction
+        self._home = home
+
+    def finish(self) -> torch.Tensor:
+        shard = self._reduction.finish()
+        result = self._home.empty(shard.numel(), shard.dtype)
+        result.copy_(shard, non_blocking=self._home.pins)
+        return result

@@ -20,6 +20,7 @@ from composable.planning import HandlePlan
 from composable.storage.comms import DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
 from composable.storage.copy_reach import is_part_of_module, modules_of_copy, reaches_out
 from composable.storage.flat_buffer import FlatBuffer
+from composable.storage.gradient_buffer import GRADIENT_BUFFERS
 from composable.storage.sharded_param import ShardedParam, has_own_setattr
 from composable.wording import join_fqn
 
@@ -113,6 +114,12 @@ class Handle:
         is_shown_whole: but forward can where nothing is to have a gradient: every module holds a whole copy.
         reshard_option: What the user asked for; ``None``: free between forward and backward unless root.
         reshard_after_forward: What that means now that the root is known.
+        reshard_after_backward: Free them after backward; else once a forward finds that a rank has written its shard.
+        unshard_in_backward: Gather before backward. If not, forward lets nothing of the parameters be saved for it.
+        keeps_storage: The buffers' memory stays allocated while the parameters are sharded.
+        scatters_apart: Reduce-scatters have a process group of their own.
+        gradient_buffers: How many gradient buffers of the root may be alive when this handle needs one.
+        fills_unused: A parameter that no rank used in a module that ran gets a gradient of zeros.
         requires_gradient_sync: Reduce gradients at the end of this handle's backward.
         sync_after_context: What ``requires_gradient_sync`` is after the ``no_sync`` that runs; ``None``: none runs.
         has_unsynced_gradients: The last backward did not synchronise, on any rank.
@@ -134,6 +141,12 @@ class Handle:
         self.buffers = tuple(buffers)
         self.reshard_option = plan.reshard_after_forward
         self.reshard_after_forward = True
+        self.reshard_after_backward = True
+        self.unshard_in_backward = True
+        self.keeps_storage = False
+        self.scatters_apart = False
+        self.gradient_buffers = GRADIENT_BUFFERS
+        self.fills_unused = plan.unused_gradients == "zero"
         self.requires_gradient_sync = True
         self.sync_after_context: bool | None = None
         self.has_unsynced_gradients = False
@@ -313,13 +326,22 @@ class Handle:
         """FQNs of the parameters below the fully sharded module, of several modules below their position."""
         return [param.fqn for param in self.params]
 
+    @property
+    def is_offloaded(self) -> bool:
+        """Its shards do not rest where its buffers are."""
+        # At each gather: a generator costs as much again.
+        for flat in self.buffers:  # noqa: SIM110
+            if flat.is_offloaded:
+                return True
+        return False
+
     def bring_back(self) -> bool:
         """Bring pieces to which torch gave other memory back into the shards; say whether there were any.
 
         Streams: on the one that wrote them and frees their memory, so not on that of gathers.
 
         Raises:
-            UsageError: The parameters are on another device than the ranks talk on, or of another dtype.
+            UsageError: The parameters are on another device than they rest on, or of another dtype.
         """
         was_away = False
         for flat in self.buffers:
@@ -400,8 +422,8 @@ class Handle:
             param.place(param.sharded)
 
     def free_buffers(self) -> None:
-        """Free the memory of the buffers, while the modules hold the sharded parameters; not of a shared handle."""
-        if self.is_shared:
+        """Free the memory of the buffers, while the modules hold the sharded parameters, unless it is to stay."""
+        if self.is_shared or self.keeps_storage:
             return
         for flat in self.buffers:
             flat.free_buffer()
@@ -422,6 +444,10 @@ class Handle:
         for flat in self.buffers:
             if flat.plan.reduce_dtype != flat.compute_dtype:
                 flat.sum_in_reduce_dtype(sums=not self.requires_gradient_sync)
+
+    def is_fresh(self) -> bool:
+        """Say whether the unsharded parameters, which are there, still have the values of this rank's shards."""
+        return all(flat.is_fresh() for flat in self.buffers)
 
     def lies_in_buffer(self, tensor: torch.Tensor) -> bool:
         """Say whether a plain tensor is a view of the unsharded parameters."""

@@ -46,6 +46,7 @@ class ShardedParam:
         unsharded: Plain leaf that views the buffer; ``None`` until the first unshard.
         local: This rank's piece, a view of the handle's shard; what ``sharded`` shows, unless torch replaced it.
         grad_spec: Cut and dtype of the gradient that ``sharded`` gets.
+        home: Where the piece rests.
         start: First element of this rank's piece in the handle's shard.
         stop: Past the last one; equal to ``start`` where this rank owns nothing.
         placeholder: The zero gradient that ``sharded`` has while the leaf keeps one to be reduced later.
@@ -58,6 +59,7 @@ class ShardedParam:
         "_marks",
         "fqn",
         "grad_spec",
+        "home",
         "local",
         "local_shape",
         "owners",
@@ -81,8 +83,10 @@ class ShardedParam:
         stop: int,
         local_shape: Sequence[int],
         grad_dtype: torch.dtype,
+        home: torch.device,
     ) -> None:
         self.fqn = fqn
+        self.home = home
         self.owners = tuple(owners)
         self.shape = original.shape
         self.spec = spec
@@ -159,9 +163,9 @@ class ShardedParam:
         owned = {id(ref) for module, _ in self.owners for ref in flat_weight_refs(module)}
         return any(id(ref) not in owned for ref in weakref.getweakrefs(self.sharded))
 
-    def make_room(self, device: torch.device) -> None:
+    def make_room(self) -> None:
         """Let the sharded parameter show memory of its own, marked as not filled."""
-        local = torch.empty(self.local_shape, dtype=self.spec.dtype, device=device)
+        local = torch.empty(self.local_shape, dtype=self.spec.dtype, device=self.home)
         mark_unfilled(local)
         self.show(local)
 
@@ -183,7 +187,7 @@ class ShardedParam:
             piece = slice_full(value.detach(), self.layout)
         if self.ragged.is_meta:
             if not piece.is_meta:
-                self.show(piece.detach().to(self.layout.mesh.device_type, self.spec.dtype, copy=True))
+                self.show(piece.detach().to(self.home, self.spec.dtype, copy=True))
         else:
             self.ragged._local_tensor.data.copy_(piece)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from composable import FSDPModule, fully_shard
 from composable.runtime.state import Root
+from composable.storage import RestingPlace
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.parity import LR, inputs_of
 from tests.runtime.recorded import REAL, Runtime, put_on_device
@@ -23,6 +24,7 @@ class Bench:
 
     Attributes:
         clears: Whether ``step`` sets gradients to ``None`` or to zero.
+        home: Where shards rest; ``None``: on the device.
     """
 
     def __init__(self, name: str, recorder: Recorder, runtime: Runtime = REAL, **options: Any) -> None:
@@ -30,6 +32,7 @@ class Bench:
         self.runtime = runtime
         self.model = make_model(name)
         self.clears = True
+        self.home: RestingPlace | None = options.pop("home", None)
         fully_shard(self.model, **{"policy": BLOCK_CLASSES, **options})
         self.root = self.adopt(self.model)
         self.optimizer = self.new_optimizer()
@@ -38,6 +41,10 @@ class Bench:
         """Make ``module`` a root and put it on the device."""
         state = fully_shard.state(module)
         assert state is not None
+        if self.home is not None:
+            for flat in [flat for handle in state._handles for flat in handle.buffers]:
+                flat.home = self.home
+                self.recorder.put_on_host(flat.shard)
         root = state.lazy_init()
         put_on_device(root, self.recorder, self.runtime)
         return root

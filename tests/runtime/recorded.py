@@ -32,6 +32,8 @@ def put_on_device(root: Root, recorder: Recorder, runtime: Runtime = REAL) -> No
     for handle in root.handles:
         for index, flat in enumerate(handle.buffers):
             name = repr(handle.fqn) if len(handle.buffers) == 1 else f"{handle.fqn!r} [{index}]"
+            if flat.is_offloaded:
+                recorder.call(flat.shard, f"the shard of {name}")
             for path in (flat.gather_path, flat.gradient_path):
                 path.transport = RecordedTransport(path.transport, recorder, name)
 
@@ -55,8 +57,9 @@ class RecordedTransport(Transport):
         return self._inner.empty(numel, like, dtype)
 
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
-        self._recorder.call(buffer, f"the buffer of {self._name}")
+        # In this order: a shard that was copied is a part of the buffer.
         self._recorder.call(shard, f"the shard of {self._name}")
+        self._recorder.call(buffer, f"the buffer of {self._name}")
         with self._recorder.quiet():
             pending = self._inner.begin_all_gather(buffer, shard, key)
         self._recorder.access("all_gather", reads=[shard], writes=[buffer])

@@ -12,6 +12,11 @@ Happens-before is kept in vector clocks: a stream knows how many operations of e
 whatever it is given next. Nothing is timed, so what is found does not depend on luck. The host is never
 taken to wait for a device, not even for ``item()``: the order has to come from events alone.
 
+Some memory is the host's: what was asked for as pinned, what ``put_on_host`` names, and what operations make of it.
+The host is a stream as the others, on which operations on such memory run. Three things order it: a stream
+is given nothing before the host gets there; the host waits for an event by ``synchronize``; and a copy between
+host and device that is not ``non_blocking`` has run when it returns. Races of its memory are found as all others.
+
 Source: vector clocks for race detection, FastTrack, PLDI 2009.
 """
 
@@ -68,8 +73,13 @@ class Violation(NamedTuple):
 class Event:
     """A point in a stream."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, host: "Stream") -> None:
         self.clock = clock
+        self._host = host
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        self._host.wait_event(self)
 
 
 class Stream:
@@ -83,7 +93,7 @@ class Stream:
 
     def record_event(self) -> Event:
         self._recorder.events += 1
-        return Event(dict(self.clock))
+        return Event(dict(self.clock), self._recorder.host)
 
     def wait_event(self, event: Event) -> None:
         for stream_id, count in event.clock.items():
@@ -103,6 +113,7 @@ class Block:
     Attributes:
         owner: The stream that was current at the allocation; whose pool gets it back.
         before: Last accesses, by stream, of all that was freed into the pool before the allocation.
+        is_host: The host's memory, which goes back to no pool: its allocator waits for the device by itself.
     """
 
     def __init__(self, owner: Stream, before: "Mapping[int, tuple[Access, str]]") -> None:
@@ -111,6 +122,7 @@ class Block:
         self.write: Access | None = None
         self.reads: dict[int, Access] = {}
         self.is_freed = False
+        self.is_host = False
 
     def accesses(self) -> Iterator[Access]:
         if self.write is not None:
@@ -129,6 +141,7 @@ class Recorder(TorchDispatchMode):
         events: Events recorded.
         frees: Blocks that came back to a pool.
         violations: What was found, each pair of operations once.
+        host: On which operations on the host's memory run.
     """
 
     def __init__(self, *, keeps_memory: bool = False) -> None:
@@ -138,6 +151,7 @@ class Recorder(TorchDispatchMode):
         self._keeps_memory = keeps_memory
         self._streams: list[Stream] = []
         self._current = self.Stream(name="default")
+        self.host = self.Stream(name="host")
         self._owner: Stream | None = None
         self._blocks: dict[int, Block] = {}
         self._names: dict[int, str] = {}
@@ -186,6 +200,16 @@ class Recorder(TorchDispatchMode):
         """Give the memory of ``tensor`` a name for messages."""
         self._names[tensor.untyped_storage()._cdata] = name
 
+    def put_on_host(self, tensor: torch.Tensor) -> None:
+        """Say that the memory of ``tensor`` is the host's."""
+        block = self._block_of(tensor)
+        block.is_host, block.before = True, {}
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Say whether the memory of ``tensor`` is the host's."""
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        return block is not None and block.is_host
+
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Record nothing: whoever calls says itself what the operations are on a device."""
@@ -197,12 +221,17 @@ class Recorder(TorchDispatchMode):
 
     def access(self, op: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()) -> None:
         """Record one operation on the current stream."""
+        self._access(self._current, op, reads, writes)
+
+    def _access(self, stream: Stream, op: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         written = {tensor.untyped_storage()._cdata: tensor for tensor in writes if tensor.numel()}
         read = {tensor.untyped_storage()._cdata: tensor for tensor in reads if tensor.numel()}
         if not written and not read:
             return
         self.operations += 1
-        stream = self._current
+        if stream is not self.host:
+            # Given by the host, after all that it has done and seen.
+            stream.wait_event(Event(self.host.clock, self.host))
         count = stream.clock[stream.stream_id] = stream.clock.get(stream.stream_id, 0) + 1
         for key, tensor in read.items():
             if key not in written:
@@ -229,6 +258,8 @@ class Recorder(TorchDispatchMode):
     def _free(self, key: int, block: Block) -> None:
         self.frees += 1
         block.is_freed = True
+        if block.is_host:
+            return
         pool = self._pools.setdefault(block.owner.stream_id, {})
         name = self._name_of(key)
         for access in block.accesses():
@@ -300,8 +331,12 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             # It comes back with the tensors inside.
             return NotImplemented
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        kwargs = dict(kwargs or {})
+        if func is torch.ops.aten.is_pinned.default:
+            return self.is_on_host(args[0])
+        is_host = bool(kwargs.pop("pin_memory", False)) or func is torch.ops.aten._pin_memory.default
+        # There is nothing to lock pages for.
+        result = args[0].clone() if func is torch.ops.aten._pin_memory.default else func(*args, **kwargs)
         if self._quiet:
             return result
         effect = _EFFECTS.get(func) or _EFFECTS.setdefault(func, _effect_of(func))
@@ -320,11 +355,21 @@ class Recorder(TorchDispatchMode):
         for tensor in made:
             if tensor.untyped_storage()._cdata not in self._blocks:
                 self._allocate(tensor.untyped_storage())
-        self.access(
-            func.name().removeprefix("aten::"),
-            reads=reads if effect.looks else (),
-            writes=writes + made if effect.fills else writes,
-        )
+        found = [tensor for tensor in (*reads, *writes) if self.is_on_host(tensor)]
+        if is_host or (found and len(found) == len(reads) + len(writes)):
+            for tensor in made:
+                self.put_on_host(tensor)
+        name = func.name().removeprefix("aten::")
+        looked, filled = reads if effect.looks else [], writes + made if effect.fills else writes
+        if func is torch.ops.aten.copy_.default and len(found) == 1:
+            # Between host and device: by the device.
+            self.access(name, reads=looked, writes=filled)
+            if not (args[2] if len(args) > 2 else kwargs.get("non_blocking")):
+                self.current_stream().record_event().synchronize()
+            return result
+        for stream, is_hosts in ((self.host, True), (self._current, False)):
+            own = [[one for one in tensors if self.is_on_host(one) is is_hosts] for tensors in (looked, filled)]
+            self._access(stream, name, *own)
         return result
 
 

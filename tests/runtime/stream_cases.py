@@ -4,7 +4,7 @@ Each is a function of a ``Bench``. It ends where its last gather or step ends, w
 order what the code under test should have ordered.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from composable import (
     fully_shard,
     no_sync,
 )
+from composable.storage import RestingPlace
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.parity import LR, inputs_of
 from tests.runtime.bench import Bench, Case
@@ -183,6 +184,48 @@ def checkpoint_around(use_reentrant: bool) -> Callable[[Bench], None]:
             bench.update()
 
     return run
+
+
+# Shards that users write to, where the last gather of them is followed by no reduction
+
+
+def halve(params: Iterable[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for param in params:
+            param.mul_(0.5)
+
+
+def write_frozen(bench: Bench) -> None:
+    last = bench.blocks[-1]
+    assert isinstance(last, nn.Module)
+    trained = list(last.parameters())
+    for param in bench.model.parameters():
+        param.requires_grad_(any(param is one for one in trained))
+    for seed in range(2):
+        args, kwargs = inputs_of(bench.model, seed, 0)
+        # Backward goes on through the frozen blocks, to the input.
+        loss_of(bench.model(args[0].requires_grad_(True), *args[1:], **kwargs)).backward()
+        halve(bench.model.parameters())
+        bench.update()
+
+
+def write_unsharded_by_hand(bench: Bench) -> None:
+    for block in bench.blocks:
+        assert isinstance(block, nn.Module)
+        params = list(block.parameters())
+        block.unshard()
+        halve(params)
+        block.reshard()
+    bench.train(1)
+
+
+def write_after_an_unused_unshard(bench: Bench) -> None:
+    for block in bench.blocks:
+        assert isinstance(block, nn.Module)
+        block.unshard(async_op=True)
+        block.reshard()
+        halve(block.parameters())
+    bench.train(1)
 
 
 # Exceptions
@@ -380,6 +423,9 @@ ON_BLOCKS: dict[str, Callable[[Bench], None]] = {
     "prefetch in vain": prefetch_in_vain,
     "several forwards before a backward": several_forwards,
     "evaluate": evaluate,
+    "write frozen shards after backward": write_frozen,
+    "write shards that are unsharded by hand": write_unsharded_by_hand,
+    "write shards after an unused unshard": write_after_an_unused_unshard,
     "checkpoint blocks": checkpointed(False),
     "checkpoint blocks, reentrant": checkpointed(True),
     "checkpoint the model": checkpoint_around(False),
@@ -396,8 +442,25 @@ ON_BLOCKS: dict[str, Callable[[Bench], None]] = {
     "exception in a branch": exception_in_a_branch,
 }
 
-CASES = BY_MODEL + [
+ON_DEVICE = BY_MODEL + [
     Case(f"{name}, reshard_after_forward={reshard}", "mlp", run, {"reshard_after_forward": reshard})
     for name, run in ON_BLOCKS.items()
     for reshard in (None, False)
+]
+
+PINNED = RestingPlace(torch.device("cpu"), is_elsewhere=True, pins=True)
+PAGEABLE = RestingPlace(torch.device("cpu"), is_elsewhere=True)
+
+CASES = [
+    *ON_DEVICE,
+    *(
+        case._replace(name=f"offloaded, {case.name}", options={**case.options, "home": PINNED})
+        for case in ON_DEVICE
+        if case.name.endswith("=None")
+    ),
+    *(
+        case._replace(name=f"offloaded without pinning, {case.name}", options={**case.options, "home": PAGEABLE})
+        for case in ON_DEVICE
+        if case.name.startswith(("train, reshard", "write", "exception in a gather")) and case.model == "mlp"
+    ),
 ]

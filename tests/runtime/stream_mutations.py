@@ -83,12 +83,13 @@ FULL = "                self._full[handle] = self._unshard.record_event()\n"
 WAIT_FOR_FULL = "current.wait_event(full)"
 WAIT_FOR_SOURCE = "        self._reduce.wait_stream(self._device.current_stream())\n        try:\n"
 REDUCE = "            with self._device.stream(self._reduce):\n"
-REDUCED = "                return _Reduced(self._device, shard, self._reduce.record_event())\n"
+REDUCED = "                return _Reduced(self._device, shard, self._reduce.record_event(), is_on_host=to_host)\n"
 WAIT_FOR_REDUCED = "self._device.current_stream().wait_event(self._event)"
 COMPLETE = "            self._unsharded.linger(handle, with_graph=True)\n        self._streams.meet()\n"
-COMPLETED = "            self._reshard_unless_running(handle)\n        self._streams.meet()\n"
+COMPLETED = "                self._reshard_unless_running(handle)\n        self._streams.meet()\n"
 BRING_BACK = "        if handle.bring_back():\n            self._streams.shards_written()\n"
 FREE = "        for flat in handle.buffers:\n            flat.free_buffer()\n"
+WRITTEN_TOO_EARLY = "mul_.Tensor writes on host, not ordered after: copy_ reads on unshard"
 
 MUTATIONS = [
     # Before a gather
@@ -102,8 +103,8 @@ MUTATIONS = [
         "no event when a forward starts",
         [
             (
-                "                self._streams.shards_written()\n            thread = threading.get_ident()\n",
-                "            thread = threading.get_ident()\n",
+                "                    self._streams.shards_written()\n            thread = threading.get_ident()\n",
+                "                    pass\n            thread = threading.get_ident()\n",
             )
         ],
         "train, ",
@@ -112,7 +113,7 @@ MUTATIONS = [
     *(
         Mutation(
             f"no event for the gather of: {case}",
-            [("        self._streams.shards_written()\n\n    def _prefetch", "\n    def _prefetch")],
+            [("        self._streams.shards_written()\n\n    def reshard_hidden", "\n    def reshard_hidden")],
             case,
             "race of the shard of",
         )
@@ -345,7 +346,7 @@ MUTATIONS = [
     ),
     Mutation(
         "compute streams do not wait for what completes a handle",
-        [(COMPLETED, "            self._reshard_unless_running(handle)\n")],
+        [(COMPLETED, "                self._reshard_unless_running(handle)\n")],
         "a branch on a stream of its own",
         "writes on side, not ordered after: _foreach_copy_ reads on default",
     ),
@@ -392,6 +393,85 @@ MUTATIONS = [
         "reuse",
     ),
 ]
+
+OFFLOADED = [
+    Mutation(
+        "the host reads a gradient before it has arrived",
+        [("        if self._is_on_host:\n            self._event.synchronize()\n", "")],
+        "offloaded, train, ",
+        "race of a tensor: clone reads on host, not ordered after: copy_ writes on reduce",
+    ),
+    Mutation(
+        "another event tells that a gradient has arrived",
+        [("            self._event.synchronize()\n", "            self._device.current_stream().record_event()\n")],
+        "offloaded, train, ",
+        "race of a tensor: clone reads on host, not ordered after: copy_ writes on reduce",
+    ),
+    Mutation(
+        "reductions do not say that their results lie on the host",
+        [(", to_host=account.flat.is_offloaded)", ")")],
+        "offloaded, train, ",
+        "race of a tensor: clone reads on host, not ordered after: copy_ writes on reduce",
+    ),
+    Mutation(
+        "nobody waits for copies from the host",
+        [("            self._copied.synchronize()\n", "")],
+        "offloaded, prefetch in vain",
+        WRITTEN_TOO_EARLY,
+    ),
+    Mutation(
+        "gathers from the host are not remembered",
+        [("                self._copied = self._full[handle]\n", "                pass\n")],
+        "offloaded, prefetch in vain",
+        WRITTEN_TOO_EARLY,
+    ),
+    Mutation(
+        "a forward ends before its shards are read",
+        [
+            (
+                "            self._unsharded.hide()\n            self._streams.wait_for_copies()\n",
+                "            self._unsharded.hide()\n",
+            )
+        ],
+        "offloaded, prefetch in vain",
+        WRITTEN_TOO_EARLY,
+    ),
+    Mutation(
+        "a backward ends before its shards are read",
+        [("        self._users.clear()\n        self.wait_for_copies()\n", "        self._users.clear()\n")],
+        "offloaded, write frozen shards",
+        WRITTEN_TOO_EARLY,
+    ),
+    Mutation(
+        "unsharding by hand ends before the shard is read",
+        [
+            (
+                "        self._unsharded.unshard(handle)\n        self._streams.wait_for_copies()\n",
+                "        self._unsharded.unshard(handle)\n",
+            )
+        ],
+        "offloaded, write shards that are unsharded by hand",
+        WRITTEN_TOO_EARLY,
+    ),
+    Mutation(
+        "resharding by hand ends before the shard is read",
+        [
+            (
+                "        self._unsharded.reshard(handle)\n        self._streams.wait_for_copies()\n",
+                "        self._unsharded.reshard(handle)\n",
+            )
+        ],
+        "offloaded, write shards after an unused unshard",
+        WRITTEN_TOO_EARLY,
+    ),
+    Mutation(
+        "a gather from the host that broke off is not remembered",
+        [("                self._copied = self._unshard.record_event()\n", "                pass\n")],
+        "offloaded, exception in a gather",
+        WRITTEN_TOO_EARLY,
+    ),
+]
+MUTATIONS += OFFLOADED
 
 # Slower or more careful, and right all the same: the order does not depend on them.
 HARMLESS = [

@@ -121,6 +121,52 @@ def test_a_buffer_is_freed_by_resizing_its_storage() -> None:
     assert x.untyped_storage().resize_(0).nbytes() == 0
 
 
+def test_the_host_races_with_copies_that_it_does_not_wait_for() -> None:
+    recorder = Recorder()
+    side = recorder.Stream(name="side")
+    with recorder:
+        host = torch.empty(3, pin_memory=True)
+        device = torch.ones(3)
+        side.wait_stream(recorder.current_stream())
+        with recorder.stream(side):
+            host.copy_(device, non_blocking=True)
+        host.add_(1)
+        side.record_event().synchronize()
+        host.add_(1)
+    assert [str(found) for found in recorder.violations] == [
+        "race of a tensor: add_.Tensor writes on host, not ordered after: copy_ writes on side"
+    ]
+
+
+def test_a_copy_to_the_host_that_blocks_has_run_and_what_follows_it_on_any_stream_comes_after() -> None:
+    recorder = Recorder()
+    side = recorder.Stream(name="side")
+    with recorder:
+        device = torch.ones(3)
+        host = torch.empty(3, pin_memory=True).copy_(device)
+        host.add_(1)
+        with recorder.stream(side):
+            device.copy_(host)
+        device.add_(1)
+        assert not recorder.violations
+        with recorder.stream(side):
+            device.copy_(host, non_blocking=True)
+        assert [found.kind for found in recorder.violations] == ["race"]
+        # What a blocking copy has waited for is all that its stream was given before.
+        host.sum()
+    assert len(recorder.violations) == 1
+
+
+def test_what_operations_make_of_host_memory_is_host_memory() -> None:
+    recorder = Recorder()
+    with recorder:
+        host = torch.empty(3, pin_memory=True)
+        device = torch.ones(3)
+        assert recorder.is_on_host(host * 2) and recorder.is_on_host(device.pin_memory())
+        assert not recorder.is_on_host(device * 2)
+        assert host.is_pinned() and not device.is_pinned()
+
+
 # The rules hold
 
 
@@ -205,7 +251,7 @@ def test_what_is_only_slower_is_not_found(mutation: Mutation) -> None:
 
 def test_every_line_that_orders_streams_is_broken_once() -> None:
     source = inspect.getsource(streams).splitlines()
-    orders = re.compile(r"wait_event|wait_stream|record_event|device\.stream\(|_users\[")
+    orders = re.compile(r"wait_event|wait_stream|record_event|synchronize|device\.stream\(|_users\[|_copied = self")
     first, last = inspect.getsourcelines(DeviceStreams)[1], len(source)
     lines = {index for index in range(first, last) if orders.search(source[index])}
     broken: set[int] = set()

@@ -8,8 +8,8 @@ from torch import nn
 
 from composable import fully_shard
 from composable.collectives import Pending, Transport
-from composable.runtime.reductions import MAX_GRADIENT_BUFFERS
 from composable.runtime.state import Root
+from composable.storage.gradient_buffer import GRADIENT_BUFFERS
 from tests.counting import Collective, CountingTransport
 from tests.models import DIM, random_input
 from tests.world import run_threads
@@ -29,10 +29,12 @@ class KeepingTransport(CountingTransport):
         return super().begin_reduce_scatter(source, shard, key, scale=scale)
 
 
-def reduced_and_made(widths: list[int]) -> tuple[int, int]:
+def reduced_and_made(widths: list[int], max_buffers: int | None = None) -> tuple[int, int]:
     """Return of one backward how many gradient buffers were reduced, and how many were made."""
     model = nn.Sequential(*(nn.Linear(before, after) for before, after in pairwise(widths)))
     fully_shard(model, policy={nn.Linear})
+    if max_buffers is not None:
+        model.set_reduce_scatter_max_input_buffers(max_buffers)
     state = fully_shard.state(model)
     assert state is not None
     root: Root = state.lazy_init()
@@ -44,10 +46,17 @@ def reduced_and_made(widths: list[int]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_blocks_of_equal_layout_share_their_gradient_buffers(world_size: int) -> None:
-    assert run_threads(reduced_and_made, world_size, [DIM] * 7) == [(6, MAX_GRADIENT_BUFFERS)] * world_size
+    assert run_threads(reduced_and_made, world_size, [DIM] * 7) == [(6, GRADIENT_BUFFERS)] * world_size
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_blocks_of_other_layout_have_their_own(world_size: int) -> None:
     widths = [DIM + number for number in range(7)]
     assert run_threads(reduced_and_made, world_size, widths) == [(6, 6)] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("max_buffers", [1, 2, 4, 9])
+def test_as_many_gradient_buffers_are_alive_as_the_user_allows(max_buffers: int, world_size: int) -> None:
+    expected = (6, min(6, max_buffers))
+    assert run_threads(reduced_and_made, world_size, [DIM] * 7, max_buffers) == [expected] * world_size

@@ -1,0 +1,233 @@
+"""Offload on one GPU: NCCL at world size 1, with delays in the copies' streams, and what memory it takes."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UsageError,
+    accelerate_optimizer,
+    clip_grad_norm_,
+    fully_shard,
+    load_checkpoint,
+    no_sync,
+    save_checkpoint,
+    unannotate,
+    unshard_params,
+)
+from tests.models import BLOCK_CLASSES, loss_of, make_model
+from tests.parity import full, inputs_of
+from tests.test_cuda import SlowTransport
+
+pytestmark = pytest.mark.cuda
+
+POLICIES = pytest.mark.parametrize("policy", [CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)], ids=repr)
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def nccl() -> Iterator[None]:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(policy: OffloadPolicy, name: str = "mlp", *, slow: bool = False, **options: object) -> nn.Module:
+    model = make_model(name)
+    fully_shard(model, policy=BLOCK_CLASSES, offload_policy=policy, **options)  # type: ignore[arg-type]
+    if slow:
+        for handle in fully_shard.state(model).lazy_init().handles:
+            for flat in handle.buffers:
+                for path in (flat.gather_path, flat.gradient_path):
+                    path.transport = SlowTransport(path.transport)
+    return model
+
+
+def backward(model: nn.Module, seed: int) -> float:
+    args, _ = inputs_of(model, seed, 0)
+    loss = loss_of(model(*(arg.cuda() for arg in args)))
+    loss.backward()
+    return loss.item()
+
+
+def train(model: nn.Module, *, accelerated: bool = False, max_norm: float | None = 0.1) -> dict[str, torch.Tensor]:
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=0.05)
+    if accelerated:
+        accelerate_optimizer(optimizer, model, flat=True)
+    for seed in range(4):
+        with no_sync(model):
+            backward(model, 10 + seed)
+        backward(model, seed)
+        if max_norm is not None:
+            clip_grad_norm_(params, max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {fqn: full(param).cpu() for fqn, param in model.named_parameters()}
+
+
+def assert_at_rest(model: nn.Module, *, pinned: bool) -> None:
+    for param in model.parameters():
+        local = param.to_local()
+        assert param.device.type == local.device.type == "cpu"
+        if param.grad is not None:
+            assert param.grad.to_local().device.type == "cpu"
+    for handle in fully_shard.state(model)._handles:
+        assert all(flat.shard.is_pinned() is pinned for flat in handle.buffers if not flat.is_empty)
+
+
+@POLICIES
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "gpt_tied", "frozen_mixed", "called_twice"])
+def test_offloaded_training_equals_training_on_the_device(name: str, slow: bool, policy: CPUOffloadPolicy) -> None:
+    expected = train(sharded(OffloadPolicy(), name))
+    model = sharded(policy, name, slow=slow)
+    torch.testing.assert_close(train(model), expected, rtol=1e-4, atol=1e-5)
+    assert_at_rest(model, pinned=policy.pin_memory)
+
+
+@pytest.mark.parametrize("options", [{"mp_policy": MixedPrecisionPolicy(BF16, torch.float32)}, {"policy": None}])
+def test_an_accelerated_optimizer_steps_on_the_host(options: dict[str, object]) -> None:
+    options = {"policy": BLOCK_CLASSES, **options}
+    runs = []
+    for policy in (OffloadPolicy(), CPUOffloadPolicy()):
+        model = make_model("mlp")
+        fully_shard(model, offload_policy=policy, **options)  # type: ignore[arg-type]
+        runs.append(train(model, accelerated=True))
+    tolerance = 2e-2 if "mp_policy" in options else 1e-4
+    torch.testing.assert_close(*runs, rtol=tolerance, atol=tolerance)
+
+
+def test_the_host_may_write_shards_as_soon_as_a_forward_ends() -> None:
+    outputs = []
+    for policy in (OffloadPolicy(), CPUOffloadPolicy()):
+        model = sharded(policy, slow=True)
+        args = [arg.cuda() for arg in inputs_of(model, 0, 0)[0]]
+        found = []
+        with torch.no_grad():
+            for _ in range(3):
+                found.append(model(*args))
+                for param in model.parameters():
+                    param.mul_(0.5)
+        outputs.append(torch.stack([loss_of(one) for one in found]))
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_host_may_read_gradients_as_soon_as_a_backward_ends() -> None:
+    grads = []
+    for policy in (OffloadPolicy(), CPUOffloadPolicy()):
+        model = sharded(policy, slow=True)
+        backward(model, 0)
+        grads.append([param.grad.to_local().cpu().clone() for param in model.parameters()])
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+
+
+@POLICIES
+def test_a_scaler_skips_a_step_that_overflowed_and_takes_others(policy: CPUOffloadPolicy) -> None:
+    model = sharded(policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+    for seed, poisons in enumerate([False, True, False]):
+        before = [full(param) for param in model.parameters()]
+        args, _ = inputs_of(model, seed, 0)
+        scaler.scale(loss_of(model(*(arg.cuda() for arg in args)))).backward()
+        expected = [full(param.grad) / scaler.get_scale() for param in model.parameters()]
+        if poisons:
+            next(model.parameters()).grad.to_local().fill_(torch.inf)
+        scaler.unscale_(optimizer)
+        if not poisons:
+            found = [full(param.grad) for param in model.parameters()]
+            torch.testing.assert_close(found, expected)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        is_same = all(torch.equal(full(param), old) for param, old in zip(model.parameters(), before, strict=True))
+        assert is_same is poisons
+
+
+def test_a_checkpoint_moves_between_offloaded_and_not(tmp_path: Path) -> None:
+    model = sharded(CPUOffloadPolicy())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    backward(model, 0)
+    optimizer.step()
+    save_checkpoint(tmp_path / "run", 1, model, optimizer).wait()
+    for policy in (OffloadPolicy(), CPUOffloadPolicy()):
+        other = sharded(policy)
+        again = torch.optim.AdamW(other.parameters(), lr=0.05)
+        load_checkpoint(tmp_path / "run", other, again)
+        home = "cpu" if policy.is_offloading else "cuda"
+        assert {param.device.type for param in other.parameters()} == {home}
+        assert {state["exp_avg"].device.type for state in again.state.values()} == {home}
+        for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(full(mine).cpu(), full(theirs).cpu(), rtol=0, atol=0)
+
+
+def test_copies_shown_values_and_plain_models() -> None:
+    model = sharded(CPUOffloadPolicy())
+    twin = copy.deepcopy(model)
+    assert_at_rest(twin, pinned=True)
+    with unshard_params(model):
+        for param in model.parameters():
+            assert param.is_cuda
+            param.data.mul_(2)
+    assert_at_rest(model, pinned=True)
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(full(mine), 2 * full(theirs), rtol=0, atol=0)
+    unannotate(model)
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
+
+
+def test_a_meta_model_gets_its_memory_on_the_host_and_its_buffers_on_the_device() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    fully_shard(model, offload_policy=CPUOffloadPolicy())
+    model.to_empty(device="cpu")
+    model.load_state_dict(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).state_dict())
+    model(torch.ones(4, 8)).sum().backward()
+    assert_at_rest(model, pinned=True)
+    assert {buffer.device.type for buffer in model.buffers()} == {"cuda"}
+
+
+def test_a_model_that_was_moved_to_the_device_says_so() -> None:
+    model = sharded(CPUOffloadPolicy())
+    model.cuda()
+    with pytest.raises(UsageError, match="offload_policy keeps them on cpu"):
+        backward(model, 0)
+
+
+def test_less_memory_of_the_device_is_taken_at_rest_and_at_the_peak() -> None:
+    layers, width = 12, 1024
+    rests, peaks = [], []
+    for policy in (OffloadPolicy(), CPUOffloadPolicy()):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        fully_shard(model, policy={nn.Linear}, offload_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        x = torch.ones(1, width, device="cuda")
+        for step in range(2):
+            if step:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+        rests.append(torch.cuda.memory_allocated())
+        plan = fully_shard.state(model).plan
+        assert plan.bytes_per_rank_at_rest() == (0 if policy.is_offloading else 3 * 4 * layers * width**2)
+        del model, optimizer
+        torch.cuda.empty_cache()
+    shard_bytes = 4 * layers * width**2
+    assert rests[0] - rests[1] > 2.9 * shard_bytes
+    assert peaks[0] - peaks[1] > 2.9 * shard_bytes
+    # What is unsharded, gradients of leaves, their buffers and a result: a handful of layers, whatever their number.
+    assert peaks[1] <= 8 * 4 * width**2 + 2**22

@@ -1,0 +1,1105 @@
+"""What users set on fully sharded modules: what each setting changes, and that numbers stay those of one process."""
+
+import copy
+import inspect
+import random
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import composable
+from composable import (
+    ConfigError,
+    FSDPModule,
+    GradientReductionHandle,
+    MixedPrecisionPolicy,
+    UsageError,
+    full_state_dict,
+    fully_shard,
+    no_sync,
+    share_comm_ctx,
+    unannotate,
+)
+from composable.runtime.agreement import Agreement
+from composable.runtime.state import Root
+from composable.runtime.streams import DeviceStreams
+from composable.torch_private import top_saved_tensors_hooks
+from tests.counting import CountingTransport
+from tests.fsdp_methods import FUNCTIONS, METHODS, PAGE, with_table
+from tests.models import DIM, MLPBlock, make_model, random_input, random_tokens, seeded
+from tests.parity import full
+from tests.runtime.recorded import put_on_device
+from tests.runtime.recording import Recorder
+from tests.world import run_ranks, run_threads
+
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
+HANDLES = 4  # of the MLP: the root and three blocks
+
+
+def sharded(**options: Any) -> Any:
+    return fully_shard(make_model("mlp"), policy={MLPBlock}, **options)
+
+
+def root_of(model: nn.Module) -> Root:
+    state = fully_shard.state(model)
+    assert state is not None
+    return state.lazy_init()
+
+
+def loss(model: nn.Module, seed: int) -> torch.Tensor:
+    return model(random_input(seed, 4, DIM)).square().mean()
+
+
+def own_seed(seed: int) -> int:
+    return 100 * seed + dist.get_rank()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {fqn: None if p.grad is None else full(p.grad) for fqn, p in model.named_parameters()}
+
+
+def plain_gradients(world_size: int, seeds: list[int]) -> dict[str, torch.Tensor | None]:
+    model = make_model("mlp")
+    for seed in seeds:
+        for rank in range(world_size):
+            (loss(model, 100 * seed + rank) / world_size).backward()
+    return gradients(model)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], where: str = "") -> None:
+    assert list(found) == list(expected)
+    for fqn, grad in expected.items():
+        if grad is None or found[fqn] is None:
+            assert grad is found[fqn], f"{where} {fqn}"
+        else:
+            torch.testing.assert_close(
+                found[fqn], grad, atol=2e-6, rtol=1e-5, msg=lambda text, fqn=fqn: f"{where} {fqn}: {text}"
+            )
+
+
+def unsharded_bytes(model: nn.Module) -> int:
+    """Return what the buffers of unsharded parameters have allocated."""
+    buffers = [flat._storage for handle in root_of(model).handles for flat in handle.buffers]
+    return sum(storage.nbytes() for storage in buffers if storage is not None)
+
+
+# -- reshard_after_backward
+
+
+def kept_over_micro_batches(kept: bool) -> tuple[list[dict[str, int]], dict[str, Any]]:
+    model = sharded()
+    counting = CountingTransport.install(root_of(model))
+    model.set_reshard_after_backward(not kept)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counts = []
+    for step in range(2):
+        for micro in range(2):
+            counting.reset()
+            loss(model, own_seed(2 * step + micro)).backward()
+            counts.append(counting.counts())
+        assert (unsharded_bytes(model) > 0) is kept
+        assert all(type(param).__name__ == "RaggedDTensor" for param in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    return counts, full_state_dict(model)
+
+
+@WORLDS
+def test_parameters_kept_after_backward_save_gathers_until_a_step_writes_the_shards(world_size: int) -> None:
+    usual = {"all_gather": 2 * HANDLES - 1, "reduce_scatter": HANDLES}
+    # The root is gathered once; a block is freed after forward, and gathered again in backward.
+    saving = {"all_gather": HANDLES - 1, "reduce_scatter": HANDLES}
+    plain = run_threads(kept_over_micro_batches, world_size, False)[0]
+    kept = run_threads(kept_over_micro_batches, world_size, True)[0]
+    assert plain[0] == [usual] * 4
+    assert kept[0] == [usual, saving, usual, saving]
+    for fqn, value in plain[1].items():
+        assert torch.equal(kept[1][fqn], value)
+
+
+def write_on_one_rank(way: str) -> list[int]:
+    model = sharded()
+    model.set_reshard_after_backward(False)
+    counting = CountingTransport.install(root_of(model))
+    loss(model, 0).backward()
+    param = model.blocks[1].up.weight
+    if dist.get_rank() == 0:
+        if way == "data":
+            param.data.add_(1.0)
+        elif way == "inference":
+            with torch.inference_mode():
+                param._local_tensor.add_(1.0)
+        elif way == "sign of zero":
+            param._local_tensor.data.mul_(-0.0)
+        elif way == "nan":
+            param._local_tensor.data.fill_(float("nan"))
+    counting.reset()
+    loss(model, 1)
+    return [counting.counts().get("all_gather", 0)]
+
+
+@pytest.mark.parametrize("way", ["nothing", "data", "inference", "sign of zero", "nan"])
+def test_what_only_one_rank_wrote_in_whatever_way_all_ranks_gather_again(way: str) -> None:
+    # Blocks are kept by their backward: one of them is stale, on all ranks.
+    assert run_threads(write_on_one_rank, 3, way) == [[0 if way == "nothing" else 1]] * 3
+
+
+def kept_by_forwards() -> None:
+    model = sharded(reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    counting = CountingTransport.install(root_of(model))
+    losses = [loss(model, own_seed(seed)) for seed in range(3)]
+    for one in reversed(losses):
+        one.backward()
+    assert counting.counts() == {"all_gather": HANDLES, "reduce_scatter": 3 * HANDLES}
+    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0, 1, 2]))
+
+
+@WORLDS
+def test_forwards_before_any_backward_share_one_gather(world_size: int) -> None:
+    run_threads(kept_by_forwards, world_size)
+
+
+def no_longer_kept() -> None:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_reshard_after_backward(False)
+    loss(model, own_seed(0)).backward()
+    optimizer.step()
+    model.blocks[1].set_reshard_after_backward(True)
+    model.set_reshard_after_backward(True, recurse=False)
+    held = [handle.is_unsharded for handle in root_of(model).handles]
+    assert held == [False, True, False, True]
+    one = loss(model, 1)
+    other = loss(plain_with(full_state_dict(model)), 1)
+    assert torch.equal(one, other)
+
+
+def plain_with(values: dict[str, torch.Tensor]) -> nn.Module:
+    model = make_model("mlp")
+    model.load_state_dict(values)
+    return model
+
+
+def test_what_is_no_longer_to_be_kept_is_gathered_anew() -> None:
+    run_threads(no_longer_kept, 1)
+
+
+def kept_in_low_precision(kept: bool) -> dict[str, Any]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(mp_policy=policy)
+    model.set_reshard_after_backward(not kept)
+    model.set_is_last_backward(not kept)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        for micro in range(2):
+            model.set_is_last_backward(not kept or micro == 1)
+            loss(model, own_seed(2 * step + micro)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_state_dict(model)
+
+
+@WORLDS
+def test_parameters_kept_in_another_dtype_give_the_same_training(world_size: int) -> None:
+    usual = run_threads(kept_in_low_precision, world_size, False)[0]
+    for fqn, value in run_threads(kept_in_low_precision, world_size, True)[0].items():
+        assert torch.equal(value, usual[fqn])
+
+
+# -- unshard_in_backward
+
+
+class Embedder(nn.Module):
+    """An embedding before and a linear layer after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, DIM)
+        self.head = nn.Linear(DIM, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.embed(tokens)))
+
+
+def tokens_of(seed: int) -> torch.Tensor:
+    return random_tokens(seed, 3, 5, vocab=16)
+
+
+def embedded(unshards: bool) -> tuple[dict[str, int], dict[str, Any]]:
+    model: Any = seeded(Embedder, 0)
+    fully_shard(model.embed)
+    fully_shard(model)
+    model.embed.set_unshard_in_backward(unshards)
+    counting = CountingTransport.install(root_of(model))
+    for seed in range(2):
+        model(tokens_of(own_seed(seed))).square().mean().backward()
+    return counting.counts(), gradients(model)
+
+
+@WORLDS
+def test_an_embedding_is_not_gathered_in_backward_and_its_gradients_are_reduced(world_size: int) -> None:
+    plain = seeded(Embedder, 0)
+    for seed in range(2):
+        for rank in range(world_size):
+            (plain(tokens_of(100 * seed + rank)).square().mean() / world_size).backward()
+    for unshards, gathers in ((True, 6), (False, 4)):
+        counts, found = run_threads(embedded, world_size, unshards)[0]
+        assert counts == {"all_gather": gathers, "reduce_scatter": 4}
+        assert_same(found, gradients(plain))
+
+
+def saves_a_parameter(within: str) -> str:
+    model = sharded()
+    model.blocks[1].set_unshard_in_backward(False)
+    args = (model, random_input(0, 4, DIM))
+    with pytest.raises(UsageError) as caught:
+        checkpoint(*args, use_reentrant=False) if within == "checkpointing" else args[0](args[1])
+    assert top_saved_tensors_hooks(False) is None
+    model.blocks[1].set_unshard_in_backward(True)
+    loss(model, own_seed(0)).backward()
+    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("within", ["nothing", "checkpointing"])
+def test_a_parameter_that_backward_would_read_and_nobody_gathers_is_an_error_in_forward(within: str) -> None:
+    for rank, text in enumerate(run_threads(saves_a_parameter, 2, within)):
+        assert re.match(
+            r"backward needs a parameter that set_unshard_in_backward\(False\) says it does not need\n"
+            rf"  at:  rank {rank}, module 'blocks.1', tensor \[\d+, \d+\]\n  fix: ",
+            text,
+        )
+
+
+class CheckpointsInside(nn.Module):
+    """Runs its own parameters again in backward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(DIM, DIM))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: torch.tanh(x @ self.weight), x, use_reentrant=self.use_reentrant)
+
+
+def read_again(use_reentrant: bool) -> None:
+    model: Any = fully_shard(CheckpointsInside(use_reentrant))
+    model.set_unshard_in_backward(False)
+    out = model(random_input(0, 4, DIM).requires_grad_())
+    with pytest.raises(UsageError, match="the parameter is used outside the forward of its module"):
+        out.sum().backward()
+    model.set_unshard_in_backward(True)
+    model(random_input(0, 4, DIM).requires_grad_()).sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_parameters_that_are_read_again_in_backward_and_not_gathered_are_an_error(use_reentrant: bool) -> None:
+    run_threads(read_again, 2, use_reentrant)
+
+
+def set_after_forward() -> None:
+    model = sharded()
+    one = loss(model, own_seed(0))
+    model.blocks[1].set_unshard_in_backward(False)
+    one.backward(retain_graph=True)
+    model.zero_grad()
+    one.backward()
+    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
+
+
+def test_unshard_in_backward_holds_for_forwards_that_come_after_it() -> None:
+    run_threads(set_after_forward, 2)
+
+
+class InPlace(nn.Module):
+    """Changes what its backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, DIM)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens).exp()
+        y = x * 2
+        x.add_(1)
+        return y
+
+
+def change_in_place(unshards: bool) -> str:
+    model: Any = fully_shard(InPlace())
+    model.set_unshard_in_backward(unshards)
+    out = model(tokens_of(0))
+    with pytest.raises(RuntimeError) as caught:
+        out.sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("unshards", [True, False])
+def test_a_change_in_place_of_what_backward_needs_is_found_all_the_same(unshards: bool) -> None:
+    assert re.search("version", run_threads(change_in_place, 1, unshards)[0])
+
+
+def hooks_around() -> int:
+    packed = []
+    model: Any = fully_shard(Embedder().embed)
+    model.set_unshard_in_backward(False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(1) or t, lambda t: t):
+        out = model(tokens_of(0))
+    out.sum().backward()
+    return len(packed)
+
+
+def test_hooks_on_saved_tensors_around_the_module_get_what_it_saves() -> None:
+    assert run_threads(hooks_around, 1)[0] == 1
+
+
+# -- unused parameters
+
+
+class Sometimes(nn.Module):
+    """Uses one of its layers on one rank only, and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.first, self.never = (nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, is_first: bool) -> torch.Tensor:
+        x = self.always(x)
+        return self.first(x) if is_first else x
+
+
+def sometimes(fills: bool) -> dict[str, Any]:
+    model: Any = fully_shard(seeded(Sometimes, 0))
+    model.set_reduce_scatter_unused_params(fills)
+    model(random_input(dist.get_rank(), 2, DIM), dist.get_rank() == 0).square().mean().backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("fills", [True, False])
+def test_parameters_that_no_rank_used_get_zeros_or_nothing_and_those_of_some_rank_the_mean(
+    fills: bool, world_size: int
+) -> None:
+    plain = seeded(Sometimes, 0)
+    for rank in range(world_size):
+        (plain(random_input(rank, 2, DIM), rank == 0).square().mean() / world_size).backward()
+    if fills:
+        for param in plain.never.parameters():
+            param.grad = torch.zeros_like(param)
+    for found in run_threads(sometimes, world_size, fills):
+        assert_same(found, gradients(plain))
+
+
+# -- storage, groups
+
+
+def plan_bytes() -> int:
+    state = fully_shard.state(sharded())
+    assert state is not None
+    return sum(buffer.buffer_bytes for handle in state.plan.handles for buffer in handle.buffers)
+
+
+def addresses(keeps: bool) -> tuple[int, list[int]]:
+    model = sharded()
+    model.set_keep_unsharded_storage(keeps)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen, held, others = [], [], []
+    model.blocks[1].register_forward_pre_hook(lambda module, _: seen.append(module.up.weight.data_ptr()))
+    for seed in range(3):
+        loss(model, own_seed(seed)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        held.append(unsharded_bytes(model))
+        # In the place of what was freed.
+        others += [torch.empty(flat.plan.layout.numel) for one in root_of(model).handles for flat in one.buffers]
+    model.set_keep_unsharded_storage(False)
+    return len(set(seen)), [*held, unsharded_bytes(model)]
+
+
+@WORLDS
+def test_kept_storage_stays_at_its_address_until_it_is_no_longer_kept(world_size: int) -> None:
+    whole = run_threads(plan_bytes, world_size)[0]
+    assert run_threads(addresses, world_size, True)[0] == (1, [whole] * 3 + [0])
+    assert run_threads(addresses, world_size, False)[0][1] == [0] * 4
+
+
+def no_longer_kept_while_unsharded() -> None:
+    model = sharded()
+    model.set_keep_unsharded_storage(True)
+    model.blocks[1].unshard()
+    model.set_keep_unsharded_storage(False)
+    loss(model, own_seed(0)).backward()
+    assert unsharded_bytes(model) == 0
+    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
+
+
+def test_what_is_unsharded_when_it_is_no_longer_to_be_kept_is_freed_with_its_use() -> None:
+    run_threads(no_longer_kept_while_unsharded, 2)
+
+
+def groups_of_scatters(when: str) -> tuple[list[int], dict[str, Any]]:
+    model = sharded()
+    found = []
+    for turn in range(3):
+        if when == "before" or turn:
+            model.set_separate_reduce_scatter_group(turn < 2)
+        loss(model, own_seed(turn)).backward()
+        flats = [flat for handle in root_of(model).handles for flat in handle.buffers]
+        gathers = {group for flat in flats for group in flat.gather_path.transport.groups}
+        scatters = {group for flat in flats for group in flat.gradient_path.transport.groups}
+        found.append(len(scatters - gathers))
+    return found, gradients(model)
+
+
+@WORLDS
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_reduce_scatters_have_one_process_group_of_their_own(when: str, world_size: int) -> None:
+    expected = plain_gradients(world_size, [0, 1, 2])
+    for groups, found in run_threads(groups_of_scatters, world_size, when):
+        assert groups == [when == "before", 1, 0]
+        assert_same(found, expected)
+
+
+# -- the last backward
+
+
+def counted_messages(run: Callable[[], None]) -> int:
+    begin, count = Agreement.begin, []
+
+    def counted(self: Agreement, **kwargs: Any) -> None:
+        count.append(1)
+        begin(self, **kwargs)
+
+    with mock.patch.object(Agreement, "begin", counted):
+        run()
+    return len(count)
+
+
+def deferred(lasts: list[bool]) -> None:
+    model = sharded()
+    counting = CountingTransport.install(root_of(model))
+
+    def run() -> None:
+        for seed, is_last in enumerate(lasts):
+            model.set_is_last_backward(is_last)
+            loss(model, own_seed(seed)).backward()
+            # Of the reductions that are under way nothing has arrived.
+            assert (model.inp.weight.grad is None) is (not any(lasts[: seed + 1]) and seed == 0)
+
+    run()
+    assert counting.counts()["reduce_scatter"] == HANDLES * len(lasts)
+    assert_same(gradients(model), plain_gradients(dist.get_world_size(), list(range(len(lasts)))))
+
+
+@WORLDS
+@pytest.mark.parametrize("lasts", [[True], [False, True], [False, False, True], [False, True, True, False, True]])
+def test_gradients_are_those_of_one_process_after_the_last_backward(lasts: list[bool], world_size: int) -> None:
+    run_threads(deferred, world_size, lasts)
+
+
+def message_counts() -> list[int]:
+    found = []
+    for lasts in ([True, True, True], [False, False, True]):
+        model = sharded()
+        loss(model, 0).backward()
+
+        def run(model: Any = model, lasts: list[bool] = lasts) -> None:
+            for seed, is_last in enumerate(lasts):
+                model.set_is_last_backward(is_last)
+                loss(model, seed).backward()
+
+        found.append(counted_messages(run))
+    return found
+
+
+def test_the_ranks_talk_once_for_all_backwards_up_to_the_last() -> None:
+    # One rank: threads would share the class that is counted. It sends nothing, but it would.
+    assert run_threads(message_counts, 1)[0] == [3, 1]
+
+
+def deferred_where_ranks_differ(last_syncs: bool) -> None:
+    """Each backward uses other parameters on each rank; the last one none of those that only the first used."""
+    model: Any = fully_shard(seeded(Sometimes, 0))
+    rank = dist.get_rank()
+    model.set_is_last_backward(False)
+    model(random_input(rank, 2, DIM), rank == 0).square().mean().backward()
+    model.set_is_last_backward(True)
+    model.set_requires_gradient_sync(last_syncs)
+    model(random_input(10 + rank, 2, DIM), False).square().mean().backward()
+    if not last_syncs:
+        model.set_requires_gradient_sync(True)
+        model(random_input(20 + rank, 2, DIM), False).square().mean().backward()
+    world_size = dist.get_world_size()
+    plain = seeded(Sometimes, 0)
+    for other in range(world_size):
+        (plain(random_input(other, 2, DIM), other == 0).square().mean() / world_size).backward()
+        for seed in (10,) if last_syncs else (10, 20):
+            (plain(random_input(seed + other, 2, DIM), False).square().mean() / world_size).backward()
+    assert_same(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("last_syncs", [True, False])
+def test_what_only_one_rank_used_before_the_last_backward_is_not_lost(last_syncs: bool, world_size: int) -> None:
+    run_threads(deferred_where_ranks_differ, world_size, last_syncs)
+
+
+def hooks_run_once() -> None:
+    model = sharded()
+    runs: list[int] = []
+    model.inp.weight.register_hook(lambda grad: runs.append(1) or grad)
+    for seed, is_last in enumerate([False, False, True]):
+        model.set_is_last_backward(is_last)
+        loss(model, own_seed(seed)).backward()
+        assert len(runs) == is_last
+    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0, 1, 2]))
+
+
+def test_a_hook_on_a_gradient_runs_once_on_the_sum_of_backwards_up_to_the_last() -> None:
+    run_threads(hooks_run_once, 2)
+
+
+def waits_for_the_last(what: str) -> str:
+    model = sharded()
+    loss(model, own_seed(0))
+    model.blocks[0].set_is_last_backward(False)  # of the whole tree
+    loss(model, own_seed(0)).backward()
+    with pytest.raises(UsageError) as caught:
+        {"copy": copy.deepcopy, "unannotate": unannotate, "zero_grad": FSDPModule.zero_grad}[what](model)
+    model.finalize_backward()
+    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
+    if what == "copy":
+        copy.deepcopy(model)
+    elif what == "unannotate":
+        unannotate(model)
+    else:
+        model.zero_grad()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["copy", "unannotate", "zero_grad"])
+def test_models_whose_gradients_are_under_way_are_neither_copied_nor_unannotated_nor_zeroed(what: str) -> None:
+    for text in run_threads(waits_for_the_last, 2, what):
+        assert "finalize_backward()" in text
+
+
+# -- finalize_backward
+
+
+def finalized(way: str) -> None:
+    model = sharded()
+    model.finalize_backward()  # nothing has run
+    model.set_manual_backward_finalization(True)
+    model.set_is_last_backward(True)  # does not matter
+    counting = CountingTransport.install(root_of(model))
+    seeds = [0, 1]
+    if way == "one reduction":
+        model.set_requires_gradient_sync(False)
+    for seed in seeds:
+        loss(model, own_seed(seed)).backward()
+        assert way == "one reduction" or model.inp.weight.grad is None or seed
+    model.set_requires_gradient_sync(True)
+    handle = model.finalize_backward(async_op=way == "asynchronous")
+    if way == "asynchronous":
+        assert isinstance(handle, GradientReductionHandle)
+        for again in (lambda: loss(model, 0), lambda: model.finalize_backward()):
+            with pytest.raises(UsageError, match="gradients are still being reduced"):
+                again()
+        handle.wait()
+        handle.wait()
+    assert counting.counts()["reduce_scatter"] == HANDLES * (1 if way == "one reduction" else 2)
+    expected = plain_gradients(dist.get_world_size(), seeds)
+    assert_same(gradients(model), expected)
+    model.finalize_backward()  # nothing waits
+    assert_same(gradients(model), expected)
+    assert unsharded_bytes(model) == 0
+
+
+@WORLDS
+@pytest.mark.parametrize("way", ["at once", "asynchronous", "one reduction"])
+def test_gradients_are_those_of_one_process_after_finalize_backward(way: str, world_size: int) -> None:
+    run_threads(finalized, world_size, way)
+
+
+def cut_short(where: str) -> None:
+    model = sharded()
+    model.set_manual_backward_finalization(True)
+    with no_sync(model):
+        loss(model, 8).backward()
+    loss(model, 9).backward()
+    model.set_requires_gradient_sync(True)
+    with mock.patch.object(Agreement, where, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        model.finalize_backward()
+    model.zero_grad()
+    loss(model, 0).backward()
+    model.finalize_backward()
+    assert_same(gradients(model), plain_gradients(1, [0]))
+
+
+@pytest.mark.parametrize("where", ["begin", "finish"])
+def test_the_step_after_an_end_that_was_cut_short_is_right(where: str) -> None:
+    run_threads(cut_short, 1, where)
+
+
+def dropped_before_finalize() -> None:
+    model = sharded()
+    model.set_manual_backward_finalization(True)
+    with no_sync(model):
+        loss(model, own_seed(0)).backward()
+        model.zero_grad()
+        loss(model, own_seed(1)).backward()
+    model.finalize_backward()
+    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [1]))
+
+
+def test_finalize_backward_reduces_what_no_sync_kept_and_users_did_not_drop() -> None:
+    run_threads(dropped_before_finalize, 2)
+
+
+def mode_changes() -> list[str]:
+    model = sharded()
+    model.set_manual_backward_finalization(True)
+    texts = []
+    out = loss(model, own_seed(0))
+    out.register_hook(lambda grad: texts.append(refusal(lambda: model.set_manual_backward_finalization(False))))
+    out.register_hook(lambda grad: texts.append(refusal(model.finalize_backward)))
+    out.backward()
+    texts.append(refusal(lambda: model.set_manual_backward_finalization(False)))
+    model.set_manual_backward_finalization(True)  # no change
+    model.finalize_backward()
+    model.set_manual_backward_finalization(False)
+    loss(model, own_seed(1)).backward()
+    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0, 1]))
+    return texts
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(UsageError) as caught:
+        call()
+    return caught.value.what
+
+
+def test_the_mode_changes_only_between_complete_steps() -> None:
+    between = "set_manual_backward_finalization between a backward and its end"
+    assert run_threads(mode_changes, 2)[0] == [between, "finalize_backward inside a backward", between]
+
+
+# -- reset_iter_state
+
+
+class BrokenError(Exception):
+    pass
+
+
+def reset_after(what: str) -> None:
+    model = sharded()
+    if what == "forward":
+        hook = model.blocks[1].register_forward_hook(raising)
+        with pytest.raises(BrokenError):
+            loss(model, own_seed(9))
+        hook.remove()
+    elif what == "backward":
+        with pytest.raises(BrokenError):
+            backward_that_raises(model)
+    elif what == "no_sync":
+        with no_sync(model):
+            loss(model, own_seed(9)).backward()
+    elif what == "not the last":
+        model.set_is_last_backward(False)
+        loss(model, own_seed(9)).backward()
+        model.set_is_last_backward(True)
+    elif what == "finalizing":
+        model.set_manual_backward_finalization(True)
+        loss(model, own_seed(9)).backward()
+        handle = model.finalize_backward(async_op=True)
+    model.reset_iter_state()
+    if what == "finalizing":
+        with pytest.raises(UsageError, match="dropped by reset_iter_state"):
+            handle.wait()
+        model.set_manual_backward_finalization(False)
+    assert unsharded_bytes(model) == 0
+    model.zero_grad()
+    loss(model, own_seed(0)).backward()
+    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
+
+
+def raising(*_: Any) -> None:
+    raise BrokenError
+
+
+def backward_that_raises(model: nn.Module) -> None:
+    hook = model.blocks[0].register_forward_hook(lambda module, args, out: out.register_hook(raising) and None)
+    out = loss(model, own_seed(9))
+    hook.remove()
+    out.backward()
+
+
+@pytest.mark.parametrize("what", ["nothing", "forward", "backward", "no_sync", "not the last", "finalizing"])
+def test_a_step_that_was_cut_short_leaves_nothing_after_a_reset(what: str) -> None:
+    run_threads(reset_after, 2, what)
+
+
+# -- streams
+
+
+class FakeEvent:
+    pass
+
+
+def test_gathers_wait_for_the_event_of_the_optimizer_and_for_readers_of_freed_memory() -> None:
+    waited: list[Any] = []
+
+    class Stream:
+        def __init__(self, priority: int = 0) -> None:
+            self.stream_id = priority
+
+        def record_event(self) -> FakeEvent:
+            return FakeEvent()
+
+        def wait_event(self, event: FakeEvent) -> None:
+            waited.append(event)
+
+        def wait_stream(self, stream: Any) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    device = SimpleNamespace(Stream=Stream, current_stream=lambda: current, stream=lambda stream: stream)
+    current, event = Stream(), FakeEvent()
+    streams = DeviceStreams(device)
+
+    class OwnHandle:
+        def begin_unshard(self) -> None: ...
+
+        def finish_gathers(self) -> None: ...
+
+    handle: Any = OwnHandle()
+    streams.shards_written_at(event)
+    streams.begin_unshard(handle)
+    assert waited == [event]
+    streams.resharded()
+    streams.shards_written_at(event)
+    streams.begin_unshard(handle)
+    assert waited[-1] is event and len(waited) == 3
+    streams.begin_unshard(handle)
+    assert len(waited) == 3  # once
+
+
+def roots_that_share() -> None:
+    models = [sharded(), sharded()]
+    loss(models[0], 0).backward()
+    models[0].zero_grad()
+    share_comm_ctx(models)
+    share_comm_ctx([])
+    for model in models:
+        assert root_of(model).scheduler._stream_to_name == {}
+        loss(model, own_seed(0)).backward()
+        assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
+    models[0].set_is_last_backward(False)
+    loss(models[0], 0).backward()
+    with pytest.raises(UsageError, match="streams cannot change within a step"):
+        share_comm_ctx(models)
+
+
+def test_on_the_cpu_sharing_streams_changes_nothing() -> None:
+    run_threads(roots_that_share, 2)
+
+
+def streams_change() -> list[str]:
+    recorder = Recorder()
+    model = sharded()
+    root = root_of(model)
+    put_on_device(root, recorder)
+    with recorder:
+        loss(model, own_seed(0)).backward()
+        root.scheduler.use_streams(DeviceStreams(recorder))
+        loss(model, own_seed(1)).backward()
+    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0, 1]))
+    return list(map(str, recorder.violations))
+
+
+def test_a_root_that_goes_over_to_other_streams_between_steps_stays_in_order() -> None:
+    assert run_ranks(streams_change, 2) == [[], []]
+
+
+# -- what is refused
+
+
+REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
+    "all-reduce": (lambda m: m.set_requires_all_reduce(False), ConfigError, "of a 1-D mesh need none"),
+    "memory": (lambda m: m.set_allocate_memory_from_process_group_for_comm(True), ConfigError, "torch's memory"),
+    "symmetric memory": (lambda m: m.set_symm_mem_for_comm(), ConfigError, "torch's memory"),
+    "async op": (lambda m: m._set_unshard_async_op(True), ConfigError, "stream of their own"),
+    "event": (lambda m: m.set_post_optim_event(torch.Event()), ConfigError, "on the CPU"),
+    "no buffers": (lambda m: m.set_reduce_scatter_max_input_buffers(0), ConfigError, "got 0"),
+    "text": (
+        lambda m: m.set_keep_unsharded_storage("no"),
+        ConfigError,
+        "keep is 'no', not a bool, in set_keep_unsharded_storage",
+    ),
+    "recurse": (lambda m: m.set_reshard_after_backward(True, recurse=1), ConfigError, "recurse is 1, not a bool"),
+    "part: mode": (lambda m: m.blocks[0].set_manual_backward_finalization(True), UsageError, "for the root"),
+    "part: end": (lambda m: m.blocks[0].finalize_backward(), UsageError, "for the root"),
+    "part: reset": (lambda m: m.blocks[0].reset_iter_state(), UsageError, "for the root"),
+    "part: event": (lambda m: m.blocks[0].set_post_optim_event(None), UsageError, "for the root"),
+    "part: streams": (lambda m: share_comm_ctx([m.blocks[0]]), UsageError, "for the root"),
+    "prefetch": (lambda m: m.set_modules_to_forward_prefetch([m.inp]), ConfigError, "got Linear, which is not fully"),
+}
+
+
+def refused(name: str, runs: bool) -> None:
+    model = sharded()
+    if runs:
+        loss(model, 0).backward()
+        model.zero_grad()
+    call, kind, text = REFUSED[name]
+    before = [{**vars(handle)} for handle in root_of(model).handles]
+    with pytest.raises(kind, match=re.escape(text)) as caught:
+        call(model)
+    assert caught.value.fix and "rank 0, " in caught.value.at and "FSDPM" in caught.value.at
+    assert [{**vars(handle)} for handle in root_of(model).handles] == before
+    loss(model, own_seed(0)).backward()
+    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_an_error_that_says_so_and_changes_nothing(name: str) -> None:
+    for runs in (True, False):
+        run_threads(refused, 1, name, runs)
+
+
+def without_messages() -> None:
+    model = sharded(unused_gradients="zero")
+    model.set_reduce_scatter_unused_params(True)
+    with pytest.raises(ConfigError, match=r"\(False\) on module '', annotated with unused_gradients='zero'"):
+        model.set_reduce_scatter_unused_params(False)
+
+
+def test_ranks_that_do_not_tell_each_other_what_they_used_always_fill_with_zeros() -> None:
+    run_threads(without_messages, 1)
+
+
+def annotated_around() -> str:
+    model: Any = make_model("mlp")
+    fully_shard(model.blocks[1]).set_is_last_backward(False)
+    fully_shard(model)
+    with pytest.raises(UsageError) as caught:
+        loss(model, 0)
+    model.blocks[1].set_is_last_backward(True)  # now of the whole: it is the one around that knows
+    fully_shard.state(model.blocks[1]).settings.is_last_backward = True
+    loss(model, own_seed(0)).backward()
+    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
+    return str(caught.value)
+
+
+def test_settings_of_what_was_the_root_are_not_dropped_in_silence() -> None:
+    for text in run_threads(annotated_around, 2):
+        assert "the root's settings were made on a module that a later annotation is around" in text
+        assert "module 'blocks.1'" in text
+
+
+# -- copies and unannotate
+
+
+def set_all(model: Any) -> None:
+    model.set_reshard_after_backward(False)
+    model.blocks[1].set_unshard_in_backward(False)
+    model.set_reduce_scatter_unused_params(True)
+    model.set_reduce_scatter_max_input_buffers(5)
+    model.set_separate_reduce_scatter_group()
+    model.set_keep_unsharded_storage(True)
+    model.set_is_last_backward(False)
+    model.set_manual_backward_finalization(True)
+
+
+HELD = (
+    *("reshard_after_backward", "unshard_in_backward", "fills_unused", "gradient_buffers"),
+    *("scatters_apart", "keeps_storage"),
+)
+
+
+def settings_of(model: nn.Module) -> list[Any]:
+    root = root_of(model)
+    held = [tuple(getattr(handle, name) for name in HELD) for handle in root.handles]
+    return [*held, root.state.settings.is_last_backward, root.state.settings.finalizes_by_hand]
+
+
+def copied_and_undone() -> None:
+    model = sharded()
+    usual = settings_of(model)
+    set_all(model)
+    ours = settings_of(model)
+    assert all(one != other for one, other in zip(ours, usual, strict=True))
+    twin = copy.deepcopy(model)
+    assert settings_of(twin) == ours
+    twin.set_is_last_backward(True)
+    twin.set_keep_unsharded_storage(False)
+    assert settings_of(model) == ours
+    unannotate(model)
+    with pytest.raises(AttributeError):
+        model.set_is_last_backward(True)
+    fully_shard(model, policy={MLPBlock})
+    assert settings_of(model) == usual
+
+
+def test_a_copy_has_the_settings_on_its_own_and_unannotate_drops_them() -> None:
+    run_threads(copied_and_undone, 2)
+
+
+def called_after_unannotate() -> None:
+    model = sharded()
+    setter = model.set_is_last_backward
+    unannotate(model)
+    with pytest.raises(UsageError, match="no longer annotated"):
+        setter(True)
+
+
+def test_a_setter_of_what_is_no_longer_annotated_says_so() -> None:
+    run_threads(called_after_unannotate, 1)
+
+
+# -- all of them together
+
+
+class Tree(nn.Module):
+    """Modules in modules, one used or not, an embedding, and a handle of the root's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, DIM)
+        self.left = nn.Sequential(MLPBlock(DIM, 6), nn.LayerNorm(DIM))
+        self.right = MLPBlock(DIM, 7)
+        self.head, self.other = nn.Linear(DIM, 3), nn.Linear(DIM, 3)
+
+    def forward(self, tokens: torch.Tensor, is_right: bool, is_other: bool) -> torch.Tensor:
+        x = self.left(self.embed(tokens))
+        return (self.other if is_other else self.head)(self.right(x) if is_right else x)
+
+
+def annotated_tree() -> Any:
+    model: Any = seeded(Tree, 0)
+    fully_shard(model.embed)
+    fully_shard(model.left[0])
+    fully_shard(model.left)
+    fully_shard(model.right)
+    return fully_shard(model)
+
+
+def change_something(rng: random.Random, model: Any) -> None:
+    part = rng.choice([model, model.left, model.left[0], model.right, model.embed])
+    recurse = rng.random() < 0.5
+    name = rng.choice(["reshard_after_forward", "reshard_after_backward", "keep_unsharded_storage", "buffers", "group"])
+    is_on = rng.random() < 0.5
+    if name == "buffers":
+        part.set_reduce_scatter_max_input_buffers(rng.randint(1, 4), recurse=recurse)
+    elif name == "group":
+        part.set_separate_reduce_scatter_group(is_on, recurse=recurse)
+    else:
+        getattr(part, f"set_{name}")(is_on, recurse=recurse)
+    if rng.random() < 0.3:
+        model.embed.set_unshard_in_backward(rng.random() < 0.5)
+    if rng.random() < 0.3:
+        others = rng.sample([model.left, model.left[0], model.right, model.embed], 2)
+        part.set_modules_to_backward_prefetch(others)
+
+
+def batch(step: int, micro: int, rank: int) -> torch.Tensor:
+    return random_tokens(1000 * step + 10 * micro + rank, 2, 3, vocab=16)
+
+
+def steps_of(seed: int, model: Any, ranks: list[int], scale: float, annotated: bool) -> list[dict[str, torch.Tensor]]:
+    """Train for some steps; what differs between an annotated run and a plain one draws nothing at random."""
+    rng = random.Random(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+    found = []
+    for step in range(4):
+        changes = [rng.randrange(1 << 30) for _ in range(rng.randint(0, 3))]
+        micros = rng.randint(1, 3)
+        rights = [rng.random() < 0.5 for _ in range(micros)]
+        others = [[rng.random() < 0.4 for _ in range(3)] for _ in range(micros)]
+        syncs = [rng.random() < 0.6 for _ in range(micros - 1)] + [True]
+        lasts = [rng.random() < 0.5 for _ in range(micros - 1)] + [True]
+        by_hand, is_cut_short, by_copy = rng.random() < 0.3, rng.random() < 0.2, rng.random() < 0.2
+        fills = rng.random() < 0.3
+        if annotated:
+            for change in changes:
+                change_something(random.Random(change), model)
+            model.set_manual_backward_finalization(by_hand)
+            if is_cut_short:
+                model.set_is_last_backward(False)
+                with no_sync(model):
+                    model(batch(99, 0, ranks[0]), True, True).square().mean().backward()
+                model.reset_iter_state()
+        for micro in range(micros):
+            if annotated:
+                model.set_requires_gradient_sync(syncs[micro])
+                model.set_is_last_backward(lasts[micro])
+                model.set_reduce_scatter_unused_params(fills)
+            for rank in ranks:
+                out = model(batch(step, micro, rank), rights[micro], others[micro][rank])
+                (out.square().mean() * scale).backward()
+        if fills and not annotated:
+            for param in [*model.head.parameters(), *model.other.parameters()]:
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        if annotated and by_hand:
+            handle = model.finalize_backward(async_op=is_cut_short)
+            if handle is not None:
+                handle.wait()
+        found.append({fqn: full(p.grad) for fqn, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+        if annotated and by_copy:
+            assert settings_of(copy.deepcopy(model)) == settings_of(model)
+        found.append({fqn: full(p) for fqn, p in model.named_parameters()})
+    return found
+
+
+def random_settings(seed: int) -> list[dict[str, torch.Tensor]]:
+    return steps_of(seed, annotated_tree(), [dist.get_rank()], 1.0, True)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("seed", range(25))  # 200 were run by hand
+def test_whatever_is_set_between_steps_training_is_that_of_one_process(seed: int, world_size: int) -> None:
+    expected = steps_of(seed, seeded(Tree, 0), list(range(world_size)), 1 / world_size, False)
+    for found in run_threads(random_settings, world_size, seed):
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(one, other, f"{number}")
+
+
+# -- the page
+
+
+def kinds_of(function: Any) -> list[tuple[str, Any, Any]]:
+    return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
+
+
+def test_methods_take_what_those_of_torch_take() -> None:
+    theirs = {name for name, value in vars(torch_fsdp.FSDPModule).items() if callable(value) and name[0] != "_"}
+    assert theirs <= set(METHODS)
+    shared = [name for name in METHODS if hasattr(torch_fsdp.FSDPModule, name) and hasattr(FSDPModule, name)]
+    assert len(shared) >= 18
+    differing = [
+        name for name in shared if kinds_of(getattr(FSDPModule, name)) != kinds_of(getattr(torch_fsdp.FSDPModule, name))
+    ]
+    assert differing == []
+    for name in FUNCTIONS:
+        assert kinds_of(getattr(composable, name)) == kinds_of(getattr(torch_fsdp, name))
+
+
+def test_the_page_has_every_method_as_it_is() -> None:
+    page = PAGE.read_text()
+    # To write it anew: python -m tests.fsdp_methods
+    assert with_table(page) == page
