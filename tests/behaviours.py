@@ -449,8 +449,13 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     "Further": (
         Row(
             "`CPUOffload(offload_params=True)`",
-            "Parameters and gradients rest on the host; the copy to the device is part of the gather.",
-            proved("test_offload.py", "test_copied_shards_train_like_one_process"),
+            "Parameters, gradients and optimizer state rest on the host; the copy to the device is the one that brings "
+            "a shard into its gather.",
+            (
+                *proved("test_offload.py", "test_policies_of_torch_are_taken"),
+                *proved("test_offload.py", "test_copied_shards_train_like_one_process"),
+                *STREAMS,
+            ),
         ),
         Row(
             "Options of mixed precision",
@@ -539,9 +544,6 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     ),
 }
 
-# Names of rows whose tests come with work that is not here yet. Empty in the end.
-PENDING = frozenset({"`CPUOffload(offload_params=True)`"})
-
 HEAD = """\
 # Behaviours
 
@@ -569,8 +571,6 @@ def is_there(test: str) -> bool:
 
 def line_of(row: Row) -> str:
     links = [f"[`{test.partition('::')[2]}`](../tests/{test.partition('::')[0]})" for test in dict.fromkeys(row.tests)]
-    if row.name in PENDING:
-        links = ["not yet: being written"]
     proof = "; ".join([*([row.gap] if row.gap else []), *links])
     return f"| {row.name} | {row.rule} | {proof} |"
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.behaviours import GROUPS, PAGE, PENDING, ROOT, Row, is_there, page
+from tests.behaviours import GROUPS, PAGE, ROOT, Row, is_there, page
 
 ROWS = [row for rows in GROUPS.values() for row in rows]
 # What programs for torch call by name, and its documents and messages mention.
@@ -26,8 +26,6 @@ def test_the_page_is_what_the_data_say() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_row_is_proved_by_tests_that_exist_or_says_what_is_missing(row: Row) -> None:
-    if row.name in PENDING:
-        return
     assert [test for test in row.tests if not is_there(test)] == []
     assert row.tests or row.gap
     assert not row.gap or "not yet" in row.gap or re.match("not here: .", row.gap)
@@ -36,15 +34,6 @@ def test_a_row_is_proved_by_tests_that_exist_or_says_what_is_missing(row: Row) -
 def test_no_row_is_there_twice() -> None:
     names = [row.name for row in ROWS]
     assert sorted(set(names)) == sorted(names)
-
-
-def test_rows_that_wait_for_their_tests_are_listed_and_no_others() -> None:
-    waiting = [row for row in ROWS if row.name in PENDING]
-    assert len(waiting) == len(PENDING)
-    for row in waiting:
-        print("pending:", row.name, *row.tests)
-    # Their tests have come: take them off PENDING.
-    assert [row.name for row in waiting if all(map(is_there, row.tests))] == []
 
 
 def test_the_table_of_names_has_those_that_users_look_for() -> None:
