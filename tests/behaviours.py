@@ -411,7 +411,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
                     "test_an_optimizer_inside_backward_is_refused_before_and_after_the_annotation",
                 ),
             ),
-            gap=f"`register_fsdp`: not yet, in torch neither; `_apply_optimizer_in_backward` {WITH_REPLICATE}",
+            gap="`register_fsdp`: not yet, in torch neither; `_apply_optimizer_in_backward`: not yet",
         ),
         Row(
             "`_quantization`",
