@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -39,6 +40,7 @@ from composable.registrations import take_charge
 from composable.runtime import FullyShardState, keep_dtype, register_fully_shard_hooks
 from composable.saving import register_load_check, register_room
 from composable.storage import (
+    ClassGatheredBuffer,
     FirstValues,
     FlatBuffer,
     Handle,
@@ -73,6 +75,7 @@ def fully_shard(
     shard_placement_fn: ShardPlacementFn | None = None,
     param_init_fn: ParamInitFn | None = None,
     sync_module_states: bool = False,
+    shard_as_bytes: Collection[type[torch.Tensor]] = (),
     transport: str = "auto",
 ) -> ModuleT:
     """Shard the parameters of ``module`` over the ranks of ``mesh``.
@@ -126,6 +129,10 @@ def fully_shard(
             first rank of the mesh. Other ranks may be on the meta device, and then never hold a
             whole parameter; theirs are made by ``param_init_fn`` where it is given, and
             overwritten. Ignored modules and those annotated before are left alone.
+        shard_as_bytes: Classes of quantised, frozen parameters, with packed storage and state beside it: the storage is
+            sharded and gathered bit by bit, the state stays whole on every rank, which has to have the same one.
+            Classes that define ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` need not be named; see
+            docs/subclasses.md.
         transport: ``auto``, ``process_group`` or ``point_to_point``.
 
     Returns:
@@ -163,6 +170,7 @@ def fully_shard(
                 transport=state.transport_name,
                 mp_policy=mp_policy,
                 offload_policy=offload_policy,
+                shard_as_bytes=shard_as_bytes,
             )
             state.plan, members = make_plan(module, options)
             state.ignored_modules = frozenset(ignored_modules or ())
@@ -170,6 +178,7 @@ def fully_shard(
             state.ignored_slots = _slots_of(state, ignored_params or ())
             _check_no_gradients(members)
             _check_no_optimizers(members)
+            _check_state_is_not_sent(members, is_synced=sync_module_states)
         except ComposableError as error:
             if not is_collective:
                 raise
@@ -226,6 +235,17 @@ def _check_no_optimizers(members: Sequence[HandleMembers]) -> None:
         )
 
 
+def _check_state_is_not_sent(members: Sequence[HandleMembers], *, is_synced: bool) -> None:
+    """Refuse to send packed values to ranks whose scales are their own."""
+    names = [fqn for one in members for fqn, form in one.forms.items() if is_synced and form.kind == "bytes"]
+    if names:
+        raise ConfigError(
+            "sync_module_states does not send the state of parameters that are sharded as bytes",
+            at=f"parameter {list_text(names)}",
+            fix="load and quantise them alike on every rank, and leave sync_module_states out",
+        )
+
+
 @contextmanager
 def _collector_paused() -> Iterator[None]:
     """Keep Python's cycle collector from scanning what is being built, again and again, to find that all of it lives.
@@ -273,15 +293,15 @@ def _build(
     home = RestingPlace.under(state.plan.offload_policy, device)
     return [
         [
-            FlatBuffer(
+            (ClassGatheredBuffer if buffer_plan.is_gathered_by_class else FlatBuffer)(
                 buffer_plan,
                 fqn,
                 member,
                 state.mesh,
                 device,
                 is_deferred=is_deferred,
-                keeps_reduce_dtype=state.plan.mp_policy.keep_low_precision_grads,
                 home=home,
+                mp_policy=state.plan.mp_policy,
             )
             for buffer_plan in handle_plan.buffers
         ]

@@ -255,11 +255,13 @@ def around_state_dict(
     module: nn.Module,
     *,
     before_save: Iterable[Callable[..., None]] = (),
+    after_save: Iterable[Callable[..., None]] = (),
     before_load: Iterable[Callable[..., None]] = (),
     after_load: Iterable[Callable[..., None]] = (),
 ) -> list[RemovableHandle]:
-    """Call functions before ``state_dict()`` and around ``load_state_dict()`` of ``module``, each list in order."""
+    """Call functions around ``state_dict()`` and ``load_state_dict()`` of ``module``, each list in order."""
     hooks: list[RemovableHandle] = [module.register_state_dict_pre_hook(hook) for hook in before_save]
+    hooks += [module.register_state_dict_post_hook(hook) for hook in after_save]
     hooks += [module.register_load_state_dict_pre_hook(hook) for hook in before_load]
     return hooks + [module.register_load_state_dict_post_hook(hook) for hook in after_load]
 

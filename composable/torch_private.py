@@ -74,6 +74,7 @@ try:
     from torch.utils._python_dispatch import _disable_current_modes  # collectives are no operations of the caller
 
     dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # wraps a local
+    make_subclass: Callable[..., Any] = torch.Tensor._make_subclass  # an instance on other memory, without its __new__
     module_load = torch.nn.Module._load_from_state_dict  # what a module that loads in its own way overrides
     backward_code = _engine_run_backward.__code__  # the frame of a backward, to tell that a thread runs one
     module_call_code = torch.nn.Module._call_impl.__code__  # the frame of a module's call, to tell a recursive one
@@ -126,6 +127,7 @@ __all__ = [
     "groups_of_process",
     "hook_gradient",
     "is_tracing",
+    "make_subclass",
     "module_call_code",
     "module_load",
     "next_node_number",

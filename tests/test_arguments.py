@@ -134,6 +134,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "ignored_modules": {"None", "[]", "{}"},
             "align": {"None", "{}"},
             "shard_placement_fn": OPTIONAL,
+            "shard_as_bytes": {"[]", "{}"},
             "transport": set(),
         },
     ),
@@ -153,6 +154,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "ignored_modules": {"None", "[]", "{}"},
             "align": {"None", "{}"},
             "shard_placement_fn": OPTIONAL,
+            "shard_as_bytes": {"[]", "{}"},
             "param_init_fn": {"None", "plain", "class"},  # what can be called
             "sync_module_states": SWITCH,
             "transport": set(),

@@ -781,6 +781,8 @@ def test_gathers_wait_for_the_event_of_the_optimizer_and_for_readers_of_freed_me
     streams = DeviceStreams(device)
 
     class OwnHandle:
+        is_offloaded = False
+
         def begin_unshard(self) -> None: ...
 
         def finish_gathers(self) -> None: ...

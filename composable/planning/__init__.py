@@ -8,6 +8,7 @@ from composable.planning.planner import HandleMembers, make_plan, plan
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, skipped_modules
 from composable.planning.replaced import first_replacement, mark_replaced, marks_made, replacement_of
 from composable.planning.shard_plan import BufferPlan, HandlePlan, ShardPlan
+from composable.planning.subclasses import Form
 from composable.planning.tree import managed_modules, name_modules
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "BufferPlan",
     "CPUOffloadPolicy",
     "FlatLayout",
+    "Form",
     "HandleMembers",
     "HandlePlan",
     "MixedPrecisionPolicy",

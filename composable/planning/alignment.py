@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
 from torch.distributed.tensor import Shard
 
 from composable.arguments import described
@@ -52,11 +52,25 @@ def choose_cuts(params: Sequence[FoundParam], options: ShardOptions) -> dict[str
         align = wishes.get(fqn)
         if dim is not None:
             align = _joined(found, align, dim)
-        cuts[fqn] = _cut_of(found.param, align or "row", dim)
+        if found.form is not None and found.form.kind == "gathered":
+            _check_rows(found, align, dim)
+            cuts[fqn] = Cut(1, (), Promise(1))
+        else:
+            cuts[fqn] = _cut_of(found.storage, align or "row", dim)
     return cuts
 
 
-def _cut_of(param: nn.Parameter, align: Align, dim: int | None) -> Cut:
+def _check_rows(found: FoundParam, align: Align | None, dim: int | None) -> None:
+    """Raise ``ConfigError`` if a parameter that its class gathers, row by row, is to be cut otherwise."""
+    if align not in (None, "row", 1) or dim:
+        raise ConfigError(
+            f"{type(found.param).__name__} is gathered by its class, which wants equal numbers of rows on each rank",
+            at=_place(found),
+            fix="have no wish for it in align and shard_placement_fn",
+        )
+
+
+def _cut_of(param: torch.Tensor, align: Align, dim: int | None) -> Cut:
     if isinstance(align, str):
         promise = Promise(None) if align == "tensor" else None
         return Cut(align, order_of(param), promise)
@@ -65,7 +79,7 @@ def _cut_of(param: nn.Parameter, align: Align, dim: int | None) -> Cut:
     return Cut(align, _with_outermost(param, outermost), Promise(align, outermost))
 
 
-def _with_outermost(param: nn.Parameter, dim: int) -> tuple[int, ...]:
+def _with_outermost(param: torch.Tensor, dim: int) -> tuple[int, ...]:
     """Return the order of a parameter's memory with one dim moved to the outside."""
     numbered = tuple(range(param.dim()))
     order = (dim, *(other for other in order_of(param) or numbered if other != dim)) if param.numel() else numbered
@@ -129,7 +143,7 @@ def _ask_dim(function: ShardPlacementFn | None, found: FoundParam) -> int | None
             at=_place(found),
             fix="return Shard(dim), or None for the default",
         )
-    dims = found.param.dim()
+    dims = found.storage.dim()
     if not -dims <= placement.dim < dims:
         raise ConfigError(
             f"shard_placement_fn returned Shard({placement.dim}) for a parameter of {dims} dims",
@@ -169,5 +183,5 @@ def _ask(function: Callable[..., Any], name: str, found: FoundParam, *args: obje
 
 
 def _place(found: FoundParam) -> str:
-    param = found.param
+    param = found.storage
     return f"parameter {list_text(found.fqns)} {list(param.shape)} {dtype_text(param.dtype)}"

@@ -21,7 +21,7 @@ import torch
 from composable.errors import ConfigError
 from composable.planning.cut import in_order_of_dims
 
-__all__ = ["Align", "FlatLayout", "Promise", "ShardSplit", "Span", "check_align", "plan_layout"]
+__all__ = ["Align", "FlatLayout", "Promise", "ShardSplit", "Span", "check_align", "layout_of_rows", "plan_layout"]
 
 Align: TypeAlias = Literal["row", "element", "tensor"] | int
 
@@ -188,6 +188,15 @@ def plan_layout(
         for (fqn, shape), piece, start in zip(params, pieces, best.starts, strict=True)
     )
     return FlatLayout(spans, world_size, best.shard_numel)
+
+
+def layout_of_rows(fqn: str, shape: torch.Size, world_size: int) -> FlatLayout:
+    """Give each rank the same number of rows of one parameter, the last ranks what is left: as ``torch.chunk``.
+
+    ``shape`` has at least one dim.
+    """
+    rows_per_rank = -(-shape[0] // world_size)
+    return FlatLayout((Span(fqn, shape, 0, shape.numel()),), world_size, rows_per_rank * torch.Size(shape[1:]).numel())
 
 
 class _Piece(NamedTuple):

@@ -1,9 +1,10 @@
 """What a user asks of ``fully_shard``, as data: checked once, and handed on as one value."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -90,6 +91,7 @@ class ShardOptions:
         transport: The name to print.
         mp_policy: Dtypes of computation and reduction, also as torch's own policies.
         offload_policy: Where shards, gradients and optimizer state rest, also as torch's own policies.
+        shard_as_bytes: Classes of parameters with packed storage and state beside it.
 
     Raises:
         ConfigError: Options are wrong, or contradict each other.
@@ -107,6 +109,7 @@ class ShardOptions:
     transport: str = "auto"
     mp_policy: object = NO_CASTS
     offload_policy: object = NO_OFFLOAD
+    shard_as_bytes: Collection[type[torch.Tensor]] = ()
 
     def __post_init__(self) -> None:
         size = self.world_size
@@ -139,6 +142,7 @@ class ShardOptions:
             _check_strategy(self.strategy)
         as_mixed_precision(self.mp_policy)
         as_offload(self.offload_policy)
+        _check_classes(self.shard_as_bytes)
 
     @property
     def precision(self) -> MixedPrecisionPolicy:
@@ -156,6 +160,16 @@ class ShardOptions:
         if self.strategy is None:
             return self.reshard_after_forward
         return _named(self.strategy).dims[0].parameters
+
+
+def _check_classes(classes: object) -> None:
+    """Raise ``ConfigError`` unless ``shard_as_bytes`` is a collection of classes of tensors."""
+    fix = "pass a list of classes of parameters, such as [Params4bit]"
+    if not isinstance(classes, Collection) or isinstance(classes, str | torch.Tensor | nn.Module):
+        raise ConfigError(f"shard_as_bytes is {described(classes)}", fix=fix)
+    for one in classes:
+        if not isinstance(one, type) or not issubclass(one, torch.Tensor) or one in (torch.Tensor, nn.Parameter):
+            raise ConfigError(f"shard_as_bytes holds {described(one)}, no subclass of a tensor", fix=fix)
 
 
 def _is_function(value: object) -> bool:

@@ -6,7 +6,7 @@ buffers, which depends on the number of ranks. ``fully_shard`` executes the plan
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -14,12 +14,13 @@ from torch import nn
 from composable.contract import get_registry
 from composable.errors import ConfigError
 from composable.planning.alignment import Cut, choose_cuts
-from composable.planning.layout import plan_layout
+from composable.planning.layout import layout_of_rows, plan_layout
 from composable.planning.offload import NO_OFFLOAD, OffloadPolicy
 from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, ParamDtypes, skipped_modules
 from composable.planning.shard_plan import BufferPlan, HandlePlan, ParamPlan, ShardPlan
 from composable.planning.structure import FoundHandle, FoundParam, find_structure, named_roots
+from composable.planning.subclasses import Form
 from composable.planning.tree import managed_modules
 from composable.policies import PolicyLike
 
@@ -34,11 +35,13 @@ class HandleMembers:
         modules: The fully sharded modules.
         originals: The handle's parameters by FQN, in the plan's order.
         owners: For each FQN, every (module, attribute name) that holds the parameter.
+        forms: How those of tensor subclasses are sharded.
     """
 
     modules: tuple[nn.Module, ...]
     originals: Mapping[str, nn.Parameter]
     owners: Mapping[str, tuple[tuple[nn.Module, str], ...]]
+    forms: Mapping[str, Form] = field(default_factory=dict)
 
 
 def plan(
@@ -56,6 +59,7 @@ def plan(
     transport: str = "auto",
     mp_policy: MixedPrecisionPolicy = NO_CASTS,
     offload_policy: OffloadPolicy = NO_OFFLOAD,
+    shard_as_bytes: Collection[type[torch.Tensor]] = (),
 ) -> ShardPlan:
     """Say what ``fully_shard`` with the same arguments would do; nothing is changed or communicated.
 
@@ -74,6 +78,7 @@ def plan(
         transport: The name to print.
         mp_policy: Dtypes of computation and reduction.
         offload_policy: Where shards, gradients and optimizer state rest.
+        shard_as_bytes: Classes of quantised, frozen parameters, as ``fully_shard`` takes them.
 
     Raises:
         ConfigError: An argument is wrong; the message names the module or parameter and the fix.
@@ -99,6 +104,7 @@ def plan(
         transport=transport,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
+        shard_as_bytes=shard_as_bytes,
     )
     return make_plan(module, options)[0]
 
@@ -113,7 +119,9 @@ def make_plan(
     Raises:
         ConfigError: As ``plan``.
     """
-    structure = find_structure(module, options.policy, options.ignored_params, options.ignored_modules)
+    structure = find_structure(
+        module, options.policy, options.ignored_params, options.ignored_modules, tuple(options.shard_as_bytes)
+    )
     handles = structure.handles
     cuts = choose_cuts([found for handle in handles for found in handle.params], options)
     roots = [root for _, root in named_roots(module)]
@@ -146,6 +154,7 @@ def make_plan(
             handle.modules,
             {found.fqns[0]: found.param for found in handle.params},
             {found.fqns[0]: tuple(found.owners) for found in handle.params},
+            {found.fqns[0]: found.form for found in handle.params if found.form is not None},
         )
         for handle in handles
     )
@@ -153,9 +162,10 @@ def make_plan(
 
 
 def _plan_param(found: FoundParam, cuts: Mapping[str, Cut]) -> ParamPlan:
-    param, fqn = found.param, found.fqns[0]
+    storage, fqn, form = found.storage, found.fqns[0], found.form
     shared_fqns, promise = tuple(found.fqns[1:]), cuts[fqn].promise
-    return ParamPlan(fqn, param.shape, param.dtype, param.requires_grad, shared_fqns, promise)
+    subclass = None if form is None or form.kind == "marked" else form.subclass
+    return ParamPlan(fqn, storage.shape, storage.dtype, found.param.requires_grad, shared_fqns, promise, subclass)
 
 
 def _dtypes_of(
@@ -163,9 +173,10 @@ def _dtypes_of(
 ) -> dict[FoundParam, ParamDtypes]:
     skipped = skipped_modules(managed, policy)
     return {
-        found: policy.dtypes_of(
-            found.param, found.fqns[0], is_skipped=any(owner in skipped for owner, _ in found.owners)
-        )
+        # Bytes stay what they are, whatever dtype the class calls them.
+        found: ParamDtypes(found.storage.dtype, found.storage.dtype)
+        if found.form is not None and found.form.kind == "bytes"
+        else policy.dtypes_of(found.param, found.fqns[0], is_skipped=any(owner in skipped for owner, _ in found.owners))
         for handle in handles
         for found in handle.params
     }
@@ -178,10 +189,15 @@ def _plan_buffers(
     cuts: Mapping[str, Cut],
 ) -> tuple[BufferPlan, ...]:
     classes: dict[tuple[torch.dtype, bool, ParamDtypes], list[tuple[str, torch.Size]]] = {}
+    gathered: list[BufferPlan] = []
     for found in params:
-        key = (found.param.dtype, found.param.requires_grad, dtypes[found])
-        classes.setdefault(key, []).append((found.fqns[0], found.param.shape))
-    return tuple(
+        storage, requires_grad, used = found.storage, found.param.requires_grad, dtypes[found]
+        if found.form is not None and found.form.kind == "gathered":
+            layout = layout_of_rows(found.fqns[0], storage.shape, world_size)
+            gathered.append(BufferPlan(storage.dtype, requires_grad, *used, layout, is_gathered_by_class=True))
+        else:
+            classes.setdefault((storage.dtype, requires_grad, used), []).append((found.fqns[0], storage.shape))
+    plain = (
         BufferPlan(
             dtype,
             requires_grad,
@@ -196,3 +212,4 @@ def _plan_buffers(
         )
         for (dtype, requires_grad, used), shapes in classes.items()
     )
+    return (*plain, *gathered)

@@ -15,6 +15,7 @@ from composable.planning.layout import FlatLayout, Promise
 from composable.planning.memory import HandleBytes, Reduced, peak_of_step
 from composable.planning.offload import NO_OFFLOAD, OffloadPolicy
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy
+from composable.planning.subclasses import Subclass
 from composable.wording import bytes_text, count_text, dtype_text, list_text
 
 __all__ = ["BufferPlan", "HandleCollectives", "HandlePlan", "ParamPlan", "ShardPlan"]
@@ -25,7 +26,10 @@ _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
 
 @dataclass(frozen=True)
 class ParamPlan:
-    """One unique parameter; ``shared_fqns`` are its other names, ``promise`` says where alone it may be cut."""
+    """One unique parameter; ``shared_fqns`` are its other names, ``promise`` says where alone it may be cut.
+
+    ``subclass`` is there where what is sharded is not a plain parameter; shape and dtype are of what is sharded.
+    """
 
     fqn: str
     shape: torch.Size
@@ -33,6 +37,12 @@ class ParamPlan:
     requires_grad: bool
     shared_fqns: tuple[str, ...] = ()
     promise: Promise | None = None
+    subclass: Subclass | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a plan says of it in particular."""
+        return tuple(str(note) for note in (self.promise, self.subclass) if note is not None)
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,8 @@ class BufferPlan:
         compute_dtype: Of the unsharded buffer.
         reduce_dtype: Of gradients while they are reduced.
         layout: Where each parameter lies.
+        is_gathered_by_class: The only parameter's class says what ranks exchange; dtype and bytes of the unsharded
+            buffer are then those of what a plain parameter would have.
     """
 
     dtype: torch.dtype
@@ -52,6 +64,7 @@ class BufferPlan:
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     layout: FlatLayout
+    is_gathered_by_class: bool = False
 
     @property
     def shard_bytes(self) -> int:
@@ -369,7 +382,7 @@ class ShardPlan:
                 "params": [
                     (
                         *(param.fqn, tuple(param.shape), str(param.dtype), param.requires_grad, param.shared_fqns),
-                        str(param.promise),
+                        param.notes,
                     )
                     for param in handle.params
                 ],
@@ -396,7 +409,7 @@ class ShardPlan:
             dtypes = {span.fqn: _dtypes_text(buffer) for buffer in handle.buffers for span in buffer.layout.spans}
             params += [
                 f"parameter {param.fqn!r} {list(param.shape)} {dtypes[param.fqn]},"
-                f" requires_grad={param.requires_grad}{f', {param.promise}' if param.promise else ''},"
+                f" requires_grad={param.requires_grad}{''.join(f', {note}' for note in param.notes)},"
                 f" module {handle.module_fqns[0]!r}"
                 for param in handle.params
             ]
@@ -467,7 +480,7 @@ def _describe_handle(handle: HandlePlan) -> str:
         f" {bytes_text(handle.shard_bytes)} per rank{padding}; {handle.reason}"
         f"{'; kept for backward' if handle.reshard_after_forward is False else ''}"
         f"{'; unused gradients are zero' if handle.unused_gradients == 'zero' else ''}"
-        f"{_describe_promises(handle)}"
+        f"{_describe_notes(handle)}"
     )
 
 
@@ -486,11 +499,11 @@ def _dtypes_text(buffer: BufferPlan) -> str:
     return text
 
 
-def _describe_promises(handle: HandlePlan) -> str:
-    """Return a clause for each kind of promise, with the parameters that have it, named below the handle's module."""
+def _describe_notes(handle: HandlePlan) -> str:
+    """Return a clause for each kind of note, with the parameters that have it, named below the handle's module."""
     prefix = f"{handle.module_fqns[0]}." if len(handle.module_fqns) == 1 else ""
-    promised: dict[str, list[str]] = {}
+    noted: dict[str, list[str]] = {}
     for param in handle.params:
-        if param.promise is not None:
-            promised.setdefault(str(param.promise), []).append(param.fqn.removeprefix(prefix))
-    return "".join(f"; {text}: {list_text(fqns, _FQNS_SHOWN, write=str)}" for text, fqns in promised.items())
+        for note in param.notes:
+            noted.setdefault(note, []).append(param.fqn.removeprefix(prefix))
+    return "".join(f"; {text}: {list_text(fqns, _FQNS_SHOWN, write=str)}" for text, fqns in noted.items())

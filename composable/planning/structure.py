@@ -19,6 +19,7 @@ from composable.errors import ConfigError
 from composable.fqns import describe_module, fqn_in_model
 from composable.planning.cut import RaggedShard
 from composable.planning.replaced import replacement_of
+from composable.planning.subclasses import Form, form_of
 from composable.policies import PolicyLike, has_forward, resolve_policy
 from composable.rivals import rival_on
 from composable.wording import dtype_text, join_fqn
@@ -37,12 +38,19 @@ class FoundParam:
         fqns: All its names, in ``named_parameters()`` order.
         owners: Every (module, attribute name) that holds it.
         paths: For each name, the handles around that place.
+        form: How it is sharded where it is of a tensor subclass.
+        storage: What is sharded of it: itself, or a tensor inside.
     """
 
     param: nn.Parameter
     fqns: list[str] = field(default_factory=list)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     paths: list["_Path"] = field(default_factory=list)
+    form: Form | None = None
+
+    @property
+    def storage(self) -> torch.Tensor:
+        return self.param if self.form is None else self.form.storage_of(self.param)
 
     def lowest_common_handle(self) -> "FoundHandle":
         """Return the innermost handle that is around every place."""
@@ -82,10 +90,12 @@ def find_structure(
     policy: PolicyLike | None,
     ignored_params: Iterable[nn.Parameter] | None,
     ignored_modules: Iterable[nn.Module] | None,
+    byte_classes: Sequence[type[torch.Tensor]] = (),
 ) -> Structure:
     """Find the handles of an annotation on ``module``; changes nothing.
 
-    The annotated modules may carry the annotation's own registry entry already.
+    The annotated modules may carry the annotation's own registry entry already. Parameters of ``byte_classes`` are
+    sharded as bytes.
 
     Raises:
         ConfigError: An argument is wrong, or a parameter cannot be sharded, or something else averages its gradient.
@@ -102,7 +112,7 @@ def find_structure(
             )
         policy = resolve_policy(policy)
         picks = policy.pick(root, [*exclusion.kept, *exclusion.ignored])
-    search = _Search(picks, exclusion)
+    search = _Search(picks, exclusion, byte_classes)
     handles = search.run(starts, reason="annotated" if policy is None else "root")
     if policy is not None and not any(handle.is_picked for handle in handles):
         raise ConfigError(
@@ -241,8 +251,11 @@ def _exclude(
 class _Search:
     """One walk over the tree that collects parameters, with the handles around each of their places."""
 
-    def __init__(self, picks: dict[nn.Module, str], exclusion: _Exclusion) -> None:
+    def __init__(
+        self, picks: dict[nn.Module, str], exclusion: _Exclusion, byte_classes: Sequence[type[torch.Tensor]]
+    ) -> None:
         self.has_met_sharded = False
+        self._byte_classes = byte_classes
         self._picks = picks
         self._exclusion = exclusion
         self._picked: dict[nn.Module, FoundHandle] = {}
@@ -308,18 +321,18 @@ class _Search:
                 continue
             if id(param) not in self._found:
                 try:
-                    self._check(param, module, name, param_fqn)
+                    form = self._check(param, module, name, param_fqn)
                 except ConfigError as error:
                     error.at = f"parameter '{fqn_in_model(module, name, param_fqn)}' {_describe_tensor(param)}"
                     raise
-                self._found[id(param)] = FoundParam(param)
+                self._found[id(param)] = FoundParam(param, form=form)
             found = self._found[id(param)]
             found.fqns.append(param_fqn)
             found.paths.append(path)
             if is_first_visit:
                 found.owners.append((module, name))
 
-    def _check(self, param: nn.Parameter, module: nn.Module, name: str, fqn: str) -> None:
+    def _check(self, param: nn.Parameter, module: nn.Module, name: str, fqn: str) -> Form | None:
         replacement = replacement_of(param)
         if replacement is not None:
             raise ConfigError(
@@ -347,7 +360,7 @@ class _Search:
                 f"an earlier annotation shards parameter '{fqn}', which is unsharded at the moment",
                 fix="annotate submodules before the modules around them",
             )
-        _check_kind(param)
+        return _form_of(param, self._byte_classes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -364,24 +377,22 @@ class _Path:
             path = path.outer
 
 
-def _check_kind(param: nn.Parameter) -> None:
-    """Refuse what a flat buffer of plain elements would lose or corrupt."""
+def _form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> Form | None:
+    """Return how a parameter of a subclass is sharded; refuse what a flat buffer would lose or corrupt."""
     if nn.parameter.is_lazy(param):
         raise ConfigError("a lazy parameter has no shape yet", fix="run one forward of the module before annotating it")
     if isinstance(param, DTensor):
         raise ConfigError("a DTensor parameter cannot be sharded again", fix="name it in ignored_params")
-    if type(param) is not nn.Parameter:
-        raise ConfigError(
-            f"{type(param).__name__} is a tensor subclass, which a flat buffer cannot hold",
-            fix="name it in ignored_params, or replace it by an nn.Parameter",
-        )
-    if param.layout is not torch.strided or param.is_quantized:
+    form = form_of(param, byte_classes)
+    storage = param if form is None else form.storage_of(param)
+    if storage.layout is not torch.strided or storage.is_quantized:
         raise ConfigError("the parameter is not dense", fix="name it in ignored_params, or make it dense")
-    if param.is_complex():
+    if storage.is_complex():
         raise ConfigError(
             "complex parameters cannot be communicated",
             fix="hold its torch.view_as_real as the parameter, or name it in ignored_params",
         )
+    return form
 
 
 def _walk(

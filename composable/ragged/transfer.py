@@ -129,8 +129,10 @@ def spread_full(tensors: Sequence[RaggedDTensor], values: Callable[[int], torch.
 
 
 def cast_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of ``tensor`` where floating-point tensors are cast to ``dtype``."""
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    """Return the dtype of ``tensor`` where floating-point tensors are cast to ``dtype``; bytes by its name are none."""
+    if dtype is None or not tensor.is_floating_point() or getattr(tensor, "_composable_holds_bytes", False):
+        return tensor.dtype
+    return dtype
 
 
 def _own_piece(tensor: RaggedDTensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from composable.contract import get_registry
 from composable.errors import StateDictError, UsageError, place_of_rank
 from composable.frames import is_strict_load
+from composable.saving.quantized import state_of
 from composable.torch_hooks import around_state_dict
 from composable.torch_private import module_load
 from composable.wording import list_text, plain_fqn
@@ -169,6 +170,7 @@ def entries_to_load(module: nn.Module, prefix: str = "") -> tuple[dict[str, torc
             for key, tensor in tensors.items()
             if tensor is not None and key not in owner._non_persistent_buffers_set
         }
+        entries |= {path + key: tensor for key, tensor in state_of(owner)}
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
             entries[f"{path}_extra_state"] = None
         if _loads_its_own_way(owner):

@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.errors import located, place_of_rank
 from composable.runtime import handle_of_module, sharded_state_of
+from composable.saving.quantized import add_state, load_state, state_of
 from composable.storage import mark_unfilled
 from composable.torch_hooks import around_state_dict
 from composable.wording import join_fqn, plain_fqn
@@ -18,8 +19,13 @@ __all__ = ["make_room", "register_room"]
 
 def register_room(module: nn.Module) -> list[RemovableHandle]:
     """Let ``state_dict()`` and ``load_state_dict()`` of a sharded module meet sharded parameters with memory."""
+    has_state = any(True for _ in state_of(module))
     return around_state_dict(
-        module, before_save=[_reshard], before_load=[_reshard, make_room], after_load=[_bring_back]
+        module,
+        before_save=[_reshard],
+        after_save=[add_state] if has_state else [],
+        before_load=[_reshard, make_room, *([load_state] if has_state else [])],
+        after_load=[_bring_back],
     )
 
 

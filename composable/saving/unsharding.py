@@ -249,7 +249,8 @@ class _Shown:
                 fix="step the optimizer outside of the block, or pass writeback=False",
             )
         for param, placed in zip(self.params, self._placed or ()):
-            if not param.is_placed(placed) or placed.shape != param.shape or placed.dtype != param.sharded.dtype:
+            value = param.storage_of(placed)
+            if not param.is_placed(placed) or value.shape != param.shape or value.dtype != param.sharded.dtype:
                 raise UsageError(
                     "a parameter was replaced while unshard_params showed it",
                     at=f"{place_of_rank()}, parameter {self.handle.fqn_of(param)!r}",
@@ -268,7 +269,7 @@ class _Shown:
             spread_full([param.ragged for param in self.params], self._placed_at, src=0)
         else:
             for param, placed in zip(self.params, self._placed or ()):
-                param.ragged._local_tensor.data.copy_(slice_full(placed.detach(), param.layout))
+                param.ragged._local_tensor.data.copy_(slice_full(param.storage_of(placed), param.layout))
         if self.options.with_grads:
             self._write_grads_back()
 
@@ -293,7 +294,7 @@ class _Shown:
 
     def _placed_at(self, index: int) -> torch.Tensor:
         assert self._placed is not None, "the first rank holds them"
-        return self._placed[index]
+        return self.params[index].storage_of(self._placed[index])
 
     def _copy(self) -> list[torch.Tensor] | None:
         device = torch.device("cpu") if self.options.offload_to_cpu else self.ranks.device

@@ -1,5 +1,6 @@
 """What owns the memory: shards, unsharded buffers, gradients, and the two faces of a parameter."""
 
+from composable.storage.class_gathers import ClassGatheredBuffer
 from composable.storage.comms import HookFunction, Registration, copied_registrations, nearest
 from composable.storage.copy_reach import modules_of_copy, reaches_out
 from composable.storage.first_values import FirstValues, ParamInitFn
@@ -15,6 +16,7 @@ from composable.storage.unfilled import META_FIX, MarkedMemory, is_unfilled, mar
 __all__ = [
     "FIX_COPY",
     "META_FIX",
+    "ClassGatheredBuffer",
     "FirstValues",
     "FlatBuffer",
     "GradientBuffer",

@@ -118,7 +118,7 @@ class FirstValues:
         Collective: all ranks of the shard group.
         """
         for pairs in self._handles:
-            values = [self._values.get(id(original), original) for original, _ in pairs]
+            values = [param.storage_of(self._values.get(id(original), original)) for original, param in pairs]
             spread_full([param.ragged for _, param in pairs], values.__getitem__, src=0)
         for slots in buffer_slots(self._names):
             broadcast_buffer(slots, ranks)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable.collectives import Pending, Transport
 from composable.errors import UsageError, place_of_rank
 from composable.frames import will_get_gradient
-from composable.planning import BufferPlan, HandleMembers, local_shape
+from composable.planning import NO_CASTS, BufferPlan, HandleMembers, MixedPrecisionPolicy, local_shape
 from composable.ragged import HOOKS, RaggedDTensor, hand_over_grad, ragged_spec
 from composable.storage.comms import DEFAULT_COMMS, Comms
 from composable.storage.gather_path import CommGather, CopyGather, Gather, GatherPath
@@ -57,8 +57,8 @@ class FlatBuffer:
         device: Where buffers live.
         is_deferred: The values come later: the shard is where it rests and zero, also where
             the originals are real. Without it, it is on meta as long as one of them is.
-        keeps_reduce_dtype: Reduced gradients stay in the dtype in which they were reduced.
         home: Where the shard and its gradient rest; default: on ``device``.
+        mp_policy: That made the plan.
 
     Attributes:
         dtype: Of the shard.
@@ -67,6 +67,7 @@ class FlatBuffer:
         all_bits: A bit for each parameter, as other numbers whose bits are some of them.
         home: Where the shard and its gradient rest, until connected.
         is_away: The shard is elsewhere: on the meta device, or where torch has moved it.
+        holds_instances: Some unsharded parameter is more than a view of the buffer: of a class that packs or gathers.
         is_marked: Part of the shard may hold the mark of memory that nobody has written to.
         comms: How bytes travel where the user chose.
     """
@@ -80,13 +81,13 @@ class FlatBuffer:
         device: torch.device,
         *,
         is_deferred: bool = False,
-        keeps_reduce_dtype: bool = False,
         home: RestingPlace | None = None,
+        mp_policy: MixedPrecisionPolicy = NO_CASTS,
     ) -> None:
         self.plan = plan
         self.dtype = plan.dtype
         self.compute_dtype = plan.compute_dtype
-        self.gradient_dtype = plan.reduce_dtype if keeps_reduce_dtype else plan.dtype
+        self.gradient_dtype = plan.reduce_dtype if mp_policy.keep_low_precision_grads else plan.dtype
         self.is_empty = plan.layout.numel == 0
         self.pool_key = _pool_key(plan, device)
         self.device = device
@@ -98,8 +99,9 @@ class FlatBuffer:
         else:
             self.shard = self.home.zeros(plan.layout.shard_numel, plan.dtype)
         self.params = _sharded_params(
-            plan, module_fqn, members, mesh, self.shard, self.gradient_dtype, self.home.device
+            plan, module_fqn, members, mesh, self.shard, self.gradient_dtype, self.home.device, device
         )
+        self.holds_instances = any(param.form is not None and param.form.kind != "marked" for param in self.params)
         if not is_deferred:
             self._take_values([members.originals[span.fqn] for span in plan.layout.spans])
         split = plan.layout.split_of(mesh.get_local_rank())
@@ -129,7 +131,7 @@ class FlatBuffer:
             if not self.is_away:
                 param.write_full(original)
             elif not original.is_meta:
-                param.take(original)
+                param.take(param.storage_of(original))
 
     @property
     def is_trainable(self) -> bool:
@@ -380,7 +382,9 @@ class FlatBuffer:
         if self._buffer is None:
             return []
         views = [span.view_in(self._buffer) for span in self.plan.layout.spans]
-        pairs = zip([param.leaf() for param in self.params], views, strict=True)
+        # Who shows instances of other classes shows copies, and leaves these as they are.
+        leaves = [] if self.holds_instances else [param.leaf() for param in self.params]
+        pairs = zip(leaves, views, strict=not self.holds_instances)
         return [(leaf, view) for leaf, view in pairs if leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape]
 
     def take_gradients(self, gradient: GradientBuffer) -> int:
@@ -584,24 +588,30 @@ def _sharded_params(
     shard: torch.Tensor,
     grad_dtype: torch.dtype,
     home: torch.device,
+    device: torch.device,
 ) -> list[ShardedParam]:
     """Return the parameters of a class with pieces in ``shard``, whose values are not theirs yet."""
     params = []
     for span in plan.layout.spans:
         original, bounds = members.originals[span.fqn], plan.layout.bounds(span)
         start, stop = plan.layout.local_range(span, mesh.get_local_rank())
+        form = members.forms.get(span.fqn)
+        if form is not None and form.kind != "marked" and not shard.is_meta:
+            # Forward reads it where the parameters are unsharded.
+            form.move(device)
         params.append(
             ShardedParam(
                 span.fqn.removeprefix(f"{module_fqn}."),
                 members.owners[span.fqn],
                 original,
-                ragged_spec(mesh, original.shape, plan.dtype, bounds, order=span.order),
+                ragged_spec(mesh, span.shape, plan.dtype, bounds, order=span.order),
                 shard,
                 start,
                 stop,
                 local_shape(span.shape, bounds, mesh.get_local_rank(), span.order),
                 grad_dtype,
                 home,
+                form,
             )
         )
     return params

@@ -125,7 +125,7 @@ class Handle:
         has_unsynced_gradients: The last backward did not synchronise, on any rank.
         is_shared: Two roots have run it, and its memory stays.
         keeps_gradients: Such a backward left gradients on leaves of this rank.
-        casts_params: Unsharded parameters have another dtype than sharded ones.
+        casts_params: Unsharded parameters have another dtype than sharded ones, or are no plain tensors.
         casts_gradients: They are reduced in another dtype than autograd makes them in.
         forward_prefetch: Handles to unshard after this one in forward, or ``None``: as recorded.
         backward_prefetch: The same for backward.
@@ -158,7 +158,7 @@ class Handle:
         self.comms = DEFAULT_COMMS
         self.comm_hooks: tuple[Registration, ...] = ()
         self._copies = 0
-        self.casts_params = any(flat.compute_dtype != flat.dtype for flat in buffers)
+        self.casts_params = any(flat.compute_dtype != flat.dtype or flat.holds_instances for flat in buffers)
         self.casts_gradients = any(flat.plan.reduce_dtype != flat.compute_dtype for flat in buffers)
         self._start_sharded()
         self._place_sharded()
@@ -278,6 +278,8 @@ class Handle:
         self.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
         for param in self.params:
             param.owners = tuple((copy.deepcopy(module, memo), name) for module, name in param.owners)
+            # Not before: it may refer to modules.
+            param.form = copy.deepcopy(param.form, memo)
         self._place_sharded()
         for one in self.comm_hooks:
             one.place_copy(memo)

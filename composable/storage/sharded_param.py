@@ -10,6 +10,7 @@ annotation; only the entry in ``module._parameters`` changes.
 import copy
 import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.errors import UsageError, place_of_rank
-from composable.planning import mark_replaced
+from composable.planning import Form, mark_replaced
 from composable.ragged import (
     HOOKS,
     RaggedDTensor,
@@ -42,6 +43,8 @@ class ShardedParam:
     Attributes:
         fqn: Name below the handle's module; of several modules behind the position of the one that it is below.
         owners: (module, attribute name) of every place, tied ones included.
+        form: Where it is of a tensor subclass, how an instance comes apart and together; shapes are those of what
+            is sharded.
         sharded: What ``module.parameters()`` gives: ``RaggedDTensor``, full shape.
         unsharded: Plain leaf that views the buffer; ``None`` until the first unshard.
         local: This rank's piece, a view of the handle's shard; what ``sharded`` shows, unless torch replaced it.
@@ -57,6 +60,7 @@ class ShardedParam:
         "_is_flat",
         "_kept_beside",
         "_marks",
+        "form",
         "fqn",
         "grad_spec",
         "home",
@@ -84,11 +88,13 @@ class ShardedParam:
         local_shape: Sequence[int],
         grad_dtype: torch.dtype,
         home: torch.device,
+        form: Form | None = None,
     ) -> None:
         self.fqn = fqn
         self.home = home
         self.owners = tuple(owners)
-        self.shape = original.shape
+        self.form = form
+        self.shape = spec.layout.shape
         self.spec = spec
         self.grad_spec = spec.cast(grad_dtype)
         self.start = start
@@ -104,7 +110,10 @@ class ShardedParam:
         self._kept_beside: torch.Tensor | None = None
         _share_hooks(original, self.sharded)
         # Marks that users put on parameters (say, `no_weight_decay`) must survive.
-        _copy_marks(original, self.sharded)
+        _copy_marks(original, self.sharded, form)
+        if form is not None and form.kind == "bytes":
+            _name_state(self.sharded, form, self.owners)
+            self.sharded._composable_holds_bytes = True  # type: ignore[attr-defined]  # casts of state dicts ask
         self._marks = self.sharded.__dict__
 
     def piece_of(self, shard: torch.Tensor) -> torch.Tensor:
@@ -116,9 +125,13 @@ class ShardedParam:
         """The sharded parameter shows the handle's shard; torch did not give it other memory."""
         return self.ragged._local_tensor is self.local
 
+    def storage_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return what is sharded of a full value, which may be an instance of the parameter's own class."""
+        return value.detach() if self.form is None else self.form.storage_of(value)
+
     def write_full(self, full: torch.Tensor) -> None:
         """Keep this rank's piece of a full value, of any dtype and device, in the shard."""
-        self.local.data.copy_(slice_full(full.detach(), self.layout))
+        self.local.data.copy_(slice_full(self.storage_of(full), self.layout))
 
     def show(self, local: torch.Tensor) -> None:
         """Let the sharded parameter, which stays the same object with the same marks, show other memory."""
@@ -173,8 +186,15 @@ class ShardedParam:
         """Adopt the value of a parameter that replaced the sharded one: ragged in the same cut, or full.
 
         Raises:
-            UsageError: It has another shape, or is cut otherwise.
+            UsageError: It has another shape, or is cut otherwise; or it has a state of its own.
         """
+        if self.form is not None and self.form.kind == "bytes" and isinstance(value, self.form.cls):
+            raise UsageError(
+                f"a parameter that is sharded as bytes was replaced by another {self.form.subclass.name}, "
+                "whose state may differ",
+                at=f"parameter {self.fqn!r}",
+                fix="unannotate, replace it, and annotate again",
+            )
         if isinstance(value, RaggedDTensor) and value._spec.layout.matches(self.layout):
             piece = value._local_tensor
         elif isinstance(value, DTensor) or value.shape != self.shape:
@@ -184,7 +204,7 @@ class ShardedParam:
                 fix="change values in place, or load tensors of the full shape",
             )
         else:
-            piece = slice_full(value.detach(), self.layout)
+            piece = slice_full(self.storage_of(value), self.layout)
         if self.ragged.is_meta:
             if not piece.is_meta:
                 self.show(piece.detach().to(self.home, self.spec.dtype, copy=True))
@@ -212,9 +232,19 @@ class ShardedParam:
         return self.unsharded
 
     def make_stand_in(self, value: torch.Tensor) -> nn.Parameter:
-        """Return a plain parameter over ``value``, for modules to hold for a while."""
-        stand_in = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
-        _copy_marks(self.sharded, stand_in)
+        """Return a parameter over ``value``, of the original's class, for modules to hold for a while."""
+        return self.dress(self._parameter(value))
+
+    def _parameter(self, value: torch.Tensor) -> nn.Parameter:
+        requires_grad = self.sharded.requires_grad
+        if self.form is None:
+            return nn.Parameter(value, requires_grad=requires_grad)
+        return self.form.parameter_around(value, requires_grad=requires_grad)
+
+    def dress(self, stand_in: nn.Parameter) -> nn.Parameter:
+        """Give a parameter that modules hold for a while what it is known by, and return it."""
+        if self.form is None or self.form.kind != "bytes":  # whose state is there already
+            _copy_marks(self.sharded, stand_in)
         stand_in._composable_managed = self.sharded._composable_managed  # type: ignore[attr-defined]  # the handle's
         # An optimizer built meanwhile would update the stand-in, and lose the update.
         mark_replaced(stand_in, self.fqn, *self.owners[0])
@@ -321,9 +351,10 @@ class ShardedParam:
         return twin
 
     def plain_copy(self, value: torch.Tensor, grad: torch.Tensor | None) -> nn.Parameter:
-        """Return an ordinary parameter with ``value`` and ``grad``, both in full shape, in this one's place."""
-        plain = nn.Parameter(value, requires_grad=self.sharded.requires_grad)
-        _copy_marks(self.sharded, plain)
+        """Return a parameter as the original was with ``value`` and ``grad``, both in full shape."""
+        plain = self._parameter(value)
+        if self.form is None or self.form.kind != "bytes":
+            _copy_marks(self.sharded, plain)
         _share_hooks(self.sharded, plain)
         plain.grad = grad
         return plain
@@ -352,7 +383,30 @@ def _share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
         target._post_accumulate_grad_hooks = hooks
 
 
-def _copy_marks(source: nn.Parameter, target: nn.Parameter) -> None:
+def _copy_marks(source: nn.Parameter, target: nn.Parameter, form: Form | None = None) -> None:
     for name, value in source.__dict__.items():
-        if name not in target.__dict__ and not name.startswith("_"):
-            setattr(target, name, value)
+        if name.startswith("_") or name in target.__dict__:
+            continue
+        if form is None or form.is_mark(name, value):
+            setattr(target, name, value if form is None else form.moved_mark(name, value))
+
+
+def _name_state(sharded: Any, form: Form, owners: Sequence[Owner]) -> None:
+    """Let attributes of a sharded parameter lead to the state beside its bytes.
+
+    torch looks for what it finds in a state dict by the names there, ``weight.absmax`` as ``weight`` and ``absmax``.
+    """
+    named: dict[str, Any] = dict(form.state_tensors())
+    for module, name in owners:
+        saved: dict[str, Any] = {}
+        module._save_to_state_dict(saved, "", True)
+        named |= {key.removeprefix(f"{name}."): value for key, value in saved.items() if key.startswith(f"{name}.")}
+    for path, value in named.items():
+        *around, last = path.split(".")
+        holder = sharded
+        for part in around:
+            if not hasattr(holder, part):
+                setattr(holder, part, SimpleNamespace())
+            holder = getattr(holder, part)
+        if not hasattr(holder, last):
+            setattr(holder, last, value)

@@ -1,0 +1,334 @@
+"""Parameters of tensor subclasses: what of one lies in a flat buffer, and how an instance is made around other memory.
+
+Four kinds. *Marked*: an ``nn.Parameter`` with attributes and nothing else. *Bytes*: packed storage with state
+beside it, of a class that the user names. *Gathered*: the class says itself what ranks exchange, in
+``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. Any other is refused.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from composable.errors import ConfigError
+from composable.torch_private import make_subclass
+
+__all__ = ["Form", "Subclass", "form_of"]
+
+Kind = Literal["marked", "bytes", "gathered"]
+_PROTOCOL = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+# What a class may say of its own and still be an ordinary parameter to all who compute with it.
+_HARMLESS = frozenset(
+    "__new__ __init__ __init_subclass__ __repr__ __str__ __deepcopy__ __copy__ __reduce__ __reduce_ex__ __setstate__ "
+    "__doc__ __module__ __qualname__ __dict__ __weakref__ __annotations__ __class_getitem__ __parameters__".split()
+)
+
+
+@dataclass(frozen=True)
+class Subclass:
+    """What a plan says of a parameter's class.
+
+    Attributes:
+        name: Of the class.
+        kind: How it is sharded.
+        path: The attributes that lead to what is sharded; empty: the parameter itself.
+    """
+
+    name: str
+    kind: Kind
+    path: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind == "gathered":
+            return f"gathered by {self.name}"
+        return f"bytes of {'.'.join((self.name, *self.path))}"
+
+
+class _Node(Protocol):
+    def around(self, storage: torch.Tensor) -> torch.Tensor:
+        """Return what this stands for, with ``storage`` in place of what is sharded."""
+        ...
+
+    def move(self, device: torch.device) -> None:
+        """Bring the state to a device."""
+        ...
+
+
+class _Storage:
+    """What is sharded."""
+
+    def around(self, storage: torch.Tensor) -> torch.Tensor:
+        return storage
+
+    def move(self, device: torch.device) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class _State:
+    """A tensor that every rank keeps whole."""
+
+    tensor: torch.Tensor
+
+    def around(self, storage: torch.Tensor) -> torch.Tensor:
+        return self.tensor
+
+    def move(self, device: torch.device) -> None:
+        self.tensor = self.tensor.to(device)
+
+
+@dataclass(eq=False)
+class _Own:
+    """An instance with memory of its own, which is sharded, and attributes."""
+
+    cls: type[torch.Tensor]
+    attributes: dict[str, Any]
+
+    def around(self, storage: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = make_subclass(self.cls, storage)
+        made.__dict__.update(self.attributes)
+        return made
+
+    def move(self, device: torch.device) -> None:
+        for name, value in self.attributes.items():
+            if isinstance(value, torch.Tensor):
+                self.attributes[name] = value.to(device)
+
+
+@dataclass(eq=False)
+class _Wrapper:
+    """An instance whose memory is that of other tensors.
+
+    Attributes:
+        follows_storage: It has the shape of what is sharded, so a piece of that has the piece's.
+    """
+
+    cls: Any
+    inner: dict[str, _Node]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    follows_storage: bool
+
+    def around(self, storage: torch.Tensor) -> torch.Tensor:
+        tensors = {name: node.around(storage) for name, node in self.inner.items()}
+        size, stride = (storage.size(), storage.stride()) if self.follows_storage else (self.size, self.stride)
+        made: torch.Tensor = self.cls.__tensor_unflatten__(tensors, self.context, size, stride)
+        return made
+
+    def move(self, device: torch.device) -> None:
+        for node in self.inner.values():
+            node.move(device)
+
+
+@dataclass(eq=False)
+class Form:
+    """How parameters of one subclass come apart, and together again around other memory; one for each parameter.
+
+    Attributes:
+        subclass: What the plan says of it.
+        cls: The class.
+        state: Tensors beside what is sharded that are no attributes of the parameter alone, by dotted path.
+        marks: Attributes that users gave a wrapper.
+    """
+
+    subclass: Subclass
+    cls: type[torch.Tensor]
+    node: _Node = field(repr=False)
+    state: dict[str, _State] = field(default_factory=dict, repr=False)
+    marks: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def kind(self) -> Kind:
+        return self.subclass.kind
+
+    def storage_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what is sharded of an instance, a plain tensor on the same memory; another tensor as it is."""
+        if not isinstance(tensor, self.cls):
+            return tensor.detach()
+        for name in self.subclass.path:
+            tensor = getattr(tensor, name)
+        return _plain(tensor)
+
+    def is_mark(self, name: str, value: object) -> bool:
+        """Say whether an attribute of an instance goes along to what stands for it.
+
+        What is sharded does not; nor does a module, of which the parameter may be a part.
+        """
+        return name not in self.subclass.path[:1] and not isinstance(value, nn.Module)
+
+    def around(self, storage: torch.Tensor) -> torch.Tensor:
+        """Return an instance with ``storage``, or a piece of it, as what is sharded; no copy."""
+        return self.node.around(storage)
+
+    def parameter_around(self, storage: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """Return such an instance as a parameter."""
+        found = self.around(storage)
+        made = found if isinstance(found, nn.Parameter) else nn.Parameter(found, requires_grad=requires_grad)
+        for name, value in self.marks.items():
+            if name not in made.__dict__:
+                setattr(made, name, value)
+        made.requires_grad_(requires_grad)
+        return made
+
+    def move(self, device: torch.device) -> None:
+        """Bring the state to a device; objects that are no tensors stay as they are."""
+        self.node.move(device)
+
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors beside what is sharded, with the attributes that lead there."""
+        return ((path, node.tensor) for path, node in self.state.items())
+
+    def moved_mark(self, name: str, value: Any) -> Any:
+        """Return what an attribute of the original has become."""
+        if isinstance(self.node, _Own):
+            return self.node.attributes.get(name, value)
+        return self.state[name].tensor if name in self.state else value
+
+
+def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> Form | None:
+    """Return how a parameter of a tensor subclass is sharded; ``None`` for an ordinary one.
+
+    Args:
+        param: Not lazy, no DTensor.
+        byte_classes: Those of packed storage that users named.
+
+    Raises:
+        ConfigError: It is of a class that nothing is known of, or that cannot be sharded as it says.
+    """
+    if type(param) is nn.Parameter:
+        return None
+    name = type(param).__name__
+    if isinstance(param, tuple(byte_classes)):
+        form = _taken_apart(param, "bytes")
+        _check_bytes(param, name)
+    elif any(hasattr(param, hook) for hook in _PROTOCOL):
+        missing = [hook for hook in _PROTOCOL if not callable(getattr(param, hook, None))]
+        if missing:
+            raise ConfigError(
+                f"{name} has one half of torch's extension of the all-gather and lacks {missing[0]}",
+                fix="define both, or name the parameter in ignored_params",
+            )
+        form = _taken_apart(param, "gathered")
+        if any(state.tensor.is_meta for state in form.state.values()):
+            raise ConfigError(
+                f"{name} has tensors beside the one that is cut, and they are on the meta device",
+                fix="make the parameter with values, or name it in ignored_params",
+            )
+        if param.dim() == 0 or param.numel() == 0:
+            raise ConfigError(f"{name} gathers rows, and the parameter has none", fix="name it in ignored_params")
+    elif _is_only_marked(type(param)):
+        form = _taken_apart(param, "marked")
+    else:
+        raise ConfigError(
+            f"{name} is a tensor subclass, which a flat buffer cannot hold",
+            fix="name it in ignored_params, or replace it by an nn.Parameter; quantised and frozen: name its class in "
+            "shard_as_bytes; or give the class fsdp_pre_all_gather and fsdp_post_all_gather",
+        )
+    _check_rebuilt(param, form)
+    return form
+
+
+def _check_bytes(param: nn.Parameter, name: str) -> None:
+    if param.requires_grad:
+        raise ConfigError(
+            f"{name} is sharded as bytes, which have no gradient, and requires one",
+            fix="requires_grad_(False), and train adapters beside it",
+        )
+    if param.is_meta:
+        raise ConfigError(
+            f"{name} is sharded as bytes, and its state is on the meta device with it",
+            fix="load and quantise it before fully_shard",
+        )
+
+
+def _check_rebuilt(param: nn.Parameter, form: Form) -> None:
+    """Find out now, rather than in the first forward, whether the class can be made around other memory."""
+    name = form.subclass.name
+    try:
+        with torch.no_grad():
+            made = form.parameter_around(form.storage_of(param), requires_grad=param.requires_grad)
+    except Exception as error:
+        raise ConfigError(
+            f"no {name} can be made around other memory: {type(error).__name__}: {error}",
+            fix="name it in ignored_params, or let __tensor_flatten__ and __tensor_unflatten__ of the class fit",
+        ) from error
+    if type(made) is not type(param) or made.shape != param.shape:
+        raise ConfigError(
+            f"what {name}.__tensor_unflatten__ makes is a {type(made).__name__} {list(made.shape)}",
+            fix="let it return an instance of the size that it is given",
+        )
+
+
+def _is_only_marked(cls: type) -> bool:
+    """Say whether a class is ``nn.Parameter`` with more attributes: it changes nothing that tensors have."""
+    if not issubclass(cls, nn.Parameter):
+        return False
+    own = cls.__mro__[: cls.__mro__.index(nn.Parameter)]
+    names = {name for base in own for name in vars(base)}
+    changes = {name for name in names if hasattr(torch.Tensor, name)} - _HARMLESS
+    has_more = "__tensor_flatten__" in names or any(vars(base).get("__slots__") for base in own)
+    return not changes and not has_more
+
+
+def _taken_apart(param: nn.Parameter, kind: Kind) -> Form:
+    name = type(param).__name__
+    leaves = list(_leaves(param, ()))
+    if kind == "gathered":
+        # The state must not depend on which rows there are.
+        leaves = [(path, leaf) for path, leaf in leaves if (leaf.shape, leaf.dtype) == (param.shape, param.dtype)]
+        if not leaves:
+            raise ConfigError(
+                f"{name} gathers rows of itself, and has no inner tensor of its own shape and dtype to cut",
+                fix="quantised and frozen: name its class in shard_as_bytes; else name it in ignored_params",
+            )
+    # Scales may be as large as what they scale, and are floating-point numbers.
+    path, storage = max(leaves, key=lambda leaf: (not leaf[1].is_floating_point(), leaf[1].nbytes))
+    state: dict[str, _State] = {}
+    node = _node_of(param, (), path, storage.shape, state)
+    form = Form(Subclass(name, kind, path), type(param), node, state)
+    if isinstance(node, _Wrapper):
+        given = param.__dict__.items()
+        form.marks = {key: value for key, value in given if key not in node.inner and not key.startswith("_")}
+    return form
+
+
+def _leaves(tensor: torch.Tensor, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Yield the tensors with memory of their own that an instance is made of, with the attributes that lead there."""
+    if not hasattr(type(tensor), "__tensor_flatten__"):
+        yield path, tensor
+        return
+    for name in _flattened(tensor)[0]:
+        yield from _leaves(getattr(tensor, name), (*path, name))
+
+
+def _node_of(
+    tensor: torch.Tensor,
+    path: tuple[str, ...],
+    chosen: tuple[str, ...],
+    shape: torch.Size,
+    state: dict[str, _State],
+) -> _Node:
+    if not hasattr(type(tensor), "__tensor_flatten__"):
+        if path != chosen:
+            state[".".join(path)] = node = _State(tensor.detach())
+            return node
+        if type(tensor) in (torch.Tensor, nn.Parameter):
+            return _Storage()
+        return _Own(type(tensor), dict(tensor.__dict__))
+    names, context = _flattened(tensor)
+    inner = {name: _node_of(getattr(tensor, name), (*path, name), chosen, shape, state) for name in names}
+    return _Wrapper(type(tensor), inner, context, tensor.size(), tensor.stride(), tensor.shape == shape)
+
+
+def _flattened(tensor: Any) -> tuple[list[str], Any]:
+    found: tuple[list[str], Any] = tensor.__tensor_flatten__()
+    return found
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with memory of its own as a plain one on that memory."""
+    plain: torch.Tensor = make_subclass(torch.Tensor, tensor)
+    return plain

@@ -1,0 +1,727 @@
+"""Parameters of tensor subclasses under ``fully_shard``: gathered by their class, as bytes, or with marks only."""
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed import fsdp
+from torch.utils import _pytree as pytree
+
+from composable import (
+    ConfigError,
+    MixedPrecisionPolicy,
+    RaggedDTensor,
+    UsageError,
+    full_state_dict,
+    fully_shard,
+    load_checkpoint,
+    load_full_state_dict,
+    no_sync,
+    plan,
+    save_checkpoint,
+    unannotate,
+    unshard_params,
+)
+from tests.models import random_input, seeded
+from tests.parity import full, mean_over_ranks
+from tests.subclasses import (
+    Adapted,
+    AffineLinear,
+    AffineWeight,
+    Int8Weight,
+    Int8Whole,
+    Linear4bit,
+    Marked,
+    Params4bit,
+    PlainImpl,
+    Quantised,
+    TwoPartWeight,
+    batch,
+    int8_model,
+)
+from tests.world import run_ranks, run_threads
+
+BYTES = [Params4bit, AffineWeight]
+SHAPES = [(6, 5), (7, 6), (2, 7)]  # even, uneven, and fewer rows than three ranks
+STEPS = 3
+WIDTH = 6
+
+
+def train(model: nn.Module, rank: int, width: int, *, steps: int = STEPS) -> list[float]:
+    """Train on one rank's batches; returns losses, averaged over ranks."""
+    optimizer = torch.optim.Adam([param for param in model.parameters() if param.requires_grad], lr=0.01)
+    losses = []
+    for step in range(steps):
+        loss = model(batch(step, rank, width)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss) if dist.is_initialized() else loss.item())
+    return losses
+
+
+def train_alone(model: nn.Module, world_size: int, width: int) -> list[float]:
+    """Train in one process on the batches of all ranks together."""
+    optimizer = torch.optim.Adam([param for param in model.parameters() if param.requires_grad], lr=0.01)
+    losses = []
+    for step in range(STEPS):
+        x = torch.cat([batch(step, rank, width) for rank in range(world_size)])
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+class RoundedLinear(nn.Linear):
+    """What a linear layer with an ``Int8Weight`` computes, in one process."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.weight.detach().abs().max() / 127
+        rounded = (self.weight.detach() / scale).round() * scale
+        return F.linear(x, self.weight + (rounded - self.weight).detach(), self.bias)
+
+
+def rounded_model() -> nn.Sequential:
+    model = seeded(lambda: nn.Sequential(*(nn.Linear(inputs, outputs) for outputs, inputs in SHAPES)), 0)
+    for linear in model:
+        linear.__class__ = RoundedLinear
+    return model
+
+
+# -- gathered by their class
+
+
+def train_int8(**options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = int8_model(SHAPES)
+    fully_shard(model, policy={nn.Linear}, **options)
+    losses = train(model, dist.get_rank(), SHAPES[0][1])
+    return losses, {fqn: full(param) for fqn, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_weights_that_their_class_gathers_train_as_in_one_process(world_size: int, reshard: bool) -> None:
+    reference = rounded_model()
+    expected = train_alone(reference, world_size, SHAPES[0][1])
+    for losses, params in run_threads(train_int8, world_size, reshard_after_forward=reshard):
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+        for fqn, param in reference.named_parameters():
+            torch.testing.assert_close(params[fqn], param.detach(), rtol=1e-5, atol=1e-6)
+
+
+def train_by_both() -> tuple[list[float], list[float]]:
+    # torch takes no uneven rows of such a class.
+    shapes = [(6, 5), (4, 6)]
+    theirs, ours = int8_model(shapes), int8_model(shapes)
+    for linear in theirs:
+        fsdp.fully_shard(linear)
+    fsdp.fully_shard(theirs)
+    fully_shard(ours, policy={nn.Linear})
+    return train(theirs, dist.get_rank(), 5), train(ours, dist.get_rank(), 5)
+
+
+def test_losses_are_those_of_the_same_class_under_fully_shard_of_torch() -> None:
+    for theirs, ours in run_ranks(train_by_both, 2):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def gather_two_parts(shape: tuple[int, int]) -> None:
+    model = int8_model([shape], TwoPartWeight)
+    plain = seeded(lambda: nn.Linear(shape[1], shape[0]), 0)
+    fully_shard(model)
+    seen, values = [], []
+    model[0].register_forward_pre_hook(lambda module, *_: seen.append(module.weight))
+    model[0].register_forward_pre_hook(lambda module, *_: values.append(module.weight.detach().clone()))
+    for _ in range(2):
+        model(batch(0, 0, shape[1]))
+        torch.testing.assert_close(values[-1], plain.weight.detach(), rtol=0, atol=1e-7)
+        model.reshard()
+    assert seen[0] is seen[1], "the class fills the same parameter again"
+    assert seen[0].untyped_storage().size() == 0, "and its memory is freed between"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(6, 5), (7, 3), (1, 4)])
+def test_several_tensors_of_a_class_travel_and_fill_one_parameter_again_and_again(
+    world_size: int, shape: tuple[int, int]
+) -> None:
+    run_threads(gather_two_parts, world_size, shape)
+
+
+def unsharded_memory() -> tuple[str, int, int]:
+    model = int8_model(SHAPES)
+    fully_shard(model, policy={nn.Linear}, reshard_after_forward=False)
+    seen: list[Any] = []
+    model[1].register_forward_pre_hook(lambda module, *_: seen.append(module.weight))
+    model(batch(0, dist.get_rank(), 5)).sum()
+    storage = seen[0]._data.untyped_storage()
+    used = storage.nbytes()
+    model.reshard()
+    model[1].reshard()
+    return type(seen[0]).__name__, used, storage.nbytes()
+
+
+def test_the_unsharded_parameter_is_what_the_class_makes_and_is_freed_with_its_handle() -> None:
+    assert run_threads(unsharded_memory, 2) == [("Int8Whole", 8 * 6, 0)] * 2
+
+
+def accumulate_int8() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    found = []
+    for accumulates in (True, False):
+        model = int8_model(SHAPES)
+        fully_shard(model, policy={nn.Linear})
+        parts = [batch(step, dist.get_rank(), 5) for step in range(2)]
+        if accumulates:
+            with no_sync(model):
+                model(parts[0]).square().sum().backward()
+            model(parts[1]).square().sum().backward()
+        else:
+            model(torch.cat(parts)).square().sum().backward()
+        found.append({fqn: full(param.grad) for fqn, param in model.named_parameters()})
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_that_no_sync_keeps_are_reduced_with_later_ones(world_size: int) -> None:
+    for kept, whole in run_threads(accumulate_int8, world_size):
+        for fqn, grad in whole.items():
+            torch.testing.assert_close(kept[fqn], grad, rtol=1e-5, atol=1e-6)
+
+
+def compute_in_bfloat16() -> tuple[torch.dtype, torch.dtype, float]:
+    model = int8_model(SHAPES)
+    fully_shard(model, policy={nn.Linear}, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    seen = []
+    model[0].register_forward_pre_hook(lambda module, *_: seen.append(module.weight.dtype))
+    losses = train(model, dist.get_rank(), 5)
+    return seen[0], model[0].weight.dtype, losses[-1]
+
+
+def test_a_class_makes_the_parameter_in_the_dtype_of_computation() -> None:
+    expected = train_alone(rounded_model(), 2, 5)
+    for computed, rested, loss in run_threads(compute_in_bfloat16, 2):
+        assert (computed, rested) == (torch.bfloat16, torch.float32)
+        assert loss == pytest.approx(expected[-1], rel=0.05)
+
+
+class EchoWeight(Int8Weight):
+    """Whatever is computed with it is of its class too, gradients included."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"EchoWeight({self._values})"
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: Any, context: None, size: Any, stride: Any) -> "EchoWeight":
+        return EchoWeight(tensors["_values"])
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(EchoWeight, lambda one: one._values, (args, kwargs or {}))
+        return pytree.tree_map_only(torch.Tensor, EchoWeight, op(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        return (self._values,), None
+
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        return None if out is not None else (EchoWeight(gathered[0]), gathered)
+
+
+def train_echo() -> list[float]:
+    model = int8_model(SHAPES, EchoWeight)
+    fully_shard(model, policy={nn.Linear})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        loss = model(batch(step, dist.get_rank(), 5)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss._values))
+    return losses
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_that_a_class_wraps_are_reduced_as_what_is_inside(world_size: int) -> None:
+    reference = int8_model(SHAPES)
+    for linear in reference:
+        linear.weight = nn.Parameter(linear.weight._values.detach())
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    expected = []
+    for step in range(STEPS):
+        loss = reference(torch.cat([batch(step, rank, 5) for rank in range(world_size)])).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for losses in run_threads(train_echo, world_size):
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+
+
+def begin_without_values(way: str) -> list[float]:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(inputs, outputs) for outputs, inputs in SHAPES))
+    for linear in model:
+        linear.weight = nn.Parameter(Int8Weight(linear.weight.detach()))
+    source = int8_model(SHAPES)
+    values = {
+        key: value._values if isinstance(value, Int8Weight) else value for key, value in source.state_dict().items()
+    }
+
+    def fill(linear: nn.Module) -> None:
+        linear.to_empty(device="cpu", recurse=False)
+        name = next(name for name, module in model.named_children() if module is linear)
+        with torch.no_grad():
+            linear.weight.copy_(values[f"{name}.weight"])
+            linear.bias.copy_(values[f"{name}.bias"])
+
+    if way == "param_init_fn":
+        fully_shard(model, policy={nn.Linear}, param_init_fn=fill)
+    elif way == "sync_module_states":
+        fully_shard(source if dist.get_rank() == 0 else model, policy={nn.Linear}, sync_module_states=True)
+        model = source if dist.get_rank() == 0 else model
+    else:
+        fully_shard(model, policy={nn.Linear})
+        load_full_state_dict(model, values)
+    return train(model, dist.get_rank(), 5)
+
+
+@pytest.mark.parametrize("way", ["param_init_fn", "sync_module_states", "load"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_weights_that_their_class_gathers_may_get_their_values_later(world_size: int, way: str) -> None:
+    expected = train_alone(rounded_model(), world_size, 5)
+    for losses in run_threads(begin_without_values, world_size, way):
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+
+
+# -- as bytes
+
+
+def train_quantised() -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = seeded(Quantised, 0)
+    fully_shard(model, policy={Adapted}, shard_as_bytes=BYTES)
+    return train(model, dist.get_rank(), WIDTH), full_state_dict(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_adapters_beside_quantised_weights_train_as_in_one_process(world_size: int) -> None:
+    reference = seeded(Quantised, 0)
+    expected = train_alone(reference, world_size, WIDTH)
+    runs = run_threads(train_quantised, world_size)
+    trained = dict(reference.named_parameters())
+    for losses, _ in runs:
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+    for fqn, value in runs[0][1].items():
+        param = trained.get(fqn)
+        if param is not None and param.requires_grad:
+            torch.testing.assert_close(value, param.detach(), rtol=1e-5, atol=1e-6)
+
+
+def gather_random(seed: int) -> None:
+    rng = random.Random(seed)
+    rows, columns = rng.randint(1, 9), rng.randint(1, 9)
+    storage = rng.choice([torch.uint8, torch.bfloat16, torch.float16])
+    model, before = (
+        seeded(
+            lambda: nn.Sequential(
+                Linear4bit(nn.Linear(columns, rows), storage),
+                AffineLinear(nn.Linear(rows, columns)),
+                nn.Linear(columns, 2),
+            ),
+            seed,
+        )
+        for _ in range(2)
+    )
+    options: dict[str, Any] = {"policy": {Linear4bit, AffineLinear}} if rng.random() < 0.5 else {}
+    if rng.random() < 0.5:
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16)
+    fully_shard(model, shard_as_bytes=BYTES, reshard_after_forward=rng.random() < 0.5, **options)
+    looks = []
+
+    def look_at_bytes(module: Any, *_: Any) -> None:
+        weight, expected = module.weight, before[0].weight
+        assert type(weight) is Params4bit
+        assert weight.data.view(torch.uint8).equal(expected.data.view(torch.uint8))
+        assert weight.quant_state.absmax.equal(expected.quant_state.absmax)
+        assert weight.module is module
+        looks.append(weight)
+
+    def look_inside(module: Any, *_: Any) -> None:
+        weight, expected = module.weight, before[1].weight
+        assert type(weight) is AffineWeight
+        assert weight.shape == expected.shape
+        assert weight.impl.int_data.equal(expected.impl.int_data)
+        assert weight.values().equal(expected.values())
+        looks.append(weight)
+
+    model[0].register_forward_pre_hook(look_at_bytes)
+    model[1].register_forward_pre_hook(look_inside)
+    for _ in range(2):
+        model(random_input(seed, 2, columns))
+    assert looks[0] is looks[2]
+    assert looks[1] is looks[3]
+    model.reshard()
+    assert type(model[0].weight) is RaggedDTensor
+    assert not any(param.requires_grad for param in (model[0].weight, model[1].weight))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_bit_of_random_quantised_weights_arrives_with_their_state(world_size: int) -> None:
+    for seed in range(8):
+        run_threads(gather_random, world_size, seed)
+
+
+def load_into_others(folder: Path | None) -> bool:
+    trained, fresh = seeded(Quantised, 0), seeded(Quantised, 1)
+    for model in (trained, fresh):
+        fully_shard(model, policy={Adapted}, shard_as_bytes=BYTES)
+    x = batch(0, 0, WIDTH)
+    train(trained, dist.get_rank(), WIDTH, steps=1)
+    expected, before = trained(x), fresh(x)
+    assert not torch.equal(expected, before)
+    if folder is None:
+        load_full_state_dict(fresh, full_state_dict(trained))
+    elif folder == Path():
+        fresh.load_state_dict(trained.state_dict())
+    else:
+        save_checkpoint(folder, 1, trained)
+        load_checkpoint(folder, fresh)
+    return torch.equal(fresh(x), expected)
+
+
+@pytest.mark.parametrize("way", ["full", "torch", "checkpoint"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_is_saved_of_quantised_weights_makes_another_model_the_same(
+    world_size: int, way: str, tmp_path: Path
+) -> None:
+    folder = {"full": None, "torch": Path(), "checkpoint": tmp_path / "run"}[way]
+    assert run_threads(load_into_others, world_size, folder) == [True] * world_size
+
+
+def cast_while_saving() -> dict[str, tuple[torch.dtype, bool]]:
+    model, before = seeded(Quantised, 0), seeded(Quantised, 0)
+    fully_shard(model, policy={Adapted}, shard_as_bytes=BYTES)
+    values = full_state_dict(model, dtype=torch.float16)
+    packed = before.layers[1].base.weight.data.view(torch.uint8)
+    return {
+        key: (value.dtype, key == "layers.1.base.weight" and value.view(torch.uint8).equal(packed))
+        for key, value in values.items()
+    }
+
+
+def test_a_cast_of_a_state_dict_leaves_bytes_alone_whatever_their_dtype_is_called() -> None:
+    saved = run_threads(cast_while_saving, 2)[0]
+    assert saved["layers.1.base.weight"] == (torch.bfloat16, True)
+    assert saved["head.weight"] == (torch.float16, False)
+
+
+def load_less() -> str:
+    model = seeded(Quantised, 0)
+    fully_shard(model, policy={Adapted}, shard_as_bytes=BYTES)
+    state = dict(model.state_dict())
+    del state["layers.2.base.weight.impl.scale"]
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict(state)
+    return str(caught.value)
+
+
+def test_a_state_dict_without_the_scale_of_its_bytes_is_refused() -> None:
+    for text in run_threads(load_less, 2):
+        assert "layers.2.base.weight.impl.scale" in text
+
+
+# -- all of them
+
+
+def mixed() -> nn.Module:
+    """Return a model with all kinds, whose layers all map ``WIDTH`` to ``WIDTH``."""
+    model = seeded(Quantised, 0)
+    model.head = int8_model([(3, WIDTH)])[0]
+    model.layers[0].up.bias = Marked(model.layers[0].up.bias.detach(), axes=("out",))
+    return model
+
+
+def copy_and_undo(policy: Any) -> None:
+    model = mixed()
+    fully_shard(model, policy=policy, shard_as_bytes=BYTES)
+    train(model, dist.get_rank(), WIDTH, steps=1)
+    twin = copy.deepcopy(model)
+    x = batch(5, 0, WIDTH)
+    assert twin(x).equal(model(x))
+    twin.layers[0].base.weight.quant_state.absmax.zero_()
+    expected = model(x)
+    assert not twin(x).equal(expected)
+    assert train(twin, dist.get_rank(), WIDTH) != train(copy.deepcopy(model), dist.get_rank(), WIDTH)
+    assert model(x).equal(expected), "a copy shares nothing"
+    unannotate(model)
+    kinds = {fqn: type(param) for fqn, param in model.named_parameters()}
+    assert kinds["layers.0.base.weight"] is kinds["layers.1.base.weight"] is Params4bit
+    assert kinds["layers.2.base.weight"] is AffineWeight
+    assert kinds["layers.0.up.bias"] is Marked
+    assert kinds["head.weight"] is Int8Weight
+    assert model.layers[0].base.weight.module is model.layers[0].base
+    reference = rounded_head(mixed())
+    for (_, own), (_, other) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert own.shape == other.shape
+    whole = rounded_head(model)
+    torch.testing.assert_close(whole(x), expected, rtol=1e-6, atol=1e-6)
+
+
+def rounded_head(model: Any) -> nn.Module:
+    """Make the layer that its class gathers one that computes the same in one process."""
+    weight = model.head.weight
+    if isinstance(weight, Int8Weight):
+        model.head.weight = nn.Parameter(weight._values.detach())
+    model.head.__class__ = RoundedLinear
+    return model
+
+
+@pytest.mark.parametrize("policy", [{Adapted}, {Linear4bit, AffineLinear}])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_copies_are_independent_and_undoing_gives_back_every_class_with_its_state(
+    world_size: int, policy: set[type[nn.Module]]
+) -> None:
+    run_threads(copy_and_undo, world_size, policy)
+
+
+def show_whole(rank0_only: bool) -> None:
+    model, before = mixed(), mixed()
+    fully_shard(model, policy={Adapted}, shard_as_bytes=BYTES)
+    with torch.no_grad(), unshard_params(model, rank0_only=rank0_only):
+        if dist.get_rank() == 0 or not rank0_only:
+            assert type(model.layers[0].base.weight) is Params4bit
+            assert type(model.layers[2].base.weight) is AffineWeight
+            assert model.layers[2].base.weight.values().equal(before.layers[2].base.weight.values())
+            assert type(model.head.weight) is Int8Weight
+            assert model.head.weight._values.equal(before.head.weight._values)
+            model.head.weight._values.mul_(2)
+            model.layers[0].base.weight.data.fill_(17)
+            model.layers[2].base.weight.impl.int_data.fill_(3)
+    assert full(model.head.weight).equal(2 * before.head.weight._values)
+    assert full(model.layers[0].base.weight).eq(17).all()
+    assert full(model.layers[2].base.weight).eq(3).all()
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_unshard_params_shows_instances_of_each_class_and_writes_back(world_size: int, rank0_only: bool) -> None:
+    run_threads(show_whole, world_size, rank0_only)
+
+
+def see_marks() -> tuple[str, tuple[str, ...], bool, tuple[str, ...]]:
+    model = mixed()
+    fully_shard(model, policy={Adapted}, shard_as_bytes=BYTES)
+    seen: list[Any] = []
+    model.layers[0].up.register_forward_pre_hook(lambda module, *_: seen.append(module.bias))
+    model(batch(0, 0, WIDTH)).sum().backward()
+    assert model.layers[0].up.bias.grad is not None
+    return type(seen[0]).__name__, seen[0].axes, seen[0].is_matrix, model.layers[0].up.bias.axes
+
+
+def test_forward_sees_the_class_of_a_parameter_that_only_has_marks() -> None:
+    assert run_threads(see_marks, 2) == [("Marked", ("out",), False, ("out",))] * 2
+
+
+def test_a_plan_says_what_becomes_of_each_class() -> None:
+    assert_expected_inline(
+        str(plan(mixed(), world_size=2, policy={Adapted}, shard_as_bytes=BYTES)),
+        """\
+Quantised: 4 handles over 2 ranks, transport auto
+  165 elements; per rank 277 B at rest; largest handle 162 B unsharded; padding 28 B
+  (root) (Quantised): 2 params, 21 float32, float32, 56 B per rank, padding 28 B; root; cut between rows: head.weight; gathered by Int8Weight: head.weight
+    layers.0 (Adapted): 4 params, 50 uint8 frozen, float32, 70 B per rank; policy: Adapted; bytes of Params4bit: base.weight
+    layers.1 (Adapted): 4 params, 40 bfloat16 frozen, float32, 70 B per rank; policy: Adapted; bytes of Params4bit: base.weight
+    layers.2 (Adapted): 5 params, 54 uint8 frozen, float32, 81 B per rank; policy: Adapted; bytes of AffineWeight.impl.int_data: base.weight""",
+    )
+
+
+# -- refused
+
+
+class Unknown(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class Half(torch.Tensor):
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self,), None
+
+
+class Slotted(nn.Parameter):
+    __slots__ = ("scale",)
+
+
+class Scaled(AffineWeight):
+    """Gathers what is inside of it, and has more there than that."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["whole", "impl"], self.dtype
+
+    @property
+    def whole(self) -> torch.Tensor:
+        return self.values()
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        raise NotImplementedError
+
+    fsdp_post_all_gather = fsdp_pre_all_gather
+
+
+def scaled_on_meta() -> nn.Parameter:
+    impl = AffineWeight.quantised(torch.rand(4, 4)).impl
+    on_meta = PlainImpl(impl.int_data.to("meta"), impl.scale.to("meta"), impl.zero_point.to("meta"))
+    param = nn.Parameter(AffineWeight(on_meta, (4, 4), torch.float32), requires_grad=False)
+    param.__class__ = Scaled
+    return param
+
+
+class Unbuildable(AffineWeight):
+    @staticmethod
+    def __tensor_unflatten__(tensors: Any, dtype: torch.dtype, size: Any, stride: Any) -> Any:
+        raise KeyError("impl")
+
+
+def linear_with(param: nn.Parameter) -> nn.Module:
+    model = nn.Linear(4, 4, bias=False)
+    del model.weight
+    model.register_parameter("weight", param)
+    return model
+
+
+def whole_of(values: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(Int8Whole(values.to(torch.int8), torch.ones(()), torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (linear_with(Unknown(torch.zeros(4, 4))), {}, "Unknown is a tensor subclass"),
+        (linear_with(nn.Parameter(torch.zeros(4, 4).as_subclass(Half))), {}, "lacks fsdp_post_all_gather"),
+        (linear_with(Slotted(torch.zeros(4, 4))), {}, "Slotted is a tensor subclass"),
+        (linear_with(scaled_on_meta()), {}, "and they are on the meta device"),
+        (Linear4bit(nn.Linear(4, 4)), {}, "Params4bit is a tensor subclass"),
+        (
+            linear_with(Params4bit(torch.empty(8, 1, dtype=torch.uint8, device="meta"))),
+            {"shard_as_bytes": BYTES},
+            "is on the meta device",
+        ),
+        (int8_model([(4, 4)]), {"align": {"0.weight": "tensor"}}, "is gathered by its class"),
+        (int8_model([(4, 4)]), {"align": {"0.weight": 2}}, "is gathered by its class"),
+        (linear_with(nn.Parameter(Int8Weight(torch.empty(0, 4)))), {}, "gathers rows, and the parameter has none"),
+        (
+            linear_with(nn.Parameter(AffineWeight.quantised(torch.rand(4, 4)))),
+            {"shard_as_bytes": BYTES},
+            "AffineWeight is sharded as bytes, which have no gradient",
+        ),
+    ],
+)
+def test_a_class_that_cannot_be_sharded_is_refused_by_name(
+    model: nn.Module, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        plan(model, world_size=2, **options)
+    assert caught.value.fix
+    assert "weight" in str(caught.value.at)
+
+
+def test_a_class_that_cannot_be_made_around_other_memory_is_refused_before_anything_is_changed() -> None:
+    inner = AffineWeight.quantised(torch.rand(4, 4))
+    model = linear_with(nn.Parameter(inner, requires_grad=False))
+    model.weight.__class__ = Unbuildable
+    with pytest.raises(ConfigError, match="can be made around other memory: KeyError"):
+        plan(model, world_size=2, shard_as_bytes=[AffineWeight])
+
+
+class Fickle(TwoPartWeight):
+    """Gathers something else each time."""
+
+    asked = 0
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: Any, context: None, size: Any, stride: Any) -> "Fickle":
+        return Fickle(tensors["_values"])
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(Int8Weight, lambda one: one._values, (args, kwargs or {}))
+        result = op(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, Fickle, result) if op in cls.KEPT else result
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        Fickle.asked += 1
+        dtype = torch.float32 if Fickle.asked <= mesh.size() else torch.float64
+        return (self._values.to(dtype), self._values), None
+
+
+class Strange(Fickle):
+    @staticmethod
+    def __tensor_unflatten__(tensors: Any, context: None, size: Any, stride: Any) -> "Strange":
+        return Strange(tensors["_values"])
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(Int8Weight, lambda one: one._values, (args, kwargs or {}))
+        result = op(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, Strange, result) if op in cls.KEPT else result
+
+    def fsdp_pre_all_gather(self, mesh: Any, module: Any) -> Any:  # type: ignore[override]
+        raise NotImplementedError
+
+
+def gather_wrongly(kind: type) -> str:
+    Fickle.asked = 0
+    model = int8_model([(4, 4)], kind)
+    fully_shard(model, reshard_after_forward=True)
+    dist.barrier()
+
+    def run_twice() -> None:
+        for _ in range(2):
+            model(batch(0, 0, 4)).sum().backward()
+            dist.barrier()
+
+    with pytest.raises(UsageError) as caught:
+        run_twice()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Fickle, "Fickle: fsdp_pre_all_gather returned [2, 4] float64, [2, 4] float32, and [2, 4] float32"),
+        (Strange, "Strange: fsdp_pre_all_gather takes 2 arguments"),
+    ],
+)
+def test_a_class_that_breaks_the_protocol_is_named_with_its_parameter(kind: type, message: str) -> None:
+    for text in run_threads(gather_wrongly, 2, kind):
+        assert message in text
+        assert "parameter '0.weight'" in text
+
+
+def misuse() -> list[str]:
+    found = []
+    with pytest.raises(ConfigError, match="sync_module_states does not send the state") as caught:
+        fully_shard(seeded(Quantised, 0), shard_as_bytes=BYTES, sync_module_states=True)
+    found.append(str(caught.value.at))
+    model = seeded(Quantised, 0)
+    fully_shard(model, shard_as_bytes=BYTES)
+    model.layers[0].base.weight = seeded(Quantised, 1).layers[0].base.weight
+    with pytest.raises(UsageError, match="was replaced by another Params4bit") as caught:
+        model(batch(0, 0, WIDTH))
+    found.append(str(caught.value.at))
+    return found
+
+
+def test_a_state_that_would_not_follow_its_bytes_is_refused() -> None:
+    for at_sync, at_replace in run_threads(misuse, 2):
+        assert "layers.0.base.weight" in at_sync
+        assert "layers.0.base.weight" in at_replace
