@@ -454,6 +454,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             (
                 *proved("test_offload.py", "test_policies_of_torch_are_taken"),
                 *proved("test_offload.py", "test_copied_shards_train_like_one_process"),
+                *proved("test_cuda_offload.py", "test_offloaded_training_equals_training_on_the_device"),
                 *STREAMS,
             ),
         ),
