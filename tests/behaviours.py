@@ -475,7 +475,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row(
             "Names",
             "[A table](design.md#names-that-differ-from-upstream) from theirs to ours.",
-            proved("test_behaviours.py", "test_the_table_of_names_has_those_that_users_look_for"),
+            proved("test_migrating.py", "test_the_design_says_where_upstreams_internals_went"),
         ),
         Row(
             "`find_unused_parameters`",
