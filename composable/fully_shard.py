@@ -102,7 +102,8 @@ def fully_shard(
         mesh: 1-D mesh of the ranks that share the parameters; default: all ranks.
         strategy: ``FULL_SHARD`` or ``SHARD_GRAD_OP``; instead of ``reshard_after_forward``.
         reshard_after_forward: Free the unsharded parameters between forward and backward.
-            ``None``: free them, except those of the root, which backward needs first.
+            ``None``: free them, except those of the root, which backward needs first. ``False``: forwards without
+            gradients too leave them there for the next one, which gathers again what was written since.
         mp_policy: Dtypes of computation and reduction, also as torch's own policies.
         offload_policy: ``CPUOffloadPolicy()``: shards, gradients and optimizer state rest in host memory, and the
             device holds what is unsharded only; also as torch's own policies. See docs/offload.md.

@@ -141,6 +141,8 @@ class Scheduler:
                     elif self._turns[handle].first_forward is not None:
                         # Of a forward that no backward has followed yet: the shards may have been written since.
                         self._unsharded.reshard(handle)
+                    elif handle.reshard_option is False and handle.is_unsharded:
+                        kept = [*(kept or ()), handle]  # By a forward without gradients.
                 if kept is not None:
                     for handle in self._find_stale(kept):
                         self._unsharded.reshard(handle)
@@ -249,7 +251,9 @@ class Scheduler:
         # The last call of the forward: no other module of the handle is to run, nor this one around itself.
         if not turn.modules_left and self._running.count(module) == 1:
             turn.entered_at = None
-            if handle.reshard_after_forward or not is_differentiable:
+            # Without gradients they stay only where the user asked for it: for a loop of forwards, say.
+            stays = handle.reshard_option is False and not torch.is_grad_enabled()
+            if handle.reshard_after_forward or not (is_differentiable or stays):
                 self._unsharded.reshard(handle)
         return self._clock
 
