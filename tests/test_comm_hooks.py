@@ -104,6 +104,36 @@ def close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], eps: fl
         torch.testing.assert_close(grad, wanted[fqn], rtol=0, atol=limit, msg=lambda text, fqn=fqn: f"{fqn}: {text}")
 
 
+# Buckets
+
+
+def padding_seen(takes_bucket: bool) -> list[float]:
+    """Return the sum of what lies behind the three gradients of a bucket, at each call of a hook that fills it."""
+    seen: list[float] = []
+
+    def fill(state: None, grad: torch.Tensor) -> None:
+        seen.append(grad[3:].abs().sum().item())
+        grad.fill_(1.0)
+
+    def fill_bucket(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        fill(None, bucket.buffer())
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    model = replicate(nn.Linear(3, 1, bias=False))
+    register_comm_hook(model, None, fill_bucket if takes_bucket else fill)
+    for _ in range(4):
+        model(torch.ones(1, 3)).sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize("takes_bucket", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_a_hook_leaves_between_gradients_is_gone_at_its_next_call(world_size: int, takes_bucket: bool) -> None:
+    assert run_threads(padding_seen, world_size, takes_bucket) == [[0.0] * 4] * world_size
+
+
 # States
 
 

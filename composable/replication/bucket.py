@@ -115,10 +115,13 @@ class Bucket:
         dtype = first.dtype.to_real()
         step = _ALIGN_BYTES // dtype.itemsize
         starts = []
+        gaps = []
         stop = 0
         for param in self._params:
             starts.append(stop)
-            stop += -(-param.numel() * (2 if param.is_complex() else 1) // step) * step
+            end = stop + param.numel() * (2 if param.is_complex() else 1)
+            stop += -(-(end - stop) // step) * step
+            gaps.append((end, stop))
         # Zeros, since what lies between the gradients is reduced too.
         self.flat = torch.zeros(stop + tail_numel, dtype=dtype, device=first.device)
         self._data = self.flat[:stop]
@@ -126,6 +129,7 @@ class Bucket:
         self._hook_buffer = self._data
         self.views = [_view_for(self.flat, start, param) for start, param in zip(starts, self._params, strict=True)]
         self._starts = starts
+        self._gaps = [self._data[end:following] for end, following in gaps if end < following]
         self._is_large = stop >= _LARGE_NUMEL * len(self._params)
 
     def index(self) -> int:
@@ -200,6 +204,11 @@ class Bucket:
         if grads_as_views:
             for param, view in zip(fresh_params, fresh_views, strict=True):
                 param.grad = view
+
+    def clear_gaps(self) -> None:
+        """Have zeros between the gradients, where a communication hook may have left something in the last round."""
+        for gap in self._gaps:
+            gap.zero_()
 
     def take_result(self, result: torch.Tensor) -> None:
         """Make what a communication hook returned the content of the buffer."""

@@ -67,6 +67,7 @@ class Sender:
                 # Hooks such as PowerSGD start collectives when others complete. Two buckets in flight
                 # would start theirs in any order; on an accelerator the order of its stream holds.
                 self.finish()
+            bucket.clear_gaps()
             if self.hook.takes_bucket:
                 self._pendings.append(_HookPending(bucket, self.hook.function(self.hook.state, bucket)))
             else:
