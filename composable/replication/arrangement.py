@@ -50,6 +50,13 @@ class Arrangement:
         self._tail_numel = tail_numel
         self._next_order: Sequence[int] | None = None
 
+    @property
+    def order(self) -> list[int] | None:
+        """The order in which gradients are expected, in which the next backward makes the same buckets."""
+        if not self.is_settled:
+            return None
+        return list(self._next_order or [index for bucket in self.buckets for index in bucket.param_indices])
+
     def settle(self, order: Sequence[int]) -> None:
         """Expect gradients in this order from the next backward on."""
         self.is_settled = True
@@ -57,8 +64,9 @@ class Arrangement:
 
     def settle_like(self, other: "Arrangement") -> None:
         """Expect gradients in the order in which ``other`` does, if that knows one."""
-        if other.is_settled:
-            self.settle(other._next_order or [index for bucket in other.buckets for index in bucket.param_indices])
+        order = other.order
+        if order is not None:
+            self.settle(order)
 
     def prepare(self) -> None:
         """Have the buckets of the backward that begins."""

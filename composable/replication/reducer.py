@@ -95,6 +95,15 @@ class Reducer:
         return self._arrangement.buckets
 
     @property
+    def arrival_order(self) -> list[int] | None:
+        """The parameters in the order that the buckets of the next backward follow; ``None``: not known yet."""
+        return self._arrangement.order
+
+    def expect_order(self, order: Sequence[int]) -> None:
+        """Let the buckets of the next backward follow ``order``, equal on all ranks; no backward is running."""
+        self._arrangement.settle(order)
+
+    @property
     def hook(self) -> Registration | None:
         """The communication hook that holds."""
         return self._sender.hook

@@ -2,6 +2,7 @@
 
 from composable.runtime.copies import copy_module
 from composable.runtime.hooks import call_as_forward, register_fully_shard_hooks
+from composable.runtime.notices import notice_hook_states
 from composable.runtime.part import AnnotatedPart
 from composable.runtime.precision import keep_dtype
 from composable.runtime.scheduler import Scheduler
@@ -17,6 +18,7 @@ __all__ = [
     "copy_module",
     "handle_of_module",
     "keep_dtype",
+    "notice_hook_states",
     "register_fully_shard_hooks",
     "sharded_state_of",
     "streams_for",

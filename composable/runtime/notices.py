@@ -1,13 +1,14 @@
 """What users should know of their model and is no error: logged as a warning, each text once in a process."""
 
 import logging
+from collections.abc import Iterable
 
 from composable.collectives import Ranks
 from composable.errors import place_of_rank
 from composable.planning import ShardPlan
 from composable.storage import Handle
 
-__all__ = ["notice_leak", "notice_offload", "notice_plan"]
+__all__ = ["notice_hook_states", "notice_leak", "notice_offload", "notice_plan"]
 
 _LOG = logging.getLogger("composable")
 _SAID: set[str] = set()
@@ -30,6 +31,13 @@ def notice_offload(plan: ShardPlan, ranks: Ranks) -> None:
             "nothing is to be offloaded: the mesh is on cpu, where shards, gradients and optimizer state rest already"
             f"\n  at:  {place_of_rank()}, module {' + '.join(plan.class_names)}"
         )
+
+
+def notice_hook_states(notices: Iterable[str], ranks: Ranks) -> None:
+    """Log which states of communication hooks are not in a checkpoint, or not loaded; on the first rank."""
+    if ranks.rank == 0:
+        for notice in notices:
+            _warn_once(notice)
 
 
 def notice_leak(handle: Handle) -> None:

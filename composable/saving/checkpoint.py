@@ -3,8 +3,8 @@
 What is written is a checkpoint of ``torch.distributed.checkpoint`` in the layout of its
 ``get_state_dict``; torch alone reads it too. Around it: the folder that is whole or invisible
 (``run_folder.py``), and checks of bytes and names before anything is changed
-(``manifest.py``, ``metadata.py``, ``contents.py``). Loading verifies first and then reads in place: beside the
-model's own tensors it needs memory for the optimizer state only.
+(``manifest.py``, ``metadata.py``, ``contents.py``, ``hook_states.py``). Loading verifies first and then reads in
+place: beside the model's own tensors it needs memory for the state of optimizers and hooks only.
 """
 
 import errno
@@ -31,6 +31,7 @@ from composable.arguments import as_path, check_bool, check_module, described
 from composable.collectives import Ranks, make_host_ranks
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.optim import OptimizerNames
+from composable.runtime import notice_hook_states
 from composable.saving.contents import (
     DataPlanner,
     apply,
@@ -43,7 +44,8 @@ from composable.saving.contents import (
     state_to_save,
     targets,
 )
-from composable.saving.manifest import METADATA, Manifest, find_damage
+from composable.saving.hook_states import HookState, find_hook_states, pack_hook_states, plan_hook_load
+from composable.saving.manifest import METADATA, HookStates, Manifest, find_damage, hook_file
 from composable.saving.metadata import CheckedReader, read_metadata
 from composable.saving.run_folder import (
     EXTRA,
@@ -123,6 +125,9 @@ def save_checkpoint(
 ) -> SaveHandle:
     """Save model, optimizer state and ``extra`` as ``folder/step-NNNNNN``, and remove older checkpoints.
 
+    So are the states of communication hooks in the model, as each rank has them: ``PowerSGDState``, and those with
+    ``state_dict()`` and ``load_state_dict()``.
+
     Collective: all ranks, with equal arguments. The folder must be one that all ranks see. A kill at any moment
     leaves whole checkpoints only; the one before stays until this one is on disk. Only what ``save_checkpoint`` wrote
     is ever removed or replaced. One run writes to a folder at a time: from the first save until the model is gone, or
@@ -166,10 +171,13 @@ def save_checkpoint(
         names = describe_optimizers(model, optimizers)
         state = state_to_save(model, optimizers)
         packed = None if extra is None else as_data(extra, "extra")
+        hooks, notices = find_hook_states(model)
+        hook_data = pack_hook_states(hooks, is_copied=asynchronous)
         if asynchronous:
             state = staged(state)
     arguments = {"step": step, "keep": keep, "discard_later": discard_later, "asynchronous": asynchronous}
-    _check_equal(ranks, names, folder=str(folder), **arguments)
+    _check_equal(ranks, names, hooks, folder=str(folder), **arguments)
+    notice_hook_states(notices, ranks)
     begun: list[_Place] = []
 
     def begin() -> Path:
@@ -178,7 +186,9 @@ def save_checkpoint(
 
     partial = _on_first(ranks, begin, f"cannot write to {folder}")
     writers = ranks if not asynchronous else _writers(ranks, previous)
-    work = _Save(writers, partial, step, state, names, packed, begun[0] if begun else None)
+    hook_states = HookStates(ranks.size, tuple(one.name for one in hooks)) if hooks else None
+    place = begun[0] if begun else None
+    work = _Save(writers, partial, step, state, names, packed, hook_states, hook_data, place)
     if not asynchronous:
         done: Future[Path] = Future()
         done.set_result(work.run())
@@ -206,7 +216,9 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
 
     Collective: all ranks. The bytes of all files and the names of all values are checked first, the ranks sharing
     the reading; then tensors are read in place. Hyperparameters, such as ``lr``, are loaded as saved. Whatever the
-    files hold, no code of theirs is run, and nothing outside of the checkpoint's folder is read.
+    files hold, no code of theirs is run, and nothing outside of the checkpoint's folder is read. States of
+    communication hooks come back where ranks, cuts and buckets are those that were saved; elsewhere they are left
+    as they are, with a warning.
 
     Args:
         path: A run's folder, whose latest checkpoint is loaded, or a checkpoint's. Rank 0's counts.
@@ -220,7 +232,8 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
         ConfigError: There is no checkpoint; a file is missing, truncated, changed or no data; names or shapes in the
             model, or classes, groups or settings of optimizers, are not those that were saved. The message lists all
             differences. On every rank, and nothing has been changed.
-        UsageError: A parameter on the meta device, or the files changed while they were read.
+        UsageError: A parameter on the meta device, the files changed while they were read, or a hook's state refuses
+            what it saved.
     """
     ranks, optimizers = _checked(model, optimizer)
     with ranks.agreed():
@@ -238,14 +251,24 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
                 "\n  - ".join([f"{folder} does not fit:", *differences]),
                 fix="make model and optimizer as they were; without the optimizer, the model is loaded alone",
             )
+        hooks, _ = find_hook_states(model)
+        hook_load = plan_hook_load(folder, manifest, hooks, ranks)
         flat = targets(metadata, model, optimizers)
         checkpoint = _read(folder, manifest)
+    if manifest.hook_states is not None:
+        # What one rank leaves alone all do.
+        for notices in ranks.objects(hook_load.notices):
+            hook_load = hook_load.without(notices)
     with _as_ours(failure), _alone_is_fine():
         load(flat, storage_reader=CheckedReader(folder, metadata), planner=DataPlanner(folder))
     try:
         apply(flat, metadata, model, optimizers)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise UsageError(failure, at=f"{place_of_rank()}: {type(error).__name__}: {error}") from error
+    with ranks.agreed():
+        for load_hook in hook_load.loads.values():
+            load_hook()
+    notice_hook_states(hook_load.notices.values(), ranks)
     return checkpoint
 
 
@@ -298,6 +321,8 @@ class _Save:
     state: dict[str, Any]
     optimizers: tuple[OptimizerNames, ...]
     extra: bytes | None
+    hook_states: HookStates | None
+    hook_data: dict[str, Any] | None
     place: _Place | None
 
     def run(self) -> Path:
@@ -320,6 +345,11 @@ class _Save:
                 _write_alone(self.state, writer)
             else:
                 save(self.state, storage_writer=writer, process_group=self.ranks.group)
+            if self.hook_data is not None:
+                # All ranks have some, or none.
+                path = self.partial / hook_file(self.ranks.rank)
+                with self.ranks.agreed(), _as_ours(what), files.create_stream(path, "wb") as file:
+                    torch.save(self.hook_data, file)
             sums = {name: saved for part in self.ranks.objects(files.sums) for name, saved in part.items()}
             return _on_first(self.ranks, lambda: self._publish(sums), what)
 
@@ -327,15 +357,18 @@ class _Save:
         if self.extra is not None:
             sums[EXTRA] = write_summed(self.partial / EXTRA, self.extra)
         assert self.place is not None, "the first rank has it"
-        return self.place.publish(Manifest(self.step, sums, self.optimizers))
+        return self.place.publish(Manifest(self.step, sums, self.optimizers, self.hook_states))
 
 
-def _check_equal(ranks: Ranks, optimizers: Sequence[OptimizerNames], **arguments: object) -> None:
+def _check_equal(
+    ranks: Ranks, optimizers: Sequence[OptimizerNames], hooks: Sequence[HookState], **arguments: object
+) -> None:
     """Raise where ranks were called with different arguments."""
     lines = [f"{name}={value!r}" for name, value in arguments.items()]
     for index, names in enumerate(optimizers):
         lines.append(f"optimizer {index} is {names.kind}, of {len(names.groups)} groups")
         lines += [f"a group of optimizer {index}: {group}" for group in names.groups]
+    lines += [f"{one.name} has a state" for one in hooks]
     text = "\n".join(lines)
     ranks.compare(
         text,

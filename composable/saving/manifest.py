@@ -20,10 +20,13 @@ __all__ = [
     "METADATA",
     "UNREADABLE",
     "FileSum",
+    "HookName",
+    "HookStates",
     "Manifest",
     "check_inside",
     "file_name",
     "find_damage",
+    "hook_file",
     "manifest_bytes",
     "parse_manifest",
 ]
@@ -44,6 +47,25 @@ class FileSum:
 
 
 @dataclass(frozen=True)
+class HookName:
+    """A communication hook: the FQN of the module that it is registered on, and its own name."""
+
+    module: str
+    hook: str
+
+    def __str__(self) -> str:
+        return f"communication hook {self.hook} on {f'module {self.module!r}' if self.module else 'the model'}"
+
+
+@dataclass(frozen=True)
+class HookStates:
+    """The states of hooks in a checkpoint: a file for each of ``ranks``."""
+
+    ranks: int
+    hooks: tuple[HookName, ...]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint says about itself.
 
@@ -51,11 +73,13 @@ class Manifest:
         step: Optimizer steps done.
         files: Every other file, by name.
         optimizers: What was saved of them, in order.
+        hook_states: Of communication hooks, if any.
     """
 
     step: int
     files: dict[str, FileSum]
     optimizers: tuple[OptimizerNames, ...]
+    hook_states: HookStates | None = None
 
 
 def parse_manifest(path: Path) -> Manifest:
@@ -79,7 +103,12 @@ def parse_manifest(path: Path) -> Manifest:
         )
         for saved in body["optimizers"]
     )
-    return Manifest(body["step"], files, optimizers)
+    return Manifest(body["step"], files, optimizers, _hook_states(body.get("hook_states"), files))
+
+
+def hook_file(rank: int) -> str:
+    """Return the name of the file with the states of the hooks of a rank."""
+    return f"hooks-{rank:05d}.pt"
 
 
 def file_name(name: Any) -> str:
@@ -142,6 +171,16 @@ def find_damage(folder: Path, files: dict[str, FileSum]) -> list[str]:
         except OSError as error:
             lines.append(f"{path} cannot be read: {error}")
     return lines
+
+
+def _hook_states(saved: Any, files: dict[str, FileSum]) -> HookStates | None:
+    if saved is None:
+        return None
+    if type(saved["ranks"]) is not int or not all(hook_file(rank) in files for rank in range(saved["ranks"])):
+        raise ValueError("it lists no states of hooks for each rank")
+    return HookStates(
+        saved["ranks"], tuple(HookName(_text(one["module"]), _text(one["hook"])) for one in saved["hooks"])
+    )
 
 
 def _text(value: Any) -> str:

@@ -1,0 +1,646 @@
+"""States of communication hooks in checkpoints: training goes on to the bit where ranks are the same, and says so elsewhere."""
+
+import json
+import random
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
+
+from composable import (
+    ConfigError,
+    DefaultState,
+    LowPrecisionState,
+    allreduce_hook,
+    bf16_compress_hook,
+    find_checkpoint,
+    fully_shard,
+    load_checkpoint,
+    reduce_scatter_hook,
+    register_comm_hook,
+    replicate,
+    save_checkpoint,
+)
+from composable.replicate import register_comm_hook as register_on_replicated
+from composable.saving.manifest import MANIFEST, manifest_bytes
+from composable.saving.run_folder import SummedFiles, read_manifest, write_summed
+from tests.models import BATCH, DIM, random_input, seeded
+from tests.parity import full
+from tests.world import run_ranks, run_threads, told
+
+
+class Feedback:
+    """Sends signs, and adds what they leave out to the next gradients."""
+
+    def __init__(self, *, extra: object = None) -> None:
+        self.ranks = DefaultState(dist.group.WORLD)
+        self.extra = extra
+        self.errors: dict[int, torch.Tensor] = {}
+        self.calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"errors": self.errors, "calls": self.calls, "extra": self.extra}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["extra"] == "refused":
+            raise KeyError("not these")
+        self.errors, self.calls = dict(state["errors"]), state["calls"]
+
+
+def send_signs(state: Feedback, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+    key = grad.numel()
+    wanted = grad + state.errors.get(key, torch.zeros_like(grad))
+    sent = wanted.sign() * wanted.abs().mean()
+    state.errors[key] = wanted - sent
+    state.calls += 1
+    if output is None:
+        grad.copy_(sent)
+        allreduce_hook(state.ranks, grad)
+    else:
+        reduce_scatter_hook(state.ranks, sent, output)
+
+
+def send_signs_too(state: Feedback, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+    send_signs(state, grad, output)
+
+
+def make(annotation: str = "fully_shard") -> nn.Sequential:
+    # No two buffers or buckets of one length, by which the hook knows them.
+    layers = (nn.Linear(DIM, 20), nn.Tanh(), nn.Linear(20, 40), nn.Linear(40, 3))
+    model = seeded(lambda: nn.Sequential(*layers), 0)
+    if annotation == "fully_shard":
+        return fully_shard(model, policy={nn.Linear})
+    if annotation == "replicate":
+        return replicate(model, bucket_cap_mb=0.0001)
+    replicate(model[0])
+    return fully_shard(model, policy={nn.Linear})
+
+
+def make_run(
+    annotation: str = "fully_shard", **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, list[Feedback]]:
+    """Return a model, its optimizer, and the states of two hooks: one for a layer, one for the rest."""
+    model = make(annotation)
+    states = [Feedback(**options), Feedback(**options)]
+    register_comm_hook(model, states[0], send_signs)
+    if annotation != "replicate":
+        register_comm_hook(model[2], states[1], send_signs)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), states
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, dim: int = DIM) -> None:
+    for step in steps:
+        model(random_input(100 * step + dist.get_rank(), BATCH, dim)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {fqn: full(value).clone() for fqn, value in model.state_dict().items()}
+
+
+def equal(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def message(call: Callable[[], object]) -> str:
+    """Return what ``call`` raises on this rank."""
+    return told(call)[dist.get_rank()]
+
+
+# The same ranks
+
+
+def resume(folder: str, annotation: str, *, asynchronous: bool = False) -> None:
+    model, optimizer, states = make_run(annotation)
+    train(model, optimizer, range(3))
+    saving = save_checkpoint(folder, 3, model, optimizer, asynchronous=asynchronous)
+    train(model, optimizer, range(3, 6))
+    saving.wait()
+    other, other_optimizer, other_states = make_run(annotation)
+    load_checkpoint(folder, other, other_optimizer)
+    assert states[0].errors, "the hook ran"
+    train(other, other_optimizer, range(3, 6))
+    equal(values_of(other), values_of(model))
+    for state, other_state in zip(states, other_states, strict=True):
+        equal(other_state.errors, state.errors)
+        assert other_state.calls == state.calls
+
+
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate", "mixed"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_training_with_error_feedback_goes_on_to_the_bit(tmp_path: Path, world_size: int, annotation: str) -> None:
+    run_threads(resume, world_size, str(tmp_path), annotation)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_save_in_the_background_keeps_the_state_of_its_moment(tmp_path: Path, world_size: int) -> None:
+    run_threads(resume, world_size, str(tmp_path), "fully_shard", asynchronous=True)
+
+
+def make_power(settings: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer, powerSGD_hook.PowerSGDState]:
+    layers = (nn.Linear(16, 20), nn.Tanh(), nn.Linear(20, 24), nn.Linear(24, 16))
+    model = replicate(seeded(lambda: nn.Sequential(*layers), 0), bucket_cap_mb=0.002)
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, **settings)
+    register_comm_hook(model, state, powerSGD_hook.powerSGD_hook)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), state
+
+
+def resume_power(folder: str, settings: dict[str, Any]) -> int:
+    model, optimizer, state = make_power(settings)
+    train(model, optimizer, range(4), 16)
+    save_checkpoint(folder, 4, model, optimizer)
+    train(model, optimizer, range(4, 8), 16)
+    other, other_optimizer, other_state = make_power(settings)
+    load_checkpoint(folder, other, other_optimizer)
+    train(other, other_optimizer, range(4, 8), 16)
+    equal(values_of(other), values_of(model))
+    for name in ("error_dict", "p_memory_dict", "q_memory_dict", "iter", "total_numel_after_compression"):
+        equal(getattr(other_state, name), getattr(state, name))
+    assert other_state.rng.randint(1 << 30) == state.rng.randint(1 << 30)
+    return len(state.error_dict)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("settings", [{}, {"warm_start": False}, {"use_error_feedback": False}])
+def test_training_with_powersgd_goes_on_to_the_bit(tmp_path: Path, world_size: int, settings: dict[str, Any]) -> None:
+    buckets = run_ranks(resume_power, world_size, str(tmp_path), settings)
+    assert buckets == [3 if settings.get("use_error_feedback", True) else 0] * world_size
+
+
+def resume_local(folder: str) -> tuple[int, int]:
+    found = []
+    for is_loaded in (False, True):
+        model = make("replicate")
+        group = dist.new_group(list(range(dist.get_world_size())))
+        state = post_localSGD_hook.PostLocalSGDState(None, group, start_localSGD_iter=10)
+        register_comm_hook(model, state, post_localSGD_hook.post_localSGD_hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if is_loaded:
+            load_checkpoint(folder, model)
+        else:
+            train(model, optimizer, range(3))
+            save_checkpoint(folder, 3, model)
+        found.append(state.iter)
+    return found[0], found[1]
+
+
+def test_post_local_sgd_goes_on_counting(tmp_path: Path) -> None:
+    for before, after in run_threads(resume_local, 2, str(tmp_path)):
+        assert before == after > 0
+
+
+def save_shared(folder: str) -> list[int]:
+    calls = []
+    for is_loaded in (False, True):
+        model, state = make(), Feedback()
+        for layer in (model[0], model[2]):
+            register_comm_hook(layer, state, send_signs)
+        if is_loaded:
+            load_checkpoint(folder, model)
+        else:
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(3))
+            save_checkpoint(folder, 0, model)
+        calls.append(state.calls)
+    return calls
+
+
+def test_a_state_of_two_hooks_is_saved_once(tmp_path: Path) -> None:
+    assert run_threads(save_shared, 2, str(tmp_path)) == [[6, 6], [6, 6]]
+    hooks = read_manifest(tmp_path / "step-000000").hook_states
+    assert hooks is not None and [one.module for one in hooks.hooks] == ["0"]
+
+
+# Other ranks, hooks and layouts
+
+
+def save_with(folder: str, annotation: str = "fully_shard") -> None:
+    model, optimizer, _ = make_run(annotation)
+    train(model, optimizer, range(2))
+    save_checkpoint(folder, 2, model, optimizer)
+
+
+def load_with(folder: str, annotation: str = "fully_shard") -> list[int]:
+    """Load, train on, and return how often the hooks were called before."""
+    model, optimizer, states = make_run(annotation)
+    for state in states:
+        state.errors[-1] = torch.ones(2)
+    load_checkpoint(folder, model, optimizer)
+    calls = [state.calls for state in states]
+    if not any(calls):
+        assert all(list(state.errors) == [-1] for state in states)
+    train(model, optimizer, range(2, 3))
+    return calls
+
+
+def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "composable"]
+
+
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 3), (3, 2), (2, 1), (1, 2)])
+def test_other_numbers_of_ranks_leave_the_state_alone_and_say_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, saved_on: int, loaded_on: int
+) -> None:
+    run_threads(save_with, saved_on, str(tmp_path))
+    assert notices(caplog) == []
+    for _ in range(2):
+        assert run_threads(load_with, loaded_on, str(tmp_path)) == [[0, 0]] * loaded_on
+    found = notices(caplog)
+    assert found == [
+        f"the state of communication hook tests.saving.test_hook_state.send_signs with Feedback on {place} is for "
+        f"{saved_on} ranks in {tmp_path / 'step-000002'}, and {loaded_on} load it: the hook goes on with what it has"
+        for place in ("the model", "module '2'")
+    ]
+
+
+def test_another_layout_leaves_the_state_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_threads(save_with, 2, str(tmp_path), "mixed")
+    assert run_threads(load_with, 2, str(tmp_path), "fully_shard") == [[0, 2], [0, 2]]
+    (text,) = notices(caplog)
+    assert "on the model is for other ranks, cuts, buckets or settings in" in text
+
+
+def change_settings(folder: str) -> tuple[int, int]:
+    model, optimizer, state = make_power({"matrix_approximation_rank": 1})
+    train(model, optimizer, range(4), 16)
+    save_checkpoint(folder, 4, model, optimizer)
+    other, other_optimizer, other_state = make_power({"matrix_approximation_rank": 2})
+    load_checkpoint(folder, other, other_optimizer)
+    loaded = other_state.iter
+    train(other, other_optimizer, range(4, 8), 16)
+    return state.iter, loaded
+
+
+def test_powersgd_of_another_rank_of_matrices_starts_anew(tmp_path: Path) -> None:
+    for saved, loaded in run_threads(change_settings, 2, str(tmp_path)):
+        assert saved > loaded == 0
+
+
+def load_one_without(folder: str) -> int:
+    model, state = make("replicate"), Feedback()
+    if dist.get_rank() == 0:
+        register_on_replicated(model, state, send_signs)
+    load_checkpoint(folder, model)
+    return state.calls
+
+
+def test_what_one_rank_leaves_alone_all_do(tmp_path: Path) -> None:
+    run_threads(save_with, 2, str(tmp_path), "replicate")
+    assert run_threads(load_one_without, 2, str(tmp_path)) == [0, 0]
+
+
+def plain_save(folder: str) -> None:
+    model = make()
+    save_checkpoint(folder, 2, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def plain_load(folder: str) -> None:
+    model = make()
+    load_checkpoint(folder, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def test_a_checkpoint_without_the_state_leaves_it_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_threads(plain_save, 2, str(tmp_path))
+    assert run_threads(load_with, 2, str(tmp_path)) == [[0, 0], [0, 0]]
+    first, second = notices(caplog)
+    assert first.startswith(f"{tmp_path / 'step-000002'} holds no state of communication hook tests.saving")
+    assert "Feedback on the model: the hook goes on" in first and "Feedback on module '2': the hook" in second
+
+
+def test_a_model_without_the_hook_leaves_the_state_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_threads(save_with, 2, str(tmp_path))
+    run_threads(plain_load, 2, str(tmp_path))
+    first, second = notices(caplog)
+    assert first.endswith("Feedback on the model, which is not registered here: it is left out")
+    assert second.endswith("Feedback on module '2', which is not registered here: it is left out")
+
+
+def load_renamed(folder: str) -> list[int]:
+    model, states = make(), [Feedback(), Feedback()]
+    register_comm_hook(model, states[0], send_signs)
+    register_comm_hook(model[2], states[1], send_signs_too)
+    load_checkpoint(folder, model)
+    return [state.calls for state in states]
+
+
+def test_a_hook_takes_no_state_of_another_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_threads(save_with, 2, str(tmp_path))
+    assert run_threads(load_renamed, 2, str(tmp_path)) == [[4, 0], [4, 0]]
+    left_out, alone = notices(caplog)
+    assert "send_signs with Feedback on module '2', which is not registered" in left_out
+    assert "no state of communication hook tests.saving.test_hook_state.send_signs_too" in alone
+
+
+# States that are not saved
+
+
+def states_without_content() -> list[Any]:
+    return [None, DefaultState(dist.group.WORLD), LowPrecisionState(dist.group.WORLD), dist.group.WORLD]
+
+
+def averages(state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+    """Stand in for a hook; none is called."""
+
+
+def save_stateless(folder: str) -> None:
+    for index, state in enumerate(states_without_content()):
+        model = make()
+        register_comm_hook(model, state, bf16_compress_hook if isinstance(state, LowPrecisionState) else averages)
+        save_checkpoint(f"{folder}/{index}", 1, model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_states_that_do_not_change_leave_no_trace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, world_size: int
+) -> None:
+    run_threads(save_stateless, world_size, str(tmp_path))
+    folders = sorted(tmp_path.glob("*/step-000001"))
+    assert len(folders) == 4 and notices(caplog) == []
+    for folder in folders:
+        assert read_manifest(folder).hook_states is None and not list(folder.glob("hooks-*"))
+
+
+class Bag:
+    """Has tensors, and no way to ask for them."""
+
+    def __init__(self) -> None:
+        self.errors = [torch.ones(2)]
+
+
+def save_bag(folder: str) -> None:
+    model = make()
+    register_comm_hook(model[0], Bag(), averages)
+    register_comm_hook(model[2], {"errors": torch.ones(2)}, averages)
+    save_checkpoint(folder, 1, model)
+
+
+def test_tensors_that_cannot_be_asked_for_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_threads(save_bag, 2, str(tmp_path))
+    assert notices(caplog) == [
+        f"the state of communication hook tests.saving.test_hook_state.averages with {what} holds tensors that are "
+        "not in checkpoints\n  fix: give its class state_dict() and load_state_dict()"
+        for what in ("Bag on module '0'", "dict on module '2'")
+    ]
+
+
+# What goes wrong
+
+
+def save_object(folder: str, kind: str) -> str:
+    model, optimizer, states = make_run()
+    save_checkpoint(folder, 1, model, optimizer)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        states[1].extra = {
+            "object": Bag(),
+            "set of an object": [{"deep": (1, Bag())}],
+            "sharded": model[0].weight,
+            "meta": torch.empty(2, device="meta"),
+            "group": dist.group.WORLD,
+        }[kind]
+    return message(lambda: save_checkpoint(folder, 2, model, optimizer))
+
+
+@pytest.mark.parametrize("kind", ["object", "set of an object", "sharded", "meta", "group"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_is_no_data_is_an_error_on_every_rank_before_anything_is_written(
+    tmp_path: Path, world_size: int, kind: str
+) -> None:
+    for text in run_threads(save_object, world_size, str(tmp_path), kind):
+        assert text.startswith(
+            "ConfigError: the state of communication hook tests.saving.test_hook_state.send_signs with Feedback on "
+            "module '2' "
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001", "writer.lock"]
+
+
+def save_on_one(folder: str) -> str:
+    model, state = make("replicate"), Feedback()
+    if dist.get_rank() == 0:
+        register_on_replicated(model, state, send_signs)
+    return message(lambda: save_checkpoint(folder, 1, model))
+
+
+def test_a_state_on_one_rank_only_is_an_error_on_all(tmp_path: Path) -> None:
+    for text in run_threads(save_on_one, 2, str(tmp_path)):
+        assert text.startswith("DesyncError: the ranks call save_checkpoint with different arguments")
+        assert "send_signs with Feedback on the model has a state" in text
+    assert not list(tmp_path.glob("step-*"))
+
+
+def fill_the_disk(folder: str) -> str:
+    model, optimizer, _ = make_run()
+    train(model, optimizer, range(1))
+    save_checkpoint(folder, 1, model, optimizer)
+    train(model, optimizer, range(1, 2))
+    create_stream = SummedFiles.create_stream
+
+    def fail(files: SummedFiles, path: Path, mode: str) -> Any:
+        if path.name == "hooks-00001.pt":
+            raise OSError(28, "No space left on device", str(path))
+        return create_stream(files, path, mode)
+
+    dist.barrier()
+    with mock.patch.object(SummedFiles, "create_stream", fail):
+        text = message(lambda: save_checkpoint(folder, 2, model, optimizer))
+        dist.barrier()
+    return text
+
+
+def test_a_full_disk_on_one_rank_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    for text in run_ranks(fill_the_disk, 2, str(tmp_path)):
+        assert text.startswith("UsageError: no space left: ") and "rank 1" in text
+    assert find_checkpoint(tmp_path).step == 1
+    assert not list(tmp_path.glob(".partial*"))
+    assert run_threads(load_with, 2, str(tmp_path)) == [[2, 1], [2, 1]]
+
+
+def save_refused(folder: str) -> str:
+    model, optimizer, _ = make_run(extra="refused")
+    save_checkpoint(folder, 1, model, optimizer)
+    return message(lambda: load_checkpoint(folder, model, optimizer))
+
+
+def test_a_state_that_refuses_what_it_saved_is_an_error(tmp_path: Path) -> None:
+    for rank, text in enumerate(run_threads(save_refused, 2, str(tmp_path))):
+        assert text.startswith("UsageError: the state of communication hook tests.saving")
+        assert f"was not loaded: KeyError: 'not these'\n  at:  rank {rank}" in text
+
+
+def replaced(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
+    """Change what a file of a checkpoint holds, and what is said of its bytes, as somebody might who means harm."""
+    manifest = read_manifest(folder)
+    held = change(torch.load(folder / name, weights_only=True))
+    torch.save(held, folder / name)
+    manifest.files[name] = write_summed(folder / name, (folder / name).read_bytes())
+    (folder / MANIFEST).write_bytes(manifest_bytes(manifest))
+
+
+def told_load(folder: str, power: bool) -> tuple[str, bool]:
+    model, optimizer, state = make_power({}) if power else (*make_run()[:2], None)
+    before = values_of(model)
+    text = message(lambda: load_checkpoint(folder, model, optimizer))
+    equal(values_of(model), before)
+    return text, state is None or state.iter == 0
+
+
+def save_power(folder: str) -> None:
+    model, optimizer, _ = make_power({})
+    train(model, optimizer, range(4), 16)
+    save_checkpoint(folder, 2, model, optimizer)
+
+
+def in_entry(key: str, value: Any) -> Callable[[Any], Any]:
+    return lambda held: {"": {**held[""], key: value}}
+
+
+def in_content(key: str, value: Any) -> Callable[[Any], Any]:
+    return lambda held: {"": {**held[""], "content": {**held[""]["content"], key: value}}}
+
+
+HOSTILE: dict[str, Callable[[Any], Any]] = {
+    "an object": lambda held: {"": Bag()},
+    "no dict": lambda held: 3,
+    "no entry": lambda held: {},
+    "an entry that is no dict": lambda held: {"": [1]},
+    "flags": in_entry("on_device", [True]),
+    "an order of others": in_entry("orders", [[0, 0, 1, 2, 3, 4]]),
+    "an order of text": in_entry("orders", [["0"]]),
+    "no order": in_entry("orders", []),
+    "a negative count": in_content("iter", -1),
+    "a count of text": in_content("iter", "3"),
+    "a random state of text": in_content("rng", "abcde"),
+    "a random state out of bounds": in_content("rng", ["MT19937", torch.zeros(624, dtype=torch.int64), 9999, 0, 0.0]),
+    "negative random numbers": in_content("rng", ["MT19937", -torch.ones(624, dtype=torch.int64), 3, 0, 0.0]),
+    "no tensors": in_content("error_dict", {0: 3, 1: 4, 2: 5}),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_file_that_was_made_up_is_an_error_and_changes_nothing(tmp_path: Path, kind: str) -> None:
+    run_threads(save_power, 2, str(tmp_path))
+    folder = tmp_path / "step-000002"
+    replaced(folder, "hooks-00001.pt", HOSTILE[kind])
+    for text, is_as_before in run_threads(told_load, 2, str(tmp_path), power=True):
+        assert text.startswith(f"ConfigError: {folder / 'hooks-00001.pt'} ")
+        assert is_as_before
+
+
+def test_a_changed_file_is_damage(tmp_path: Path) -> None:
+    run_threads(save_with, 2, str(tmp_path))
+    path = tmp_path / "step-000002" / "hooks-00001.pt"
+    path.write_bytes(path.read_bytes()[:-1])
+    for text, _ in run_threads(told_load, 2, str(tmp_path), power=False):
+        assert text.startswith(f"ConfigError: {path.parent} is damaged:") and "hooks-00001.pt has" in text
+
+
+@pytest.mark.parametrize(
+    "change", [{"ranks": 3}, {"ranks": "2"}, {"hooks": [{"module": 1, "hook": "a"}]}, {"hooks": 1}]
+)
+def test_a_description_that_was_made_up_is_an_error(tmp_path: Path, change: dict[str, Any]) -> None:
+    run_threads(save_with, 2, str(tmp_path))
+    path = tmp_path / "step-000002" / MANIFEST
+    body = json.loads(path.read_bytes())["checkpoint"]
+    body["hook_states"] |= change
+    text = json.dumps(body, sort_keys=True)
+    path.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "checkpoint": body}))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        find_checkpoint(path.parent)
+
+
+def test_checkpoints_of_before_there_were_such_states_are_read(tmp_path: Path) -> None:
+    run_threads(plain_save, 2, str(tmp_path))
+    path = tmp_path / "step-000002" / MANIFEST
+    body = json.loads(path.read_bytes())["checkpoint"]
+    del body["hook_states"]
+    text = json.dumps(body, sort_keys=True)
+    path.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "checkpoint": body}))
+    run_threads(plain_load, 2, str(tmp_path))
+
+
+# Random cases
+
+
+class Keeps:
+    """A state of nothing but what it was given."""
+
+    def __init__(self, content: Any = None) -> None:
+        self.content = content
+
+    def state_dict(self) -> Any:
+        return self.content
+
+    def load_state_dict(self, content: Any) -> None:
+        self.content = content
+
+
+def random_content(rng: random.Random, depth: int = 0) -> Any:
+    kinds = ["tensor", "view", "number", "text"] + (["list", "tuple", "dict"] if depth < 3 else [])
+    kind = rng.choice(kinds)
+    if kind == "tensor":
+        dtype = rng.choice([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+        return torch.randint(2, [rng.randrange(3) for _ in range(rng.randrange(3))]).to(dtype)
+    if kind == "view":
+        return torch.arange(12.0).view(3, 4)[:, rng.randrange(3) :].requires_grad_()
+    if kind == "number":
+        return rng.choice([True, None, -3, 1 << 70, 0.1, float("inf"), 1j])
+    if kind == "text":
+        return rng.choice(["", "a\n", b"\0"])
+    if kind == "dict":
+        return {
+            rng.choice([0, "a", (1, 2), 2.5, None]): random_content(rng, depth + 1) for _ in range(rng.randrange(4))
+        }
+    items = [random_content(rng, depth + 1) for _ in range(rng.randrange(4))]
+    return items if kind == "list" else tuple(items)
+
+
+def keep_and_give(folder: str, seed: int) -> None:
+    rng = random.Random(1000 * seed + dist.get_rank())
+    shared = random.Random(seed)
+    places = [(), (0,), (2,), (3,)]
+    chosen = shared.sample(places, shared.randrange(1, 4))
+    contents = [random_content(rng) for _ in chosen]
+    annotation = shared.choice(["fully_shard", "replicate", "mixed"])
+    found = []
+    for is_loaded in (False, True):
+        model = make(annotation)
+        # A replicated model has one place to register at.
+        pairs = list(zip(chosen, contents, strict=True))[: 1 if annotation == "replicate" else None]
+        states = [Keeps(None if is_loaded else content) for _, content in pairs]
+        for (place, _), state in zip(pairs, states, strict=True):
+            module = model if annotation == "replicate" or not place else model[place[0]]
+            register_comm_hook(module, state, averages)
+        if is_loaded:
+            load_checkpoint(folder, model)
+        else:
+            save_checkpoint(folder, seed, model, asynchronous=shared.random() < 0.5).wait()
+        found.append([state.content for state in states])
+    same(found[1], found[0])
+
+
+def same(found: Any, wanted: Any) -> None:
+    assert type(found) is type(wanted)
+    if isinstance(wanted, torch.Tensor):
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+        assert not found.requires_grad
+    elif isinstance(wanted, dict):
+        assert list(found) == list(wanted)
+        same(list(found.values()), list(wanted.values()))
+    elif isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            same(one, other)
+    else:
+        assert found == wanted
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_random_states_come_back_as_they_were(tmp_path: Path, world_size: int) -> None:
+    for seed in range(12):
+        run_threads(keep_and_give, world_size, str(tmp_path / str(seed)), seed)
