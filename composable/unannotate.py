@@ -226,7 +226,8 @@ def _make_whole(handle: Handle, grid: Grid) -> None:
 def _full_gradient(param: ShardedParam, grid: Grid, divisor: float, *, has_kept: bool) -> torch.Tensor | None:
     """Return the full gradient, if there is one, with the mean of those that ``no_sync`` kept. Collective."""
     sharded, leaf = param.sharded, param.unsharded
-    full = sharded.grad.full_tensor() if isinstance(sharded.grad, DTensor) else None
+    # Where the policy keeps gradients in low precision, the plain parameter has none of that.
+    full = sharded.grad.full_tensor().to(sharded.dtype) if isinstance(sharded.grad, DTensor) else None
     if not has_kept or not sharded.requires_grad or not sharded.numel():
         return full
     kept = torch.zeros(param.shape, dtype=sharded.dtype, device=sharded.device)
