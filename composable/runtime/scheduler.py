@@ -135,6 +135,8 @@ class Scheduler:
                     raise _not_waited_for()
                 kept = None
                 for handle in self._unsharded:
+                    if handle.held_with is not None:
+                        continue  # Shown by a context, where forwards do not communicate.
                     if not handle.reshard_after_backward and handle.is_unsharded:
                         kept = [*(kept or ()), handle]
                     elif self._turns[handle].first_forward is not None:
@@ -563,6 +565,18 @@ class Scheduler:
         """Start gathering ahead of use; ``unshard`` waits for it."""
         self._unsharded.begin_unshard(handle)
 
+    def refresh(self, handles: Iterable[Handle]) -> None:
+        """Free what an earlier step left of ``handles``, hidden, where a rank has written its shard since.
+
+        Collective. Within a step nothing happens: its forward has done so.
+        """
+        if self._running or self.is_backward:
+            return
+        hidden = [handle for handle in handles if handle.is_unsharded and handle.is_hidden]
+        if hidden:
+            for handle in self._find_stale(hidden):
+                self._unsharded.reshard(handle)
+
     def reshard(self, handle: Handle) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them."""
         self._unsharded.reshard(handle)
@@ -635,9 +649,11 @@ class Scheduler:
         self._makes_graph = False
         try:
             with torch.no_grad():
-                for turn in reversed(waiting):
+                for turn in waiting:
+                    # All of them first: reductions that end meanwhile replace what kept gradients wait beside.
                     if turn.handle.keeps_gradients:
                         turn.handle.drop_zeroed_gradients()
+                for turn in reversed(waiting):
                     self._complete(turn, is_early=False)
                 self._streams.end_backward()
             self._tell(ends=True)
