@@ -251,6 +251,27 @@ def test_one_rank_may_run_what_unshard_params_shows_of_a_model_that_keeps_parame
     run_threads(run_where_shown, 2)
 
 
+def compared_after_the_event() -> list[str]:
+    model = sharded()
+    model.set_reshard_after_backward(False)
+    loss(model, own_seed(0)).backward()
+    done: list[str] = []
+    scheduler = root_of(model).scheduler
+    event = SimpleNamespace(wait=lambda: done.append("waited for the event"))
+    with (
+        mock.patch.object(scheduler, "_find_stale", lambda kept: [done.append("compared")][1:]),
+        mock.patch.object(scheduler, "_streams", mock.Mock(wraps=scheduler._streams)) as streams,
+        mock.patch.object(root_of(model).state.settings, "post_optim_event", event),
+    ):
+        streams.shards_written_at = lambda given: done.append(f"gathers wait: {given is event}")
+        loss(model, 1)
+    return done
+
+
+def test_kept_parameters_are_compared_with_shards_once_the_optimizer_has_written_them() -> None:
+    assert run_threads(compared_after_the_event, 1)[0] == ["waited for the event", "compared", "gathers wait: True"]
+
+
 # -- unshard_in_backward
 
 

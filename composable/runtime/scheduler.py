@@ -143,6 +143,9 @@ class Scheduler:
                         # Of a forward that no backward has followed yet: the shards may have been written since.
                         self._unsharded.reshard(handle)
                 if kept is not None:
+                    if self._settings.post_optim_event is not None:
+                        # The shards are read here and now, and not only by gathers.
+                        self._settings.post_optim_event.wait()
                     for handle in self._find_stale(kept):
                         self._unsharded.reshard(handle)
                 if self._settings.post_optim_event is not None:
