@@ -258,8 +258,13 @@ def compared_after_the_event() -> list[str]:
     done: list[str] = []
     scheduler = root_of(model).scheduler
     event = SimpleNamespace(wait=lambda: done.append("waited for the event"))
+
+    def compare(kept: object) -> list[Any]:
+        done.append("compared")
+        return []
+
     with (
-        mock.patch.object(scheduler, "_find_stale", lambda kept: [done.append("compared")][1:]),
+        mock.patch.object(scheduler, "_find_stale", compare),
         mock.patch.object(scheduler, "_streams", mock.Mock(wraps=scheduler._streams)) as streams,
         mock.patch.object(root_of(model).state.settings, "post_optim_event", event),
     ):
