@@ -131,6 +131,13 @@ class _Removal:
         for one in states:
             one.abandon_step()
         for handle in self._handles():
+            hooks = handle.comms.hook, handle.comms.all_reduce_hook
+            if handle.has_unsynced_gradients and hooks != (None, None):
+                raise UsageError(
+                    "unannotate while gradients that no_sync kept wait for a hook that reduces or changes them",
+                    at=f"{place_of_rank()}, module {handle.fqn!r}",
+                    fix="call reduce_gradients() on the model first",
+                )
             handle.attach()
             for flat in handle.buffers:
                 flat.check_usable()

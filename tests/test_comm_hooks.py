@@ -28,6 +28,7 @@ from composable import (
     fp16_compress_wrapper,
     fully_shard,
     no_sync,
+    reduce_gradients,
     reduce_scatter_hook,
     register_comm_hook,
     replicate,
@@ -605,6 +606,31 @@ def undone(annotation: str) -> tuple[int, int]:
 def test_unannotate_takes_hooks_off(annotation: str) -> None:
     for before, after in run_threads(undone, 2, annotation):
         assert before == after > 0
+
+
+def undone_while_gradients_wait(way: str) -> str:
+    model = annotate(make_net(), "fully_shard")
+    if way == "communication hook":
+        register_comm_hook(model, default_state(), mean_hook)
+    else:
+        model.blocks[0].set_all_reduce_hook(lambda shard: shard.mul_(2))
+    with no_sync(model):
+        backward(model, dist.get_rank())
+    with pytest.raises(UsageError) as caught:
+        unannotate(model)
+    reduce_gradients(model)
+    reduced = {fqn: full(param.grad) for fqn, param in model.named_parameters()}
+    unannotate(model)
+    for fqn, param in model.named_parameters():
+        assert torch.equal(param.grad, reduced[fqn]), fqn
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["communication hook", "all-reduce hook"])
+def test_what_waits_for_a_hook_is_reduced_before_the_hook_is_taken_off(way: str) -> None:
+    for text in run_threads(undone_while_gradients_wait, 2, way):
+        assert "wait for a hook" in text
+        assert "fix: call reduce_gradients() on the model first" in text
 
 
 def removed_twice() -> dict[str, torch.Tensor]:
