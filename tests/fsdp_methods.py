@@ -6,7 +6,6 @@ What a method does is the first line of its docstring.
 """
 
 import inspect
-import re
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,9 @@ def with_table(page: str) -> str:
 def _row(name: str, function: Any, since: str) -> str:
     if function is None:
         return f"| `{name}` | Not here yet. | {since} |"
-    arguments = str(inspect.signature(function).replace(return_annotation=inspect.Signature.empty))
-    arguments = re.sub(r"self(, )?", "", re.sub(r": [^,=)]+(\[[^]]*\])?( (?==))?", "", arguments)).replace("= ", "=")
+    signature = inspect.signature(function)
+    params = [one.replace(annotation=one.empty) for name, one in signature.parameters.items() if name != "self"]
+    arguments = signature.replace(parameters=params, return_annotation=signature.empty)
     text = inspect.getdoc(function).partition("\n")[0].replace("``", "`")  # type: ignore[union-attr]  # each has one
     return f"| `{name}{arguments}` | {text} | {since} |"
 
