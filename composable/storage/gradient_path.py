@@ -149,7 +149,8 @@ class HookPath:
             # The ranks have met in the hook: they go on, and are told at the end of backward.
             self.failure = ConfigError(
                 f"the communication hook {what}",
-                fix="fill `output` in place, with the mean of this rank's slice, in the dtype that it has; return None",
+                fix="fill `output` in place, with the mean of this rank's slice, in the dtype that it has, as hooks of "
+                "LowPrecisionState(..., parameter_type=None) do; return None",
             )
             return _Reduced(like.new_zeros(like.shape, dtype=dtype))
         return _Reduced(output if output.dtype is dtype else output.to(dtype))
@@ -164,7 +165,10 @@ def reduced_otherwise(hook: Registration, gradients: torch.Tensor) -> tuple[torc
     averaged = gradients.view(-1)
     what = _what_is_wrong(hook.function(hook.state, averaged), averaged, gradients, gradients.dtype)
     if what:
-        fix = "average the gradients in place, in the dtype that they have; return None"
+        fix = (
+            "average the gradients in place, in the dtype that they have, as hooks of "
+            "LowPrecisionState(..., parameter_type=None) do; return None"
+        )
         return None, ConfigError(f"the communication hook {what}", fix=fix)
     return averaged, None
 
