@@ -6,6 +6,7 @@ a hot path, nor for a compiled region, but ``in_backward``.
 
 import copy
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -22,13 +23,16 @@ from composable.torch_private import (
     module_call_code,
     outside_transforms,
     running_transform,
+    split_backward_code,
     will_engine_execute_node,
 )
 
 __all__ = [
     "copied_values",
     "in_backward",
+    "in_split_backward",
     "in_torch_save",
+    "is_asked_by_pipeline",
     "is_called_again",
     "is_functional_call",
     "is_strict_load",
@@ -38,6 +42,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+_STAGE = "torch.distributed.pipelining.stage"
 
 
 def in_backward() -> bool:
@@ -116,6 +122,18 @@ def is_strict_load() -> bool:
 def is_functional_call() -> bool:
     """Say whether a ``functional_call`` of torch, which lends modules other parameters, is under way."""
     return next(_frames_of(functional_call_code), None) is not None
+
+
+def in_split_backward() -> bool:
+    """Say whether a stage of torch's pipelines is taking the gradients of its inputs, those of parameters later."""
+    code = split_backward_code()
+    return code is not None and next(_frames_of(code), None) is not None
+
+
+def is_asked_by_pipeline() -> bool:
+    """Say whether a stage of torch's pipelines, that takes gradients of parameters apart, calls the caller."""
+    frame = sys._getframe(2)
+    return frame.f_code.co_name == "<lambda>" and frame.f_globals.get("__name__") == _STAGE
 
 
 def _frames_of(*codes: CodeType) -> Iterator[FrameType]:

@@ -17,6 +17,7 @@ from torch import nn
 from composable.arguments import check_bool, check_device, check_module, described
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
+from composable.frames import is_asked_by_pipeline
 from composable.fsdp_settings import FSDPSettings, handles_of, managed, roots_of
 from composable.reduction_control import ReductionControl
 from composable.runtime import FullyShardState, call_as_forward, copy_module, handle_of_module, sharded_state_of
@@ -109,6 +110,17 @@ class FSDPModule(FSDPSettings, ReductionControl):
         for handle in handles:
             handle.attach()
         return self
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return what ``nn.Module.parameters`` does.
+
+        Raises:
+            UsageError: A stage of torch's pipelines asks, that takes gradients of inputs and of parameters apart.
+        """
+        if is_asked_by_pipeline():
+            for root in roots_of(self, recurse=True):
+                root.scheduler.check_split_backward()
+        return super().parameters(recurse)  # type: ignore[misc,no-any-return]  # of nn.Module, further down the MRO
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero, as of any module: also while modules hold unsharded parameters.

@@ -50,6 +50,7 @@ from composable.storage import (
     describe_buffers,
     move_buffers,
 )
+from composable.torch_private import optimizers_in_backward
 from composable.wording import list_text
 
 __all__ = ["fully_shard"]
@@ -102,7 +103,8 @@ def fully_shard(
         mesh: 1-D mesh of the ranks that share the parameters; default: all ranks.
         strategy: ``FULL_SHARD`` or ``SHARD_GRAD_OP``; instead of ``reshard_after_forward``.
         reshard_after_forward: Free the unsharded parameters between forward and backward.
-            ``None``: free them, except those of the root, which backward needs first.
+            ``None``: free them, except those of the root, which backward needs first. ``False``: forwards without
+            gradients too leave them there for the next one, which gathers again what was written since.
         mp_policy: Dtypes of computation and reduction, also as torch's own policies.
         offload_policy: ``CPUOffloadPolicy()``: shards, gradients and optimizer state rest in host memory, and the
             device holds what is unsharded only; also as torch's own policies. See docs/offload.md.
@@ -178,6 +180,7 @@ def fully_shard(
             state.skipped_modules = skipped_modules(_managed(state), state.plan.mp_policy)
             state.ignored_slots = _slots_of(state, ignored_params or ())
             _check_no_gradients(members)
+            _check_no_optimizers(members)
             _check_state_is_not_sent(members, is_synced=sync_module_states)
         except ComposableError as error:
             if not is_collective:
@@ -220,6 +223,18 @@ def _check_no_gradients(members: Sequence[HandleMembers]) -> None:
             "parameters have gradients already, which fully_shard would drop",
             at=f"parameter {list_text(names)}",
             fix="step with them first, or drop them: zero_grad()",
+        )
+
+
+def _check_no_optimizers(members: Sequence[HandleMembers]) -> None:
+    """Refuse parameters with an optimizer of their own, which would step on what is no parameter any more."""
+    stepped = optimizers_in_backward()
+    names = [fqn for one in members for fqn, param in one.originals.items() if param in stepped] if stepped else []
+    if names:
+        raise ConfigError(
+            "an optimizer steps on a parameter inside backward, which fully_shard is about to replace",
+            at=f"parameter {list_text(names)}",
+            fix="step after backward, or in a hook of param.register_post_accumulate_grad_hook after fully_shard",
         )
 
 

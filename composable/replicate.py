@@ -58,7 +58,9 @@ def replicate(
     ``param.grad`` the mean over the ranks, so that equal optimizers keep the ranks equal.
     Every rank must run the module in every step: one that skips it makes the others wait.
 
-    Submodules that carry ``fully_shard`` or ``replicate`` already stay as they are.
+    Submodules that carry ``fully_shard`` or ``replicate`` already stay as they are. So do parameters
+    and buffers that are to be ignored by the mark of torch on ``module``
+    (``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model``).
 
     Args:
         module: What to annotate, or several modules that share buckets.

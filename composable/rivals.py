@@ -1,12 +1,13 @@
 """Recognises what of torch averages gradients too, by the names of classes: nothing of it is imported."""
 
 import sys
+from collections.abc import Collection
 
 from torch import nn
 
 from composable.claims import is_managed
 
-__all__ = ["WRAPPER", "averaged_twice", "averaged_twice_in", "rival_on"]
+__all__ = ["WRAPPER", "averaged_twice", "averaged_twice_in", "names_left_alone", "rival_on"]
 
 WRAPPER = "DistributedDataParallel"
 # Where a class is defined, what it is called, and how messages call it.
@@ -27,6 +28,11 @@ def rival_on(module: nn.Module) -> str | None:
     return "torch's replicate" if key in vars(module) and "replicate" in vars(module)[key] else None
 
 
+def names_left_alone(module: nn.Module) -> Collection[str]:
+    """Return the parameters and buffers below ``module`` that users told DistributedDataParallel to leave alone."""
+    return getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ()
+
+
 def averaged_twice(module: nn.Module) -> tuple[str, str] | None:
     """Return (what of torch is on ``module``, a parameter that an annotation manages as well), or ``None``."""
     rival = rival_on(module)
@@ -35,8 +41,7 @@ def averaged_twice(module: nn.Module) -> tuple[str, str] | None:
 
 def averaged_twice_in(rival: str, wrapped: nn.Module) -> tuple[str, str] | None:
     """Do what ``averaged_twice`` does for what a wrapper holds."""
-    # What users tell DistributedDataParallel to leave alone.
-    left = getattr(wrapped, "_ddp_params_and_buffers_to_ignore", None) or ()
+    left = names_left_alone(wrapped)
     for fqn, param in wrapped.named_parameters():
         if param.requires_grad and fqn not in left and is_managed(param):
             return rival, fqn

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -140,6 +141,7 @@ __all__ = [
     "reduce_scatter_into",
     "register_group",
     "running_transform",
+    "split_backward_code",
     "started_in",
     "state_dict_utils",
     "store_of_default_group",
@@ -364,3 +366,10 @@ def without_modes() -> AbstractContextManager[Any]:
     """Return a context in which no mode of the caller sees what tensors do."""
     # Switching off what is not on costs as much as a small collective.
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+def split_backward_code() -> CodeType | None:
+    """Return the code in which torch's pipelines take the gradients of inputs alone; ``None``: it is not imported."""
+    module = sys.modules.get("torch.distributed.pipelining._backward")
+    function = getattr(module, "stage_backward_input", None)
+    return None if function is None else function.__code__

@@ -65,8 +65,8 @@ def _row(name: str, function: Any, since: str) -> str:
     if function is None:
         return f"| `{name}` | Not here yet. | {since} |"
     signature = inspect.signature(function)
-    params = [one.replace(annotation=one.empty) for name, one in signature.parameters.items() if name != "self"]
-    arguments = signature.replace(parameters=params, return_annotation=signature.empty)
+    plain = [one.replace(annotation=one.empty) for name, one in signature.parameters.items() if name != "self"]
+    arguments = str(signature.replace(parameters=plain, return_annotation=signature.empty))
     text = inspect.getdoc(function).partition("\n")[0].replace("``", "`")  # type: ignore[union-attr]  # each has one
     return f"| `{name}{arguments}` | {text} | {since} |"
 

@@ -127,8 +127,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "policy": OPTIONAL,
             "strategy": OPTIONAL,
             "reshard_after_forward": {"None", "True"},
-            "mp_policy": set(),
-            "offload_policy": set(),
+            "mp_policy": OPTIONAL,
+            "offload_policy": OPTIONAL,
             "unused_gradients": set(),
             "ignored_params": {"None", "[]", "{}"},
             "ignored_modules": {"None", "[]", "{}"},
@@ -147,8 +147,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "mesh": OPTIONAL,
             "strategy": OPTIONAL,
             "reshard_after_forward": {"None", "True"},
-            "mp_policy": set(),
-            "offload_policy": set(),
+            "mp_policy": OPTIONAL,
+            "offload_policy": OPTIONAL,
             "unused_gradients": set(),
             "ignored_params": {"None", "[]", "{}"},
             "ignored_modules": {"None", "[]", "{}"},
@@ -405,7 +405,7 @@ ELSEWHERE = {
     *("allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook", "bf16_compress_hook"),
     "OffloadPolicy",
     *("reshard", "reset_iter_state"),  # take nothing
-    "zero_grad",  # takes what torch's own takes
+    *("parameters", "zero_grad"),  # take what torch's own take
 }
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable import fully_shard, load_full_state_dict
 from tests.parity import full, mean_over_ranks
-from tests.world import run_ranks, run_threads
+from tests.world import run_ranks, run_threads, told
 
 CLIENTS = Path(__file__).parent.parent / "examples" / "clients"
 STEPS = 4
@@ -66,6 +66,19 @@ def test_a_pipeline_of_sharded_stages_trains_as_one_process(schedule: str, stage
     expected = losses_of_one_process(2)
     for losses in run_ranks(losses_of_pipeline, 4, schedule, stage):
         torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+
+
+def train_with_a_plain_stage(schedule: str) -> list[str]:
+    pipelining = client("pipelining")
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    return told(lambda: pipelining.train(fully_shard, schedule, mesh, pipelining.PipelineStage))
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
+def test_a_plain_stage_that_splits_backward_is_told_that_it_would_learn_nothing(schedule: str) -> None:
+    for text in run_ranks(train_with_a_plain_stage, 2, schedule)[0]:
+        assert text.startswith("UsageError: a pipeline's stage takes gradients of inputs and of parameters apart")
+        assert "unshard_params(module, writeback=False)" in text
 
 
 def train_quantized(ranks: range) -> tuple[list[float], dict[str, Any]]:

@@ -115,6 +115,36 @@ def test_a_module_on_the_cpu_is_sharded_onto_the_gpu() -> None:
     assert loss.is_cuda and all(param.device.type == "cuda" and param.grad is not None for param in model.parameters())
 
 
+class Nested(nn.Module):
+    """Calls a module with a tensor that it makes itself, on the CPU."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.seen: list[str] = []
+
+        def forward(self, x: torch.Tensor, *, note: torch.Tensor) -> torch.Tensor:
+            self.seen.append(note.device.type)
+            return self.linear(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.Inner()
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, note=torch.ones(1)) * scale
+
+
+@pytest.mark.usefixtures("nccl")
+def test_only_the_root_moves_its_inputs() -> None:
+    model = Nested()
+    fully_shard(model.inner)
+    fully_shard(model)
+    assert model(torch.ones(2, 8), scale=torch.ones(1)).is_cuda
+    assert model.inner.seen == ["cpu"]
+
+
 @pytest.mark.usefixtures("fake")
 def test_nothing_but_shards_and_gradients_stays_allocated() -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))

@@ -109,6 +109,8 @@ PROGRAMS = [
     "activation_checkpointing",
     "comm_hooks",
     "cuts",
+    "from_fsdp1",
+    "from_fsdp2",
     "importing",
     "life_of_a_parameter",
     "mixed_precision",

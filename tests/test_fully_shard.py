@@ -3,6 +3,7 @@
 import pickle
 import random
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import _traversal_utils
 from composable import ConfigError, DesyncError, FSDPModule, ModuleWrapPolicy, UsageError, fully_shard, no_sync, plan
@@ -19,7 +24,7 @@ from composable.runtime.state import Root, handle_of_module
 from tests.counting import CountingTransport
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model, random_input
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
-from tests.world import RankErrors, run_threads
+from tests.world import RankErrors, run_ranks, run_threads
 
 
 def annotate(model: nn.Module, way: str) -> nn.Module:
@@ -79,19 +84,112 @@ def handle_names(way: str) -> tuple[list[str], list[str], list[list[str]], list[
     return own, [handle.fqn for handle in root.handles], [handle._fqns for handle in root.handles], events
 
 
-def test_every_way_of_annotating_gives_the_same_handles_in_the_same_order() -> None:
-    by_way = {way: run_threads(handle_names, 2, way)[0] for way in ("hand", "policy", "mixed")}
+WAYS = ("hand", "policy", "mixed")
+
+
+def test_policy() -> None:
+    """Every way of annotating gives the same handles with the same names in the same order."""
+    by_way = {way: run_threads(handle_names, 2, way)[0] for way in WAYS}
     names = ["", "blocks.0", "blocks.1", "blocks.2"]
     assert by_way["policy"][0] == names
     assert by_way["mixed"][0] == ["", "blocks.0", "blocks.2"]
     assert by_way["hand"][0] == [""]
     for way in by_way:
         assert by_way[way][1] == names
-        assert by_way[way][2:] == by_way["policy"][2:], way
+        assert by_way[way][2] == by_way["policy"][2], way
     assert by_way["policy"][2][:2] == [
         ["inp.weight", "inp.bias", "out.weight", "out.bias"],
         ["up.weight", "up.bias", "down.weight", "down.bias"],
     ]
+
+
+class Parts(nn.Module):
+    """Two parts with layers in them, as far down as a wrapper or a policy might go."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sub1 = nn.Linear(8, 8)
+            self.sub2 = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.sub2(torch.relu(self.sub1(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.sub1 = self.Part()
+        self.sub2 = self.Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sub2(self.sub1(self.lin(x)))
+
+
+def fully_sharded_names(way: str) -> list[str]:
+    model = Parts()
+    if way == "wrapper":
+        wrapped = FullyShardedDataParallel(
+            model, auto_wrap_policy=TorchWrapPolicy({Parts.Part}), use_orig_params=True, device_id=torch.device("cpu")
+        )
+        return [clean_tensor_name(name) for name, one in wrapped.named_modules() if isinstance(one, type(wrapped))]
+    if way == "policy":
+        fully_shard(model, policy={Parts.Part})
+    else:
+        fully_shard(model.sub1)
+        fully_shard(model.sub2)
+        fully_shard(model)
+    found = _traversal_utils._get_fully_sharded_module_to_states(model)
+    return [name for name, module in model.named_modules() if module in found]
+
+
+def test_by_hand_by_policy_and_by_torchs_wrapper_the_same_modules_are_fully_sharded() -> None:
+    for way in ("hand", "policy"):
+        assert run_threads(fully_sharded_names, 2, way)[0] == ["", "sub1", "sub2"]
+    assert run_ranks(fully_sharded_names, 2, "wrapper")[0] == ["", "sub1", "sub2"]
+
+
+def hooked_modules(way: str) -> list[str]:
+    model = Parts()
+    before = {name: len(one._forward_pre_hooks) + len(one._forward_hooks) for name, one in model.named_modules()}
+    if way == "list":
+        # One handle: of the modules that need it, those that lie in no other run it.
+        fully_shard([model.sub1, model.sub2, model.lin])
+    elif way == "hand":
+        fully_shard(model.sub1)
+        fully_shard(model.sub2)
+    else:
+        fully_shard(model, policy={Parts.Part})
+    return [
+        name
+        for name, one in model.named_modules()
+        if len(one._forward_pre_hooks) + len(one._forward_hooks) != before[name]
+    ]
+
+
+def test_only_fully_sharded_modules_have_hooks() -> None:
+    assert run_threads(hooked_modules, 1, "policy") == [["", "sub1", "sub2"]]
+    assert run_threads(hooked_modules, 1, "hand") == [["sub1", "sub2"]]
+    assert run_threads(hooked_modules, 1, "list") == [["lin", "sub1", "sub2"]]
+
+
+def roots_of_parts() -> None:
+    model = Parts()
+    for part in (model.sub1, model.sub2):
+        fully_shard(part, policy={nn.Linear})
+    states = _traversal_utils._get_fsdp_states(model)
+    assert [state._is_root for state in states] == [None, None]
+    assert _traversal_utils._get_fsdp_root_states(model) == states
+    assert [state._is_root for state in states] == [True, True]
+    whole = nn.Sequential(Parts())
+    fully_shard(whole[0].sub1)
+    fully_shard(whole)
+    found, modules = _traversal_utils._get_root_fsdp_states_with_modules(whole)
+    assert found == [fully_shard.state(whole)] and modules == [whole]
+    assert fully_shard.state(whole[0].sub1)._is_root is False
+
+
+def test_asking_for_the_roots_decides_them_first() -> None:
+    run_threads(roots_of_parts, 2)
 
 
 def names_of_lists(seed: int) -> None:
@@ -149,14 +247,15 @@ def test_a_tie_names_both_parameters_from_the_outermost_module() -> None:
         assert f"at:  rank 0, parameter 'body.{second}.weight' [4, 4] float32" in message
 
 
-def test_unshard_and_reshard_follow_the_model() -> None:
-    *_, events = run_threads(handle_names, 2, "policy")[1]
+def test_unshard_reshard_order() -> None:
+    """Every way of annotating unshards and reshards in one order: that of the model, and back."""
+    by_way = {way: run_threads(handle_names, 2, way)[1][3] for way in WAYS}
+    events = by_way["policy"]
+    assert by_way == dict.fromkeys(WAYS, events)
     forward = [f"{what} blocks.{i}" for i in range(3) for what in ("unshard", "reshard")]
-    backward = ["unshard blocks.2", "reshard blocks.2", "unshard blocks.1", "reshard blocks.1", "unshard blocks.0"]
-    backward = ["unshard blocks.2", "unshard blocks.1", "unshard blocks.0"]
     assert events[: 1 + len(forward)] == ["unshard ", *forward]
     tail = events[1 + len(forward) :]
-    assert [event for event in tail if event.startswith("unshard")] == backward
+    assert [event for event in tail if event.startswith("unshard")] == [f"unshard blocks.{i}" for i in (2, 1, 0)]
     assert [event for event in tail if event.startswith("reshard")] == [
         "reshard blocks.2",
         "reshard blocks.1",
@@ -198,6 +297,32 @@ def test_the_root_caches_all_states_and_handles() -> None:
             "modules with methods": ["", "blocks.0"],
             "class": "FSDPMLP",
         }
+
+
+def walks_of_a_step() -> list[list[str]]:
+    model = make_model("mlp")
+    annotate(model, "policy")
+    found = []
+    for seed in range(2):
+        walked: list[str] = []
+
+        def note(frame: Any, event: str, arg: Any, walked: list[str] = walked) -> None:
+            if event == "call" and frame.f_code.co_filename == _traversal_utils.__file__:
+                walked.append(frame.f_code.co_name)
+
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            step(model, seed)
+        finally:
+            sys.setprofile(before)
+        found.append(walked)
+    return found
+
+
+def test_no_step_but_the_first_walks_the_tree() -> None:
+    for first, second in run_threads(walks_of_a_step, 2):
+        assert first and not second
 
 
 def parameters_of(way: str) -> tuple[list[str], list[tuple[int, ...]], list[str], int]:
@@ -262,6 +387,44 @@ def test_collectives_and_bytes_of_a_step_equal_theory(way: str, reshard: bool | 
         assert counts == {"all_gather": steps * gathers, "reduce_scatter": steps * 3}
 
 
+class Padding(TorchDispatchMode):
+    """Counts the elements that are set to zero, and the calls that pad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zeroed_numel = 0
+        self.pads: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in {"zero_", "fill_", "zeros", "new_zeros", "zeros_like"}:
+            self.zeroed_numel += result.numel()
+        if name in {"constant_pad_nd", "pad", "cat"}:
+            self.pads.append(name)
+        return result
+
+
+def padding_of_a_step(features: int) -> tuple[int, int, list[str]]:
+    model = nn.Linear(features, features)
+    fully_shard(model)
+    batch = torch.ones(2, features)
+    model(batch).sum().backward()
+    model.zero_grad()
+    with Padding() as seen:
+        model(batch).sum().backward()
+    (flat,) = fully_shard.state(model)._handles[0].buffers
+    padding_numel = flat.plan.layout.numel - sum(param.numel() for param in model.parameters())
+    return padding_numel, seen.zeroed_numel, seen.pads
+
+
+@pytest.mark.parametrize(("features", "world_size", "is_padded"), [(4, 2, False), (5, 4, True)])
+def test_nothing_is_set_to_zero_in_a_step_but_padding(features: int, world_size: int, is_padded: bool) -> None:
+    for padding_numel, zeroed_numel, pads in run_threads(padding_of_a_step, world_size, features):
+        assert (padding_numel > 0) is is_padded
+        assert (zeroed_numel, pads) == (padding_numel, [])
+
+
 def frozen_collectives() -> dict[str, int]:
     model = make_model("frozen_mixed")
     fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES))
@@ -319,6 +482,34 @@ def eval_collectives(kind: str) -> list[dict[str, int] | bool]:
 @pytest.mark.parametrize("kind", ["no_grad", "frozen"])
 def test_inference_gathers_once_and_leaves_nothing_unsharded(kind: str) -> None:
     assert run_threads(eval_collectives, 2, kind)[0] == [{"all_gather": 4}, False]
+
+
+# State dicts
+
+
+def state_dict_methods(way: str) -> None:
+    model = make_model("mlp")
+    annotate(model, way)
+    for module in model.modules():
+        for name in ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict"):
+            assert getattr(type(module), name) is getattr(nn.Module, name), (type(module), name)
+            assert name not in module.__dict__
+    seen: list[str] = []
+    for fqn in ("", "blocks", "blocks.0"):
+        module = model.get_submodule(fqn)
+        module.register_state_dict_post_hook(lambda one, state, prefix, local: seen.append(prefix))
+    # Needs no root to be known, whichever module is asked.
+    assert list(model.blocks[0].state_dict()) == ["up.weight", "up.bias", "down.weight", "down.bias"]
+    whole = model.state_dict()
+    assert seen == ["", "blocks.0.", "blocks.", ""]
+    assert fully_shard.state(model).root is None
+    model.load_state_dict({fqn: torch.ones_like(value) for fqn, value in whole.items()})
+    assert all(torch.equal(full(param), torch.ones(param.shape)) for param in model.parameters())
+
+
+@pytest.mark.parametrize("way", ["hand", "policy"])
+def test_state_dicts_are_torchs_own_with_hooks_around(way: str) -> None:
+    run_threads(state_dict_methods, 2, way)
 
 
 # Explicit control

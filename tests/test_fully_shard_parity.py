@@ -260,7 +260,8 @@ def _checkpointed_forward(forward: Callable[..., torch.Tensor], use_reentrant: b
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed_blocks_equal_one_process(use_reentrant: bool, inside: bool) -> None:
+def test_checkpoint_fsdp_submodules_use_reentrant(use_reentrant: bool, inside: bool) -> None:
+    """Checkpoints inside of fully sharded modules, and around one or several of them, give one process's gradients."""
     world_size = 2
     model = make_model("mlp")
     (x,), _ = global_inputs(model, 0, world_size)

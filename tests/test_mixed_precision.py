@@ -327,6 +327,42 @@ def test_buffers_are_cast_while_their_module_runs_and_keep_what_it_wrote() -> No
     run_threads(run_buffered, 2)
 
 
+class Table(nn.Module):
+    """Has a buffer of a name that others have too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(DIM))
+        self.register_buffer("table", torch.linspace(0, 1, DIM))
+        self.inner: Table | None = None
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.table.dtype)
+        x = x * self.weight * self.table
+        return x if self.inner is None else self.inner(x)
+
+
+def buffers_of_equal_names() -> None:
+    model = Table()
+    model.inner = Table()
+    model.inner.inner = Table()
+    asked = {model.inner: BF16, model: FP16}
+    for module, dtype in asked.items():
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(buffer_dtype=dtype))
+    for _ in range(2):
+        model(torch.ones(2, DIM)).sum().backward()
+    assert [model.seen, model.inner.seen, model.inner.inner.seen] == [[FP16] * 2, [BF16] * 2, [BF16] * 2]
+    names = ["table", "inner.table", "inner.inner.table"]
+    assert [name for name, buffer in model.named_buffers() if buffer.dtype is FP32] == names
+    state = model.state_dict()
+    assert all(torch.equal(state[name], torch.linspace(0, 1, DIM)) for name in names)
+
+
+def test_buffers_of_equal_names_have_the_dtype_of_their_own_module() -> None:
+    run_threads(buffers_of_equal_names, 2)
+
+
 class Failing(Buffered):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         super().forward(x)
@@ -570,7 +606,8 @@ def meta_and_apply(policy: MixedPrecisionPolicy) -> float:
 
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(FP32), MixedPrecisionPolicy(BF16)], ids=str)
-def test_a_nested_meta_model_takes_its_values_by_apply(policy: MixedPrecisionPolicy) -> None:
+def test_meta_device_with_mixed_precision(policy: MixedPrecisionPolicy) -> None:
+    """A nested model that begins on meta takes its values by ``apply``."""
     assert run_threads(meta_and_apply, 2, policy) == [8 * 16.0] * 2
 
 
@@ -648,6 +685,22 @@ def test_bytes_are_those_of_the_plan(policy: MixedPrecisionPolicy) -> None:
         assert found == planned
 
 
+def dtypes_of_handles(policy: MixedPrecisionPolicy) -> None:
+    model = make_net()
+    fully_shard(model, policy={Block}, mp_policy=policy)
+    flats = [flat for handle in fully_shard.state(model)._handles for flat in handle.buffers]
+    asked = policy.param_dtype or FP32
+    assert {flat.dtype for flat in flats} == {FP32}
+    assert {flat.compute_dtype for flat in flats} == {asked}
+    # A reduction that nothing was said of follows the computation.
+    assert {flat.plan.reduce_dtype for flat in flats} == {policy.reduce_dtype or asked}
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_handle_knows_every_dtype_whatever_the_policy_leaves_out(policy: MixedPrecisionPolicy) -> None:
+    run_threads(dtypes_of_handles, 1, policy)
+
+
 def test_the_plan_tells_the_dtypes() -> None:
     text = str(plan(make_net(), world_size=2, policy={Block}, mp_policy=MixedPrecisionPolicy(BF16)))
     assert "float32 as bfloat16 reduced in bfloat16" in text
@@ -701,6 +754,7 @@ def train_engine(is_ours: bool) -> list[float]:
 
 
 def test_mixed_precision_e2e_full_shard() -> None:
+    """Losses are those of torch's own ``fully_shard`` under the same policy."""
     for ours, theirs in zip(run_ranks(train_engine, 2, True), run_ranks(train_engine, 2, False), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)
 

@@ -173,7 +173,6 @@ def refuse(policy: Any, text: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "text"),
     [
-        (None, "offload_policy is None"),
         (True, "offload_policy is True"),
         ("cpu", "offload_policy is 'cpu'"),
         (CPUOffloadPolicy, "offload_policy is <class"),

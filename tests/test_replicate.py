@@ -1,5 +1,6 @@
 """``replicate`` on real ranks: the numbers, what it refuses, and that no rank ever waits in vain."""
 
+import copy
 import functools
 import pickle
 from collections.abc import Callable
@@ -815,6 +816,64 @@ def train_with_ignored() -> None:
 
 def test_an_ignored_module_keeps_its_own_parameters_and_gradients() -> None:
     run_threads(train_with_ignored, 2)
+
+
+class Marked(nn.Module):
+    """Has a tie, of which one name is marked, and another with both names marked; and two buffers."""
+
+    names = ("first.bias", "first.weight", "scale", "also_scale", "table", "mask")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.second = nn.Linear(DIM, DIM)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.ones(DIM))
+        self.also_scale = self.scale
+        self.register_buffer("table", torch.zeros(DIM))
+        self.register_buffer("mask", torch.zeros(DIM, dtype=torch.bool))
+        self.register_buffer("shared", torch.zeros(DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x) * self.scale + self.table) * self.also_scale + self.shared
+
+
+def train_marked(kind: str, prefix: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    part = seeded(Marked, 0)
+    with torch.no_grad():
+        for tensor in (part.first.bias, part.scale, part.table, part.shared):
+            tensor += 1 + dist.get_rank()
+    model: nn.Module = nn.Sequential(part) if prefix else part
+    names = [prefix + name for name in Marked.names]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    module = model
+    if kind == "DDP":
+        module = DistributedDataParallel(model)
+    elif kind == "copy":
+        module = model = copy.deepcopy(replicate(model))
+    else:
+        replicate(model)
+    for step in range(2):
+        model.zero_grad()
+        module(random_input(10 * step + dist.get_rank(), BATCH, DIM)).square().mean().backward()
+    return gradients_of(model), {fqn: value.clone() for fqn, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("prefix", ["", "0."])
+@pytest.mark.parametrize("kind", ["replicate", "copy"])
+def test_what_torch_was_told_to_ignore_stays_as_it_is(kind: str, prefix: str) -> None:
+    ours = run_threads(train_marked, 2, kind, prefix)
+    (first, first_state), (second, second_state) = ours
+    apart = {fqn for fqn in first if not torch.equal(first[fqn], second[fqn])}
+    assert apart == {prefix + name for name in ("first.bias", "scale")}
+    apart = {fqn for fqn in first_state if not torch.equal(first_state[fqn], second_state[fqn])}
+    assert apart == {prefix + name for name in ("first.bias", "scale", "also_scale", "table")}
+
+
+def test_what_torch_was_told_to_ignore_is_what_its_wrapper_ignores() -> None:
+    # Of what the module itself holds, torch's wrapper ignores nothing.
+    ours, theirs = (run_ranks(train_marked, 2, kind, "0.") for kind in ("replicate", "DDP"))
+    torch.testing.assert_close(ours, theirs)
 
 
 def gradients_with_hook(name: str) -> dict[str, torch.Tensor]:

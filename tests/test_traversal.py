@@ -157,7 +157,7 @@ def test_a_state_that_is_initialised_is_not_initialised_again() -> None:
     assert state.inits == [model]
 
 
-def test_fully_sharded_modules_are_the_annotated_and_the_picked_ones() -> None:
+def test_get_fully_sharded_module_to_states() -> None:
     model = MLP()
     fully_shard(model.out)
     fully_shard(model)

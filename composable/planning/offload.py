@@ -69,11 +69,13 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def as_offload(policy: object) -> OffloadPolicy:
-    """Return a policy as one of ours: also torch's, of either of its sharded data parallels.
+    """Return a policy as one of ours: also torch's, of either of its sharded data parallels; ``None`` asks for nothing.
 
     Raises:
         ConfigError: It is none, or asks for what there is not.
     """
+    if policy is None:
+        return NO_OFFLOAD
     if isinstance(policy, OffloadPolicy):
         return policy
     # By their names, as nothing of torch's sharded data parallels is imported here.

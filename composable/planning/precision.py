@@ -129,11 +129,13 @@ class MixedPrecisionPolicy:
 
 
 def as_mixed_precision(policy: object) -> MixedPrecisionPolicy:
-    """Return a policy as one of ours: also torch's, of either of its sharded data parallels.
+    """Return a policy as one of ours: also torch's, of either of its sharded data parallels; ``None`` asks for nothing.
 
     Raises:
         ConfigError: It is none, or asks for what there is not.
     """
+    if policy is None:
+        return NO_CASTS
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
     # By their names, as nothing of torch's sharded data parallels is imported here.

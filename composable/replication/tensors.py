@@ -14,7 +14,7 @@ from composable.errors import ConfigError, place_of_rank
 from composable.fqns import describe_module
 from composable.planning import replacement_of
 from composable.registrations import is_left_alone
-from composable.rivals import rival_on
+from composable.rivals import names_left_alone, rival_on
 from composable.torch_private import optimizers_in_backward
 from composable.wording import join_fqn
 
@@ -55,7 +55,7 @@ def find_tensors(
                 at=f"{place_of_rank()}, {describe_module(module)}",
                 fix="pass the modules in it as a list: replicate([*module])",
             )
-    seen = _tensors_of(ignored)
+    seen = _tensors_of(ignored) | _marked_tensors(modules)
     nested = _nested_states(modules)
     for index, module in enumerate(modules):
         prefix = f"{index}" if len(modules) > 1 else ""
@@ -97,7 +97,7 @@ def unmanaged_params(
     modules: Sequence[nn.Module], ignored: Collection[nn.Module]
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (FQN, parameter) for what ``modules`` hold now and no annotation manages."""
-    left = _tensors_of(ignored)
+    left = _tensors_of(ignored) | _marked_tensors(modules)
     for index, module in enumerate(modules):
         prefix = str(index) if len(modules) > 1 else ""
         for path, visited in own_modules(module, ignored, modules):
@@ -142,6 +142,21 @@ def _has_annotated(modules: Sequence[nn.Module]) -> bool:
 def _tensors_of(modules: Collection[nn.Module]) -> set[int]:
     """Return the ids of the parameters and buffers of ``modules``."""
     return {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+
+
+def _marked_tensors(modules: Collection[nn.Module]) -> set[int]:
+    """Return the ids of parameters and buffers that torch's mark on one of ``modules`` has all names of."""
+    marked: set[int] = set()
+    for module in modules:
+        names = frozenset(names_left_alone(module))
+        if names:
+            named = [
+                *module.named_parameters(remove_duplicate=False),
+                *module.named_buffers(remove_duplicate=False),
+            ]
+            marked |= {id(tensor) for fqn, tensor in named if fqn in names}
+            marked -= {id(tensor) for fqn, tensor in named if fqn not in names}
+    return marked
 
 
 def _check_alone(module: nn.Module) -> None:

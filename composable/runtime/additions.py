@@ -16,6 +16,7 @@ from composable.frames import is_functional_call
 from composable.planning import name_modules
 from composable.registrations import check_callers, count_registrations, is_left_alone, watch_registrations
 from composable.storage import Handle
+from composable.torch_private import optimizers_in_backward
 from composable.wording import join_fqn, list_text
 
 __all__ = ["Additions"]
@@ -35,7 +36,7 @@ class Additions:
     __slots__ = ("_frozen", "_seen")
 
     def __init__(self) -> None:
-        self._seen = -1
+        self._seen = (-1, 0)
         self._frozen: list[nn.Parameter] = []
 
     def check(self, module: nn.Module, states: Collection[_Annotated]) -> None:
@@ -46,9 +47,9 @@ class Additions:
             states: Every state of the tree.
 
         Raises:
-            UsageError: It names them, or what else averages gradients.
+            UsageError: It names them, or what else averages gradients, or an optimizer that would never step.
         """
-        seen = count_registrations()
+        seen = (count_registrations(), len(optimizers_in_backward()))
         if self._seen == seen and not any(param.requires_grad for param in self._frozen):
             return
         if is_functional_call():
@@ -57,6 +58,7 @@ class Additions:
         for state in states:
             for handle in state._handles:
                 handle.attach()  # What was assigned in the place of a sharded parameter is a value for it.
+                _check_stepped_later(handle)
         added = dict(_unmanaged(module, states))
         names = [fqn for fqn, param in added.items() if param.requires_grad]
         if names:
@@ -68,6 +70,18 @@ class Additions:
         self._frozen = list(added.values())
         watch_registrations(_traversal_utils._get_modules(module))
         self._seen = seen
+
+
+def _check_stepped_later(handle: Handle) -> None:
+    """Refuse optimizers that wait for autograd to reach a sharded parameter, which it never does."""
+    stepped = optimizers_in_backward()
+    names = [handle.fqn_of(param) for param in handle.params if param.sharded in stepped] if stepped else []
+    if names:
+        raise UsageError(
+            "an optimizer is to step on a sharded parameter inside backward, where autograd never gets to it",
+            at=f"{place_of_rank()}, parameter {list_text(names)}",
+            fix="step after backward, or in a hook of param.register_post_accumulate_grad_hook",
+        )
 
 
 def _unmanaged(root: nn.Module, states: Collection[_Annotated]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -12,6 +12,7 @@ when to reduce *early*. Where it is wrong, the ranks find out when backward ends
 See docs/notes/completion.md. On which stream things run is the business of ``streams.py``.
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from composable.errors import UsageError, place_of_rank
-from composable.frames import in_backward, is_called_again
+from composable.frames import in_backward, in_split_backward, is_called_again
 from composable.runtime.account import Account
 from composable.runtime.agreement import Agreement
 from composable.runtime.notices import notice_leak
@@ -140,6 +141,8 @@ class Scheduler:
                     elif self._turns[handle].first_forward is not None:
                         # Of a forward that no backward has followed yet: the shards may have been written since.
                         self._unsharded.reshard(handle)
+                    elif handle.reshard_option is False and handle.is_unsharded:
+                        kept = [*(kept or ()), handle]  # By a forward without gradients.
                 if kept is not None:
                     for handle in self._find_stale(kept):
                         self._unsharded.reshard(handle)
@@ -249,7 +252,9 @@ class Scheduler:
         # The last call of the forward: no other module of the handle is to run, nor this one around itself.
         if not turn.modules_left and self._running.count(module) == 1:
             turn.entered_at = None
-            if handle.reshard_after_forward or not is_differentiable:
+            # Without gradients they stay only where the user asked for it: for a loop of forwards, say.
+            stays = handle.reshard_option is False and not torch.is_grad_enabled()
+            if handle.reshard_after_forward or not (is_differentiable or stays):
                 self._unsharded.reshard(handle)
         return self._clock
 
@@ -325,6 +330,8 @@ class Scheduler:
             )
         if self._finalizing is not None:
             raise _not_waited_for()
+        if "torch.distributed.pipelining" in sys.modules and in_split_backward():
+            self.check_split_backward()
         # First: the next forward undoes a backward that was cut short, here as well.
         self.is_backward = True
         self._end = weakref.ref(self._at_end(self), self._note_end)
@@ -351,6 +358,23 @@ class Scheduler:
         for turn in armed:
             turn.queued_in = self.backward_id
         self._last_armed, self._armed = armed, []
+
+    def check_split_backward(self) -> None:
+        """Raise if a stage of torch's pipelines takes gradients of inputs and of parameters apart.
+
+        It looks for the parameters that modules hold in the graph, and finds none of those that were computed with.
+
+        Raises:
+            UsageError: The parameters are not shown by ``unshard_params``.
+        """
+        if any(handle.held_with is None for handle in self.handles):
+            raise UsageError(
+                "a pipeline's stage takes gradients of inputs and of parameters apart, and between forward and "
+                "backward a sharded module holds no whole parameters",
+                at=f"{place_of_rank()}, module {self.handles[0].fqn!r}",
+                fix="enter unshard_params(module, writeback=False) for the step, as ShardedStage in "
+                "examples/clients/pipelining.py does, or take a schedule without zero bubble",
+            )
 
     def _queue_late(self, turn: Turn) -> None:
         """Let the end of backward complete what was not expected in it, or is complete already."""

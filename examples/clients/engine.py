@@ -6,12 +6,10 @@ Everything else in it is the same for both engines: the import is all that chang
 
 import argparse
 import contextlib
-import functools
 import importlib
-import inspect
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from unittest import mock
 
@@ -50,28 +48,8 @@ def redirected(engine: ModuleType, *modules: ModuleType) -> Iterator[None]:
         for module in (importlib.import_module(ENGINES["torch"]), *modules):
             for name in names:
                 if hasattr(module, name):
-                    found = without_policies(engine.fully_shard) if name == "fully_shard" else getattr(engine, name)
-                    stack.enter_context(mock.patch.object(module, name, found))
+                    stack.enter_context(mock.patch.object(module, name, getattr(engine, name)))
         yield
-
-
-def without_policies(fully_shard: Callable[..., object]) -> Callable[..., object]:
-    """Let ``fully_shard`` take policies that ask for nothing on a float32 model, where it knows no policies."""
-    known = inspect.signature(fully_shard).parameters
-    names = [name for name in ("mp_policy", "offload_policy") if name not in known]
-    if not names:
-        return fully_shard
-
-    @functools.wraps(fully_shard)
-    def call(*args, **kwargs):
-        for name in names:
-            policy = kwargs.pop(name, None)
-            dtypes = [value for value in (vars(policy).values() if policy else ()) if isinstance(value, torch.dtype)]
-            if "CPU" in type(policy).__name__ or any(dtype != torch.float32 for dtype in dtypes):
-                raise NotImplementedError(f"{name}={policy}")
-        return fully_shard(*args, **kwargs)
-
-    return call
 
 
 class Report:

@@ -20,8 +20,6 @@ def main() -> None:
     engine = parse_engine(__doc__)
     report = Report("torchtitan_llama3", engine)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    # apply_fsdp lets gradients be summed. Without this method their mean is taken, which the loss makes up for.
-    sums = hasattr(engine.FSDPModule, "set_gradient_divide_factor")
     for policy in ("default", "always", "never"):
         torch.manual_seed(0)
         args = TransformerModelArgs(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=VOCAB, max_seq_len=64)
@@ -31,8 +29,6 @@ def main() -> None:
         with torch.device("meta"):
             model = Transformer(args)
         with redirected(engine, parallelize):
-            if not sums:
-                parallelize.disable_fsdp_gradient_division = lambda model: None
             parallelize.apply_fsdp(
                 model,
                 mesh,
@@ -42,7 +38,7 @@ def main() -> None:
                 reshard_after_forward_policy=policy,
             )
         for module in model.modules():
-            if isinstance(module, engine.FSDPModule) and hasattr(module, "set_force_sum_reduction_for_comms"):
+            if isinstance(module, engine.FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing before it sums
         # As torchtitan's trainer does; then values that do not depend on how a random draw is sharded.
         model.to_empty(device="cpu")
@@ -54,7 +50,7 @@ def main() -> None:
             tokens = local_batch(step, vocab=VOCAB)
             logits = model(tokens[:, :-1])
             loss = nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="mean")
-            (loss / dist.get_world_size() if sums else loss).backward()
+            (loss / dist.get_world_size()).backward()  # apply_fsdp lets gradients be summed
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

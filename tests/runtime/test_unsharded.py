@@ -1,13 +1,16 @@
 """What outlives a step to serve graphs that do goes with the model."""
 
+import copy
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from composable import fully_shard
+from tests.counting import CountingTransport
 from tests.world import run_threads
 
 
@@ -45,3 +48,54 @@ def train_and_drop(how: str) -> bool:
 @pytest.mark.parametrize("how", ["forward", "backward", "double"])
 def test_a_model_whose_leaves_were_watched_is_freed_with_its_last_reference(how: str) -> None:
     assert all(run_threads(train_and_drop, 1, how))
+
+
+def forwards_without_gradients(options: dict[str, Any], how: str) -> tuple[list[int], bool]:
+    """Return the gathers of each forward, train step and change in turn, and whether outputs are of one process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    plain = copy.deepcopy(model)
+    fully_shard(model, policy={nn.Linear}, **options)
+    x = torch.ones(2, 4)
+    counted = CountingTransport.install(fully_shard.state(model).lazy_init())
+    gathers, is_right = [0], True
+
+    def note() -> None:
+        gathers.append(counted.counts().get("all_gather", 0) - sum(gathers))
+
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    for _ in range(2):
+        for _ in range(2):
+            with torch.inference_mode() if how == "inference" else torch.no_grad():
+                is_right &= torch.equal(model(x), plain(x))
+            note()
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            one(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        note()
+    with torch.no_grad():
+        is_right &= torch.allclose(model(x), plain(x))
+        note()
+        for one in (model, plain):
+            if how == "data":
+                one[1].weight.data.mul_(2)
+            else:
+                one[1].weight.mul_(2)
+        is_right &= torch.allclose(model(x), plain(x))
+        note()
+    return gathers[1:], is_right
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference", "data"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_forwards_without_gradients_gather_once_where_parameters_are_to_stay(world_size: int, how: str) -> None:
+    options: list[dict[str, Any]] = [{"reshard_after_forward": False}, {"strategy": "SHARD_GRAD_OP"}]
+    for one in options:
+        for gathers, is_right in run_threads(forwards_without_gradients, world_size, one, how):
+            assert is_right
+            # Once after each step of training, which uses what is there; and what was changed by hand once more.
+            assert gathers == [3, 0, 0, 3, 0, 0, 3, 1]
+    for gathers, is_right in run_threads(forwards_without_gradients, world_size, {}, how):
+        assert is_right
+        assert gathers[:2] == [3, 3]
