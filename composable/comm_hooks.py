@@ -24,6 +24,7 @@ __all__ = [
     "allreduce_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
+    "check_state",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "reduce_scatter_hook",
@@ -134,6 +135,22 @@ def bf16_compress_wrapper(hook: _Hook) -> _Hook:
         ConfigError: ``hook`` is no function.
     """
     return _wrapped(hook, torch.bfloat16)
+
+
+def check_state(hook: object, state: object) -> None:
+    """Raise ``ConfigError`` unless ``state`` has what ``hook`` reads, if that is one of this file."""
+    for hooks, needed in (
+        ((allreduce_hook, reduce_scatter_hook), DefaultState),
+        ((fp16_compress_hook, bf16_compress_hook), LowPrecisionState),
+    ):
+        names = ["process_group", "gradient_predivide_factor", "gradient_postdivide_factor"]
+        names += ["parameter_type"] if needed is LowPrecisionState else []
+        # Whatever has the attributes: also the states of torch.
+        if any(hook is one for one in hooks) and not all(hasattr(state, name) for name in names):
+            raise ConfigError(
+                f"{getattr(hook, '__name__', '')} got {described(state)} as its state",
+                fix=f"pass a composable.{needed.__name__}",
+            )
 
 
 def _predivide_factor(world_size: int) -> float:

@@ -541,7 +541,7 @@ def copied_part() -> tuple[bool, bool]:
         calls.append(grad.numel())
         reduce_scatter_hook(state, grad, output)
 
-    register_comm_hook(nn.Sequential(model), None, fp16_compress_hook)
+    register_comm_hook(nn.Sequential(model), LowPrecisionState(default_state().process_group), fp16_compress_hook)
     register_comm_hook(model, default_state(), hook)
     twin = copy.deepcopy(model.blocks)
     twin(torch.ones(2, DIM + 1)).sum().backward()
@@ -693,6 +693,16 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[ComposableError], s
         ConfigError,
         "the state of the hook has ranks",
     ),
+    "no state": (
+        lambda model: register_comm_hook(model, None, reduce_scatter_hook),
+        ConfigError,
+        "reduce_scatter_hook got None as its state",
+    ),
+    "a state without a dtype": (
+        lambda model: register_comm_hook(model, default_state(), fp16_compress_hook),
+        ConfigError,
+        "fp16_compress_hook got a composable.comm_hooks.DefaultState as its state",
+    ),
     "neither the nearer": (
         lambda model: [register_comm_hook(one, default_state(), mean_hook) for one in around_a_group()],
         ConfigError,
@@ -766,7 +776,7 @@ def different_hooks(way: str) -> str:
         if way == "none on the last" and dist.get_rank() == 0:
             register_comm_hook(model, default_state(), mean_hook)
         elif way == "another on the last":
-            register_comm_hook(model, default_state(), [mean_hook, fp16_compress_hook][dist.get_rank()])
+            register_comm_hook(model, default_state(), [mean_hook, bf16_compress_wrapper(mean_hook)][dist.get_rank()])
         backward(model, dist.get_rank())
     return str(caught.value)
 

@@ -21,7 +21,9 @@ from composable import (
     ConfigError,
     MixedPrecisionPolicy,
     UsageError,
+    accelerate_optimizer,
     fully_shard,
+    iter_full_params,
     load_checkpoint,
     no_sync,
     plan,
@@ -533,6 +535,25 @@ def keep_low_precision() -> None:
 
 def test_gradients_may_stay_in_low_precision() -> None:
     run_threads(keep_low_precision, 3)
+
+
+def step_in_low_precision(way: str) -> dict[str, torch.Tensor]:
+    model = make_net()
+    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(BF16, keep_low_precision_grads=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if way != "plain":
+        accelerate_optimizer(optimizer, model, flat=way == "flat")
+    for step in range(2):
+        model(batch_of(step, dist.get_rank(), 0)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {fqn: value for fqn, value in iter_full_params(model) if value is not None}
+
+
+@pytest.mark.parametrize("way", ["pieces", "flat"])
+def test_an_accelerated_optimizer_takes_gradients_in_low_precision(way: str) -> None:
+    expected = run_threads(step_in_low_precision, 2, "plain")[0]
+    torch.testing.assert_close(run_threads(step_in_low_precision, 2, way)[0], expected, rtol=0, atol=0)
 
 
 def scale(overflows: bool) -> tuple[float, float, list[float]]:

@@ -250,7 +250,8 @@ class Scheduler:
             turn.first_forward = turn.entered_at
             self._armed.append(turn)
         if leaks:
-            notice_leak(handle)
+            if not self.failure:  # An exception holds on to tensors as well.
+                notice_leak(handle)
             self._unsharded.linger(handle, with_graph=True)
             self._unsharded.watch_leaves(handle)
         # The last call of the forward: no other module of the handle is to run, nor this one around itself.

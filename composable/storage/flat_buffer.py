@@ -186,10 +186,10 @@ class FlatBuffer:
             self._choose_gradient_path(self._scatter_transport)
 
     def check_hook(self) -> None:
-        """Raise what is wrong with what the communication hook gave last, if anything.
+        """Raise what is wrong with what the hooks gave last, if anything.
 
         Raises:
-            ConfigError: Its dtype, shape or device.
+            ConfigError: Its dtype, shape or device; or the all-reduce hook returned something.
         """
         failure = getattr(self.gradient_path, "failure", None)
         if failure is not None:
