@@ -606,6 +606,25 @@ def test_gradients_that_stay_in_low_precision_are_shown_in_full_and_undone() -> 
     run_threads(full_gradients_of_low_precision, 2)
 
 
+def accelerated_in_low_precision(is_accelerated: bool) -> torch.Tensor:
+    model = make_net()
+    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(None, BF16, keep_low_precision_grads=True))
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    if is_accelerated:
+        accelerate_optimizer(optimizer, model)
+    for step in range(3):
+        model(batch_of(step, dist.get_rank(), 0)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)["last.weight"]
+
+
+def test_accelerated_optimizers_take_gradients_that_stay_in_low_precision() -> None:
+    usual = run_threads(accelerated_in_low_precision, 3, False)
+    for found in run_threads(accelerated_in_low_precision, 3, True):
+        torch.testing.assert_close(found, usual[0], rtol=1e-6, atol=1e-6)
+
+
 def full_gradients_after_waiting() -> None:
     model = make_net()
     fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(None, BF16))

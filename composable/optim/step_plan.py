@@ -71,7 +71,7 @@ class StepPlan:
         for tensor, position in self.single_units:
             _lend_to(tensor, grads[position])
         for tensor in self.idle_units:
-            tensor.grad = torch.empty_like(tensor)
+            tensor.grad = torch.empty_like(tensor, dtype=tensor.grad_dtype)
         for unit, position in self.flat_units:
             first = grads[position]
             assert first is not None, "pieces without gradient are not merged"
