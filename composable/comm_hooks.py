@@ -138,7 +138,8 @@ def bf16_compress_wrapper(hook: _Hook) -> _Hook:
 
 
 def check_state(hook: object, state: object) -> None:
-    """Raise ``ConfigError`` unless ``state`` has what ``hook`` reads, if that is one of this file."""
+    """Raise ``ConfigError`` unless ``state`` has what ``hook`` reads, if that is one of this file, wrapped or not."""
+    hook = getattr(hook, "_inner", hook)
     for hooks, needed in (
         ((allreduce_hook, reduce_scatter_hook), DefaultState),
         ((fp16_compress_hook, bf16_compress_hook), LowPrecisionState),
@@ -183,6 +184,7 @@ def _wrapped(hook: _Hook, dtype: torch.dtype) -> _Hook:
 
     compress.__qualname__ = f"{str(dtype)[6:]} around {getattr(hook, '__qualname__', type(hook).__name__)}"
     del compress.__wrapped__  # The signature is this one.
+    compress._inner = getattr(hook, "_inner", hook)  # type: ignore[attr-defined]  # read by check_state
     return compress
 
 

@@ -698,6 +698,13 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[ComposableError], s
         ConfigError,
         "reduce_scatter_hook got None as its state",
     ),
+    "no state for a wrapped hook": (
+        lambda model: register_comm_hook(
+            model, None, bf16_compress_wrapper(fp16_compress_wrapper(reduce_scatter_hook))
+        ),
+        ConfigError,
+        "reduce_scatter_hook got None as its state",
+    ),
     "a state without a dtype": (
         lambda model: register_comm_hook(model, default_state(), fp16_compress_hook),
         ConfigError,
