@@ -1,7 +1,7 @@
 """Checks of arguments that many functions take: what is wrong is a ``ConfigError`` before anything happens."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path
@@ -21,6 +21,7 @@ __all__ = [
     "check_optimizer",
     "described",
     "list_of_tensors",
+    "readable_twice",
 ]
 
 
@@ -83,6 +84,11 @@ def check_device(name: str, value: object, *, or_none: bool = False) -> None:
             torch.device(value)
             return
     raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix="pass a torch.device or its name")
+
+
+def readable_twice(value: Any) -> Any:
+    """Return ``value``; of what can be read only once, such as ``module.parameters()``, a list."""
+    return list(value) if isinstance(value, Iterator) else value
 
 
 def list_of_tensors(name: str, value: object) -> list[torch.Tensor]:

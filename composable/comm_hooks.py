@@ -24,6 +24,7 @@ __all__ = [
     "allreduce_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
+    "check_state",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "reduce_scatter_hook",
@@ -136,6 +137,23 @@ def bf16_compress_wrapper(hook: _Hook) -> _Hook:
     return _wrapped(hook, torch.bfloat16)
 
 
+def check_state(hook: object, state: object) -> None:
+    """Raise ``ConfigError`` unless ``state`` has what ``hook`` reads, if that is one of this file, wrapped or not."""
+    hook = getattr(hook, "_inner", hook)
+    for hooks, needed in (
+        ((allreduce_hook, reduce_scatter_hook), DefaultState),
+        ((fp16_compress_hook, bf16_compress_hook), LowPrecisionState),
+    ):
+        names = ["process_group", "gradient_predivide_factor", "gradient_postdivide_factor"]
+        names += ["parameter_type"] if needed is LowPrecisionState else []
+        # Whatever has the attributes: also the states of torch.
+        if any(hook is one for one in hooks) and not all(hasattr(state, name) for name in names):
+            raise ConfigError(
+                f"{getattr(hook, '__name__', '')} got {described(state)} as its state",
+                fix=f"pass a composable.{needed.__name__}",
+            )
+
+
 def _predivide_factor(world_size: int) -> float:
     factor = 1
     while world_size % factor == 0 and world_size / factor > factor:
@@ -166,6 +184,7 @@ def _wrapped(hook: _Hook, dtype: torch.dtype) -> _Hook:
 
     compress.__qualname__ = f"{str(dtype)[6:]} around {getattr(hook, '__qualname__', type(hook).__name__)}"
     del compress.__wrapped__  # The signature is this one.
+    compress._inner = getattr(hook, "_inner", hook)  # type: ignore[attr-defined]  # read by check_state
     return compress
 
 

@@ -158,6 +158,7 @@ class FSDPModule(FSDPSettings, ReductionControl):
         check_bool("async_op", async_op)
         scheduler = state.lazy_init().scheduler
         handles = handles_of(self, recurse=False)
+        scheduler.refresh(handles)
         scheduler.shards_written()
         for handle in handles:
             scheduler.begin_unshard(handle)

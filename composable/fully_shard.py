@@ -7,7 +7,7 @@ Source: ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277.
 """
 
 import gc
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable.arguments import readable_twice
 from composable.collectives import Grid, annotating, choose_transport_for, resolve_mesh
 from composable.contract import contract, set_member
 from composable.errors import ComposableError, ConfigError, UsageError
@@ -68,8 +69,8 @@ def fully_shard(
     reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy = NO_CASTS,
     offload_policy: OffloadPolicy = NO_OFFLOAD,
-    ignored_params: Collection[nn.Parameter] | None = None,
-    ignored_modules: Collection[nn.Module] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
     unused_gradients: str = "none",
     align: AlignLike | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
@@ -152,6 +153,7 @@ def fully_shard(
     state.mesh = resolve_mesh(mesh, (param for one in modules for param in one.parameters()), caller="fully_shard")
     state.grid = Grid.of(state.mesh)
     state.transport_name = choose_transport_for(state.grid.shard, transport)
+    ignored_params, ignored_modules = readable_twice(ignored_params), readable_twice(ignored_modules)
     is_collective = sync_module_states is not False or param_init_fn is not None
     members: Sequence[HandleMembers] = ()
     with _collector_paused():
@@ -200,11 +202,11 @@ def _check_first_values(param_init_fn: object, sync_module_states: object) -> No
         raise ConfigError(f"sync_module_states is {sync_module_states!r}", fix="pass True or False")
 
 
-def _slots_of(state: FullyShardState, params: Collection[nn.Parameter]) -> list[tuple[nn.Module, str]]:
+def _slots_of(state: FullyShardState, params: Iterable[nn.Parameter]) -> list[tuple[nn.Module, str]]:
     """Return every place below the annotated modules that holds one of ``params``."""
-    if not params:
-        return []
     wanted = set(map(id, params))
+    if not wanted:
+        return []
     return [
         (module, name)
         for module in managed_modules(state.modules, state.ignored_modules)

@@ -46,7 +46,8 @@ def reduce_gradients(module: nn.Module) -> None:
     """Synchronise now what backwards without synchronisation have left, without another backward.
 
     For loops in which nothing knows the last backward, such as pipeline schedules: they run all of them in ``no_sync``
-    and end with this. Gradients and parameters are then as after a backward that synchronised. Where nothing was
+    and end with this. Gradients and parameters are then as after a backward that synchronised. What
+    ``set_is_last_backward(False)`` or ``set_manual_backward_finalization`` left under way ends too. Where nothing was
     left, nothing changes. Modules that ``set_requires_gradient_sync(False)`` excludes stay as they are; of a part of
     a fully sharded model the whole takes part. Communication hooks of ``replicate`` do not run.
 
@@ -74,6 +75,10 @@ def reduce_gradients(module: nn.Module) -> None:
         )
     for scheduler in schedulers:
         scheduler.reduce_kept()
+        if scheduler.is_deferred:
+            # Backwards were told that they are not the last one: this is the end of all of them.
+            scheduler.finalize()
+            scheduler.end_finalize()
     for one in found:
         if isinstance(one, Reducer) and one.requires_gradient_sync:
             one.average_kept_gradients()

@@ -15,7 +15,7 @@ from torch import nn
 
 from composable.arguments import check_module, described
 from composable.collectives import Ranks
-from composable.comm_hooks import DefaultState
+from composable.comm_hooks import DefaultState, check_state
 from composable.contract import get_registry
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
@@ -83,7 +83,8 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
         What takes it off again.
 
     Raises:
-        ConfigError: ``hook`` cannot be called so, on any rank; or its state has another process group than a module.
+        ConfigError: ``hook`` cannot be called so, on any rank; or its state has another process group than a module,
+            or is none that a hook of this library can use.
         UsageError: Nothing there is annotated; the module has a hook already; a parameter has another way to reduce;
             or a backward is running.
         DesyncError: The ranks register different hooks.
@@ -101,6 +102,7 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
         one: Registration | None = None
         try:
             one = Registration(module, state, hook, takes_bucket=_takes_bucket(hook, units))
+            check_state(hook, state)
             _check(module, state, units)
             for unit in units:
                 unit.check_comm_hooks([*unit.comm_hooks, one])

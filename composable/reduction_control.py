@@ -61,7 +61,8 @@ class ReductionControl:
         communicate, say to average over copies of the model.
 
         Args:
-            hook: Called with the shard, which it changes in place; ``None``: none.
+            hook: Called with the shard, which it changes in place; it returns ``None``, or the same shard. What it
+                starts it also waits for. Another result is an error at the end of backward. ``None``: none.
             stream: Of the device, where it runs; default: where the reductions do.
 
         Raises:

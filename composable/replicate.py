@@ -5,7 +5,7 @@ that order: an error leaves the module as it was, on every rank.
 """
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from composable.arguments import check_module
+from composable.arguments import check_module, readable_twice
 from composable.collectives import Grid, annotating, resolve_ranks
 from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
@@ -45,7 +45,7 @@ def replicate(
     *,
     mesh: DeviceMesh | None = None,
     process_group: dist.ProcessGroup | None = None,
-    ignored_modules: Collection[nn.Module] | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
     bucket_cap_mb: float = 25,
     find_unused_parameters: bool = False,
     broadcast_buffers: bool = True,
@@ -89,6 +89,7 @@ def replicate(
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     # Of a module and one inside it, the outer one has the state.
+    ignored = readable_twice(ignored_modules)
     annotated = {one: found for one in modules if (found := replicate.state(one)) is not None}
     state = next(iter(annotated.values()))
     modules = list(annotated)
@@ -99,8 +100,8 @@ def replicate(
     failure: ComposableError | None = None
     try:
         options = _check_options(bucket_cap_mb, find_unused_parameters, broadcast_buffers, gradient_as_bucket_view)
-        managed = find_tensors(modules, ignored_modules, ranks.device.type)
-        state.ignored_modules = frozenset(ignored_modules or ())
+        managed = find_tensors(modules, ignored, ranks.device.type)
+        state.ignored_modules = frozenset(ignored or ())
     except ComposableError as error:
         # The other ranks are about to communicate: they must hear of it first.
         failure = error

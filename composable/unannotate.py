@@ -131,6 +131,13 @@ class _Removal:
         for one in states:
             one.abandon_step()
         for handle in self._handles():
+            hooks = handle.comms.hook, handle.comms.all_reduce_hook
+            if handle.has_unsynced_gradients and hooks != (None, None):
+                raise UsageError(
+                    "unannotate while gradients that no_sync kept wait for a hook that reduces or changes them",
+                    at=f"{place_of_rank()}, module {handle.fqn!r}",
+                    fix="call reduce_gradients() on the model first",
+                )
             handle.attach()
             for flat in handle.buffers:
                 flat.check_usable()
@@ -226,7 +233,8 @@ def _make_whole(handle: Handle, grid: Grid) -> None:
 def _full_gradient(param: ShardedParam, grid: Grid, divisor: float, *, has_kept: bool) -> torch.Tensor | None:
     """Return the full gradient, if there is one, with the mean of those that ``no_sync`` kept. Collective."""
     sharded, leaf = param.sharded, param.unsharded
-    full = sharded.grad.full_tensor() if isinstance(sharded.grad, DTensor) else None
+    # Where the policy keeps gradients in low precision, the plain parameter has none of that.
+    full = sharded.grad.full_tensor().to(sharded.dtype) if isinstance(sharded.grad, DTensor) else None
     if not has_kept or not sharded.requires_grad or not sharded.numel():
         return full
     kept = torch.zeros(param.shape, dtype=sharded.dtype, device=sharded.device)

@@ -81,6 +81,9 @@ class Places(FakeTensorMode):
             return self._noted(args[0].clone())
         if func is torch.ops.aten._local_scalar_dense.default:
             return _one(args[0].dtype)
+        if func is torch.ops.aten.equal.default:
+            assert args[0].device == args[1].device, f"{args[0].device} meets {args[1].device}"
+            return False
         result = super().__torch_dispatch__(func, types, args, kwargs)
         return self._noted(result) if (kwargs or {}).get("pin_memory") else result
 
@@ -302,6 +305,13 @@ def show_unsharded(bench: Bench) -> None:
     bench.train(low)
 
 
+def keep_after_backward(bench: Bench) -> None:
+    for precision in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16)):
+        model = bench.shard(mp_policy=precision)
+        model.set_reshard_after_backward(False)
+        bench.train(model)
+
+
 def unshard_by_hand(bench: Bench) -> None:
     model = bench.shard()
     layer = model.first
@@ -386,6 +396,7 @@ PROGRAMS: dict[str, Callable[[Bench], None]] = {
         read_whole,
         load_whole,
         show_unsharded,
+        keep_after_backward,
         unshard_by_hand,
         copy_and_undo,
         begin_on_meta,

@@ -28,6 +28,7 @@ from composable import (
     fp16_compress_wrapper,
     fully_shard,
     no_sync,
+    reduce_gradients,
     reduce_scatter_hook,
     register_comm_hook,
     replicate,
@@ -570,7 +571,7 @@ def copied_part() -> tuple[bool, bool]:
         calls.append(grad.numel())
         reduce_scatter_hook(state, grad, output)
 
-    register_comm_hook(nn.Sequential(model), None, fp16_compress_hook)
+    register_comm_hook(nn.Sequential(model), LowPrecisionState(default_state().process_group), fp16_compress_hook)
     register_comm_hook(model, default_state(), hook)
     twin = copy.deepcopy(model.blocks)
     twin(torch.ones(2, DIM + 1)).sum().backward()
@@ -637,6 +638,31 @@ def test_unannotate_takes_hooks_off(annotation: str) -> None:
         assert before == after > 0
 
 
+def undone_while_gradients_wait(way: str) -> str:
+    model = annotate(make_net(), "fully_shard")
+    if way == "communication hook":
+        register_comm_hook(model, default_state(), mean_hook)
+    else:
+        model.blocks[0].set_all_reduce_hook(lambda shard: shard.mul_(2))
+    with no_sync(model):
+        backward(model, dist.get_rank())
+    with pytest.raises(UsageError) as caught:
+        unannotate(model)
+    reduce_gradients(model)
+    reduced = {fqn: full(param.grad) for fqn, param in model.named_parameters()}
+    unannotate(model)
+    for fqn, param in model.named_parameters():
+        assert torch.equal(param.grad, reduced[fqn]), fqn
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["communication hook", "all-reduce hook"])
+def test_what_waits_for_a_hook_is_reduced_before_the_hook_is_taken_off(way: str) -> None:
+    for text in run_threads(undone_while_gradients_wait, 2, way):
+        assert "wait for a hook" in text
+        assert "fix: call reduce_gradients() on the model first" in text
+
+
 def removed_twice() -> dict[str, torch.Tensor]:
     model = annotate(make_net(), "fully_shard")
     outer = register_comm_hook(model, default_state(), mean_hook)
@@ -696,6 +722,23 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[ComposableError], s
         lambda model: register_comm_hook(model, DefaultState(own_group()), mean_hook),
         ConfigError,
         "the state of the hook has ranks",
+    ),
+    "no state": (
+        lambda model: register_comm_hook(model, None, reduce_scatter_hook),
+        ConfigError,
+        "reduce_scatter_hook got None as its state",
+    ),
+    "no state for a wrapped hook": (
+        lambda model: register_comm_hook(
+            model, None, bf16_compress_wrapper(fp16_compress_wrapper(reduce_scatter_hook))
+        ),
+        ConfigError,
+        "reduce_scatter_hook got None as its state",
+    ),
+    "a state without a dtype": (
+        lambda model: register_comm_hook(model, default_state(), fp16_compress_hook),
+        ConfigError,
+        "fp16_compress_hook got a composable.comm_hooks.DefaultState as its state",
     ),
     "neither the nearer": (
         lambda model: [register_comm_hook(one, default_state(), mean_hook) for one in around_a_group()],
@@ -770,7 +813,7 @@ def different_hooks(way: str) -> str:
         if way == "none on the last" and dist.get_rank() == 0:
             register_comm_hook(model, default_state(), mean_hook)
         elif way == "another on the last":
-            register_comm_hook(model, default_state(), [mean_hook, fp16_compress_hook][dist.get_rank()])
+            register_comm_hook(model, default_state(), [mean_hook, bf16_compress_wrapper(mean_hook)][dist.get_rank()])
         backward(model, dist.get_rank())
     return str(caught.value)
 

@@ -231,3 +231,23 @@ def test_less_memory_of_the_device_is_taken_at_rest_and_at_the_peak() -> None:
     assert peaks[0] - peaks[1] > 2.9 * shard_bytes
     # What is unsharded, gradients of leaves, their buffers and a result: a handful of layers, whatever their number.
     assert peaks[1] <= 8 * 4 * width**2 + 2**22
+
+
+@POLICIES
+@pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(BF16)], ids=str)
+def test_parameters_kept_after_backward_are_gathered_again_once_the_host_has_written_them(
+    policy: OffloadPolicy, mp_policy: MixedPrecisionPolicy
+) -> None:
+    losses = []
+    for kept in (False, True):
+        model = sharded(policy, mp_policy=mp_policy)
+        model.set_reshard_after_backward(not kept)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for step in range(3):
+            for micro in range(2):
+                found.append(backward(model, 2 * step + micro))
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(found)
+    assert losses[0] == losses[1]

@@ -28,6 +28,7 @@ from composable import (
     no_sync,
     share_comm_ctx,
     unannotate,
+    unshard_params,
 )
 from composable.runtime.agreement import Agreement
 from composable.runtime.state import Root
@@ -214,6 +215,66 @@ def test_parameters_kept_in_another_dtype_give_the_same_training(world_size: int
     usual = run_threads(kept_in_low_precision, world_size, False)[0]
     for fqn, value in run_threads(kept_in_low_precision, world_size, True)[0].items():
         assert torch.equal(value, usual[fqn])
+
+
+def unsharded_by_hand(async_op: bool) -> None:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_reshard_after_backward(False)
+    loss(model, own_seed(0)).backward()
+    optimizer.step()
+    block = model.blocks[1]
+    expected = full(block.up.weight)
+    pending = block.unshard(async_op)
+    if pending is not None:
+        pending.wait()
+    assert torch.equal(block.up.weight, expected)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_unshard_shows_what_a_step_wrote_since_the_backward_that_kept_parameters(async_op: bool) -> None:
+    run_threads(unsharded_by_hand, 2, async_op)
+
+
+def run_where_shown() -> None:
+    model = sharded()
+    model.set_reshard_after_backward(False)
+    loss(model, own_seed(0)).backward()
+    plain = make_model("mlp")
+    with unshard_params(model):
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                assert torch.equal(loss(model, 1), loss(plain, 1))
+
+
+def test_one_rank_may_run_what_unshard_params_shows_of_a_model_that_keeps_parameters() -> None:
+    run_threads(run_where_shown, 2)
+
+
+def compared_after_the_event() -> list[str]:
+    model = sharded()
+    model.set_reshard_after_backward(False)
+    loss(model, own_seed(0)).backward()
+    done: list[str] = []
+    scheduler = root_of(model).scheduler
+    event = SimpleNamespace(wait=lambda: done.append("waited for the event"))
+
+    def compare(kept: object) -> list[Any]:
+        done.append("compared")
+        return []
+
+    with (
+        mock.patch.object(scheduler, "_find_stale", compare),
+        mock.patch.object(scheduler, "_streams", mock.Mock(wraps=scheduler._streams)) as streams,
+        mock.patch.object(root_of(model).state.settings, "post_optim_event", event),
+    ):
+        streams.shards_written_at = lambda given: done.append(f"gathers wait: {given is event}")
+        loss(model, 1)
+    return done
+
+
+def test_kept_parameters_are_compared_with_shards_once_the_optimizer_has_written_them() -> None:
+    assert run_threads(compared_after_the_event, 1)[0] == ["waited for the event", "compared", "gathers wait: True"]
 
 
 # -- unshard_in_backward
@@ -630,6 +691,22 @@ def finalized(way: str) -> None:
 @pytest.mark.parametrize("way", ["at once", "asynchronous", "one reduction"])
 def test_gradients_are_those_of_one_process_after_finalize_backward(way: str, world_size: int) -> None:
     run_threads(finalized, world_size, way)
+
+
+def finalized_after_both_kinds() -> None:
+    model = sharded()
+    model.set_manual_backward_finalization(True)
+    for seed in range(2):
+        model.set_requires_gradient_sync(seed == 0)
+        loss(model, own_seed(seed)).backward()
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward()
+    assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0, 1]))
+
+
+@WORLDS
+def test_finalize_backward_adds_what_waits_for_it_to_what_is_being_reduced(world_size: int) -> None:
+    run_threads(finalized_after_both_kinds, world_size)
 
 
 def cut_short(where: str) -> None:

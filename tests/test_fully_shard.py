@@ -762,6 +762,20 @@ def test_ignored_parameters_and_modules_stay_as_they_are() -> None:
     assert len(with_grad) == 16 and is_same
 
 
+def ignored_by_iterators() -> list[str]:
+    model = make_model("mlp")
+    fully_shard(
+        model, policy={MLPBlock}, ignored_params=model.out.parameters(), ignored_modules=iter([model.blocks[1]])
+    )
+    step(model)
+    return [name for name, param in model.named_parameters() if not isinstance(param, RaggedDTensor)]
+
+
+def test_what_is_ignored_may_come_from_an_iterator() -> None:
+    names = [f"blocks.1.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")]
+    assert run_threads(ignored_by_iterators, 2)[1] == [*names, "out.weight", "out.bias"]
+
+
 def with_sub_mesh() -> torch.Tensor:
     """Two pairs of ranks, each with a mesh of its own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -77,6 +78,26 @@ def test_it_does_not_matter_when_gradients_are_kept_and_reduced(seed: int) -> No
     how = rng.choice(["root", "policy"])
     found = run_threads(gradients, world_size, name, how, keeps_one_in=2, seed=seed)
     assert_equal_gradients(found, gradients_of_one_process(name, world_size))
+
+
+def gradients_under_way(setting: str, *, keeps: bool, how: str = "policy") -> dict[str, torch.Tensor | None]:
+    """Return full gradients after micro batches of which none is said to be the last one."""
+    model = annotate(make_model("mlp"), how)
+    getattr(model, setting)(setting == "set_manual_backward_finalization")
+    for step in range(MICRO_BATCHES):
+        args, kwargs = inputs_of(model, step, dist.get_rank())
+        with no_sync(model) if keeps else nullcontext():
+            loss_of(model(*args, **kwargs)).backward()
+    reduce_gradients(model)
+    return {fqn: None if param.grad is None else full(param.grad) for fqn, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("setting", ["set_is_last_backward", "set_manual_backward_finalization"])
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("how", ["policy", "mixed"])
+def test_reductions_under_way_end_as_well(setting: str, keeps: bool, how: str) -> None:
+    found = run_threads(gradients_under_way, 2, setting, keeps=keeps, how=how)
+    assert_equal_gradients(found, gradients_of_one_process("mlp", 2))
 
 
 def counts_of_reductions() -> list[dict[str, int]]:

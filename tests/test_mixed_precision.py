@@ -21,7 +21,9 @@ from composable import (
     ConfigError,
     MixedPrecisionPolicy,
     UsageError,
+    accelerate_optimizer,
     fully_shard,
+    iter_full_params,
     load_checkpoint,
     no_sync,
     plan,
@@ -535,6 +537,25 @@ def test_gradients_may_stay_in_low_precision() -> None:
     run_threads(keep_low_precision, 3)
 
 
+def step_in_low_precision(way: str) -> dict[str, torch.Tensor]:
+    model = make_net()
+    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(BF16, keep_low_precision_grads=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if way != "plain":
+        accelerate_optimizer(optimizer, model, flat=way == "flat")
+    for step in range(2):
+        model(batch_of(step, dist.get_rank(), 0)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {fqn: value for fqn, value in iter_full_params(model) if value is not None}
+
+
+@pytest.mark.parametrize("way", ["pieces", "flat"])
+def test_an_accelerated_optimizer_takes_gradients_in_low_precision(way: str) -> None:
+    expected = run_threads(step_in_low_precision, 2, "plain")[0]
+    torch.testing.assert_close(run_threads(step_in_low_precision, 2, way)[0], expected, rtol=0, atol=0)
+
+
 def scale(overflows: bool) -> tuple[float, float, list[float]]:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, bias=False))
     seeded(lambda: [nn.init.normal_(param) for param in model.parameters()] and model, 0)
@@ -559,6 +580,64 @@ def test_a_scaler_of_fp16_skips_on_all_ranks_or_on_none(world_size: int) -> None
     for size, change, _ in run_threads(scale, world_size, False):
         assert size == 1024.0
         assert change != 0.0
+
+
+def full_gradients_of_low_precision() -> None:
+    model = make_net()
+    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(None, BF16, keep_low_precision_grads=True))
+    with no_sync(model):
+        model(batch_of(0, dist.get_rank(), 0)).float().square().mean().backward()
+    model(batch_of(1, dist.get_rank(), 0)).float().square().mean().backward()
+    before = model.last.weight.grad.full_tensor()
+    for options in ({}, {"rank0_only": True}, {"offload_to_cpu": True}):
+        with unshard_params(model, with_grads=True, **options):
+            if not options.get("rank0_only") or not dist.get_rank():
+                model.last.weight.grad.mul_(2.0)
+    assert torch.equal(model.last.weight.grad.full_tensor(), 8 * before)
+    with no_sync(model):
+        model(batch_of(0, dist.get_rank(), 0)).float().square().mean().backward()
+    unannotate(model)
+    assert model.last.weight.grad is not None
+    assert model.last.weight.grad.dtype is FP32
+    model(batch_of(0, 0, 0)).float().square().mean().backward()
+
+
+def test_gradients_that_stay_in_low_precision_are_shown_in_full_and_undone() -> None:
+    run_threads(full_gradients_of_low_precision, 2)
+
+
+def accelerated_in_low_precision(is_accelerated: bool) -> torch.Tensor:
+    model = make_net()
+    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(None, BF16, keep_low_precision_grads=True))
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    if is_accelerated:
+        accelerate_optimizer(optimizer, model)
+    for step in range(3):
+        model(batch_of(step, dist.get_rank(), 0)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)["last.weight"]
+
+
+def test_accelerated_optimizers_take_gradients_that_stay_in_low_precision() -> None:
+    usual = run_threads(accelerated_in_low_precision, 3, False)
+    for found in run_threads(accelerated_in_low_precision, 3, True):
+        torch.testing.assert_close(found, usual[0], rtol=1e-6, atol=1e-6)
+
+
+def full_gradients_after_waiting() -> None:
+    model = make_net()
+    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(None, BF16))
+    for syncs in (False, True):
+        model.set_requires_gradient_sync(syncs)
+        model(batch_of(0, dist.get_rank(), 0)).float().square().mean().backward()
+    before = model.last.weight.grad.full_tensor()
+    with unshard_params(model, with_grads=True):
+        assert torch.equal(model.last.weight.grad, before)
+
+
+def test_full_gradients_are_shown_after_some_waited_in_the_dtype_of_the_reduction() -> None:
+    run_threads(full_gradients_after_waiting, 2)
 
 
 # Life of a model
@@ -613,6 +692,22 @@ def show_full() -> None:
 
 def test_unshard_params_shows_full_precision_and_writes_it_back() -> None:
     run_threads(show_full, 2)
+
+
+def show_all_parts() -> None:
+    parts = [seeded(lambda: nn.Linear(DIM, DIM), seed) for seed in range(2)]
+    plain = copy.deepcopy(nn.Sequential(*parts))
+    # The root has no parameters of its own.
+    model = nn.Sequential(*(fully_shard(part, mp_policy=MixedPrecisionPolicy(BF16)) for part in parts))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, output_dtype=BF16))
+    x = torch.ones(1, DIM)
+    with unshard_params(model), torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+    assert model(x).dtype is BF16
+
+
+def test_a_module_without_parameters_casts_nothing_where_all_below_it_is_shown() -> None:
+    run_threads(show_all_parts, 2)
 
 
 def save_at_two(path: str) -> None:

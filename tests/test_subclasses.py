@@ -118,6 +118,39 @@ def test_weights_that_their_class_gathers_train_as_in_one_process(world_size: in
             torch.testing.assert_close(params[fqn], param.detach(), rtol=1e-5, atol=1e-6)
 
 
+class CountedGather:
+    """Gathers as a user would, and counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, *, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> None:
+        self.calls += 1
+        dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group=group)
+
+
+def gather_by(comm: Any, kind: type) -> tuple[list[float], int]:
+    model = int8_model(SHAPES, kind)
+    fully_shard(model, policy={nn.Linear})
+    for linear in model:
+        linear.set_custom_all_gather(comm)
+    calls = 0 if comm is None else comm.calls
+    losses = train(model, dist.get_rank(), SHAPES[0][1])
+    return losses, 0 if comm is None else comm.calls - calls
+
+
+@pytest.mark.parametrize("kind", [Int8Weight, TwoPartWeight])
+def test_a_gather_of_the_users_takes_what_the_class_gives(kind: type) -> None:
+    usual = run_threads(gather_by, 2, None, kind)
+    own = run_threads(gather_by, 2, CountedGather(), kind)
+    assert [losses for losses, _ in own] == [losses for losses, _ in usual]
+    # A weight and a bias of each layer, in forward and in backward.
+    assert own[0][1] == STEPS * len(SHAPES) * 2 * 2
+
+
 def train_by_both() -> tuple[list[float], list[float]]:
     # torch takes no uneven rows of such a class.
     shapes = [(6, 5), (4, 6)]

@@ -69,14 +69,14 @@ class StepPlan:
     def lend(self, grads: LocalGrads) -> bool:
         """Give the units their gradients; ``False``: those of a unit do not lie in one storage any more."""
         for tensor, position in self.single_units:
-            tensor.grad = grads[position]
+            _lend_to(tensor, grads[position])
         for tensor in self.idle_units:
-            tensor.grad = torch.empty_like(tensor)
+            tensor.grad = torch.empty_like(tensor, dtype=tensor.grad_dtype)
         for unit, position in self.flat_units:
             first = grads[position]
             assert first is not None, "pieces without gradient are not merged"
             try:
-                unit.tensor.grad = first.as_strided((unit.numel,), (1,))
+                _lend_to(unit.tensor, first.as_strided((unit.numel,), (1,)))
             except RuntimeError:
                 return False  # past the end of the storage
         return True
@@ -146,6 +146,12 @@ def plan_step(census: Census, grads: LocalGrads, pattern: Pattern, state: State)
         entries=list(state.values()),
         change=change,
     )
+
+
+def _lend_to(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
+    if grad is not None and grad.dtype is not tensor.dtype:
+        tensor.grad_dtype = grad.dtype  # It stays in the dtype of the reduction, where a policy says so.
+    tensor.grad = grad
 
 
 def _grads_of_pieces(census: Census, grads: LocalGrads, present: Sequence[bool] | None) -> list[torch.Tensor | None]:

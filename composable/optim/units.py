@@ -103,6 +103,10 @@ class Unit:
             assert flat is not None, "pieces are merged only where they lie in one storage"
             self.tensor = flat
         self.numel = self.tensor.numel()
+        grad_dtype = pieces[0].param.grad_dtype
+        if self.tensor.grad_dtype != grad_dtype:
+            # Under a policy that keeps gradients in low precision.
+            self.tensor.grad_dtype = grad_dtype
 
     @property
     def group(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from composable.arguments import readable_twice
 from composable.contract import get_registry
 from composable.errors import ConfigError
 from composable.planning.alignment import Cut, choose_cuts
@@ -96,8 +97,8 @@ def plan(
         policy=policy,
         strategy=strategy,
         reshard_after_forward=reshard_after_forward,
-        ignored_params=ignored_params,
-        ignored_modules=ignored_modules,
+        ignored_params=readable_twice(ignored_params),
+        ignored_modules=readable_twice(ignored_modules),
         unused_gradients=unused_gradients,
         align=align,
         shard_placement_fn=shard_placement_fn,

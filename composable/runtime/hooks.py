@@ -142,7 +142,7 @@ class _CastingHooks(_ModuleHooks):
     @opaque
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         changed = super().pre_forward(module, args, kwargs)
-        if self._shows_full():
+        if self._shows_full(module):
             return changed
         state = self._state
         root = state.root
@@ -161,7 +161,7 @@ class _CastingHooks(_ModuleHooks):
     @opaque
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         root = self._state.root
-        if root is None or not root.scheduler.is_running(module) or self._shows_full():
+        if root is None or not root.scheduler.is_running(module) or self._shows_full(module):
             return super().post_forward(module, args, output)
         if self._buffers is not None:
             self._buffers.leave()
@@ -181,9 +181,16 @@ class _CastingHooks(_ModuleHooks):
                     on_gradient(tensor, hook)
         return None if found is output else found
 
-    def _shows_full(self) -> bool:
+    def _shows_full(self, module: nn.Module) -> bool:
         """Inside ``unshard_params`` a module is the plain one."""
-        return self._handle is not None and self._handle.held_with is not None
+        if self._handle is not None:
+            return self._handle.held_with is not None
+        root = self._state.root
+        if root is None or all(handle.held_with is None for handle in root.handles):
+            return False
+        # Without parameters of its own it is as what is below: shown as a whole, or not.
+        below = [handle for inner in module.modules() if (handle := handle_of_module(inner)) is not None]
+        return bool(below) and all(handle.held_with is not None for handle in below)
 
 
 def _hooks_of(module: nn.Module, state: FullyShardState, handle: Handle | None) -> _ModuleHooks:

@@ -69,7 +69,7 @@ class Reductions:
         """Start to reduce what ``take`` returned. Collective.
 
         Raises:
-            ConfigError: A communication hook gave no such gradients, and no message would tell the other ranks.
+            ConfigError: A hook of the user gave no such gradients, and no message would tell the other ranks.
         """
         path = account.flat.gradient_path
         assert path is not None, "connected when the root was decided"
@@ -79,11 +79,11 @@ class Reductions:
         else:
             reduction = start()
         self._under_way.append((reduction, account, gradient))
-        if account.flat.comms.hook is not None:
+        if account.flat.comms.hook is not None or account.flat.comms.all_reduce_hook is not None:
             self._look_for_failure(account)
 
     def _look_for_failure(self, account: Account) -> None:
-        """Note what a communication hook did wrong: it has met the other ranks all the same, unless it raised."""
+        """Note what a hook did wrong: it has met the other ranks all the same, unless it raised."""
         try:
             with located(f"{place_of_rank()}, module {_name_of(account.flat)!r}"):
                 account.flat.check_hook()

@@ -136,6 +136,8 @@ class Scheduler:
                     raise _not_waited_for()
                 kept = None
                 for handle in self._unsharded:
+                    if handle.held_with is not None:
+                        continue  # Shown by a context, where forwards do not communicate.
                     if not handle.reshard_after_backward and handle.is_unsharded:
                         kept = [*(kept or ()), handle]
                     elif self._turns[handle].first_forward is not None:
@@ -144,6 +146,9 @@ class Scheduler:
                     elif handle.reshard_option is False and handle.is_unsharded:
                         kept = [*(kept or ()), handle]  # By a forward without gradients.
                 if kept is not None:
+                    if self._settings.post_optim_event is not None:
+                        # The shards are read here and now, and not only by gathers.
+                        self._settings.post_optim_event.wait()
                     for handle in self._find_stale(kept):
                         self._unsharded.reshard(handle)
                 if self._settings.post_optim_event is not None:
@@ -245,7 +250,8 @@ class Scheduler:
             turn.first_forward = turn.entered_at
             self._armed.append(turn)
         if leaks:
-            notice_leak(handle)
+            if not self.failure:  # An exception holds on to tensors as well.
+                notice_leak(handle)
             self._unsharded.linger(handle, with_graph=True)
             self._unsharded.watch_leaves(handle)
         # The last call of the forward: no other module of the handle is to run, nor this one around itself.
@@ -587,6 +593,18 @@ class Scheduler:
         """Start gathering ahead of use; ``unshard`` waits for it."""
         self._unsharded.begin_unshard(handle)
 
+    def refresh(self, handles: Iterable[Handle]) -> None:
+        """Free what an earlier step left of ``handles``, hidden, where a rank has written its shard since.
+
+        Collective. Within a step nothing happens: its forward has done so.
+        """
+        if self._running or self.is_backward:
+            return
+        hidden = [handle for handle in handles if handle.is_unsharded and handle.is_hidden]
+        if hidden:
+            for handle in self._find_stale(hidden):
+                self._unsharded.reshard(handle)
+
     def reshard(self, handle: Handle) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them."""
         self._unsharded.reshard(handle)
@@ -659,9 +677,11 @@ class Scheduler:
         self._makes_graph = False
         try:
             with torch.no_grad():
-                for turn in reversed(waiting):
+                for turn in waiting:
+                    # All of them first: reductions that end meanwhile replace what kept gradients wait beside.
                     if turn.handle.keeps_gradients:
                         turn.handle.drop_zeroed_gradients()
+                for turn in reversed(waiting):
                     self._complete(turn, is_early=False)
                 self._streams.end_backward()
             self._tell(ends=True)

@@ -208,6 +208,7 @@ class _Shown:
         # The handle's unsharded parameters would have lost what the cast drops.
         self.is_copied = options.copies or handle.casts_params
         self._placed: list[nn.Parameter] | None = None
+        self._grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []  # Before the block.
         self._before = self._versions()
 
     def show(self) -> None:
@@ -231,7 +232,11 @@ class _Shown:
         handle.is_lent = self.is_copied or options.with_grads
         handle.is_shown_whole = not options.copies and not options.with_grads
         if self._placed is not None and grads is not None:
-            for placed, grad in zip(self._placed, grads, strict=True):
+            for param, placed, grad in zip(self.params, self._placed, grads, strict=True):
+                self._grad_dtypes.append((placed, placed.grad_dtype))
+                if placed.grad_dtype != param.grad_spec.dtype:
+                    # Gradients may stay in another dtype than parameters; leaves sum up in that of the reduction.
+                    placed.grad_dtype = param.grad_spec.dtype
                 placed.grad = grad
 
     def check(self) -> None:
@@ -281,6 +286,10 @@ class _Shown:
             if self.options.with_grads:
                 placed.grad = None
             param.place(param.sharded)
+        for placed, dtype in self._grad_dtypes:
+            if placed.grad_dtype != dtype:
+                placed.grad_dtype = dtype
+        self._grad_dtypes = []
         self._placed = None
         if self.handle.is_unsharded:
             for flat in self.handle.buffers:

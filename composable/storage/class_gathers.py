@@ -56,7 +56,8 @@ class ClassGatheredBuffer(FlatBuffer):
                 assert self._transport is not None, "connected when the root was decided"
                 landing = torch.empty(shard.numel() * self._transport.world_size, dtype=torch.uint8, device=self.device)
             assert self.gather_path is not None and self._transport is not None, "connected when the root was decided"
-            pending = self._transport.begin_all_gather(landing, shard, self.gather_path.key)
+            # As bytes, which no path casts.
+            pending = self.gather_path.begin(landing, shard)
         return _Gathering(self, pending, instance, metadata, landing, shard)
 
     def _rows(self) -> torch.Tensor:

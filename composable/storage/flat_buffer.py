@@ -186,10 +186,10 @@ class FlatBuffer:
             self._choose_gradient_path(self._scatter_transport)
 
     def check_hook(self) -> None:
-        """Raise what is wrong with what the communication hook gave last, if anything.
+        """Raise what is wrong with what the hooks gave last, if anything.
 
         Raises:
-            ConfigError: Its dtype, shape or device.
+            ConfigError: Its dtype, shape or device; or the all-reduce hook returned something.
         """
         failure = getattr(self.gradient_path, "failure", None)
         if failure is not None:
@@ -349,7 +349,8 @@ class FlatBuffer:
             return False
         own = self._buffer[self.plan.layout.shard_of(self.params[0].layout.rank)]
         # As bytes: zeros have signs, and NaN equals NaN.
-        return torch.equal(own.view(torch.uint8), self.shard.detach().to(self.compute_dtype).view(torch.uint8))
+        shard = self.shard.detach().to(own.device, self.compute_dtype)
+        return torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Say whether a plain tensor lies in the buffer, whose memory is there."""

@@ -149,7 +149,8 @@ class HookPath:
             # The ranks have met in the hook: they go on, and are told at the end of backward.
             self.failure = ConfigError(
                 f"the communication hook {what}",
-                fix="fill `output` in place, with the mean of this rank's slice, in the dtype that it has; return None",
+                fix="fill `output` in place, with the mean of this rank's slice, in the dtype that it has, as hooks of "
+                "LowPrecisionState(..., parameter_type=None) do; return None",
             )
             return _Reduced(like.new_zeros(like.shape, dtype=dtype))
         return _Reduced(output if output.dtype is dtype else output.to(dtype))
@@ -164,7 +165,10 @@ def reduced_otherwise(hook: Registration, gradients: torch.Tensor) -> tuple[torc
     averaged = gradients.view(-1)
     what = _what_is_wrong(hook.function(hook.state, averaged), averaged, gradients, gradients.dtype)
     if what:
-        fix = "average the gradients in place, in the dtype that they have; return None"
+        fix = (
+            "average the gradients in place, in the dtype that they have, as hooks of "
+            "LowPrecisionState(..., parameter_type=None) do; return None"
+        )
         return None, ConfigError(f"the communication hook {what}", fix=fix)
     return averaged, None
 
@@ -307,10 +311,11 @@ class ThenHookPath(_Around):
         stream: Where it runs; ``None``: on the current one.
     """
 
-    __slots__ = ("_hook", "_stream")
+    __slots__ = ("_hook", "_own_failure", "_stream")
 
     def __init__(self, inner: GradientPath, hook: Callable[[torch.Tensor], object], stream: Any) -> None:
         super().__init__(inner)
+        self._own_failure: ConfigError | None = None
         self._hook = hook
         self._stream = stream
 
@@ -318,17 +323,40 @@ class ThenHookPath(_Around):
         # To its end: hooks that communicate run in one order on all ranks, and never for a step that was abandoned.
         shard = self.inner.begin(source).finish()
         if self._stream is None:
-            self._hook(shard)
+            self._check(self._hook(shard), shard)
             return _Reduced(shard)
         module = torch.get_device_module(shard.device)
         current = module.current_stream()
         self._stream.wait_stream(current)
         try:
             with module.stream(self._stream):
-                self._hook(shard)
+                self._check(self._hook(shard), shard)
         finally:
             current.wait_stream(self._stream)
         return _Reduced(shard)
+
+    @property
+    def failure(self) -> ConfigError | None:
+        """What is wrong with the last result of the other path, or of the function."""
+        return super().failure or self._own_failure
+
+    @failure.setter
+    def failure(self, failure: ConfigError | None) -> None:
+        self._own_failure = failure
+        if super().failure is not None:
+            self.inner.failure = None  # type: ignore[attr-defined]  # it has one
+
+    def _check(self, returned: object, shard: torch.Tensor) -> None:
+        """Note what the function returned: a shard of its own would be lost, and a ``Work`` not waited for."""
+        if returned is not None and returned is not shard:
+            wait = getattr(returned, "wait", None)
+            if callable(wait):
+                wait()
+            # The ranks may have met in the function: they go on, and are told at the end of backward.
+            self._own_failure = ConfigError(
+                f"the all-reduce hook returned {described(returned)}",
+                fix="change the shard in place, wait for what that starts, and return None",
+            )
 
 
 class PathHome(_Around):

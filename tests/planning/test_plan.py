@@ -275,6 +275,7 @@ def test_an_ignored_module_is_left_with_all_below_it() -> None:
     shard_plan = plan(model, policy={Block}, world_size=2, ignored_modules=[model.blocks[0]])
     assert list(owned(shard_plan)) == ["", "blocks.1"]
     assert len(shard_plan.ignored_fqns) == len(list(model.blocks[0].parameters()))
+    assert plan(model, policy={Block}, world_size=2, ignored_modules=iter([model.blocks[0]])) == shard_plan
 
 
 def test_a_replicated_module_is_left_with_the_fully_sharded_modules_in_it() -> None:

@@ -30,19 +30,20 @@ def test_every_rank_reads_who_complains_and_how_many_had_each_gradient() -> None
 
 
 @pytest.mark.parametrize(
-    ("missing", "others", "stopped", "lines"),
+    ("missing", "others", "stopped", "hook_failed", "lines"),
     [
-        (["a"], [], [], ["backward ended without a gradient for 1 parameter: 'a'", "last gradient"]),
-        (["a", "b"], [2], [], ["for 2 parameters: 'a', 'b'", "last gradient", "    so did rank 2"]),
-        ([], [1, 2], [], ["ranks 1, 2 ended backward without a gradient for 'c'"]),
-        ([], [1], [2], ["rank 1 ended backward without a gradient for 'c'", "rank 2 did not finish backward"]),
-        ([], [], [2], ["rank 2 did not finish backward: an exception stopped it there"]),
+        (["a"], [], [], [], ["backward ended without a gradient for 1 parameter: 'a'", "last gradient"]),
+        (["a", "b"], [2], [], [], ["for 2 parameters: 'a', 'b'", "last gradient", "    so did rank 2"]),
+        ([], [1, 2], [], [], ["ranks 1, 2 ended backward without a gradient for 'c'"]),
+        ([], [1], [2], [], ["rank 1 ended backward without a gradient for 'c'", "rank 2 did not finish backward"]),
+        ([], [], [2], [], ["rank 2 did not finish backward: an exception stopped it there"]),
+        ([], [], [], [0], ["rank 0 got no averages of the right dtype and shape from the communication hook"]),
     ],
 )
 def test_an_error_names_what_is_missing_here_before_what_is_missing_elsewhere(
-    missing: list[str], others: list[int], stopped: list[int], lines: list[str]
+    missing: list[str], others: list[int], stopped: list[int], hook_failed: list[int], lines: list[str]
 ) -> None:
-    error = backward_error(missing, "z", ["c"], others, stopped)
+    error = backward_error(missing, "z", ["c"], others, stopped, hook_failed)
     found = error.what.splitlines()
     assert len(found) == len(lines), error
     assert all(part in line for part, line in zip(lines, found, strict=True)), error

@@ -149,5 +149,17 @@ def test_a_forward_that_leaks_nothing_is_not_warned_of(way: str) -> None:
     assert run_threads(leak, 2, way, reshard=True) == [[], []]
 
 
+def fail() -> list[str]:
+    with recorded() as texts:
+        model = fully_shard(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4))), policy={nn.Sequential})
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            model(torch.randn(2, 4))
+    return [text for text in texts if "another way" in text]
+
+
+def test_a_forward_that_raises_is_not_said_to_leak() -> None:
+    assert run_threads(fail, 2) == [[], []]
+
+
 def test_a_leak_is_not_warned_of_where_parameters_stay_for_backward_anyway() -> None:
     assert run_threads(leak, 2, "list", reshard=False) == [[], []]
