@@ -127,17 +127,21 @@ def find_hook_states(model: nn.Module) -> tuple[list[HookState], list[str]]:
     names: dict[nn.Module, str] = {}
     reached: dict[Registration, dict[_Unit, tuple[str, _Unit, Ranks]]] = {}
     for name, module in model.named_modules():
-        names[module] = plain_fqn(name)
+        names[module] = name
         for unit, ranks in _units_of(module):
             for one in unit.comm_hooks:
-                reached.setdefault(one, {}).setdefault(unit, (names[module], unit, ranks))
+                reached.setdefault(one, {}).setdefault(unit, (plain_fqn(name), unit, ranks))
     order = {module: index for index, module in enumerate(names)}
     inside = [(one.module, one) for one in reached if one.module in order]
     found: dict[int, HookState] = {}
     notices: dict[int, str] = {}
+    taken: set[str] = set()
     for module, one in sorted(inside, key=lambda pair: order[pair[0]] if pair[0] is not None else 0):
         assert module is not None, "it is in the model"
-        name = HookName(names[module], one.name)
+        # A wrapper of torch and what is in it may both have a hook: the second has the longer name.
+        fqn = names[module] if plain_fqn(names[module]) in taken else plain_fqn(names[module])
+        taken.add(fqn)
+        name = HookName(fqn, one.name)
         if _has_methods(one.state) or _kind_of(one.state) is not None:
             found.setdefault(id(one.state), HookState(name, one.state, tuple(reached[one].values())))
         elif _holds_tensors(one.state):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
 
 from composable import (
@@ -216,6 +217,36 @@ def test_a_state_of_two_hooks_is_saved_once(tmp_path: Path) -> None:
     assert run_threads(save_shared, 2, str(tmp_path)) == [[6, 6], [6, 6]]
     hooks = read_manifest(tmp_path / "step-000000").hook_states
     assert hooks is not None and [one.module for one in hooks.hooks] == ["0"]
+
+
+def resume_wrapped(folder: str, save_wrapped: bool, load_wrapped: bool) -> list[int]:
+    calls = []
+    for is_loaded, is_wrapped in ((False, save_wrapped), (True, load_wrapped)):
+        inner = seeded(lambda: nn.Linear(DIM, 3), 0)
+        model = nn.Sequential(checkpoint_wrapper(inner) if is_wrapped else inner)
+        fully_shard(model, policy={nn.Linear})
+        states = [Feedback(), Feedback()]
+        register_comm_hook(inner, states[0], send_signs)
+        if save_wrapped and load_wrapped:
+            register_comm_hook(model[0], states[1], send_signs)
+        if is_loaded:
+            load_checkpoint(folder, model)
+        else:
+            states[1].calls = 7
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2))
+            save_checkpoint(folder, 2, model)
+        calls += [state.calls for state in states]
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("save_wrapped", "load_wrapped", "calls"),
+    [(True, False, [2, 7, 2, 0]), (False, True, [2, 7, 2, 0]), (True, True, [2, 7, 2, 7])],
+)
+def test_wrappers_of_torch_do_not_count_in_names(
+    tmp_path: Path, save_wrapped: bool, load_wrapped: bool, calls: list[int]
+) -> None:
+    assert run_threads(resume_wrapped, 2, str(tmp_path), save_wrapped, load_wrapped) == [calls] * 2
 
 
 # Other ranks, hooks and layouts
