@@ -675,3 +675,14 @@ def same(found: Any, wanted: Any) -> None:
 def test_random_states_come_back_as_they_were(tmp_path: Path, world_size: int) -> None:
     for seed in range(12):
         run_threads(keep_and_give, world_size, str(tmp_path / str(seed)), seed)
+
+
+def save_view(folder: str) -> None:
+    model = make()
+    register_comm_hook(model, Keeps(torch.zeros(1 << 18)[:3]), averages)
+    save_checkpoint(folder, 1, model)
+
+
+def test_a_view_is_saved_without_what_is_around_it(tmp_path: Path) -> None:
+    run_threads(save_view, 2, str(tmp_path))
+    assert (tmp_path / "step-000001" / "hooks-00001.pt").stat().st_size < 1 << 14
