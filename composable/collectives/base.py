@@ -140,7 +140,7 @@ class Transport(ABC):
         What ``begin_reduce_scatter`` reads and writes comes from here. On a device it is allocated on
         the current stream.
         """
-        return like.new_empty(numel, dtype=dtype)
+        return like.new_empty(numel) if dtype is None else like.new_empty(numel, dtype=dtype)
 
     def settle(self) -> None:
         """Wait for all that was started and not finished, also by a ``begin_*`` that an exception cut short."""

@@ -144,7 +144,9 @@ class ProcessGroupTransport(Transport):
         if self.world_size == 1 or not shard.numel():
             torch.mul(source, scale, out=shard) if source.dtype is shard.dtype else shard.copy_(source.mul_(scale))
             return DONE
-        cast, shard = (None, shard) if source.dtype is shard.dtype else (shard, source.new_empty(shard.numel()))
+        dtype, cast = source.dtype, None
+        if shard.dtype is not dtype:
+            cast, shard = shard, source.new_empty(shard.numel())
         result = shard
         if shard.is_complex():
             source, shard = torch.view_as_real(source).view(-1), torch.view_as_real(shard).view(-1)
@@ -154,7 +156,7 @@ class ProcessGroupTransport(Transport):
             options, scale = self._scatter_mean, 1.0
         else:
             options = self._scatter_here
-        if source.dtype is torch.float16 and options is not self._scatter_mean:
+        if dtype is torch.float16 and options is not self._scatter_mean:
             # The sum may be more than this type holds, where the mean is not. A power of two costs no rounding.
             before = math.ldexp(1.0, min(math.frexp(scale)[1] - 1, 0))
             if before != 1.0:

@@ -71,15 +71,17 @@ class Reductions:
         Raises:
             ConfigError: A hook of the user gave no such gradients, and no message would tell the other ranks.
         """
-        path = account.flat.gradient_path
+        flat = account.flat
+        path, to_host = flat.gradient_path, flat.home.is_elsewhere
         assert path is not None, "connected when the root was decided"
-        start = functools.partial(self._streams.begin_reduction, path, gradient, to_host=account.flat.is_offloaded)
         if autograd_profiler._is_profiler_enabled:
-            reduction = in_region("reduce", _name_of(account.flat), start)
+            start = functools.partial(self._streams.begin_reduction, path, gradient, to_host=to_host)
+            reduction = in_region("reduce", _name_of(flat), start)
         else:
-            reduction = start()
+            reduction = self._streams.begin_reduction(path, gradient, to_host=to_host)
         self._under_way.append((reduction, account, gradient))
-        if account.flat.comms.hook is not None or account.flat.comms.all_reduce_hook is not None:
+        comms = flat.comms
+        if comms.hook is not None or comms.all_reduce_hook is not None:
             self._look_for_failure(account)
 
     def _look_for_failure(self, account: Account) -> None:

@@ -576,7 +576,7 @@ class Scheduler:
 
     def _reshard_unless_running(self, handle: Handle) -> None:
         # A backward inside a forward leaves the modules around it as they are.
-        if not self._is_around(handle):
+        if not self._running or not self._is_around(handle):
             self._unsharded.reshard(handle)
 
     def _is_around(self, handle: Handle) -> bool:

@@ -85,8 +85,9 @@ class ScatterPath:
         self._dtype = dtype
 
     def begin(self, source: torch.Tensor) -> Reduction:
-        transport = self.transport
-        shard = transport.empty(source.numel() // transport.world_size, source, self._dtype)
+        transport, numel = self.transport, source.numel()
+        dtype = None if source.dtype is self._dtype else self._dtype  # To name it costs as much as to ask.
+        shard = transport.empty(numel // transport.world_size, source, dtype)
         return _Scattering(transport.begin_reduce_scatter(source, shard, self.key, scale=self._scale), shard)
 
 
