@@ -10,6 +10,7 @@ Source: sublinear memory cost, arXiv 1604.06174; non-reentrant checkpointing, to
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -168,7 +169,7 @@ class _CheckpointedForward:
     def __wrapped__(self) -> Callable[..., Any]:
         """What runs; ``inspect.signature`` shows its arguments, which trainers read."""
         # Of the class as it is now: other annotations swap it.
-        return self.own if self.own is not None else type(self._module).forward.__get__(self._module)
+        return self.own if self.own is not None else partial(type(self._module).forward, self._module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.__wrapped__
