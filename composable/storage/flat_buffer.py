@@ -154,10 +154,11 @@ class FlatBuffer:
         """
         if self._transport is not transport:
             self._key, self._divisor = transport.allocate_key(), divisor
-            self._transport = transport
             self._scatter_transport, self._scatter_key = transport, self._key
             self._choose_gather_path(transport)
             self._choose_gradient_path(transport)
+            # Last: what was cut short is done again.
+            self._transport = transport
 
     def scatter_by(self, transport: Transport | None) -> None:
         """Let reduce-scatters go through another transport than gathers, ``None``: the same. After ``connect``.
@@ -167,9 +168,9 @@ class FlatBuffer:
         chosen = transport or self._transport
         assert chosen is not None, "connected"
         if chosen is not self._scatter_transport:
-            self._scatter_transport = chosen
             self._scatter_key = self._key if transport is None else transport.allocate_key()
             self._choose_gradient_path(chosen)
+            self._scatter_transport = chosen
 
     def moves_by(self, transport: Transport, key: int, *, is_reduction: bool) -> bool:
         """Say whether its all-gathers, or reduce-scatters, are those of ``transport`` under ``key``."""
@@ -178,10 +179,9 @@ class FlatBuffer:
 
     def communicate_by(self, comms: Comms) -> None:
         """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
-        before, self.comms = self.comms, comms
+        self.comms = comms
         if self._transport is not None:
-            if before.all_gather is not comms.all_gather:
-                self._choose_gather_path(self._transport)
+            self._choose_gather_path(self._transport)
             assert self._scatter_transport is not None, "connected with the other"
             self._choose_gradient_path(self._scatter_transport)
 
