@@ -4,6 +4,7 @@ The other clients run by ``examples/clients/compare.py``, where their packages a
 """
 
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining._backward import stage_backward_input
 
 from composable import fully_shard, load_full_state_dict
 from tests.parity import full, mean_over_ranks
@@ -79,6 +81,20 @@ def test_a_plain_stage_that_splits_backward_is_told_that_it_would_learn_nothing(
     for text in run_ranks(train_with_a_plain_stage, 2, schedule)[0]:
         assert text.startswith("UsageError: a pipeline's stage takes gradients of inputs and of parameters apart")
         assert "unshard_params(module, writeback=False)" in text
+
+
+def split_backward_in_a_container() -> str:
+    model = nn.Sequential(fully_shard(nn.Linear(4, 4)))  # whose `parameters` are torch's own
+    x = torch.ones(2, 4, requires_grad=True)
+    out = model(x)
+    with pytest.raises(RuntimeError) as error:
+        stage_backward_input([out], [torch.ones_like(out)], [x], model.parameters())
+    return "".join(traceback.format_exception(error.value))
+
+
+def test_a_plain_container_of_sharded_layers_is_told_in_backward() -> None:
+    for text in run_threads(split_backward_in_a_container, 2):
+        assert "UsageError: a pipeline's stage takes gradients of inputs and of parameters apart" in text
 
 
 def train_quantized(ranks: range) -> tuple[list[float], dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from composable.arguments import check_bool
 from composable.errors import ConfigError
 from composable.wording import dtype_text
 
@@ -78,10 +79,9 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             _check_dtype(name, getattr(self, name))
-        for name in ("cast_forward_inputs", "keep_low_precision_grads"):
-            _check_bool(name, getattr(self, name))
-        if self.cast_root_forward_inputs is not None:
-            _check_bool("cast_root_forward_inputs", self.cast_root_forward_inputs)
+        for name in ("cast_forward_inputs", "keep_low_precision_grads", "cast_root_forward_inputs"):
+            what = f"{name} of the mixed precision policy"
+            check_bool(what, getattr(self, name), or_none=name == "cast_root_forward_inputs")
         classes = self.skipped_module_classes
         listed = tuple(classes) if isinstance(classes, Iterable) and not isinstance(classes, str) else (classes,)
         for one in listed:
@@ -181,11 +181,6 @@ def _call(function: Callable[[nn.Parameter], torch.dtype | None], param: nn.Para
 def _check_dtype(name: str, dtype: object) -> None:
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"{name} of the mixed precision policy is {dtype!r:.80}", fix=f"pass one of {_NAMES}")
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} of the mixed precision policy is {value!r:.80}", fix="pass True or False")
 
 
 def _text(value: object) -> str:

@@ -12,7 +12,6 @@ when to reduce *early*. Where it is wrong, the ranks find out when backward ends
 See docs/notes/completion.md. On which stream things run is the business of ``streams.py``.
 """
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -335,7 +334,7 @@ class Scheduler:
             )
         if self._finalizing is not None:
             raise _not_waited_for()
-        if "torch.distributed.pipelining" in sys.modules and in_split_backward():
+        if in_split_backward():
             self.check_split_backward()
         # First: the next forward undoes a backward that was cut short, here as well.
         self.is_backward = True
@@ -580,7 +579,7 @@ class Scheduler:
             self._unsharded.reshard(handle)
 
     def _is_around(self, handle: Handle) -> bool:
-        return bool(self._running) and any(module in handle.modules for module in self._running)
+        return any(module in handle.modules for module in self._running)
 
     # Unshard and reshard
 
