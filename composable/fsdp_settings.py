@@ -351,10 +351,6 @@ class FSDPSettings:
                 fix="leave the call out; set_keep_unsharded_storage(True) keeps memory from moving",
             )
 
-    def _get_fsdp_state(self) -> FullyShardState:
-        """Return the state that manages the module."""
-        return managed(self)[1]
-
 
 def share_comm_ctx(modules: Sequence[Any]) -> None:
     """Let several roots, such as the stages of a pipeline, gather and reduce on the same streams of their device.
