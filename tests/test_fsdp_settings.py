@@ -264,7 +264,7 @@ def compared_after_the_event() -> list[str]:
         return []
 
     with (
-        mock.patch.object(scheduler, "_find_stale", compare),
+        mock.patch.object(scheduler._unsharded, "_find_stale", compare),
         mock.patch.object(scheduler, "_streams", mock.Mock(wraps=scheduler._streams)) as streams,
         mock.patch.object(root_of(model).state.settings, "post_optim_event", event),
     ):

@@ -23,6 +23,7 @@ from composable.errors import UsageError, place_of_rank
 from composable.frames import in_backward, in_split_backward, is_called_again
 from composable.runtime.account import Account
 from composable.runtime.agreement import Agreement
+from composable.runtime.hand_over import HandOver
 from composable.runtime.notices import notice_leak
 from composable.runtime.reductions import Reductions
 from composable.runtime.settings import RootSettings
@@ -53,7 +54,6 @@ class Scheduler:
         backwards_before: Of the backwards, those before the last forward.
         failure: What the last forward raised.
         is_closed: Another annotation took the place of this one.
-        is_deferred: Backwards have ended whose reductions did not; a later backward or ``finalize`` ends them.
     """
 
     def __init__(
@@ -71,16 +71,14 @@ class Scheduler:
         self.backwards_before = 0
         self.failure = ""
         self.is_closed = False
-        self.is_deferred = False
         self._settings = settings or RootSettings()
-        self._find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
         self._finalizing: object | None = None
         self._clock = 0
         self._turns = {handle: Turn(handle) for handle in handles}
         self._streams = streams
         self._at_end = at_end
         self._reductions = Reductions(streams)
-        self._agreements: Sequence[Agreement] = ()
+        self._hand_over = HandOver(self._turns, self._reductions)
         self._running: list[nn.Module] = []
         self._first_nodes: list[int] = []
         self._armed: list[Turn] = []
@@ -93,16 +91,20 @@ class Scheduler:
         self._is_threaded = False
         self._makes_graph = False
         self._is_ending = False
-        self._is_settled = True
         self._end: Callable[[], object] = lambda: None
 
     def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement]]) -> None:
         """Let the ranks compare at the end of each backward; ``make`` gets the accounts of all handles."""
-        self._agreements = make([account for turn in self._turns.values() for account in turn.accounts])
+        self._hand_over.agree_by(make)
 
     def compare_by(self, find_stale: Callable[[Sequence[Handle]], Iterable[Handle]]) -> None:
         """Let the ranks find out together which unsharded handles are older than their shards."""
-        self._find_stale = find_stale
+        self._unsharded.compare_by(find_stale)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Backwards have ended whose reductions did not; a later backward or ``finalize`` ends them."""
+        return self._hand_over.is_deferred
 
     @property
     def is_idle(self) -> bool:
@@ -133,28 +135,13 @@ class Scheduler:
                 self._last_forward = None
                 if self._finalizing is not None:
                     raise _not_waited_for()
-                kept = None
-                for handle in self._unsharded:
-                    if handle.held_with is not None:
-                        continue  # Shown by a context, where forwards do not communicate.
-                    if not handle.reshard_after_backward and handle.is_unsharded:
-                        kept = [*(kept or ()), handle]
-                    elif self._turns[handle].first_forward is not None:
-                        # Of a forward that no backward has followed yet: the shards may have been written since.
-                        self._unsharded.reshard(handle)
-                    elif handle.reshard_option is False and handle.is_unsharded:
-                        kept = [*(kept or ()), handle]  # By a forward without gradients.
-                if kept is not None:
-                    if self._settings.post_optim_event is not None:
-                        # The shards are read here and now, and not only by gathers.
-                        self._settings.post_optim_event.wait()
-                    for handle in self._find_stale(kept):
-                        self._unsharded.reshard(handle)
-                if self._settings.post_optim_event is not None:
-                    self._streams.shards_written_at(self._settings.post_optim_event)
-                    self._settings.post_optim_event = None
-                else:
+                written = self._settings.post_optim_event
+                self._unsharded.begin_forward(self._turns, written)
+                if written is None:
                     self._streams.shards_written()
+                else:
+                    self._streams.shards_written_at(written)
+                    self._settings.post_optim_event = None
             thread = threading.get_ident()
             if thread != self._thread:
                 # Numbers of nodes are per thread: those of two say nothing about who runs first.
@@ -344,11 +331,7 @@ class Scheduler:
         armed = self._armed or self._last_armed
         # Of a forward that had its backward: only these are armed without a first forward.
         again: set[Turn] = set() if self._armed else set(self._last_armed)
-        if not self._is_settled:
-            for turn in self._turns.values():
-                for account in turn.accounts:
-                    account.clear()
-        self._is_settled = False
+        self._hand_over.open()
         for handle, turn in self._turns.items():
             if handle.keeps_gradients:
                 handle.drop_zeroed_gradients()
@@ -401,24 +384,8 @@ class Scheduler:
             return
         with torch.no_grad():
             self._complete_the_rest()
-        self._tell(ends=self._settings.ends_backward)
+        self._hand_over.tell(ends=self._settings.ends_backward)
         self._is_ending = True
-
-    def _tell(self, *, ends: bool) -> None:
-        """Note what the leaves still hold; if this ends the reductions, also those of before, tell the other ranks."""
-        is_synced = self.is_deferred
-        for turn in self._turns.values():
-            if not turn.handle.requires_gradient_sync:
-                turn.handle.keep_gradients()
-            elif ends:
-                is_synced = True
-                for account in turn.accounts:
-                    account.look()
-            else:
-                self.is_deferred = True
-        if ends and is_synced:
-            for agreement in self._agreements:
-                agreement.begin(has_failed=self._reductions.failure is not None)
 
     def reduce_kept(self) -> None:
         """Reduce what backwards without synchronisation left, in a backward of nothing. Collective; nothing runs."""
@@ -456,69 +423,13 @@ class Scheduler:
         if not self._settings.ends_backward:
             with torch.no_grad():
                 self._finish_backward()
-            # Accounts go on where they are.
-            self._is_settled = True
+            self._hand_over.postpone()
             return
-        self._hand_over()
-
-    def _hand_over(self) -> None:
-        self._is_settled = False
-        with torch.no_grad():
-            self._reductions.finish()
-            complaining = [agreement for agreement in self._agreements if agreement.finish()]
-            stray = self._reduce_the_rest()
-            failure: Exception | None = self._reductions.end()
-            if self.is_backward:
-                self._finish_backward()
-            was_deferred, self.is_deferred = self.is_deferred, False
-            self._settle()
-            if was_deferred:
-                for turn in self._turns.values():
-                    if turn.handle.keeps_gradients:
-                        # Once more: what they wait beside may be another gradient now.
-                        turn.handle.keep_gradients()
-        # In each group: ranks that share another one with this rank wait there to hear of it.
-        for agreement in complaining:
-            try:
-                agreement.raise_together(failure)
-            except Exception as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
-        if stray:
-            raise UsageError(
-                "a gradient arrived after its module was reduced: a parameter was used outside its forward",
-                at=f"{place_of_rank()}, module {', '.join(repr(handle.fqn) for handle in stray)}",
-                fix="use them in the forward of their own module, let the module above own them, "
-                "or annotate with unused_gradients='none'",
-            )
-
-    def _settle(self) -> None:
-        """Give parameters what waited for the other ranks; hooks of users run."""
-        for turn in self._turns.values():
-            for account in turn.accounts:
-                account.settle(fills_unused=turn.handle.fills_unused)
-        self._is_settled = True
-
-    def _reduce_the_rest(self) -> list[Handle]:
-        """Reduce what some rank still holds; returns handles of whose gradients the ranks do not tell each other."""
-        stray: list[Handle] = []
-        for handle, turn in self._turns.items():
-            for account in turn.accounts:
-                if not account.has_more:
-                    continue
-                account.has_more = False
-                if account.fills_with_zeros:
-                    stray.append(handle)
-                    handle.drop_gradients()
-                else:
-                    gradient = self._reductions.take(account, handle.gradient_buffers)
-                    if gradient is not None:
-                        self._reductions.begin(account, gradient)
-        self._reductions.finish()
-        return stray
+        self._hand_over.end(self._finish_backward)
 
     def _finish_backward(self) -> None:
+        if not self.is_backward:
+            return  # Ended by hand.
         for handle in self._unsharded:
             if self._makes_graph and not handle.is_gathering:
                 self._unsharded.linger(handle, with_graph=True)
@@ -599,10 +510,7 @@ class Scheduler:
         """
         if self._running or self.is_backward:
             return
-        hidden = [handle for handle in handles if handle.is_unsharded and handle.is_hidden]
-        if hidden:
-            for handle in self._find_stale(hidden):
-                self._unsharded.reshard(handle)
+        self._unsharded.refresh(handles)
 
     def reshard(self, handle: Handle) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them."""
@@ -672,7 +580,7 @@ class Scheduler:
         ]
         if not waiting and not self.is_deferred:
             return
-        self.is_deferred = True
+        self._hand_over.is_deferred = True
         self._makes_graph = False
         try:
             with torch.no_grad():
@@ -683,7 +591,7 @@ class Scheduler:
                 for turn in reversed(waiting):
                     self._complete(turn, is_early=False)
                 self._streams.end_backward()
-            self._tell(ends=True)
+            self._hand_over.tell(ends=True)
             self._finalizing = object()
         except BaseException:
             # No forward would find out that this was cut short.
@@ -700,7 +608,7 @@ class Scheduler:
         if self._finalizing is not None:
             self._finalizing = None
             try:
-                self._hand_over()
+                self._hand_over.end(self._finish_backward)
             except BaseException:
                 if self.is_deferred:
                     self._reset()
@@ -727,8 +635,7 @@ class Scheduler:
         """Forget the forwards and backwards so far, but for a forward that is running around the backward."""
         for handle in self.handles:
             handle.settle()
-        for agreement in self._agreements:
-            agreement.abandon()
+        self._hand_over.abandon()
         self._reductions.abandon()
         self._streams.end_backward()
         self._unsharded.end_lingering(always=True)
@@ -737,7 +644,7 @@ class Scheduler:
         for handle, turn in self._turns.items():
             turn.end_step()
             handle.drop_gradients()
-        self.is_deferred, self._finalizing = False, None
+        self._hand_over.is_deferred, self._finalizing = False, None
         self._queue.clear()
         self._armed = []
         self._last_armed = []
@@ -771,7 +678,7 @@ class Scheduler:
         self.let_go(self.handles)
         self.is_closed = True
         # A graph of before holds this scheduler, and must not hold the shards with it.
-        self._agreements = ()
+        self._hand_over.close()
         for turn in self._turns.values():
             turn.accounts = []
 
@@ -785,10 +692,6 @@ def _lent(handle: Handle) -> UsageError:
         at=f"{place_of_rank()}, module {handle.fqn!r}",
         fix=fix,
     )
-
-
-def _find_stale_here(kept: Sequence[Handle]) -> Iterable[Handle]:
-    return [handle for handle in kept if not handle.is_fresh()]
 
 
 def _not_waited_for() -> UsageError:

@@ -4,13 +4,14 @@ When they are is the business of ``scheduler.py``.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from composable.frames import watch_graph
 from composable.runtime.streams import Streams
+from composable.runtime.turn import Turn
 from composable.storage import Handle
 from composable.torch_hooks import before_gradients
 from composable.torch_private import autograd_profiler, opaque
@@ -28,12 +29,13 @@ class Unsharded:
         hear: A bound method, called when a backward gets to a leaf of ``watch_leaves``.
     """
 
-    __slots__ = ("_graphs", "_handles", "_hear", "_leaf_hooks", "_lingering", "_streams", "_unsharded")
+    __slots__ = ("_find_stale", "_graphs", "_handles", "_hear", "_leaf_hooks", "_lingering", "_streams", "_unsharded")
 
     def __init__(self, handles: Sequence[Handle], streams: Streams, hear: Callable[[], None]) -> None:
         self._handles = tuple(handles)
         self._streams = streams
         self._hear = hear
+        self._find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
         self._unsharded: dict[Handle, None] = {}
         self._lingering: dict[Handle, None] = {}
         self._graphs: dict[Handle, Callable[[], bool]] = {}
@@ -91,6 +93,47 @@ class Unsharded:
         """Run on other streams from now on; nothing is unsharded."""
         self._streams = streams
 
+    # From one step to the next
+
+    def compare_by(self, find_stale: Callable[[Sequence[Handle]], Iterable[Handle]]) -> None:
+        """Let the ranks find out together which unsharded handles are older than their shards."""
+        self._find_stale = find_stale
+
+    def begin_forward(self, turns: Mapping[Handle, Turn], written: torch.Event | None) -> None:
+        """Free what earlier passes left and this forward must not compute with. Collective if anything was kept.
+
+        Args:
+            turns: Of all handles.
+            written: When the optimizer has written the shards, if not in the order of the current stream.
+        """
+        kept = []
+        for handle in self:
+            if handle.held_with is not None:
+                continue  # Shown by a context, where forwards do not communicate.
+            if not handle.reshard_after_backward and handle.is_unsharded:
+                kept.append(handle)
+            elif turns[handle].first_forward is not None:
+                # Of a forward that no backward has followed yet: the shards may have been written since.
+                self.reshard(handle)
+            elif handle.reshard_option is False and handle.is_unsharded:
+                kept.append(handle)  # By a forward without gradients.
+        if kept:
+            if written is not None:
+                # The shards are read here and now, and not only by gathers.
+                written.wait()
+            for handle in self._find_stale(kept):
+                self.reshard(handle)
+
+    def refresh(self, handles: Iterable[Handle]) -> None:
+        """Free what an earlier step left of ``handles``, hidden, where a rank has written its shard since. Collective.
+
+        No step is running.
+        """
+        hidden = [handle for handle in handles if handle.is_unsharded and handle.is_hidden]
+        if hidden:
+            for handle in self._find_stale(hidden):
+                self.reshard(handle)
+
     # Memory that stays
 
     def free_kept(self, handle: Handle) -> None:
@@ -135,6 +178,10 @@ class Unsharded:
             if handle not in self._unsharded:
                 handle.free_buffers()
                 self._streams.resharded()
+
+
+def _find_stale_here(kept: Sequence[Handle]) -> Iterable[Handle]:
+    return [handle for handle in kept if not handle.is_fresh()]
 
 
 def _calling(hear: Callable[[], None]) -> Callable[[torch.Tensor], None]:

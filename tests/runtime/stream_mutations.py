@@ -103,8 +103,8 @@ MUTATIONS = [
         "no event when a forward starts",
         [
             (
-                "                    self._streams.shards_written()\n            thread = threading.get_ident()\n",
-                "                    pass\n            thread = threading.get_ident()\n",
+                "                if written is None:\n                    self._streams.shards_written()\n",
+                "                if written is None:\n                    pass\n",
             )
         ],
         "train, ",

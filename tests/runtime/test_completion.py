@@ -608,7 +608,7 @@ def zeros_for_unused() -> tuple[list[str], int, bool]:
     counting = CountingTransport.install(root)
     model(model(x_of(0)), 1).sum().backward()
     zero = [fqn for fqn, p in model.named_parameters() if p.grad is not None and not full(p.grad).any()]
-    return zero, counting.counts()["reduce_scatter"], bool(root.scheduler._agreements)
+    return zero, counting.counts()["reduce_scatter"], bool(root.scheduler._hand_over._agreements)
 
 
 def test_unused_gradients_can_be_zeros_without_a_message() -> None:
@@ -887,7 +887,7 @@ def one_message_a_backward() -> tuple[int, int]:
     model(x_of(0)).sum().backward()
     root = root_of(model)
     counts, transports = [], []
-    for agreement in root.scheduler._agreements:
+    for agreement in root.scheduler._hand_over._agreements:
         transports.append(CountingTransport(agreement._transport))
         agreement._transport = transports[-1]
     with no_sync(model):

@@ -1,0 +1,144 @@
+"""The end of a root's reductions: ranks tell each other what is left, and parameters get what was reduced.
+
+When that is, with the end of a backward or by hand, is the business of ``scheduler.py``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from composable.errors import UsageError, place_of_rank
+from composable.runtime.account import Account
+from composable.runtime.agreement import Agreement
+from composable.runtime.reductions import Reductions
+from composable.runtime.turn import Turn
+from composable.storage import Handle
+
+__all__ = ["HandOver"]
+
+
+class HandOver:
+    """Ends the reductions of one root, of one backward or of several.
+
+    Args:
+        turns: Of all handles of the root.
+        reductions: What is under way.
+
+    Attributes:
+        is_deferred: Backwards have ended whose reductions did not; a later backward or the user ends them.
+    """
+
+    __slots__ = ("_agreements", "_is_settled", "_reductions", "_turns", "is_deferred")
+
+    def __init__(self, turns: Mapping[Handle, Turn], reductions: Reductions) -> None:
+        self.is_deferred = False
+        self._is_settled = True
+        self._turns = turns
+        self._reductions = reductions
+        self._agreements: Sequence[Agreement] = ()
+
+    def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement]]) -> None:
+        """Let the ranks compare at each end; ``make`` gets the accounts of all handles."""
+        self._agreements = make([account for turn in self._turns.values() for account in turn.accounts])
+
+    def open(self) -> None:
+        """A backward begins: what one left that a hook of the user, or Ctrl-C, cut short in its end is forgotten."""
+        if not self._is_settled:
+            for turn in self._turns.values():
+                for account in turn.accounts:
+                    account.clear()
+        self._is_settled = False
+
+    def postpone(self) -> None:
+        """Leave the end to a later backward, or to the user: accounts go on where they are."""
+        self._is_settled = True
+
+    def tell(self, *, ends: bool) -> None:
+        """Note what the leaves still hold; if this ends the reductions, also those of before, tell the other ranks."""
+        is_synced = self.is_deferred
+        for turn in self._turns.values():
+            if not turn.handle.requires_gradient_sync:
+                turn.handle.keep_gradients()
+            elif ends:
+                is_synced = True
+                for account in turn.accounts:
+                    account.look()
+            else:
+                self.is_deferred = True
+        if ends and is_synced:
+            for agreement in self._agreements:
+                agreement.begin(has_failed=self._reductions.failure is not None)
+
+    def end(self, tidy: Callable[[], None]) -> None:
+        """Reduce what is left on any rank, and hand over every gradient.
+
+        Args:
+            tidy: Called when nothing is under way any more, before parameters get their gradients.
+
+        Raises:
+            UsageError: On this rank, or on one that tells of it in its message, a gradient could not be reduced.
+                Or one came too late for a module whose ranks send no message.
+        """
+        self._is_settled = False
+        with torch.no_grad():
+            self._reductions.finish()
+            complaining = [agreement for agreement in self._agreements if agreement.finish()]
+            stray = self._reduce_the_rest()
+            failure: Exception | None = self._reductions.end()
+            tidy()
+            was_deferred, self.is_deferred = self.is_deferred, False
+            self._settle()
+            if was_deferred:
+                for turn in self._turns.values():
+                    if turn.handle.keeps_gradients:
+                        # Once more: what they wait beside may be another gradient now.
+                        turn.handle.keep_gradients()
+        # In each group: ranks that share another one with this rank wait there to hear of it.
+        for agreement in complaining:
+            try:
+                agreement.raise_together(failure)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        if stray:
+            raise UsageError(
+                "a gradient arrived after its module was reduced: a parameter was used outside its forward",
+                at=f"{place_of_rank()}, module {', '.join(repr(handle.fqn) for handle in stray)}",
+                fix="use them in the forward of their own module, let the module above own them, "
+                "or annotate with unused_gradients='none'",
+            )
+
+    def abandon(self) -> None:
+        """Forget what was told and not heard."""
+        for agreement in self._agreements:
+            agreement.abandon()
+
+    def close(self) -> None:
+        """Forget the agreements, and with them the shards."""
+        self._agreements = ()
+
+    def _settle(self) -> None:
+        """Give parameters what waited for the other ranks; hooks of users run."""
+        for turn in self._turns.values():
+            for account in turn.accounts:
+                account.settle(fills_unused=turn.handle.fills_unused)
+        self._is_settled = True
+
+    def _reduce_the_rest(self) -> list[Handle]:
+        """Reduce what some rank still holds; returns handles of whose gradients the ranks do not tell each other."""
+        stray: list[Handle] = []
+        for handle, turn in self._turns.items():
+            for account in turn.accounts:
+                if not account.has_more:
+                    continue
+                account.has_more = False
+                if account.fills_with_zeros:
+                    stray.append(handle)
+                    handle.drop_gradients()
+                else:
+                    gradient = self._reductions.take(account, handle.gradient_buffers)
+                    if gradient is not None:
+                        self._reductions.begin(account, gradient)
+        self._reductions.finish()
+        return stray
