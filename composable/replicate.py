@@ -8,6 +8,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,14 +20,18 @@ from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.replication import (
-    BucketOptions,
     BufferSync,
+    Choices,
     ManagedTensors,
     ReducedParam,
     Reducer,
     ReplicateState,
     broadcast_tensors,
+    check_device_of,
+    choose_device,
+    find_ignored,
     find_tensors,
+    move_inputs,
     register_replicate_hooks,
 )
 from composable.saving import register_load_check
@@ -46,10 +51,16 @@ def replicate(
     mesh: DeviceMesh | None = None,
     process_group: dist.ProcessGroup | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
+    ignored_params: Iterable[nn.Parameter | str] | None = None,
     bucket_cap_mb: float = 25,
     find_unused_parameters: bool = False,
-    broadcast_buffers: bool = True,
+    broadcast_buffers: bool | None = None,
+    forward_sync_buffers: bool | None = None,
+    init_sync: bool = True,
     gradient_as_bucket_view: bool = True,
+    device_mesh: DeviceMesh | None = None,
+    device_ids: Sequence[int | str | torch.device] | None = None,
+    device_id: int | str | torch.device | None = None,
 ) -> ModuleT:
     """Train ``module`` on every rank with its own data, as one process would on all of it.
 
@@ -68,15 +79,23 @@ def replicate(
         process_group: The ranks, instead of ``mesh``. Its ranks only: gradients travel in a
             group of their own, where no other collective can come between them.
         ignored_modules: Modules to leave alone with all below them.
+        ignored_params: Parameters, or names of parameters and buffers, to leave alone as well.
         bucket_cap_mb: Most MiB of gradients that are reduced in one piece. The first piece
             holds 1 MiB, so that communication starts early.
         find_unused_parameters: Accept parameters without a gradient. One that no rank has a
             gradient for keeps its ``grad``; else the ranks without one count as zero.
         broadcast_buffers: Before each training forward, give every rank the buffers of the
-            first. If false, also at annotation each rank keeps its own.
+            first; the default. If false, also at annotation each rank keeps its own.
+        forward_sync_buffers: The same, but for the start: if false, buffers are equal then, and no later.
+        init_sync: Give every rank the first one's parameters and buffers now. If false, the values are the
+            caller's business; names, shapes, dtypes and options are compared all the same.
         gradient_as_bucket_view: After backward ``param.grad`` is a view of a bucket, which
             the next backward overwrites. If false, it is a tensor of its own, at the price
             of that much memory and of a copy.
+        device_mesh: Another name of ``mesh``.
+        device_ids: The one device of this rank, in a list: checked against the parameters. Tensors among the
+            inputs of ``module`` are moved there, unless it is the CPU.
+        device_id: The same device without a list.
 
     Returns:
         ``module``, the same object.
@@ -89,27 +108,36 @@ def replicate(
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     # Of a module and one inside it, the outer one has the state.
-    ignored = readable_twice(ignored_modules)
+    ignored_modules, ignored_params = readable_twice(ignored_modules), readable_twice(ignored_params)
     annotated = {one: found for one in modules if (found := replicate.state(one)) is not None}
     state = next(iter(annotated.values()))
     modules = list(annotated)
     state.modules = tuple(modules)
+    if mesh is not None and device_mesh is not None:
+        raise ConfigError("both mesh and device_mesh are given", fix="pass one of them")
+    mesh = device_mesh if mesh is None else mesh
     ranks = resolve_ranks(mesh, process_group, [param for module in modules for param in module.parameters()])
-    options = BucketOptions()
-    managed: ManagedTensors = ManagedTensors()
+    choices, managed = Choices(), ManagedTensors()
+    device: torch.device | None = None
     failure: ComposableError | None = None
     try:
-        options = _check_options(bucket_cap_mb, find_unused_parameters, broadcast_buffers, gradient_as_bucket_view)
-        managed = find_tensors(modules, ignored, ranks.device.type)
-        state.ignored_modules = frozenset(ignored or ())
+        choices = Choices(
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            broadcast_buffers=broadcast_buffers,
+            forward_sync_buffers=forward_sync_buffers,
+            init_sync=init_sync,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+        )
+        device = choose_device(device_ids, device_id)
+        state.ignored = find_ignored(modules, ignored_modules, ignored_params)
+        managed = find_tensors(modules, state.ignored, ranks.device.type)
+        if device is not None:
+            check_device_of([(fqn, param) for fqn, param, _ in managed.params], device)
     except ComposableError as error:
         # The other ranks are about to communicate: they must hear of it first.
         failure = error
-    settings = (
-        f"options: bucket_cap_mb={bucket_cap_mb}, find_unused_parameters={find_unused_parameters}, "
-        f"broadcast_buffers={broadcast_buffers}"
-    )
-    text = "\n".join([settings, *managed.lines])
+    text = "\n".join([*choices.lines, *managed.lines])
     ranks.compare(
         text,
         failure,
@@ -118,28 +146,30 @@ def replicate(
         fix="build the same model and call replicate with the same arguments on every rank",
     )
     state.use(Grid.whole(ranks))
-    _execute(state, managed, options, broadcast_buffers=broadcast_buffers)
+    _execute(state, managed, choices, device)
     return module
 
 
-def _execute(
-    state: ReplicateState, managed: ManagedTensors, options: BucketOptions, *, broadcast_buffers: bool
-) -> None:
-    transport, device = state.transport, state.grid.everyone.device
+def _execute(state: ReplicateState, managed: ManagedTensors, choices: Choices, device: torch.device | None) -> None:
+    transport, device_of_ranks = state.transport, state.grid.everyone.device
     transport.connect()
-    broadcast_tensors([param for _, param, _ in managed.params], transport, device)
-    if broadcast_buffers and managed.buffers:
-        buffers = [tensor for owner, name in managed.buffers if (tensor := owner[name]) is not None]
-        broadcast_tensors(buffers, transport, device)
-        state.buffers = BufferSync(managed.buffers, transport, device)
+    buffers = [tensor for owner, name in managed.buffers if (tensor := owner[name]) is not None]
+    if choices.init_sync:
+        broadcast_tensors([param for _, param, _ in managed.params], transport, device_of_ranks)
+    if choices.starts_with_equal_buffers:
+        broadcast_tensors(buffers, transport, device_of_ranks)
+    if choices.keeps_buffers_equal and buffers:
+        state.buffers = BufferSync(managed.buffers, transport, device_of_ranks)
     trainable = [ReducedParam(fqn, param, index) for fqn, param, index in managed.params if param.requires_grad]
     state.frozen = [(fqn, param) for fqn, param, _ in managed.params if not param.requires_grad]
-    state.reducer = Reducer(trainable, transport, state.grid, options, at_end_of_backward)
+    state.reducer = Reducer(trainable, transport, state.grid, choices.bucket_options(), at_end_of_backward)
     state.follow()
     state.hook_handles = after_gradients([item.param for item in trainable], state.reducer.arrivals())
     for index, module in enumerate(state.modules):
         state.hook_handles += _register_module_hooks(state, module, index)
         state.hook_handles += register_load_check(module)
+        if device is not None and device.type != "cpu":
+            state.hook_handles += move_inputs(module, device)
     state.watch()
 
 
@@ -186,23 +216,3 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
             fix="register one hook, before the first backward",
         )
     reducer.register_comm_hooks([*reducer.comm_hooks, Registration(module, state, hook, takes_bucket=True)])
-
-
-def _check_options(
-    bucket_cap_mb: float, find_unused_parameters: bool, broadcast_buffers: bool, gradient_as_bucket_view: bool
-) -> BucketOptions:
-    switches = {
-        "find_unused_parameters": find_unused_parameters,
-        "broadcast_buffers": broadcast_buffers,
-        "gradient_as_bucket_view": gradient_as_bucket_view,
-    }
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} is {value!r}", fix="pass True or False")
-    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
-        raise ConfigError(f"bucket_cap_mb is {bucket_cap_mb!r}", fix="pass a number of MiB above zero")
-    return BucketOptions(
-        cap_bytes=int(min(bucket_cap_mb, 2**40) * 2**20),
-        find_unused=find_unused_parameters,
-        grads_as_views=gradient_as_bucket_view,
-    )

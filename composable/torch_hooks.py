@@ -44,6 +44,7 @@ __all__ = [
     "at_end_of_backward",
     "before_every_registration",
     "before_every_step",
+    "before_forward",
     "before_gradients",
     "beside_forward",
     "differentiable_tensors",
@@ -177,6 +178,12 @@ def beside_forward(module: nn.Module, before: Callable[..., None], after: Callab
     ``after`` also runs when forward raises.
     """
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
+
+
+def before_forward(module: nn.Module, before: Callable[..., Any]) -> RemovableHandle:
+    """Let ``before(module, args, kwargs)`` return the arguments of each forward, before the hooks that are there."""
+    handle: RemovableHandle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    return handle
 
 
 class GradientHook(ABC):

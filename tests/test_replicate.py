@@ -649,8 +649,8 @@ def disagree(kind: str) -> tuple[str, bool]:
         ),
         (
             "option",
-            "options: bucket_cap_mb=25, find_unused_parameters=False, broadcast_buffers=True",
-            "options: bucket_cap_mb=5, find_unused_parameters=False, broadcast_buffers=True",
+            "option bucket_cap_mb=25",
+            "option bucket_cap_mb=5",
         ),
     ],
 )
@@ -722,7 +722,7 @@ def refuse(case: str) -> str:
         ),
         ("capacity", "ConfigError: bucket_cap_mb is 0\n  at:  rank 0"),
         ("capacity type", "ConfigError: bucket_cap_mb is '25'\n"),
-        ("switch", "ConfigError: find_unused_parameters is 'yes'\n"),
+        ("switch", "ConfigError: find_unused_parameters is 'yes', not a bool\n"),
         ("ignored type", "ConfigError: ignored_modules is a Linear\n"),
         ("ignored item", "ConfigError: ignored_modules holds a str\n"),
         ("ignored elsewhere", "ConfigError: an ignored module is not in the module that ignores it\n"),

@@ -1,5 +1,6 @@
 """What a replicated module does around its forward and its backward."""
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable.frames import in_backward
-from composable.torch_hooks import GradientHook, beside_forward, differentiable_tensors, on_gradient
-from composable.torch_private import opaque
+from composable.torch_hooks import GradientHook, before_forward, beside_forward, differentiable_tensors, on_gradient
+from composable.torch_private import opaque, tree_map
 
-__all__ = ["register_replicate_hooks"]
+__all__ = ["move_inputs", "register_replicate_hooks"]
 
 
 def register_replicate_hooks(
@@ -29,6 +30,19 @@ def register_replicate_hooks(
     """
     hooks = _ReplicateHooks(before_forward, after_forward, before_backward)
     return beside_forward(module, hooks.pre_forward, hooks.post_forward)
+
+
+def move_inputs(module: nn.Module, device: torch.device) -> list[RemovableHandle]:
+    """Let the forward of ``module`` find the tensors among its arguments on ``device``."""
+    return [before_forward(module, functools.partial(_on_device, device))]
+
+
+@opaque
+def _on_device(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def move(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+    return tree_map(move, (args, kwargs))
 
 
 class _ReplicateHooks:

@@ -22,6 +22,7 @@ from composable.registrations import (
     watch_registrations,
 )
 from composable.replication.broadcasts import BufferSync
+from composable.replication.ignored import Ignored
 from composable.replication.reducer import Reducer
 from composable.replication.standing import Standing
 from composable.replication.tensors import own_modules, unmanaged_params
@@ -39,7 +40,7 @@ class ReplicateState:
     Attributes:
         modules: The annotated module, or the list of modules of one call.
         reducer: Averages the gradients.
-        ignored_modules: What the annotation leaves alone, with all below.
+        ignored: What the annotation leaves alone.
         buffers: Makes the buffers equal before a forward; ``None`` if there are none or it was not asked for.
         frozen: Parameters that did not require a gradient when they were last looked at, with their FQNs.
         grid: The ranks, which all hold every parameter.
@@ -57,7 +58,7 @@ class ReplicateState:
 
     def __init__(self) -> None:
         self.modules = ()
-        self.ignored_modules: frozenset[nn.Module] = frozenset()
+        self.ignored = Ignored()
         self.buffers = None
         self.frozen = []
         self.hook_handles: list[RemovableHandle] = []
@@ -103,7 +104,7 @@ class ReplicateState:
         take_charge(self._own_modules())
 
     def _own_modules(self) -> list[nn.Module]:
-        return [module for root in self.modules for _, module in own_modules(root, self.ignored_modules, self.modules)]
+        return [module for root in self.modules for _, module in own_modules(root, self.ignored.modules, self.modules)]
 
     def _claim(self) -> None:
         for fqn, param in [*((item.fqn, item.param) for item in self.reducer.params), *self.frozen]:
@@ -112,7 +113,7 @@ class ReplicateState:
     def _look_again(self) -> None:
         """Look at the modules as they are now: something was added, or this is the first forward."""
         check_callers()
-        added = list(unmanaged_params(self.modules, self.ignored_modules))
+        added = list(unmanaged_params(self.modules, self.ignored))
         if names := [fqn for fqn, param in added if param.requires_grad]:
             raise UsageError(
                 "parameters were added after replicate was called, and nothing averages their gradients",
@@ -179,9 +180,7 @@ class ReplicateState:
         twin.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
         for hook in twin.reducer.comm_hooks:
             hook.place_copy(memo)
-        twin.ignored_modules = frozenset(
-            copy.deepcopy(module, memo) for module in self.ignored_modules if module in modules
-        )
+        twin.ignored = self.ignored.copied(modules, memo)
         twin.follow()
         of_modules = self.hook_handles[len(params) :]
         twin.hook_handles = [

@@ -14,7 +14,8 @@ from composable.errors import ConfigError, place_of_rank
 from composable.fqns import describe_module
 from composable.planning import replacement_of
 from composable.registrations import is_left_alone
-from composable.rivals import names_left_alone, rival_on
+from composable.replication.ignored import Ignored
+from composable.rivals import rival_on
 from composable.torch_private import optimizers_in_backward
 from composable.wording import join_fqn
 
@@ -38,15 +39,12 @@ class ManagedTensors:
     modules: list[nn.Module] = field(default_factory=list)
 
 
-def find_tensors(
-    modules: Sequence[nn.Module], ignored_modules: Collection[nn.Module] | None, device_type: str
-) -> ManagedTensors:
+def find_tensors(modules: Sequence[nn.Module], ignored: Ignored, device_type: str) -> ManagedTensors:
     """Return the parameters and buffers that no other annotation manages.
 
     Raises:
-        ConfigError: One of them, a module or an ignored module cannot be used.
+        ConfigError: One of them, or a module, cannot be used.
     """
-    ignored = _check_ignored(modules, ignored_modules)
     managed = ManagedTensors()
     for module in modules:
         if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
@@ -55,11 +53,11 @@ def find_tensors(
                 at=f"{place_of_rank()}, {describe_module(module)}",
                 fix="pass the modules in it as a list: replicate([*module])",
             )
-    seen = _tensors_of(ignored) | _marked_tensors(modules)
+    seen = ignored.ids(modules)
     nested = _nested_states(modules)
     for index, module in enumerate(modules):
         prefix = f"{index}" if len(modules) > 1 else ""
-        for path, visited in own_modules(module, ignored, modules):
+        for path, visited in own_modules(module, ignored.modules, modules):
             path = f"{prefix}.{path}".strip(".")
             managed.modules.append(visited)
             _check_alone(visited)
@@ -93,14 +91,12 @@ def find_tensors(
     return managed
 
 
-def unmanaged_params(
-    modules: Sequence[nn.Module], ignored: Collection[nn.Module]
-) -> Iterator[tuple[str, nn.Parameter]]:
+def unmanaged_params(modules: Sequence[nn.Module], ignored: Ignored) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (FQN, parameter) for what ``modules`` hold now and no annotation manages."""
-    left = _tensors_of(ignored) | _marked_tensors(modules)
+    left = ignored.ids(modules)
     for index, module in enumerate(modules):
         prefix = str(index) if len(modules) > 1 else ""
-        for path, visited in own_modules(module, ignored, modules):
+        for path, visited in own_modules(module, ignored.modules, modules):
             if is_left_alone(visited):
                 continue
             for name, param in visited._parameters.items():
@@ -137,26 +133,6 @@ def _has_annotated(modules: Sequence[nn.Module]) -> bool:
     """Say whether something below ``modules`` is annotated, so that nothing may be left to do."""
     below = (visited for module in modules for visited in module.modules() if visited not in modules)
     return any(not {"replicate", "fully_shard"}.isdisjoint(get_registry(visited)) for visited in below)
-
-
-def _tensors_of(modules: Collection[nn.Module]) -> set[int]:
-    """Return the ids of the parameters and buffers of ``modules``."""
-    return {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
-
-
-def _marked_tensors(modules: Collection[nn.Module]) -> set[int]:
-    """Return the ids of parameters and buffers that torch's mark on one of ``modules`` has all names of."""
-    marked: set[int] = set()
-    for module in modules:
-        names = frozenset(names_left_alone(module))
-        if names:
-            named = [
-                *module.named_parameters(remove_duplicate=False),
-                *module.named_buffers(remove_duplicate=False),
-            ]
-            marked |= {id(tensor) for fqn, tensor in named if fqn in names}
-            marked -= {id(tensor) for fqn, tensor in named if fqn not in names}
-    return marked
 
 
 def _check_alone(module: nn.Module) -> None:
@@ -199,27 +175,6 @@ def _check_free(fqn: str, param: nn.Parameter, modules: Sequence[nn.Module]) -> 
 
 def _names(modules: Sequence[nn.Module]) -> str:
     return " and ".join(map(describe_module, modules))
-
-
-def _check_ignored(modules: Sequence[nn.Module], ignored_modules: Collection[nn.Module] | None) -> frozenset[nn.Module]:
-    if ignored_modules is None:
-        return frozenset()
-    if isinstance(ignored_modules, nn.Module) or not isinstance(ignored_modules, Collection):
-        raise ConfigError(
-            f"ignored_modules is a {type(ignored_modules).__name__}",
-            fix="pass a list or set of modules",
-        )
-    inside = {visited for module in modules for visited in module.modules()}
-    for ignored in ignored_modules:
-        if not isinstance(ignored, nn.Module):
-            raise ConfigError(f"ignored_modules holds a {type(ignored).__name__}", fix="pass modules only")
-        if ignored not in inside:
-            raise ConfigError(
-                "an ignored module is not in the module that ignores it",
-                at=f"{place_of_rank()}, {describe_module(ignored)}",
-                fix="take it out of ignored_modules",
-            )
-    return frozenset(ignored_modules)
 
 
 def _check_tensor(kind: str, fqn: str, tensor: torch.Tensor, device_type: str | None) -> None:

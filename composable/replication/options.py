@@ -1,0 +1,105 @@
+"""What the user chose for one ``replicate``, checked."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from composable.arguments import check_bool, check_device, check_number, described
+from composable.errors import ConfigError, place_of_rank
+from composable.replication.bucket import BucketOptions
+
+__all__ = ["Choices", "check_device_of", "choose_device"]
+
+# Each rank may choose for itself.
+_LOCAL = {"gradient_as_bucket_view"}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Arguments of ``replicate``, under the names they have there.
+
+    Raises:
+        ConfigError: One of them is wrong, or two exclude each other.
+    """
+
+    bucket_cap_mb: float = 25
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool | None = None
+    forward_sync_buffers: bool | None = None
+    init_sync: bool = True
+    gradient_as_bucket_view: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("find_unused_parameters", "init_sync", "gradient_as_bucket_view"):
+            check_bool(name, getattr(self, name))
+        for name in ("broadcast_buffers", "forward_sync_buffers"):
+            check_bool(name, getattr(self, name), or_none=True)
+        check_number("bucket_cap_mb", self.bucket_cap_mb, above=0.0, fix="pass a number of MiB above zero")
+        if self.broadcast_buffers is not None and self.forward_sync_buffers is not None:
+            raise ConfigError(
+                "both broadcast_buffers and forward_sync_buffers are given",
+                at=place_of_rank(),
+                fix="pass forward_sync_buffers alone; with broadcast_buffers=False buffers differ from the start",
+            )
+
+    @property
+    def lines(self) -> list[str]:
+        """One text per option, to compare between ranks."""
+        return [f"option {one.name}={getattr(self, one.name)}" for one in fields(self) if one.name not in _LOCAL]
+
+    @property
+    def starts_with_equal_buffers(self) -> bool:
+        """Buffers are broadcast at annotation."""
+        return self.init_sync and self.broadcast_buffers is not False
+
+    @property
+    def keeps_buffers_equal(self) -> bool:
+        """Buffers are broadcast before each training forward."""
+        return self.broadcast_buffers is not False and self.forward_sync_buffers is not False
+
+    def bucket_options(self) -> BucketOptions:
+        """Return what the reducer reads."""
+        return BucketOptions(
+            cap_bytes=int(min(self.bucket_cap_mb, 2**40) * 2**20),
+            find_unused=self.find_unused_parameters,
+            grads_as_views=self.gradient_as_bucket_view,
+        )
+
+
+def choose_device(device_ids: object, device_id: object) -> torch.device | None:
+    """Return the one device that either argument names; ``None``: neither is given.
+
+    Raises:
+        ConfigError: Both are given, or there is more than one device, or it is none.
+    """
+    if device_ids is not None and device_id is not None:
+        raise ConfigError("both device_ids and device_id are given", at=place_of_rank(), fix="pass one of them")
+    name, chosen = "device_id", device_id
+    if device_ids is not None:
+        if not isinstance(device_ids, Sequence) or isinstance(device_ids, str) or len(device_ids) != 1:
+            what = device_ids if isinstance(device_ids, list | tuple) else described(device_ids)
+            raise ConfigError(
+                f"device_ids is {what}", at=place_of_rank(), fix="pass a list of one device, or None: a rank has one"
+            )
+        name, (chosen,) = "device_ids[0]", device_ids
+    if chosen is None:
+        return None
+    check_device(name, chosen)
+    assert isinstance(chosen, torch.device | str | int), "checked above"
+    return torch.device(chosen)
+
+
+def check_device_of(params: Sequence[tuple[str, torch.Tensor]], device: torch.device) -> None:
+    """Raise unless ``params``, by FQN, are on ``device``.
+
+    Raises:
+        ConfigError: One is elsewhere.
+    """
+    for fqn, param in params:
+        if param.device.type != device.type or (device.index is not None and param.device.index != device.index):
+            raise ConfigError(
+                f"parameter is on {param.device}, and the device that was given is {device}",
+                at=f"{place_of_rank()}, parameter {fqn!r}",
+                fix=f"move the module there first, or pass device_ids=[{str(param.device)!r}] or none",
+            )
