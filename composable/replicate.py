@@ -5,6 +5,7 @@ that order: an error leaves the module as it was, on every rank.
 """
 
 import functools
+import logging
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -22,12 +23,14 @@ from composable.fqns import describe_module
 from composable.replication import (
     BufferSync,
     Choices,
+    Delay,
     ManagedTensors,
     ReducedParam,
     Reducer,
     ReplicateState,
     broadcast_tensors,
     check_device_of,
+    choose_delay,
     choose_device,
     find_ignored,
     find_tensors,
@@ -39,6 +42,8 @@ from composable.storage import HookFunction, Registration
 from composable.torch_hooks import after_gradients, at_end_of_backward
 
 __all__ = ["register_comm_hook", "replicate"]
+
+_LOG = logging.getLogger("composable")
 
 ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
 
@@ -58,6 +63,9 @@ def replicate(
     forward_sync_buffers: bool | None = None,
     init_sync: bool = True,
     gradient_as_bucket_view: bool = True,
+    static_graph: bool = False,
+    delay_all_reduce_named_params: Iterable[tuple[str, nn.Parameter]] | None = None,
+    param_to_hook_all_reduce: nn.Parameter | None = None,
     device_mesh: DeviceMesh | None = None,
     device_ids: Sequence[int | str | torch.device] | None = None,
     device_id: int | str | torch.device | None = None,
@@ -92,6 +100,13 @@ def replicate(
         gradient_as_bucket_view: After backward ``param.grad`` is a view of a bucket, which
             the next backward overwrites. If false, it is a tensor of its own, at the price
             of that much memory and of a copy.
+        static_graph: Promise that every backward of a rank is like its first one. Then a parameter may get several
+            gradients in a backward, as with reentrant checkpoints, and those that no rank uses are left out of the
+            buckets. Another backward is an error that says what is different. Gradients of the first one travel
+            at its end.
+        delay_all_reduce_named_params: (name, parameter) pairs. Their gradients travel in buckets of their own, not
+            before the gradient of ``param_to_hook_all_reduce`` is there: away from other collectives, say.
+        param_to_hook_all_reduce: What they wait for.
         device_mesh: Another name of ``mesh``.
         device_ids: The one device of this rank, in a list: checked against the parameters. Tensors among the
             inputs of ``module`` are moved there, unless it is the CPU.
@@ -109,6 +124,7 @@ def replicate(
     modules = [module] if isinstance(module, nn.Module) else list(module)
     # Of a module and one inside it, the outer one has the state.
     ignored_modules, ignored_params = readable_twice(ignored_modules), readable_twice(ignored_params)
+    delayed = readable_twice(delay_all_reduce_named_params)
     annotated = {one: found for one in modules if (found := replicate.state(one)) is not None}
     state = next(iter(annotated.values()))
     modules = list(annotated)
@@ -117,8 +133,10 @@ def replicate(
         raise ConfigError("both mesh and device_mesh are given", fix="pass one of them")
     mesh = device_mesh if mesh is None else mesh
     ranks = resolve_ranks(mesh, process_group, [param for module in modules for param in module.parameters()])
-    choices, managed = Choices(), ManagedTensors()
+    choices: Choices = Choices()
+    managed: ManagedTensors = ManagedTensors()
     device: torch.device | None = None
+    delay: tuple[tuple[str, ...], str] | None = None
     failure: ComposableError | None = None
     try:
         choices = Choices(
@@ -128,16 +146,19 @@ def replicate(
             forward_sync_buffers=forward_sync_buffers,
             init_sync=init_sync,
             gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
         )
         device = choose_device(device_ids, device_id)
         state.ignored = find_ignored(modules, ignored_modules, ignored_params)
         managed = find_tensors(modules, state.ignored, ranks.device.type)
+        bucketed = [(fqn, p) for fqn, p, _ in managed.params if p.requires_grad and id(p) not in managed.sparse]
+        delay = choose_delay(delayed, param_to_hook_all_reduce, bucketed)
         if device is not None:
             check_device_of([(fqn, param) for fqn, param, _ in managed.params], device)
     except ComposableError as error:
         # The other ranks are about to communicate: they must hear of it first.
         failure = error
-    text = "\n".join([*choices.lines, *managed.lines])
+    text = "\n".join([*choices.lines, f"delayed parameters: {delay}", *managed.lines])
     ranks.compare(
         text,
         failure,
@@ -146,11 +167,19 @@ def replicate(
         fix="build the same model and call replicate with the same arguments on every rank",
     )
     state.use(Grid.whole(ranks))
-    _execute(state, managed, choices, device)
+    if static_graph:
+        _LOG.info("replicate of %s with static_graph=True", describe_module(modules[0]))
+    _execute(state, managed, choices, delay, device)
     return module
 
 
-def _execute(state: ReplicateState, managed: ManagedTensors, choices: Choices, device: torch.device | None) -> None:
+def _execute(
+    state: ReplicateState,
+    managed: ManagedTensors,
+    choices: Choices,
+    delay: tuple[tuple[str, ...], str] | None,
+    device: torch.device | None,
+) -> None:
     transport, device_of_ranks = state.transport, state.grid.everyone.device
     transport.connect()
     buffers = [tensor for owner, name in managed.buffers if (tensor := owner[name]) is not None]
@@ -160,9 +189,14 @@ def _execute(state: ReplicateState, managed: ManagedTensors, choices: Choices, d
         broadcast_tensors(buffers, transport, device_of_ranks)
     if choices.keeps_buffers_equal and buffers:
         state.buffers = BufferSync(managed.buffers, transport, device_of_ranks)
-    trainable = [ReducedParam(fqn, param, index) for fqn, param, index in managed.params if param.requires_grad]
+    trainable = [
+        ReducedParam(fqn, param, index, is_sparse=id(param) in managed.sparse)
+        for fqn, param, index in managed.params
+        if param.requires_grad
+    ]
+    options = choices.bucket_options(None if delay is None else _delay_of(trainable, *delay))
     state.frozen = [(fqn, param) for fqn, param, _ in managed.params if not param.requires_grad]
-    state.reducer = Reducer(trainable, transport, state.grid, choices.bucket_options(), at_end_of_backward)
+    state.reducer = Reducer(trainable, transport, state.grid, options, at_end_of_backward)
     state.follow()
     state.hook_handles = after_gradients([item.param for item in trainable], state.reducer.arrivals())
     for index, module in enumerate(state.modules):
@@ -171,6 +205,11 @@ def _execute(state: ReplicateState, managed: ManagedTensors, choices: Choices, d
         if device is not None and device.type != "cpu":
             state.hook_handles += move_inputs(module, device)
     state.watch()
+
+
+def _delay_of(params: Sequence[ReducedParam], delayed: Sequence[str], trigger: str) -> Delay:
+    place = {item.fqn: index for index, item in enumerate(params)}
+    return Delay(frozenset(place[fqn] for fqn in delayed), place[trigger])
 
 
 def _register_module_hooks(state: ReplicateState, module: nn.Module, index: int) -> list[RemovableHandle]:

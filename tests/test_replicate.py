@@ -685,7 +685,6 @@ def refuse(case: str) -> str:
         "all frozen": lambda: replicate(model.requires_grad_(requires_grad=False)),
         "meta": lambda: replicate(model.to("meta")),
         "lazy": lambda: replicate(nn.Sequential(nn.LazyLinear(3))),
-        "sparse": lambda: replicate(nn.Sequential(nn.Embedding(3, 4, sparse=True))),
         "capacity": lambda: replicate(model, bucket_cap_mb=0),
         "capacity type": lambda: replicate(model, bucket_cap_mb="25"),
         "switch": lambda: replicate(model, find_unused_parameters="yes"),
@@ -716,10 +715,6 @@ def refuse(case: str) -> str:
         ("all frozen", "ConfigError: no parameter requires a gradient"),
         ("meta", "ConfigError: parameter is on the meta device\n  at:  rank 0, parameter 'inp.weight' [8, 8] float32"),
         ("lazy", "ConfigError: parameter has no shape yet\n  at:  rank 0, parameter '0.weight'"),
-        (
-            "sparse",
-            "ConfigError: Embedding gives sparse gradients, which replicate cannot average\n  at:  rank 0, module '0'",
-        ),
         ("capacity", "ConfigError: bucket_cap_mb is 0\n  at:  rank 0"),
         ("capacity type", "ConfigError: bucket_cap_mb is '25'\n"),
         ("switch", "ConfigError: find_unused_parameters is 'yes', not a bool\n"),

@@ -1,10 +1,10 @@
 """The gradient buckets of ``replicate``, and their averaging."""
 
 from composable.replication.broadcasts import BufferSync, broadcast_tensors
-from composable.replication.bucket import ReducedParam
+from composable.replication.bucket import Delay, ReducedParam
 from composable.replication.hooks import move_inputs, register_replicate_hooks
 from composable.replication.ignored import find_ignored
-from composable.replication.options import Choices, check_device_of, choose_device
+from composable.replication.options import Choices, check_device_of, choose_delay, choose_device
 from composable.replication.reducer import Reducer
 from composable.replication.state import ReplicateState
 from composable.replication.tensors import ManagedTensors, find_tensors
@@ -12,12 +12,14 @@ from composable.replication.tensors import ManagedTensors, find_tensors
 __all__ = [
     "BufferSync",
     "Choices",
+    "Delay",
     "ManagedTensors",
     "ReducedParam",
     "Reducer",
     "ReplicateState",
     "broadcast_tensors",
     "check_device_of",
+    "choose_delay",
     "choose_device",
     "find_ignored",
     "find_tensors",

@@ -7,7 +7,14 @@ device; from then on they follow that order.
 from collections.abc import Sequence
 
 from composable.collectives import Transport
-from composable.replication.bucket import FIRST_CAP_BYTES, Bucket, ReducedParam, plan_buckets
+from composable.replication.bucket import (
+    FIRST_CAP_BYTES,
+    Bucket,
+    BucketOptions,
+    Outside,
+    ReducedParam,
+    plan_buckets,
+)
 
 __all__ = ["Arrangement"]
 
@@ -16,65 +23,78 @@ class Arrangement:
     """The buckets of some parameters.
 
     Args:
-        params: What they hold.
+        params: What they hold. Sparse gradients lie in none; the last bucket waits for them, since it has the flags.
         transport: Gives each bucket its key.
-        cap_bytes: Most bytes of a bucket that holds more than one parameter.
+        options: What the user chose.
         tail_numel: Elements behind the gradients of the last bucket.
 
     Attributes:
         buckets: In order of reduction; the list is changed in place.
         bucket_of: That of each parameter; the list is changed in place.
-        is_settled: The order of arrival is known.
+        delayed: Those that wait for the gradient of a parameter in another one.
+        order: The order in which gradients are expected; ``None``: not known.
     """
 
     __slots__ = (
-        "_cap_bytes",
-        "_next_order",
+        "_counts",
+        "_is_stale",
+        "_options",
         "_params",
+        "_sparse",
         "_tail_numel",
         "_transport",
+        "_unused",
         "bucket_of",
         "buckets",
-        "is_settled",
+        "delayed",
+        "order",
     )
 
     def __init__(
-        self, params: Sequence[ReducedParam], transport: Transport, *, cap_bytes: int, tail_numel: int
+        self, params: Sequence[ReducedParam], transport: Transport, options: BucketOptions, *, tail_numel: int
     ) -> None:
         self.buckets: list[Bucket] = []
-        self.bucket_of: list[Bucket] = []
-        self.is_settled = False
+        self.bucket_of: list[Bucket | Outside] = []
+        self.delayed: list[Bucket] = []
+        self.order: list[int] | None = None
         self._params = params
         self._transport = transport
-        self._cap_bytes = cap_bytes
+        self._options = options
         self._tail_numel = tail_numel
-        self._next_order: Sequence[int] | None = None
+        self._sparse = [index for index, item in enumerate(params) if item.is_sparse]
+        self._unused: frozenset[int] = frozenset()
+        self._counts: Sequence[int] | None = None
+        self._is_stale = False
 
     @property
-    def order(self) -> list[int] | None:
-        """The order in which gradients are expected, in which the next backward makes the same buckets."""
-        if not self.is_settled:
-            return None
-        return list(self._next_order or [index for bucket in self.buckets for index in bucket.param_indices])
+    def is_settled(self) -> bool:
+        """The order of arrival is known."""
+        return self.order is not None
 
     def settle(self, order: Sequence[int]) -> None:
         """Expect gradients in this order from the next backward on."""
-        self.is_settled = True
-        self._next_order = order
+        self.order = list(order)
+        self._is_stale = True
+
+    def narrow(self, counts: Sequence[int], unused: Sequence[int]) -> None:
+        """Expect as many gradients of each parameter, and none of ``unused``, from the next backward on."""
+        self._counts = counts
+        self._unused = frozenset(unused)
+        self._is_stale = True
 
     def settle_like(self, other: "Arrangement") -> None:
-        """Expect gradients in the order in which ``other`` does, if that knows one."""
-        order = other.order
-        if order is not None:
-            self.settle(order)
+        """Expect what ``other`` does, if that knows."""
+        if other.order is not None:
+            self.settle(other.order)
+        self._counts, self._unused = other._counts, other._unused
 
     def prepare(self) -> None:
         """Have the buckets of the backward that begins."""
-        if self._next_order is not None:
-            self._rebuild(self._next_order)
-            self._next_order = None
+        if self._is_stale and self.order is not None:
+            self._rebuild(self.order)
+            self._is_stale = False
         elif not self.buckets:
-            in_order, no_bytes = range(len(self._params)), [0] * len(self._params)
+            in_order, no_bytes = self._inside(range(len(self._params))), [0] * len(self._params)
             self._build(plan_buckets(in_order, self._keys(), no_bytes, first_cap_bytes=1, cap_bytes=1))
 
     def dissolve(self) -> None:
@@ -96,7 +116,28 @@ class Arrangement:
                     param.grad = view if grads_as_views else view.clone()
 
     def _keys(self) -> list[object]:
-        return [(item.param.dtype.to_real(), item.param.is_complex(), item.param.device) for item in self._params]
+        delay = self._options.delay
+        return [
+            (
+                item.param.dtype.to_real(),
+                item.param.is_complex(),
+                item.param.device,
+                delay is not None and index in delay.params,
+            )
+            for index, item in enumerate(self._params)
+        ]
+
+    def _inside(self, order: Sequence[int]) -> list[int]:
+        """Return ``order`` with delayed parameters in their place, and without those that are in no bucket."""
+        delay = self._options.delay
+        outside = self._unused.union(self._sparse)
+        return [index for index in (order if delay is None else delay.order(order)) if index not in outside]
+
+    def _arrivals_of(self, group: Sequence[int], *, is_delayed: bool) -> int:
+        """Return what has to arrive until a bucket of ``group`` is full."""
+        if self._counts is not None:
+            return sum(self._counts[index] for index in group) + is_delayed
+        return len(group) + is_delayed
 
     def _rebuild(self, order: Sequence[int]) -> None:
         """Make buckets in order of arrival, and move the gradients that lie in the old ones."""
@@ -111,30 +152,45 @@ class Arrangement:
         self.bucket_of.clear()
         self._build(
             plan_buckets(
-                order,
+                self._inside(order),
                 self._keys(),
                 [item.param.nbytes for item in self._params],
                 first_cap_bytes=FIRST_CAP_BYTES,
-                cap_bytes=self._cap_bytes,
+                cap_bytes=self._options.cap_bytes,
             )
         )
         new_views = {i: v for bucket in self.buckets for i, v in zip(bucket.param_indices, bucket.views, strict=True)}
         for param, index, view in kept:
-            param.grad = new_views[index].copy_(view)
+            param.grad = new_views[index].copy_(view) if index in new_views else view
 
     def _build(self, groups: Sequence[Sequence[int]]) -> None:
         buckets: list[Bucket] = []
+        delay = self._options.delay
+        self.delayed = []
+        groups = groups or [[]]  # The last one has the tail, whatever else it has.
         for number, group in enumerate(groups):
             is_last = number == len(groups) - 1
-            buckets.append(
-                Bucket(
-                    number,
-                    [(index, self._params[index].param) for index in group],
-                    tail_numel=self._tail_numel if is_last else 0,
-                    is_last=is_last,
-                    key=self._transport.allocate_key(),
-                )
+            is_delayed = delay is not None and not delay.params.isdisjoint(group)
+            bucket = Bucket(
+                number,
+                [(index, self._params[index].param) for index in group],
+                tail_numel=self._tail_numel if is_last else 0,
+                is_last=is_last,
+                key=self._transport.allocate_key(),
+                device=self._params[0].param.device,
             )
+            bucket.arrivals = self._arrivals_of(group, is_delayed=is_delayed)
+            if self._options.static_graph and (is_last or self._counts is None):
+                # In a graph that nobody has seen a parameter may get another gradient, and in one that was to be
+                # the same too: the end of backward tells.
+                bucket.arrivals += 1
+            buckets.append(bucket)
+            if is_delayed:
+                self.delayed.append(bucket)
         holder = {index: bucket for bucket in buckets for index in bucket.param_indices}
-        self.bucket_of[:] = [holder[index] for index in range(len(self._params))]
+        attached = [index for index in self._sparse if index not in self._unused]
+        holder |= dict.fromkeys(attached, buckets[-1])
+        buckets[-1].arrivals += self._arrivals_of(attached, is_delayed=False)
+        outside = Outside()
+        self.bucket_of[:] = [holder.get(index, outside) for index in range(len(self._params))]
         self.buckets[:] = buckets

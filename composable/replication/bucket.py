@@ -3,6 +3,7 @@
 Source: PyTorch Distributed, arXiv 2006.15704.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from torch import nn
 from composable.errors import UsageError, place_of_rank
 from composable.torch_private import foreach_copy_, foreach_mul_
 
-__all__ = ["FIRST_CAP_BYTES", "Bucket", "BucketOptions", "ReducedParam", "plan_buckets"]
+__all__ = ["FIRST_CAP_BYTES", "Bucket", "BucketOptions", "Delay", "Outside", "ReducedParam", "plan_buckets"]
 
 FIRST_CAP_BYTES = 2**20
 # Every parameter starts at a multiple of this: vectorised kernels want 16, cache lines 64.
@@ -31,11 +32,33 @@ class ReducedParam:
         fqn: Its name below the annotated module.
         param: The parameter itself.
         module_index: Which of the annotated modules it belongs to.
+        is_sparse: Its gradient is sparse, and in no bucket.
     """
 
     fqn: str
     param: nn.Parameter
     module_index: int = 0
+    is_sparse: bool = False
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Gradients that are not sent before that of another parameter has arrived.
+
+    Attributes:
+        params: Whose gradients, by their place among all.
+        trigger: Which parameter they wait for.
+    """
+
+    params: frozenset[int]
+    trigger: int
+
+    def order(self, order: Sequence[int]) -> list[int]:
+        """Return an order of arrival with the delayed ones behind the one they wait for."""
+        at = list(order).index(self.trigger) + 1
+        before = [index for index in order[:at] if index not in self.params]
+        after = [index for index in order[at:] if index not in self.params]
+        return [*before, *(index for index in order if index in self.params), *after]
 
 
 @dataclass(frozen=True)
@@ -46,11 +69,15 @@ class BucketOptions:
         cap_bytes: Most bytes of a bucket that holds more than one parameter.
         find_unused: Parameters without a gradient are no error.
         grads_as_views: After backward ``param.grad`` is a view of its bucket, not a copy.
+        static_graph: Every backward gives the same parameters as many gradients.
+        delay: Gradients that wait for another; ``None``: none do.
     """
 
     cap_bytes: int = 25 * 2**20
     find_unused: bool = False
     grads_as_views: bool = True
+    static_graph: bool = False
+    delay: Delay | None = None
 
 
 def plan_buckets(
@@ -96,23 +123,31 @@ class Bucket:
     Attributes:
         param_indices: Which parameters it holds, in order.
         views: Where each gradient lies: the parameter's shape, and its strides if it is dense.
-        pending: Gradients that have not arrived in this round.
+        arrivals: What has to arrive in a round until it is full: as a rule, a gradient of each parameter.
+        pending: What of it has not.
         flat: All of it, the tail included.
         tail: ``tail_numel`` elements behind the gradients.
         key: Of its all-reduce.
     """
 
     def __init__(
-        self, index: int, members: Sequence[tuple[int, nn.Parameter]], *, tail_numel: int, is_last: bool, key: int
+        self,
+        index: int,
+        members: Sequence[tuple[int, nn.Parameter]],
+        *,
+        tail_numel: int,
+        is_last: bool,
+        key: int,
+        device: torch.device | None = None,
     ) -> None:
         self.param_indices = [param_index for param_index, _ in members]
         self._params = [param for _, param in members]
         self._index = index
         self._is_last = is_last
         self.key = key
-        self.pending = len(members)
-        first = self._params[0]
-        dtype = first.dtype.to_real()
+        self.arrivals = self.pending = len(members)
+        # Without parameters, where all gradients are sparse, it is there for its tail.
+        dtype = self._params[0].dtype.to_real() if self._params else torch.float32
         step = _ALIGN_BYTES // dtype.itemsize
         starts = []
         gaps = []
@@ -123,7 +158,9 @@ class Bucket:
             stop += -(-(end - stop) // step) * step
             gaps.append((end, stop))
         # Zeros, since what lies between the gradients is reduced too.
-        self.flat = torch.zeros(stop + tail_numel, dtype=dtype, device=first.device)
+        self.flat = torch.zeros(
+            stop + tail_numel, dtype=dtype, device=self._params[0].device if self._params else device
+        )
         self._data = self.flat[:stop]
         self.tail = self.flat[stop:]
         self._hook_buffer = self._data
@@ -222,6 +259,17 @@ class Bucket:
         grads = [grad for grad, view in pairs if grad is not None and grad is not view]
         if grads:
             foreach_copy_(grads, [view for grad, view in pairs if grad is not None and grad is not view])
+
+
+class Outside:
+    """Stands in for the bucket of parameters that are in none: never full, never sent."""
+
+    def __init__(self) -> None:
+        self.pending = 0  # Becomes less with each arrival, and so never zero again.
+
+    def index(self) -> int:
+        """Return a place behind those of all buckets."""
+        return sys.maxsize
 
 
 def _view_for(flat: torch.Tensor, start: int, param: nn.Parameter) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.wording import count_text, list_text, ranks_text
 
-__all__ = ["after_close", "backward_error", "copied_inside", "hook_failed", "second_gradient"]
+__all__ = ["after_close", "backward_error", "copied_inside", "graph_changed", "hook_failed", "second_gradient"]
 
 _MAX_NAMES_SHOWN = 10
 _FIX_UNUSED = (
@@ -54,12 +54,50 @@ def backward_error(
     return UsageError("\n".join(lines), at=place_of_rank(), fix=fix)
 
 
-def second_gradient(fqn: str) -> UsageError:
+def graph_changed(
+    changes: Sequence[tuple[str, int, int]], elsewhere: Sequence[str], others: Sequence[int]
+) -> UsageError:
+    """Return the error for a backward that is not like the first, though it was promised to be.
+
+    Args:
+        changes: (FQN, gradients now, gradients in the first backward) of what is different on this rank.
+        elsewhere: FQNs of which other ranks have a gradient than then; shown only where nothing is different here.
+        others: Other ranks where something is different.
+    """
+    lines = []
+    if changes:
+        shown = [f"{fqn!r} ({count_text(now, 'gradient')}, {then} then)" for fqn, now, then in changes]
+        more = f" and {len(shown) - _MAX_NAMES_SHOWN} more" if len(shown) > _MAX_NAMES_SHOWN else ""
+        lines.append(
+            "this backward is not like the first one, as static_graph=True says: "
+            f"{', '.join(shown[:_MAX_NAMES_SHOWN])}{more}"
+        )
+        if others:
+            lines.append(f"    nor is that of {ranks_text(others)}")
+    else:
+        names = f": {list_text(elsewhere, _MAX_NAMES_SHOWN)}" if elsewhere else ""
+        lines.append(
+            f"the backward of {ranks_text(others)} is not like the first one, as static_graph=True says{names}"
+        )
+    return UsageError(
+        "\n".join(lines),
+        at=place_of_rank(),
+        fix="drop the gradients of this step; use the same parameters in every step, or find_unused_parameters=True",
+    )
+
+
+def second_gradient(fqn: str, *, is_static: bool) -> UsageError:
     """Return the error for a gradient that arrives when the parameter's first was sent."""
+    if is_static:
+        return UsageError(
+            "a parameter got more gradients in one backward than in the first one, as static_graph=True says",
+            at=f"{place_of_rank()}, parameter {fqn!r}",
+            fix="drop the gradients of this step, and use the same parameters in every step",
+        )
     return UsageError(
         "a parameter got a second gradient in one backward, after the first was sent to the other ranks",
         at=f"{place_of_rank()}, parameter {fqn!r}",
-        fix="use activation checkpointing with use_reentrant=False",
+        fix="use activation checkpointing with use_reentrant=False, or pass static_graph=True",
     )
 
 

@@ -1,15 +1,16 @@
 """What the user chose for one ``replicate``, checked."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
+from torch import nn
 
 from composable.arguments import check_bool, check_device, check_number, described
 from composable.errors import ConfigError, place_of_rank
-from composable.replication.bucket import BucketOptions
+from composable.replication.bucket import BucketOptions, Delay
 
-__all__ = ["Choices", "check_device_of", "choose_device"]
+__all__ = ["Choices", "check_device_of", "choose_delay", "choose_device"]
 
 # Each rank may choose for itself.
 _LOCAL = {"gradient_as_bucket_view"}
@@ -29,9 +30,10 @@ class Choices:
     forward_sync_buffers: bool | None = None
     init_sync: bool = True
     gradient_as_bucket_view: bool = True
+    static_graph: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("find_unused_parameters", "init_sync", "gradient_as_bucket_view"):
+        for name in ("find_unused_parameters", "init_sync", "gradient_as_bucket_view", "static_graph"):
             check_bool(name, getattr(self, name))
         for name in ("broadcast_buffers", "forward_sync_buffers"):
             check_bool(name, getattr(self, name), or_none=True)
@@ -58,12 +60,14 @@ class Choices:
         """Buffers are broadcast before each training forward."""
         return self.broadcast_buffers is not False and self.forward_sync_buffers is not False
 
-    def bucket_options(self) -> BucketOptions:
+    def bucket_options(self, delay: Delay | None) -> BucketOptions:
         """Return what the reducer reads."""
         return BucketOptions(
             cap_bytes=int(min(self.bucket_cap_mb, 2**40) * 2**20),
             find_unused=self.find_unused_parameters,
             grads_as_views=self.gradient_as_bucket_view,
+            static_graph=self.static_graph,
+            delay=delay,
         )
 
 
@@ -103,3 +107,49 @@ def check_device_of(params: Sequence[tuple[str, torch.Tensor]], device: torch.de
                 at=f"{place_of_rank()}, parameter {fqn!r}",
                 fix=f"move the module there first, or pass device_ids=[{str(param.device)!r}] or none",
             )
+
+
+def choose_delay(
+    named: object, trigger: object, params: Sequence[tuple[str, nn.Parameter]]
+) -> tuple[tuple[str, ...], str] | None:
+    """Return the FQNs of parameters whose gradients wait for that of another one, and its; ``None``: none do.
+
+    Args:
+        named: ``delay_all_reduce_named_params``: (name, parameter) pairs.
+        trigger: ``param_to_hook_all_reduce``.
+        params: FQNs and parameters of which gradients are averaged.
+
+    Raises:
+        ConfigError: Only one of the two is given, or a parameter is none of ``params``.
+    """
+    if named is None and trigger is None:
+        return None
+    if named is None or trigger is None:
+        raise ConfigError(
+            "one of delay_all_reduce_named_params and param_to_hook_all_reduce is given without the other",
+            at=place_of_rank(),
+            fix="pass both, or none",
+        )
+    name = "delay_all_reduce_named_params"
+    fix = "pass a list of pairs as named_parameters() gives them"
+    if not isinstance(named, Iterable) or isinstance(named, str | Mapping | torch.Tensor | nn.Module):
+        raise ConfigError(f"{name} is {described(named)}", at=place_of_rank(), fix=fix)
+    fqns = {id(param): fqn for fqn, param in params}
+    found = []
+    for pair in named:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[1], nn.Parameter):
+            raise ConfigError(f"{name} holds {described(pair)}", at=place_of_rank(), fix=fix)
+        if id(pair[1]) not in fqns:
+            raise _not_averaged(f"{name} holds {pair[0]!r}")
+        found.append(fqns[id(pair[1])])
+    if not isinstance(trigger, nn.Parameter) or id(trigger) not in fqns:
+        raise _not_averaged(f"param_to_hook_all_reduce is {described(trigger)}")
+    return (tuple(found), fqns[id(trigger)]) if found else None
+
+
+def _not_averaged(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what}, whose gradient replicate does not average here",
+        at=place_of_rank(),
+        fix="pass parameters of the module that require a gradient and are neither ignored nor sparse",
+    )

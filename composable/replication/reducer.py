@@ -23,9 +23,18 @@ import torch
 from composable.collectives import Grid, Transport
 from composable.replication.arrangement import Arrangement
 from composable.replication.bucket import Bucket, BucketOptions, ReducedParam
-from composable.replication.complaints import after_close, backward_error, copied_inside, hook_failed, second_gradient
+from composable.replication.complaints import (
+    after_close,
+    backward_error,
+    copied_inside,
+    graph_changed,
+    hook_failed,
+    second_gradient,
+)
 from composable.replication.round import Round
 from composable.replication.sender import Sender
+from composable.replication.sparse import SparseGradients
+from composable.replication.static_graph import StaticGraph
 from composable.replication.tail import Report, Tail
 from composable.storage import Registration, copied_registrations, nearest
 from composable.torch_hooks import Ending, next_ending_number
@@ -37,6 +46,7 @@ __all__ = ["Reducer"]
 # What a rank tells the others besides how many parameters have no gradient.
 _STOPPED = -1
 _HOOK_FAILED = -2
+_GRAPH_CHANGED = -3
 
 
 class Reducer:
@@ -84,9 +94,9 @@ class Reducer:
         self._kept = bytearray(len(params))  # Arrived since the last round, without synchronisation.
         self._tail = Tail(len(params), transport.rank, transport.world_size)
         self._sender = Sender(transport)
-        self._arrangement = Arrangement(
-            self.params, transport, cap_bytes=options.cap_bytes, tail_numel=self._tail.numel
-        )
+        self._sparse = SparseGradients([item.param for item in params if item.is_sparse], transport, self._scale)
+        self._static = StaticGraph() if options.static_graph else None
+        self._arrangement = Arrangement(self.params, transport, options, tail_numel=self._tail.numel)
         self._bucket_of = self._arrangement.bucket_of  # changed in place
 
     @property
@@ -147,6 +157,7 @@ class Reducer:
         twin._kept[:] = self._kept
         twin.register_comm_hooks(copied_registrations(self.comm_hooks, memo))
         twin._arrangement.settle_like(self._arrangement)
+        twin._static = None if self._static is None else self._static.copied()
         return twin
 
     def close(self) -> None:
@@ -170,7 +181,7 @@ class Reducer:
         self._transport.begin_all_reduce(flags, self._order_key).finish()
         is_any, *has_grad = flags.tolist()
         for item, is_there in zip(self.params, has_grad, strict=True):
-            if is_any and is_there:
+            if is_any and is_there and not item.is_sparse:
                 if item.param.grad is None:
                     item.param.grad = torch.zeros_like(item.param)
                 grad = item.param.grad.detach()
@@ -178,6 +189,8 @@ class Reducer:
                 self._transport.begin_all_reduce(whole.view(-1), self._order_key, scale=self._scale).finish()
                 if whole is not grad:
                     grad.copy_(whole)
+        if is_any:
+            self._sparse.average()
         self._forget_kept()
 
     @property
@@ -221,7 +234,10 @@ class Reducer:
 
     def arrivals(self) -> Iterator[Callable[[torch.Tensor], None]]:
         """Yield what each parameter must call once its ``grad`` has this backward's gradient in it."""
-        return (self._make_arrival(index) for index in range(len(self.params)))
+        delay = self.options.delay
+        for index in range(len(self.params)):
+            arrive = self._make_arrival(index)
+            yield arrive if delay is None or index != delay.trigger else self._make_release(index, arrive)
 
     def start(self) -> None:
         """End a backward: start the reduction of what is left."""
@@ -234,8 +250,11 @@ class Reducer:
                 self._kept[index] = 1
             self._round.close()
             return
-        missing = [] if self.options.find_unused else self._round.missing(self.params, self._kept)
+        accepts = self.options.find_unused or self._static is not None
+        missing = [] if accepts else self._round.missing(self.params, self._kept)
         self._round.complaint = len(missing)
+        if self._static is not None and self._static.changes(self._round.seen):
+            self._round.complaint = _GRAPH_CHANGED
         self._missing = missing
         with torch.no_grad():
             for bucket in self.buckets[self._round.sent :]:
@@ -256,7 +275,7 @@ class Reducer:
         self._round.close()
         if failure is not None:
             raise hook_failed(failure, self.params[0].fqn)
-        if missing or (report is not None and any(report.complaints)):
+        if missing or self._round.complaint or (report is not None and any(report.complaints)):
             raise self._error_of(missing, report or Report((), ()))
 
     def _make_arrival(self, index: int) -> Callable[[torch.Tensor], None]:
@@ -284,14 +303,35 @@ class Reducer:
 
         return arrive
 
+    def _make_release(self, index: int, arrive: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        """Return the arrival of the parameter that others wait for."""
+        own_round, find_reducer = self._round, weakref.ref(self)
+
+        @opaque
+        def release(grad: torch.Tensor) -> None:
+            arrive(grad)
+            reducer = find_reducer()
+            if reducer is not None and own_round.seen[index] == 1:
+                for bucket in reducer._arrangement.delayed:
+                    bucket.pending -= 1
+                reducer._launch_full()
+
+        return release
+
     def _arrive_again(self, index: int) -> None:
-        """Accept a second gradient in one backward as long as the first has not been sent.
+        """Accept another gradient in one backward as long as the first has not been sent.
 
         Raises:
             UsageError: It has been.
         """
-        if self._round.synchronises and self._arrangement.bucket_of[index].index() < self._round.sent:
-            raise second_gradient(self.params[index].fqn)
+        self._round.seen[index] += 1
+        bucket = self._arrangement.bucket_of[index]
+        if self._round.synchronises and bucket.index() < self._round.sent:
+            raise second_gradient(self.params[index].fqn, is_static=self._static is not None)
+        if self._static is not None and self._static.allows(index, self._round.seen[index]):
+            bucket.pending -= 1
+            if not bucket.pending:
+                self._launch_full()
 
     def _open(self) -> None:
         """Begin a backward."""
@@ -323,6 +363,7 @@ class Reducer:
                     bucket.flat.zero_()
                     self._send(bucket)
                 self._sender.finish()
+                self._sparse.average(is_stopped=True)
                 for bucket in self.buckets:
                     bucket.flat.zero_()
                 self._end_round()
@@ -364,6 +405,7 @@ class Reducer:
     def _finish_round(self) -> Report | None:
         """Wait for all buckets, and give every parameter its average; returns what ``Tail.read`` does."""
         self._sender.finish()
+        self._sparse.average()
         if not self.options.grads_as_views:
             for bucket in self.buckets:
                 bucket.unpack()
@@ -372,7 +414,17 @@ class Reducer:
         if not self._round.is_complete:
             self._arrangement.adopt_averages(tail.tolist(), grads_as_views=self.options.grads_as_views)
         self._end_round()
+        if self._static is not None and self._static.counts is None:
+            self._learn_graph(tail)
         return report
+
+    def _learn_graph(self, tail: torch.Tensor) -> None:
+        """Take this round as the one that all others are like, if it went well on every rank."""
+        values = tail.tolist()
+        assert self._static is not None, "asked for"
+        if not any(values[len(self.params) :]):
+            self._static.learn(self._round.seen, values[: len(self.params)])
+            self._arrangement.narrow(self._round.seen.copy(), self._static.unused())
 
     def _end_round(self) -> None:
         self._forget_kept()
@@ -393,9 +445,19 @@ class Reducer:
         return agreed
 
     def _error_of(self, missing: Sequence[int], report: Report) -> Exception:
-        """Return the error for the parameters that are missing here, or for those missing elsewhere."""
+        """Return the error for what went wrong here, or for what did elsewhere."""
         ranks = sorted(self._grid.everyone.numbers)  # As the transport has them.
         told = list(zip(ranks, report.complaints, strict=False))
+        if self._static is not None:
+            changes = [
+                (self.params[index].fqn, now, then) for index, now, then in self._static.changes(self._round.seen)
+            ]
+            changed = [rank for rank, value in told if value == _GRAPH_CHANGED]
+            if changes or changed:
+                elsewhere = [self.params[index].fqn for index in self._static.changes_elsewhere(report.used)]
+                return graph_changed(
+                    changes, elsewhere, [rank for rank in changed if rank != ranks[self._transport.rank]]
+                )
         # Flags are added up over the ranks; in bfloat16 the names of few among many ranks may be lost.
         full = self._transport.world_size - 0.5
         return backward_error(

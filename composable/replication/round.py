@@ -23,7 +23,7 @@ class Round:
         is_open: The backward is running, and a gradient arrived in it; or an exception stopped it just now.
         synchronises: It averages gradients.
         was_stopped: The last backward ended by an exception, and nobody has put things right since.
-        seen: For each parameter, whether its gradient arrived.
+        seen: For each parameter, how many gradients of it arrived.
         order: Parameters in the order of arrival.
         sent: How many buckets were started, which is the index of the next.
         accumulates: Gradients are added to those of the parameters, which ``torch.autograd.grad`` does not do.
@@ -48,7 +48,7 @@ class Round:
         self.is_open = False
         self.synchronises = True
         self.was_stopped = False
-        self.seen = bytearray(numel)
+        self.seen = [0] * numel
         self.order: list[int] = []
         self.sent = 0
         self.accumulates = False
@@ -64,14 +64,14 @@ class Round:
 
     def clear(self, buckets: Sequence[Bucket], *, synchronises: bool) -> None:
         """Make this the state of a backward in which nothing has arrived."""
-        self.seen[:] = bytes(len(self.seen))
+        self.seen[:] = [0] * len(self.seen)
         self.order.clear()
         self._armed_modules.clear()
         self.sent = 0
         self.accumulates = False
         self.complaint = 0
         for bucket in buckets:
-            bucket.pending = len(bucket.param_indices)
+            bucket.pending = bucket.arrivals
         self.synchronises = synchronises
 
     def open(self, end: Callable[[], None]) -> None:

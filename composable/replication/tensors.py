@@ -31,12 +31,14 @@ class ManagedTensors:
         buffers: The slots of the buffers, each tensor once.
         lines: One text per parameter and buffer, to compare between ranks.
         modules: The modules whose own tensors these are.
+        sparse: The ids of the parameters that get sparse gradients.
     """
 
     params: list[tuple[str, nn.Parameter, int]] = field(default_factory=list)
     buffers: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
+    sparse: set[int] = field(default_factory=set)
 
 
 def find_tensors(modules: Sequence[nn.Module], ignored: Ignored, device_type: str) -> ManagedTensors:
@@ -61,7 +63,9 @@ def find_tensors(modules: Sequence[nn.Module], ignored: Ignored, device_type: st
             path = f"{prefix}.{path}".strip(".")
             managed.modules.append(visited)
             _check_alone(visited)
-            _check_sparse(path, visited)
+            if isinstance(visited, nn.Embedding | nn.EmbeddingBag) and visited.sparse:
+                managed.sparse.add(id(visited.weight))
+                managed.lines.append(f"sparse gradients of module {path!r}")
             for name, param in visited._parameters.items():
                 if param is not None and id(param) not in seen:
                     seen.add(id(param))
@@ -197,13 +201,4 @@ def _check_tensor(kind: str, fqn: str, tensor: torch.Tensor, device_type: str | 
             f"{kind} is on {tensor.device}, and gradients are averaged on {device_type}",
             at=place,
             fix=f"move the module to {device_type}, or pass a mesh of device type {tensor.device.type!r}",
-        )
-
-
-def _check_sparse(path: str, module: nn.Module) -> None:
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
-        raise ConfigError(
-            f"{type(module).__name__} gives sparse gradients, which replicate cannot average",
-            at=f"{place_of_rank()}, module {path!r}",
-            fix="build it with sparse=False, or ignore it",
         )

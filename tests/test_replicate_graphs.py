@@ -1,0 +1,298 @@
+"""``static_graph`` and delayed all-reduces of ``replicate``: numbers, beside torch's wrapper, and what is refused."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from composable import ConfigError, UsageError, no_sync, replicate
+from composable.replicate import register_comm_hook
+from tests.models import BATCH, DIM, random_input, seeded
+from tests.world import run_ranks, run_threads
+
+TINY_CAP_MB = 100 / 2**20
+
+
+class Looped(nn.Module):
+    """A block that runs several times below reentrant checkpoints, and a branch that some steps use."""
+
+    def __init__(self, rounds: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.block = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh())
+        self.branch = nn.Linear(DIM, DIM)
+        self.last = nn.Linear(DIM, 1)
+        self.rounds = rounds
+        self.uses_branch = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(self.rounds):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return self.last(self.branch(x) if self.uses_branch else x)
+
+
+def looped() -> Looped:
+    return seeded(Looped, 0)
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
+
+
+def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    return model(random_input(100 * step + rank, BATCH, DIM)).square().mean()
+
+
+def expected(step: int, world_size: int, *, forwards: int = 1) -> dict[str, torch.Tensor]:
+    model = looped()
+    for rank in range(world_size):
+        for number in range(forwards):
+            (loss_at(model, step + number, rank) / world_size).backward()
+    return gradients_of(model)
+
+
+# -- static_graph
+
+
+def train_looped(*, as_ddp: bool = False, forwards: int = 1, **options: Any) -> dict[str, torch.Tensor]:
+    model = looped()
+    whole: Any = DistributedDataParallel(model, static_graph=True) if as_ddp else model
+    if not as_ddp:
+        replicate(model, static_graph=True, bucket_cap_mb=TINY_CAP_MB, **options)
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(4):
+        model.zero_grad(set_to_none=step % 2 == 0)
+        sum(loss_at(whole, step + number, rank) for number in range(forwards)).backward()
+        found = gradients_of(model)
+        torch.testing.assert_close(found, expected(step, world_size, forwards=forwards))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_static_graph_may_give_a_parameter_several_gradients_in_one_backward(world_size: int) -> None:
+    run_threads(train_looped, world_size)
+
+
+@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": False}, {"find_unused_parameters": True}])
+def test_a_static_graph_goes_with_other_options(options: dict[str, bool]) -> None:
+    run_threads(train_looped, 2, **options)
+
+
+def test_a_static_graph_gives_the_gradients_of_torchs_wrapper() -> None:
+    ours, theirs = run_ranks(train_looped, 2), run_ranks(train_looped, 2, as_ddp=True)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_several_forwards_before_one_backward_are_one_step_of_a_static_graph() -> None:
+    run_threads(train_looped, 2, forwards=3)
+
+
+def accumulate_static() -> None:
+    model = replicate(looped(), static_graph=True, bucket_cap_mb=TINY_CAP_MB)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for _ in range(3):
+        model.zero_grad()
+        with no_sync(model):
+            loss_at(model, 0, rank).backward()
+        loss_at(model, 1, rank).backward()
+        torch.testing.assert_close(gradients_of(model), expected(0, world_size, forwards=2))
+
+
+def test_a_static_graph_accumulates_without_synchronisation() -> None:
+    run_threads(accumulate_static, 2)
+
+
+def buckets_of_a_static_graph() -> list[str]:
+    model = replicate(looped(), static_graph=True)
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        for step in range(2):
+            loss_at(one, step, dist.get_rank()).backward()
+    twin = copy.deepcopy(model)
+    loss_at(twin, 2, dist.get_rank()).backward()
+    reducer = replicate.state(twin).reducer
+    return [reducer.params[index].fqn for bucket in reducer.buckets for index in bucket.param_indices]
+
+
+def test_what_no_rank_uses_is_in_no_bucket_of_a_static_graph() -> None:
+    for fqns in run_threads(buckets_of_a_static_graph, 2):
+        assert sorted(fqns) == [
+            "block.0.bias",
+            "block.0.weight",
+            "first.bias",
+            "first.weight",
+            "last.bias",
+            "last.weight",
+        ]
+
+
+def change_graph(kind: str) -> str:
+    model = looped()
+    model.uses_branch = kind == "fewer"
+    replicate(model, static_graph=True)
+    rank = dist.get_rank()
+    loss_at(model, 0, rank).backward()
+    loss_at(model, 1, rank).backward()
+    model.zero_grad()
+    if rank == 1:
+        model.uses_branch = kind == "more"
+        model.rounds = 2 if kind == "other" else 3
+    with pytest.raises(UsageError) as caught:
+        loss_at(model, 2, rank).backward()
+    # The next step is fine again.
+    model.uses_branch, model.rounds = kind == "fewer", 3
+    model.zero_grad()
+    loss_at(model, 3, rank).backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("fewer", "'branch.weight' (0 gradients, 1 then), 'branch.bias' (0 gradients, 1 then)"),
+        ("more", "'branch.weight' (1 gradient, 0 then), 'branch.bias' (1 gradient, 0 then)"),
+        ("other", "'block.0.weight' (2 gradients, 3 then), 'block.0.bias' (2 gradients, 3 then)"),
+    ],
+)
+def test_another_graph_than_the_first_is_an_error_on_every_rank(kind: str, what: str) -> None:
+    told, own = run_threads(change_graph, 2, kind)
+    assert own.splitlines()[:2] == [
+        f"this backward is not like the first one, as static_graph=True says: {what}",
+        "  at:  rank 1",
+    ]
+    names = "" if kind == "other" else ": 'branch.weight', 'branch.bias'"
+    assert told.splitlines()[:2] == [
+        f"the backward of rank 1 is not like the first one, as static_graph=True says{names}",
+        "  at:  rank 0",
+    ]
+
+
+# -- delayed all-reduces
+
+
+class Wide(nn.Module):
+    """A chain, whose gradients arrive from the end to the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def wide() -> Wide:
+    return seeded(Wide, 0)
+
+
+def delay(model: Wide) -> dict[str, Any]:
+    """Let the last two gradients, which come first, wait for that of layer 1."""
+    named = [(fqn, param) for fqn, param in model.named_parameters() if fqn in ("layers.2.weight", "layers.3.weight")]
+    return {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": model.layers[1].weight}
+
+
+def train_delayed(*, as_ddp: bool) -> dict[str, torch.Tensor]:
+    model, plain = wide(), wide()
+    whole: Any = DistributedDataParallel(model, **delay(model)) if as_ddp else replicate(model, **delay(model))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        model.zero_grad()
+        plain.zero_grad()
+        loss_at(whole, step, rank).backward()
+        for other in range(world_size):
+            (loss_at(plain, step, other) / world_size).backward()
+        found = gradients_of(model)
+        if not as_ddp:
+            torch.testing.assert_close(found, gradients_of(plain))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_with_a_delayed_all_reduce_equal_those_of_one_process(world_size: int) -> None:
+    run_threads(train_delayed, world_size, as_ddp=False)
+
+
+def test_a_delayed_all_reduce_gives_the_gradients_of_torchs_wrapper() -> None:
+    ours, theirs = run_ranks(train_delayed, 2, as_ddp=False), run_ranks(train_delayed, 2, as_ddp=True)
+    torch.testing.assert_close(ours, theirs)
+
+
+def events_of_a_delayed_backward() -> list[str]:
+    model = wide()
+    names = {id(param): fqn.split(".")[1] for fqn, param in model.named_parameters()}
+    events: list[str] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: events.append(f"gradient {names[id(param)]}"))
+    replicate(model, bucket_cap_mb=TINY_CAP_MB, **delay(model))
+
+    def hook(state: None, bucket: Any) -> torch.futures.Future[Any]:
+        events.append(f"send {' '.join(names[id(param)] for param in bucket.parameters())}")
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    register_comm_hook(model, None, hook)
+    for step in range(3):
+        events.clear()
+        loss_at(model, step, 0).backward()
+    return events
+
+
+def test_delayed_gradients_are_sent_when_that_of_the_chosen_parameter_is_there() -> None:
+    (events,) = run_threads(events_of_a_delayed_backward, 1)
+    assert events == [
+        *("gradient 3", "gradient 2", "gradient 1", "send 1", "send 3", "send 2", "gradient 0", "send 0"),
+    ]
+
+
+def refuse_delay(case: str) -> str:
+    model = wide()
+    params = delay(model)
+    name, hooked = params
+    wrong: dict[str, dict[str, Any]] = {
+        "alone": {name: params[name]},
+        "trigger alone": {hooked: params[hooked]},
+        "no pairs": {**params, name: [model.layers[0].weight]},
+        "no list": {**params, name: 3},
+        "other": {**params, name: [("other", nn.Linear(2, 2).weight)]},
+        "other trigger": {**params, hooked: nn.Linear(2, 2).weight},
+        "ignored": {**params, "ignored_params": [params[hooked]]},
+    }
+    with pytest.raises(ConfigError) as caught:
+        replicate(model, **(wrong[case] if dist.get_rank() == 1 else params))
+    assert replicate.state(model) is None
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("alone", "one of delay_all_reduce_named_params and param_to_hook_all_reduce is given without the other"),
+        (
+            "trigger alone",
+            "one of delay_all_reduce_named_params and param_to_hook_all_reduce is given without the other",
+        ),
+        ("no pairs", "delay_all_reduce_named_params holds a torch.nn.parameter.Parameter"),
+        ("no list", "delay_all_reduce_named_params is 3"),
+        ("other", "delay_all_reduce_named_params holds 'other', whose gradient replicate does not average here"),
+        (
+            "other trigger",
+            "param_to_hook_all_reduce is a torch.nn.parameter.Parameter, whose gradient replicate does not average here",
+        ),
+        (
+            "ignored",
+            "param_to_hook_all_reduce is a torch.nn.parameter.Parameter, whose gradient replicate does not average here",
+        ),
+    ],
+)
+def test_a_delay_that_cannot_be_is_an_error_on_every_rank(case: str, what: str) -> None:
+    for text in run_threads(refuse_delay, 2, case):
+        assert text.splitlines()[:2] == [what, "  at:  rank 1"]
