@@ -33,6 +33,7 @@ from composable.planning import (
 from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.ragged import RaggedDTensor, fallback_counts, strict_mode
 from composable.replicate import replicate
+from composable.replicate_module import ReplicateModule
 from composable.saving import (
     BucketLayout,
     ParamBucket,
@@ -69,6 +70,7 @@ __all__ = [
     "ParamBucket",
     "RaggedDTensor",
     "RaggedShard",
+    "ReplicateModule",
     "SaveHandle",
     "SavedCheckpoint",
     "ShardPlan",

@@ -5,7 +5,6 @@ import changed.
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from composable.arguments import check_bool, check_device, check_module, described
+from composable.class_swap import ClassSwap, original_class
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import is_asked_by_pipeline
@@ -48,10 +48,10 @@ class FSDPModule(FSDPSettings, ReductionControl):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # `sequential[:2]` builds `type(sequential)(...)`: the slice is a plain container again.
-        return _original_class(cls)(*args, **kwargs)
+        return original_class(cls)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
-        return copy_module(managed(self)[0], _original_class(type(self)), memo)
+        return copy_module(managed(self)[0], original_class(type(self)), memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError(
@@ -204,33 +204,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, MethodType(call, module))
 
 
-def add_mixin(module: nn.Module) -> None:
-    """Give ``module`` the methods of ``FSDPModule``; its class is swapped for a subclass."""
-    module.__class__ = _class_with_mixin(type(module))
-
-
-def remove_mixin(module: nn.Module) -> None:
-    """Undo ``add_mixin``."""
-    if isinstance(module, FSDPModule):
-        module.__class__ = _original_class(type(module))
-
-
-# Weakly: torch.fx makes a class for each module.
-_CLASSES: "weakref.WeakKeyDictionary[type[nn.Module], weakref.ref[type[nn.Module]]]" = weakref.WeakKeyDictionary()
-
-
-def _original_class(cls: type) -> Any:
-    """Return the class that a module had before it was annotated."""
-    return cls.__bases__[1]
-
-
-def _class_with_mixin(cls: type[nn.Module]) -> type[nn.Module]:
-    known = _CLASSES.get(cls)
-    found = None if known is None else known()
-    if found is None:
-        found = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
-        _CLASSES[cls] = weakref.ref(found)
-    return found
+_SWAP = ClassSwap(FSDPModule, "FSDP")
+add_mixin = _SWAP.add
+remove_mixin = _SWAP.remove
 
 
 def _check_convertible(handle: Handle, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

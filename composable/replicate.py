@@ -20,6 +20,7 @@ from composable.collectives import Grid, annotating, resolve_ranks
 from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
 from composable.fqns import describe_module
+from composable.replicate_module import add_replicate_mixin
 from composable.replication import (
     BufferSync,
     Choices,
@@ -76,6 +77,8 @@ def replicate(
     buffers become those of the first rank; from then on every backward leaves in each
     ``param.grad`` the mean over the ranks, so that equal optimizers keep the ranks equal.
     Every rank must run the module in every step: one that skips it makes the others wait.
+
+    ``module`` gains the methods of ``ReplicateModule``: its class is swapped for a subclass.
 
     Submodules that carry ``fully_shard`` or ``replicate`` already stay as they are. So do parameters
     and buffers that are to be ignored by the mark of torch on ``module``
@@ -205,6 +208,8 @@ def _execute(
         if device is not None and device.type != "cpu":
             state.hook_handles += move_inputs(module, device)
     state.watch()
+    for module in state.modules:
+        add_replicate_mixin(module)
 
 
 def _delay_of(params: Sequence[ReducedParam], delayed: Sequence[str], trigger: str) -> Delay:

@@ -24,6 +24,7 @@ from composable.fsdp_module import remove_mixin
 from composable.planning import mark_replaced
 from composable.ragged import collect_full
 from composable.registrations import leave_alone
+from composable.replicate_module import remove_replicate_mixin
 from composable.replication import ReplicateState
 from composable.runtime import AnnotatedPart, FullyShardState
 from composable.storage import Handle, ShardedParam, handle_of, reaches_out
@@ -189,6 +190,7 @@ class _Removal:
             annotation.close()
             for module in annotation.modules:
                 remove_annotation(module, "replicate")
+                remove_replicate_mixin(module)
         for module in self._checkpointed:
             restore_forward(module)
             remove_annotation(module, "checkpoint")

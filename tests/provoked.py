@@ -238,7 +238,22 @@ def replicate_a_list_of_modules(_: str) -> None:
 
 
 def replicate_sparse_gradients(_: str) -> None:
-    replicate(nn.Embedding(8, 4, sparse=True))
+    def run(model: Two, x: torch.Tensor) -> torch.Tensor:
+        return model.b(nn.functional.embedding(torch.tensor([1, 2]), model.a.weight, sparse=True)) + model.a.bias
+
+    replicate(Two(run))(inputs()).sum().backward()
+
+
+def change_a_static_graph(_: str) -> None:
+    model = replicate(Two(lambda model, x: model.b(model.a(x))), static_graph=True)
+    model(inputs()).sum().backward()
+    model.run = lambda model, x: model.a(x)
+    model(inputs()).sum().backward()
+
+
+def delay_for_nothing(_: str) -> None:
+    model = make_model()
+    replicate(model, param_to_hook_all_reduce=model[0].weight)
 
 
 def annotate_with_both(_: str) -> None:
@@ -283,6 +298,8 @@ MISTAKES = [
     replicate_what_is_frozen,
     replicate_a_list_of_modules,
     replicate_sparse_gradients,
+    change_a_static_graph,
+    delay_for_nothing,
     annotate_with_both,
     register_two_hooks,
 ]

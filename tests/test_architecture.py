@@ -50,12 +50,14 @@ ENTRIES: dict[str, set[str]] = {
     "comm_hooks": set(),
     "reduction_control": set(),
     "fsdp_settings": set(),
-    "fsdp_module": {"fsdp_settings", "reduction_control"},
+    "fsdp_module": {"class_swap", "fsdp_settings", "reduction_control"},
     "fully_shard": {"fsdp_module"},
-    "replicate": set(),
+    "class_swap": set(),
+    "replicate": {"replicate_module"},
+    "replicate_module": {"class_swap", "gradient_sync", "hook_registration"},
     "hook_registration": {"comm_hooks"},
     "gradient_sync": set(),
-    "unannotate": {"activation_checkpoint", "fsdp_module"},
+    "unannotate": {"activation_checkpoint", "fsdp_module", "replicate_module"},
     "installation": set(),
 }
 EDGES |= {name: set(EDGES) | others for name, others in ENTRIES.items()}

@@ -62,6 +62,7 @@ class Reducer:
     Attributes:
         number: Its place among all that end a backward.
         requires_gradient_sync: Whether the next backward is a round; if not, gradients stay local.
+        is_last_backward: If not, backward is no round either.
         sync_after_context: What that is after the ``no_sync`` that runs; ``None``: none runs.
         rounds: How many backwards there were, the running one included.
         comm_hooks: Registrations of communication hooks that reach the parameters; the nearest holds.
@@ -79,6 +80,7 @@ class Reducer:
         self.params = tuple(params)
         self.options = options
         self.requires_gradient_sync = True
+        self.is_last_backward = True
         self.sync_after_context: bool | None = None
         self.rounds = 0
         self.comm_hooks: tuple[Registration, ...] = ()
@@ -154,6 +156,7 @@ class Reducer:
         twin = Reducer(params, transport, self._grid, self.options, self._after_backward)
         syncs, after = self.requires_gradient_sync, self.sync_after_context
         twin.requires_gradient_sync = syncs if after is None else after
+        twin.is_last_backward = self.is_last_backward
         twin._kept[:] = self._kept
         twin.register_comm_hooks(copied_registrations(self.comm_hooks, memo))
         twin._arrangement.settle_like(self._arrangement)
@@ -344,7 +347,7 @@ class Reducer:
                 self._recover()
             with torch.no_grad():
                 self._arrangement.prepare()
-            self._round.clear(self.buckets, synchronises=self.requires_gradient_sync)
+            self._round.clear(self.buckets, synchronises=self.requires_gradient_sync and self.is_last_backward)
             self._round.open(self._after_backward(self))
             self.rounds += 1
 

@@ -1,0 +1,48 @@
+"""Gives a module that is annotated the methods of a mixin, by another class, and takes them away again."""
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+__all__ = ["ClassSwap", "original_class"]
+
+
+class ClassSwap:
+    """Swaps the classes of modules for subclasses that have a mixin in front.
+
+    Args:
+        mixin: What is gained.
+        prefix: In front of the names of the classes.
+    """
+
+    def __init__(self, mixin: type, prefix: str) -> None:
+        self._mixin = mixin
+        self._prefix = prefix
+        # Weakly: torch.fx makes a class for each module.
+        self._classes: weakref.WeakKeyDictionary[type[nn.Module], weakref.ref[type[nn.Module]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def add(self, module: nn.Module) -> None:
+        """Give ``module`` the mixin, unless it has it."""
+        if not isinstance(module, self._mixin):
+            module.__class__ = self._class_for(type(module))
+
+    def remove(self, module: nn.Module) -> None:
+        """Undo ``add``."""
+        if isinstance(module, self._mixin):
+            module.__class__ = original_class(type(module))
+
+    def _class_for(self, cls: type[nn.Module]) -> type[nn.Module]:
+        known = self._classes.get(cls)
+        found = None if known is None else known()
+        if found is None:
+            found = type(f"{self._prefix}{cls.__name__}", (self._mixin, cls), {"__module__": cls.__module__})
+            self._classes[cls] = weakref.ref(found)
+        return found
+
+
+def original_class(cls: type) -> Any:
+    """Return the class that a module of class ``cls`` had before ``ClassSwap.add``."""
+    return cls.__bases__[1]

@@ -1,0 +1,201 @@
+"""The methods that a replicated module gains, and that its class comes back."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import composable
+from composable import ConfigError, ReplicateModule, UsageError, fully_shard, replicate, unannotate
+from tests.models import BATCH, DIM, make_model, random_input
+from tests.world import run_threads
+
+
+def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    return model(random_input(100 * step + rank, BATCH, DIM)).square().mean()
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
+
+
+def expected(steps: list[int]) -> dict[str, torch.Tensor]:
+    model = make_model("mlp")
+    for step in steps:
+        for rank in range(dist.get_world_size()):
+            (loss_at(model, step, rank) / dist.get_world_size()).backward()
+    return gradients_of(model)
+
+
+def turn_off(model: Any, way: str, *, on: bool) -> None:
+    if way == "set_requires_gradient_sync":
+        model.set_requires_gradient_sync(on)
+    elif way == "set_requires_all_reduce":
+        model.set_requires_all_reduce(on)
+    elif way == "set_is_last_backward":
+        model.set_is_last_backward(on)
+    else:
+        model.require_backward_grad_sync = on
+
+
+def accumulate(way: str, *, nested: bool) -> None:
+    model: Any = make_model("mlp")
+    if nested:
+        replicate(model.blocks[1])
+    replicate(model)
+    rank = dist.get_rank()
+    local = make_model("mlp")
+    loss_at(local, 0, rank).backward()
+    for _ in range(2):
+        model.zero_grad()
+        if way == "no_sync":
+            with model.no_sync():
+                loss_at(model, 0, rank).backward()
+        else:
+            turn_off(model, way, on=False)
+            loss_at(model, 0, rank).backward()
+            turn_off(model, way, on=True)
+        torch.testing.assert_close(gradients_of(model), gradients_of(local))
+        loss_at(model, 1, rank).backward()
+        torch.testing.assert_close(gradients_of(model), expected([0, 1]))
+
+
+WAYS = ["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward", "no_sync", "attribute"]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_add_up_on_their_rank_until_they_are_averaged(way: str, *, nested: bool) -> None:
+    run_threads(accumulate, 2, way, nested=nested)
+
+
+def only_the_outer_one() -> None:
+    model: Any = make_model("mlp")
+    replicate(model.blocks[1])
+    replicate(model)
+    rank = dist.get_rank()
+    model.set_requires_gradient_sync(False, recurse=False)
+    loss_at(model, 0, rank).backward()
+    local = make_model("mlp")
+    loss_at(local, 0, rank).backward()
+    wanted = {fqn: (expected([0]) if "blocks.1." in fqn else gradients_of(local))[fqn] for fqn in gradients_of(local)}
+    torch.testing.assert_close(gradients_of(model), wanted)
+
+
+def test_without_recursion_a_replicated_module_below_goes_on_averaging() -> None:
+    run_threads(only_the_outer_one, 2)
+
+
+def with_hook() -> None:
+    model: Any = replicate(make_model("mlp"))
+    handle = model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    loss_at(model, 0, dist.get_rank()).backward()
+    torch.testing.assert_close(gradients_of(model), expected([0]), rtol=2e-3, atol=2e-3)
+    handle.remove()
+    model.zero_grad()
+    loss_at(model, 0, dist.get_rank()).backward()
+    torch.testing.assert_close(gradients_of(model), expected([0]))
+
+
+def test_a_communication_hook_is_registered_on_the_module_itself() -> None:
+    run_threads(with_hook, 2)
+
+
+def classes() -> None:
+    plain = make_model("mlp")
+    cls, names = type(plain), list(plain.state_dict())
+    model = replicate(plain)
+    assert model is plain and isinstance(model, ReplicateModule) and isinstance(model, cls)
+    assert list(model.state_dict()) == names and not isinstance(model.out, ReplicateModule)
+    twin = copy.deepcopy(model)
+    assert type(twin) is type(model) and replicate.state(twin) is not replicate.state(model)
+    loss_at(twin, 0, dist.get_rank()).backward()
+    torch.testing.assert_close(gradients_of(twin), expected([0]))
+    assert gradients_of(model) == {}
+    assert type(unannotate(model)) is cls and type(unannotate(twin)) is cls
+    replicate(model)
+    loss_at(model, 0, dist.get_rank()).backward()
+    torch.testing.assert_close(gradients_of(model), expected([0]))
+    for loaded in (unannotate(model), pickle.loads(pickle.dumps(model))):
+        assert type(loaded) is cls
+
+
+def test_the_class_is_swapped_and_comes_back() -> None:
+    run_threads(classes, 2)
+
+
+def slices_and_lists() -> None:
+    chain = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    replicate(chain)
+    assert type(chain[:2]) is nn.Sequential
+    parts = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    replicate(parts)
+    assert all(isinstance(part, ReplicateModule) for part in parts)
+    outer = nn.Sequential(replicate(nn.Linear(2, 2)), nn.Linear(2, 2))
+    fully_shard(outer)
+    twin = copy.deepcopy(outer)
+    assert isinstance(twin[0], ReplicateModule) and not isinstance(twin, ReplicateModule)
+
+
+def test_containers_and_copies_keep_to_the_classes_of_their_parts() -> None:
+    run_threads(slices_and_lists, 1)
+
+
+class CopiesItself(nn.Linear):
+    """Has a way of its own to be copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CopiesItself":
+        return CopiesItself(self.in_features, self.out_features)
+
+
+def copy_by_itself() -> None:
+    twin = copy.deepcopy(replicate(CopiesItself(2, 3)))
+    assert type(twin) is CopiesItself and replicate.state(twin) is None
+
+
+def test_a_class_that_copies_itself_gives_what_it_gives_without_the_annotation() -> None:
+    run_threads(copy_by_itself, 1)
+
+
+def wrong_calls() -> list[str]:
+    model: Any = replicate(nn.Linear(2, 2))
+    texts = []
+    for call in (
+        lambda: model.set_requires_gradient_sync(1),
+        lambda: model.set_requires_gradient_sync(True, recurse=None),
+        lambda: model.set_requires_all_reduce("no"),
+        lambda: model.set_is_last_backward(None),
+        lambda: setattr(model, "require_backward_grad_sync", 0),
+        lambda: model.register_comm_hook(None, 3),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        texts.append(str(caught.value).splitlines()[0])
+    method = model.set_is_last_backward
+    unannotate(model)
+    with pytest.raises(UsageError) as late:
+        method(True)
+    return [*texts, str(late.value).splitlines()[0]]
+
+
+def test_wrong_arguments_of_methods_are_errors() -> None:
+    assert run_threads(wrong_calls, 1) == [
+        [
+            "requires_gradient_sync is 1, not a bool",
+            "recurse is None, not a bool",
+            "requires_all_reduce is 'no', not a bool",
+            "is_last_backward is None, not a bool",
+            "requires_gradient_sync is 0, not a bool",
+            "hook is 3",
+            "the module is no longer annotated",
+        ]
+    ]
+
+
+def test_the_mixin_is_public() -> None:
+    assert composable.ReplicateModule is ReplicateModule
