@@ -18,6 +18,7 @@ from composable.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forw
 from composable.fsdp_settings import GradientReductionHandle, share_comm_ctx
 from composable.fully_shard import fully_shard
 from composable.gradient_sync import no_sync, reduce_gradients
+from composable.group_life import ReductionStats, reduction_stats, update_process_group
 from composable.hook_registration import CommHookHandle, register_comm_hook
 from composable.installation import install
 from composable.optim import accelerate_optimizer, clip_grad_norm_, get_total_norm, rebind_optimizer
@@ -70,6 +71,7 @@ __all__ = [
     "ParamBucket",
     "RaggedDTensor",
     "RaggedShard",
+    "ReductionStats",
     "ReplicateModule",
     "SaveHandle",
     "SavedCheckpoint",
@@ -103,6 +105,7 @@ __all__ = [
     "rebind_optimizer",
     "reduce_gradients",
     "reduce_scatter_hook",
+    "reduction_stats",
     "register_comm_hook",
     "register_fsdp_forward_method",
     "replicate",
@@ -113,6 +116,7 @@ __all__ = [
     "strict_mode",
     "unannotate",
     "unshard_params",
+    "update_process_group",
 ]
 
 __version__ = "0.1.0"

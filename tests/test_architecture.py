@@ -53,6 +53,7 @@ ENTRIES: dict[str, set[str]] = {
     "fsdp_module": {"class_swap", "fsdp_settings", "reduction_control"},
     "fully_shard": {"fsdp_module"},
     "class_swap": set(),
+    "group_life": set(),
     "replicate": {"replicate_module"},
     "replicate_module": {"class_swap", "gradient_sync", "hook_registration"},
     "hook_registration": {"comm_hooks"},
@@ -65,7 +66,10 @@ EDGES["testing"] = {"", *BASE}  # as users do, from the package itself; the pack
 EDGES[""] = set(EDGES) - {"testing"}  # composable/__init__.py
 # Only these talk to other ranks, or name what does; the others name types, or this rank in a message.
 FILES_THAT_COMMUNICATE = {"collectives", "testing", "torch_private"}
-NAMES_OF_DIST = {"composable.errors": {"is_available", "is_initialized", "get_rank"}}
+NAMES_OF_DIST = {
+    "composable.errors": {"is_available", "is_initialized", "get_rank"},
+    "composable.replication.debugging": {"get_debug_level"},
+}
 
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
 # Recognises them by name where users have put them around a model, and imports nothing.

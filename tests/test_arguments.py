@@ -44,6 +44,7 @@ from composable import (
     plan,
     rebind_optimizer,
     reduce_gradients,
+    reduction_stats,
     register_fsdp_forward_method,
     replicate,
     save_checkpoint,
@@ -52,6 +53,7 @@ from composable import (
     share_comm_ctx,
     unannotate,
     unshard_params,
+    update_process_group,
 )
 from composable.collectives.choose import TRANSPORTS, choose_transport
 from composable.planning.options import ShardOptions
@@ -159,6 +161,16 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "sync_module_states": SWITCH,
             "transport": set(),
         },
+    ),
+    "reduction_stats": (
+        reduction_stats,
+        lambda: {"module": replicate(nn.Linear(2, 2))},
+        {"module": set(), "sample_rate": {"None", "3", "np.3"}},
+    ),
+    "update_process_group": (
+        update_process_group,
+        lambda: {"module": replicate(nn.Linear(2, 2)), "process_group": dist.group.WORLD},
+        {"module": set(), "process_group": set()},
     ),
     "replicate": (
         replicate,
@@ -406,7 +418,15 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
 }
 # Tested elsewhere, or no function that takes arguments of users.
 ELSEWHERE = {
-    *("ComposableError", "ConfigError", "DesyncError", "StateDictError", "UsageError"),
+    *(
+        "ReductionStats",
+        "ReplicateModule",  # tests/test_replicate_module.py
+        "ComposableError",
+        "ConfigError",
+        "DesyncError",
+        "StateDictError",
+        "UsageError",
+    ),
     *("CommHookHandle", "FSDPModule", "GradientReductionHandle", "ParamBucket", "RaggedDTensor", "SaveHandle"),
     *("SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
     *("contract", "strict_mode"),

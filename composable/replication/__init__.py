@@ -8,8 +8,10 @@ from composable.replication.options import Choices, check_device_of, choose_dela
 from composable.replication.reducer import Reducer
 from composable.replication.state import ReplicateState
 from composable.replication.tensors import ManagedTensors, find_tensors
+from composable.replication.timing import BackwardTiming
 
 __all__ = [
+    "BackwardTiming",
     "BufferSync",
     "Choices",
     "Delay",

@@ -71,6 +71,11 @@ class Arrangement:
         """The order of arrival is known."""
         return self.order is not None
 
+    @property
+    def is_rebuilt(self) -> bool:
+        """The buckets of the last backward follow the order of arrival."""
+        return self.order is not None and not self._is_stale
+
     def settle(self, order: Sequence[int]) -> None:
         """Expect gradients in this order from the next backward on."""
         self.order = list(order)

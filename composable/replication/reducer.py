@@ -31,11 +31,13 @@ from composable.replication.complaints import (
     hook_failed,
     second_gradient,
 )
+from composable.replication.debugging import notes_for_level
 from composable.replication.round import Round
 from composable.replication.sender import Sender
 from composable.replication.sparse import SparseGradients
 from composable.replication.static_graph import StaticGraph
 from composable.replication.tail import Report, Tail
+from composable.replication.timing import Stopwatch
 from composable.storage import Registration, copied_registrations, nearest
 from composable.torch_hooks import Ending, next_ending_number
 from composable.torch_private import opaque
@@ -66,6 +68,7 @@ class Reducer:
         sync_after_context: What that is after the ``no_sync`` that runs; ``None``: none runs.
         rounds: How many backwards there were, the running one included.
         comm_hooks: Registrations of communication hooks that reach the parameters; the nearest holds.
+        stopwatch: Measures some backwards.
     """
 
     def __init__(
@@ -84,22 +87,42 @@ class Reducer:
         self.sync_after_context: bool | None = None
         self.rounds = 0
         self.comm_hooks: tuple[Registration, ...] = ()
-        self._transport = transport
-        self._grid = grid
-        self._scale = 1.0 / grid.divisor
+        self.stopwatch = Stopwatch(grid.everyone.device)
         self._after_backward = after_backward
         self._lock = threading.RLock()
         self._is_closed = False
-        self._order_key = transport.allocate_key()
         self._round = Round(len(params))
         self._missing: list[int] | None = None  # Of the round that is ending; None: none is.
         self._kept = bytearray(len(params))  # Arrived since the last round, without synchronisation.
-        self._tail = Tail(len(params), transport.rank, transport.world_size)
-        self._sender = Sender(transport)
-        self._sparse = SparseGradients([item.param for item in params if item.is_sparse], transport, self._scale)
         self._static = StaticGraph() if options.static_graph else None
-        self._arrangement = Arrangement(self.params, transport, options, tail_numel=self._tail.numel)
+        self._connect(transport, grid)
+
+    def _connect(self, transport: Transport, grid: Grid) -> None:
+        """Have what depends on the ranks, as it is before the first backward."""
+        self._transport = transport
+        self._grid = grid
+        self._scale = 1.0 / grid.divisor
+        self._order_key = transport.allocate_key()
+        self._tail = Tail(len(self.params), transport.rank, transport.world_size)
+        self._sender = Sender(transport)
+        self._sparse = SparseGradients([item.param for item in self.params if item.is_sparse], transport, self._scale)
+        self._arrangement = Arrangement(self.params, transport, self.options, tail_numel=self._tail.numel)
         self._bucket_of = self._arrangement.bucket_of  # changed in place
+        self._notes = notes_for_level(self.params, grid.everyone)
+
+    def move_to(self, transport: Transport, grid: Grid) -> None:
+        """Talk to other ranks from now on, and forget what a backward that was stopped has left; none is running.
+
+        The order of gradients and the hooks stay; gradients get memory of their own.
+        """
+        arrangement, hook = self._arrangement, self._sender.hook
+        arrangement.dissolve()
+        self._round.reset()
+        self._missing = None
+        self._forget_kept()
+        self._connect(transport, grid)
+        self._sender.hook = hook
+        self._arrangement.settle_like(arrangement)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -110,6 +133,11 @@ class Reducer:
     def arrival_order(self) -> list[int] | None:
         """The parameters in the order that the buckets of the next backward follow; ``None``: not known yet."""
         return self._arrangement.order
+
+    @property
+    def is_rebuilt(self) -> bool:
+        """The buckets follow the order of arrival."""
+        return self._arrangement.is_rebuilt
 
     def expect_order(self, order: Sequence[int]) -> None:
         """Let the buckets of the next backward follow ``order``, equal on all ranks; no backward is running."""
@@ -259,6 +287,8 @@ class Reducer:
         if self._static is not None and self._static.changes(self._round.seen):
             self._round.complaint = _GRAPH_CHANGED
         self._missing = missing
+        if self.stopwatch.is_on:
+            self.stopwatch.mark("computed")
         with torch.no_grad():
             for bucket in self.buckets[self._round.sent :]:
                 self._launch(bucket)
@@ -274,6 +304,8 @@ class Reducer:
             return
         with torch.no_grad():
             report = self._finish_round()
+        if self.stopwatch.is_on:
+            self.stopwatch.end()
         failure, self._sender.failure = self._sender.failure, None
         self._round.close()
         if failure is not None:
@@ -350,6 +382,9 @@ class Reducer:
             self._round.clear(self.buckets, synchronises=self.requires_gradient_sync and self.is_last_backward)
             self._round.open(self._after_backward(self))
             self.rounds += 1
+            self.stopwatch.begin(self.rounds)
+            if self._notes is not None:
+                self._notes.begin(self.buckets, self.rounds)
 
     def _recover(self) -> None:
         """Complete the round of a backward that was stopped, so that no rank waits for this one.
@@ -393,6 +428,10 @@ class Reducer:
         self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
+        if self.stopwatch.is_on:
+            self.stopwatch.mark("sent")
+        if self._notes is not None:
+            self._notes.before_send(bucket)
         self._sender.start(bucket, self._write_tail)
         self._round.sent += 1
 

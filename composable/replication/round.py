@@ -97,6 +97,12 @@ class Round:
         self.was_stopped = False
         self.is_open = False
 
+    def reset(self) -> None:
+        """Be as before the first backward, whatever the last one left."""
+        self._node = self._guard = None
+        self.clear((), synchronises=True)
+        self.close()
+
     def arm(self, module_index: int, params: Sequence[ReducedParam]) -> None:
         """Note that the gradient of an output of an annotated module arrives; ``params`` are all of the round."""
         if not self._armed_modules:

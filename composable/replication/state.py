@@ -136,6 +136,15 @@ class ReplicateState:
         self.grid = grid
         self.transport = OwnTransport(grid.everyone)
 
+    def move_to(self, grid: Grid) -> None:
+        """Let other ranks average. Collective over those of ``grid``; the ranks of before are not asked."""
+        self.use(grid)
+        self.transport.connect()
+        self.reducer.move_to(self.transport, grid)
+        if self.buffers is not None:
+            self.buffers = BufferSync(self.buffers.slots, self.transport, grid.everyone.device)
+        self.follow()
+
     def follow(self) -> None:
         """Let other ranks that wait ask where the modules are."""
         name = " + ".join(type(module).__name__ for module in self.modules)

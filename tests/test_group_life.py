@@ -1,0 +1,359 @@
+"""Other ranks for a replicated module, what its reducer has seen, and experts that only some ranks use."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable import (
+    ConfigError,
+    DesyncError,
+    UsageError,
+    no_sync,
+    reduction_stats,
+    replicate,
+    update_process_group,
+)
+from tests.models import BATCH, DIM, make_model, random_input, seeded
+from tests.world import RankErrors, run_ranks, run_threads
+
+TINY_CAP_MB = 600 / 2**20
+
+
+def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    return model(random_input(100 * step + rank, BATCH, DIM)).square().mean()
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
+
+
+def expected(step: int, ranks: list[int]) -> dict[str, torch.Tensor]:
+    model = make_model("mlp")
+    for rank in ranks:
+        (loss_at(model, step, rank) / len(ranks)).backward()
+    return gradients_of(model)
+
+
+# -- update_process_group
+
+
+class StoppedHereError(Exception):
+    pass
+
+
+def _stop(grad: torch.Tensor) -> None:
+    raise StoppedHereError
+
+
+def lose_a_rank(way: str) -> None:
+    model: Any = make_model("mlp")
+    hooked = model.blocks[0].up.weight
+    replicate(model, bucket_cap_mb=TINY_CAP_MB, static_graph=way == "static")
+    rank = dist.get_rank()
+    for step in range(2):
+        model.zero_grad()
+        loss_at(model, step, rank).backward()
+        torch.testing.assert_close(gradients_of(model), expected(step, [0, 1, 2]))
+    left = dist.new_group([0, 1])
+    before = reduction_stats(model)
+    if way == "kept":
+        with no_sync(model):
+            loss_at(model, 7, rank).backward()
+    if rank == 2:
+        return
+    if way == "stopped":
+        handle = hooked.register_hook(_stop)
+        with pytest.raises(StoppedHereError):
+            loss_at(model, 2, rank).backward()
+        handle.remove()
+    update_process_group(model, left)
+    after = reduction_stats(model)
+    assert after.world_size == 2 and after.arrival_order == before.arrival_order
+    for step in range(3, 6):
+        model.zero_grad(set_to_none=step != 4)
+        loss_at(model, step, rank).backward()
+        torch.testing.assert_close(gradients_of(model), expected(step, [0, 1]))
+
+
+@pytest.mark.parametrize("way", ["plain", "static", "stopped", "kept"])
+def test_the_ranks_that_are_left_go_on_in_another_group(way: str) -> None:
+    run_threads(lose_a_rank, 3, way)
+
+
+def get_a_rank_back() -> None:
+    rank = dist.get_rank()
+    groups = dist.new_group([0, 1]), dist.new_group([2])
+    model = replicate(make_model("mlp"), process_group=groups[rank == 2])
+    loss_at(model, 0, rank).backward()
+    update_process_group(model, dist.group.WORLD)
+    for step in range(1, 3):
+        model.zero_grad()
+        loss_at(model, step, rank).backward()
+        torch.testing.assert_close(gradients_of(model), expected(step, [0, 1, 2]))
+
+
+def test_a_rank_that_comes_back_takes_part_again() -> None:
+    run_threads(get_a_rank_back, 3)
+
+
+@pytest.mark.parametrize("way", ["plain", "stopped"])
+def test_real_processes_change_their_group_too(way: str) -> None:
+    run_ranks(lose_a_rank, 3, way)
+
+
+def buffers_after_a_change() -> float:
+    model = replicate(nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM, momentum=0.0)))
+    update_process_group(model, dist.new_group([0, 1]))
+    nn.init.constant_(model[1].running_mean, 5.0 + dist.get_rank())
+    loss_at(model, 0, 0).backward()
+    return model[1].running_mean[0].item()
+
+
+def test_buffers_are_broadcast_in_the_new_group() -> None:
+    assert run_threads(buffers_after_a_change, 2) == [5.0, 5.0]
+
+
+def compile_and_change() -> int:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model: Any = make_model("mlp")
+    model.inp.compile(backend=backend)
+    replicate(model)
+    loss_at(model, 0, 0).backward()
+    count = len(graphs)
+    update_process_group(model, dist.new_group([0]))
+    loss_at(model, 1, 0).backward()
+    return len(graphs) - count
+
+
+def test_a_compiled_model_is_not_compiled_again_for_another_group() -> None:
+    assert run_ranks(compile_and_change, 1) == [0]
+
+
+def differ() -> None:
+    first = replicate(
+        nn.Linear(2, 2 + dist.get_rank()),
+        process_group=dist.new_group([dist.get_rank()], use_local_synchronization=True),
+    )
+    update_process_group(first, dist.group.WORLD)
+
+
+def test_ranks_with_different_modules_cannot_join() -> None:
+    with pytest.raises(RankErrors) as caught:
+        run_ranks(differ, 2)
+    assert {type(error) for error in caught.value.errors.values()} == {DesyncError}
+    assert "parameter 'weight' [2, 2]" in str(caught.value)
+
+
+def wrong_calls() -> list[str]:
+    model = replicate(nn.Linear(2, 2))
+    texts = []
+    calls: list[tuple[Any, type[Exception]]] = [
+        (lambda: update_process_group(model, None), ConfigError),
+        (lambda: update_process_group(nn.Linear(2, 2), dist.group.WORLD), UsageError),
+        (lambda: reduction_stats(nn.Linear(2, 2)), UsageError),
+        (lambda: reduction_stats(model, sample_rate=0), ConfigError),
+        (lambda: reduction_stats(model, sample_rate=1.5), ConfigError),
+    ]
+    for call, kind in calls:
+        with pytest.raises(kind) as caught:
+            call()
+        texts.append(str(caught.value).splitlines()[0])
+    model.weight.register_hook(lambda grad: update_process_group(model, dist.group.WORLD))
+    with pytest.raises(UsageError) as caught:
+        model(torch.ones(1, 2)).sum().backward()
+    return [*texts, str(caught.value).splitlines()[0]]
+
+
+def test_what_cannot_be_is_an_error() -> None:
+    assert run_threads(wrong_calls, 1) == [
+        [
+            "process_group is None, not a ProcessGroup that this rank is in",
+            "update_process_group found no replicate on this module",
+            "reduction_stats found no replicate on this module",
+            "sample_rate is 0",
+            "sample_rate is 1.5",
+            "update_process_group inside a backward",
+        ]
+    ]
+
+
+# -- reduction_stats and debug levels
+
+
+def stats() -> None:
+    model = make_model("conditional")
+    replicate(model, find_unused_parameters=True, bucket_cap_mb=TINY_CAP_MB)
+    fqns = [fqn for fqn, _ in model.named_parameters()]
+    none = reduction_stats(model)
+    assert (none.backwards, none.is_rebuilt, none.bucket_bytes, none.arrival_order) == (0, False, (), None)
+    assert none.timing is None and none.missing_fqns == ()
+    for step in range(3):
+        args, kwargs = model.example_inputs(step)
+        out = model(*args, **kwargs)
+        out.square().mean().backward()
+        now = reduction_stats(model)
+        assert now.is_rebuilt == (step > 0)
+        assert sorted(fqn for bucket in now.bucket_fqns for fqn in bucket) == sorted(fqns)
+        unused = {fqn for fqn, param in model.named_parameters() if param.grad is None}
+        assert unused <= set(now.missing_fqns)
+    assert now.backwards == 3 and len(now.bucket_bytes) == len(now.bucket_fqns) > 1
+    assert now.arrival_order is not None and sorted(now.arrival_order) == sorted(fqns)
+    assert all(
+        size >= sum(model.get_parameter(fqn).nbytes for fqn in fqns)
+        for size, fqns in zip(now.bucket_bytes, now.bucket_fqns, strict=True)
+    )
+    timing = now.timing
+    assert timing is not None and timing.compute_ms > 0 and timing.reduce_ms > 0
+    assert 0 <= timing.overlap_ms <= min(timing.compute_ms, timing.reduce_ms) + 1e-6
+    assert 0 <= timing.overlap_ratio <= 1
+
+
+def test_stats_tell_buckets_order_and_times() -> None:
+    run_threads(stats, 2)
+
+
+def measured(rate: int) -> list[bool]:
+    model = replicate(make_model("mlp"))
+    reduction_stats(model, sample_rate=rate)
+    found = []
+    last = None
+    for step in range(16):
+        loss_at(model, step, 0).backward()
+        timing = reduction_stats(model).timing
+        found.append(timing != last)
+        last = timing
+    return found
+
+
+def test_one_backward_in_so_many_is_measured_after_the_first_ten() -> None:
+    assert run_threads(measured, 1, 4) == [[number <= 10 or number % 4 == 0 for number in range(1, 17)]]
+
+
+def log_of_a_level(level: str) -> list[str]:
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    log = logging.getLogger("composable")
+    handler, old = Keep(), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    before = dist.get_debug_level()
+    dist.set_debug_level(getattr(dist.DebugLevel, level))
+    try:
+        model = replicate(nn.Linear(2, 2))
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+    finally:
+        dist.set_debug_level(before)
+        log.removeHandler(handler)
+        log.setLevel(old)
+    return [line for line in lines if line.startswith("replicate: ")]
+
+
+def test_debug_levels_tell_of_buckets_and_of_what_is_sent() -> None:
+    first, rebuilt = (
+        f"bucket 1, 144 bytes of torch.float32: {names}" for names in ("'weight', 'bias'", "'bias', 'weight'")
+    )
+    told = [
+        "replicate: 1 buckets from backward 1 on, of ranks [0, 1]",
+        f"replicate: {first}",
+        "replicate: 1 buckets from backward 2 on, of ranks [0, 1]",
+        f"replicate: {rebuilt}",
+    ]
+    assert log_of_a_level_on_two_ranks("OFF") == []
+    assert log_of_a_level_on_two_ranks("INFO") == told
+    sent = [f"replicate: send {first}", f"replicate: send {rebuilt}"]
+    assert log_of_a_level_on_two_ranks("DETAIL") == [*told[:2], sent[0], *told[2:], sent[1], sent[1]]
+
+
+def log_of_a_level_on_two_ranks(level: str) -> list[str]:
+    first, second = run_ranks(log_of_a_level, 2, level)
+    assert first == second
+    return first
+
+
+# -- experts
+
+
+class _AllToAll(torch.autograd.Function):
+    """Gives each rank its part of every rank's rows; so does its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x.contiguous())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return _AllToAll.apply(grads[0])
+
+
+class Experts(nn.Module):
+    """An expert of this rank between two all-to-alls; below and above it, layers that only some ranks run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(DIM, DIM)
+        self.early = nn.Linear(DIM, DIM)
+        self.expert = nn.Linear(DIM, DIM)
+        self.late = nn.Linear(DIM, DIM)
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, *, extra: bool) -> torch.Tensor:
+        x = self.inp(x)
+        if extra:
+            x = x + self.early(x)
+        x = _AllToAll.apply(torch.tanh(self.expert(_AllToAll.apply(x))))
+        if extra:
+            x = x + self.late(x)
+        return self.out(x)
+
+
+def runs_extra(step: int, rank: int) -> bool:
+    return (step + rank) % 2 == 0
+
+
+def experts_of_one_process(step: int, world_size: int) -> dict[str, torch.Tensor]:
+    """Return the gradients of one process: all ranks have the same expert, so the exchange changes nothing."""
+    model = seeded(Experts, 0)
+    for rank in range(world_size):
+        x = model.inp(random_input(100 * step + rank, 2 * world_size, DIM))
+        x = x + model.early(x) if runs_extra(step, rank) else x
+        x = torch.tanh(model.expert(x))
+        x = x + model.late(x) if runs_extra(step, rank) else x
+        (model.out(x).square().mean() / world_size).backward()
+    return gradients_of(model)
+
+
+def train_experts(*, delayed: bool) -> None:
+    model = seeded(Experts, 0)
+    options: dict[str, Any] = {}
+    if delayed:
+        named = [(fqn, param) for fqn, param in model.named_parameters() if fqn.startswith(("late", "out"))]
+        options = {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": model.inp.weight}
+    replicate(model, find_unused_parameters=True, bucket_cap_mb=100 / 2**20, **options)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step in range(4):
+        model.zero_grad()
+        x = random_input(100 * step + rank, 2 * world_size, DIM)
+        model(x, extra=runs_extra(step, rank)).square().mean().backward()
+        torch.testing.assert_close(gradients_of(model), experts_of_one_process(step, world_size))
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_modules_of_some_ranks_beside_an_all_to_all_do_not_hang(world_size: int, *, delayed: bool) -> None:
+    run_ranks(train_experts, world_size, delayed=delayed)
