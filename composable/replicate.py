@@ -35,6 +35,7 @@ from composable.replication import (
     choose_device,
     find_ignored,
     find_tensors,
+    local_of,
     move_inputs,
     register_replicate_hooks,
 )
@@ -153,7 +154,7 @@ def replicate(
         )
         device = choose_device(device_ids, device_id)
         state.ignored = find_ignored(modules, ignored_modules, ignored_params)
-        managed = find_tensors(modules, state.ignored, ranks.device.type)
+        managed = find_tensors(modules, state.ignored, ranks.device.type, ranks.numbers)
         bucketed = [(fqn, p) for fqn, p, _ in managed.params if p.requires_grad and id(p) not in managed.sparse]
         delay = choose_delay(delayed, param_to_hook_all_reduce, bucketed)
         if device is not None:
@@ -187,7 +188,7 @@ def _execute(
     transport.connect()
     buffers = [tensor for owner, name in managed.buffers if (tensor := owner[name]) is not None]
     if choices.init_sync:
-        broadcast_tensors([param for _, param, _ in managed.params], transport, device_of_ranks)
+        broadcast_tensors([local_of(param) for _, param, _ in managed.params], transport, device_of_ranks)
     if choices.starts_with_equal_buffers:
         broadcast_tensors(buffers, transport, device_of_ranks)
     if choices.keeps_buffers_equal and buffers:

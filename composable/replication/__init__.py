@@ -4,6 +4,7 @@ from composable.replication.broadcasts import BufferSync, broadcast_tensors
 from composable.replication.bucket import Delay, ReducedParam
 from composable.replication.hooks import move_inputs, register_replicate_hooks
 from composable.replication.ignored import find_ignored
+from composable.replication.locals import local_of
 from composable.replication.options import Choices, check_device_of, choose_delay, choose_device
 from composable.replication.reducer import Reducer
 from composable.replication.state import ReplicateState
@@ -25,6 +26,7 @@ __all__ = [
     "choose_device",
     "find_ignored",
     "find_tensors",
+    "local_of",
     "move_inputs",
     "register_replicate_hooks",
 ]

@@ -15,6 +15,7 @@ from composable.replication.bucket import (
     ReducedParam,
     plan_buckets,
 )
+from composable.replication.locals import local_of
 
 __all__ = ["Arrangement"]
 
@@ -159,7 +160,7 @@ class Arrangement:
             plan_buckets(
                 self._inside(order),
                 self._keys(),
-                [item.param.nbytes for item in self._params],
+                [local_of(item.param).nbytes for item in self._params],
                 first_cap_bytes=FIRST_CAP_BYTES,
                 cap_bytes=self._options.cap_bytes,
             )

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from composable.errors import UsageError, place_of_rank
+from composable.replication.locals import local_gradient, local_of, wrapped_like
 from composable.torch_private import foreach_copy_, foreach_mul_
 
 __all__ = ["FIRST_CAP_BYTES", "Bucket", "BucketOptions", "Delay", "Outside", "ReducedParam", "plan_buckets"]
@@ -122,7 +123,8 @@ class Bucket:
 
     Attributes:
         param_indices: Which parameters it holds, in order.
-        views: Where each gradient lies: the parameter's shape, and its strides if it is dense.
+        views: Where each gradient lies: the parameter's shape, and its strides if it is dense. Of a parameter that
+            tensor parallelism has split, a tensor that is split alike, on this rank's part.
         arrivals: What has to arrive in a round until it is full: as a rule, a gradient of each parameter.
         pending: What of it has not.
         flat: All of it, the tail included.
@@ -152,7 +154,8 @@ class Bucket:
         starts = []
         gaps = []
         stop = 0
-        for param in self._params:
+        local = [local_of(param) for param in self._params]
+        for param in local:
             starts.append(stop)
             end = stop + param.numel() * (2 if param.is_complex() else 1)
             stop += -(-(end - stop) // step) * step
@@ -164,7 +167,9 @@ class Bucket:
         self._data = self.flat[:stop]
         self.tail = self.flat[stop:]
         self._hook_buffer = self._data
-        self.views = [_view_for(self.flat, start, param) for start, param in zip(starts, self._params, strict=True)]
+        self._views = [_view_for(self.flat, start, param) for start, param in zip(starts, local, strict=True)]
+        self._has_split = any(one is not param for one, param in zip(local, self._params, strict=True))
+        self.views = [wrapped_like(view, param) for view, param in zip(self._views, self._params, strict=True)]
         self._starts = starts
         self._gaps = [self._data[end:following] for end, following in gaps if end < following]
         self._is_large = stop >= _LARGE_NUMEL * len(self._params)
@@ -184,9 +189,10 @@ class Bucket:
     def gradients(self) -> list[torch.Tensor]:
         """Return one view of the buffer per parameter: of what ``set_buffer`` gave, if it did."""
         if self._hook_buffer is self._data:
-            return list(self.views)
+            return list(self._views)
         return [
-            _view_for(self._hook_buffer, start, param) for start, param in zip(self._starts, self._params, strict=True)
+            _view_for(self._hook_buffer, start, local_of(param))
+            for start, param in zip(self._starts, self._params, strict=True)
         ]
 
     def parameters(self) -> list[torch.Tensor]:
@@ -221,19 +227,26 @@ class Bucket:
                 fresh.append(grad)
                 fresh_views.append(view)
                 fresh_params.append(param)
+        grads, views = fresh, fresh_views
+        if self._has_split:
+            grads = [local_gradient(grad, param) for grad, param in zip(fresh, fresh_params, strict=True)]
+            for grad, param in zip(grads, fresh_params, strict=True):
+                # What was a sum still to be taken is one that was: `unpack` writes the average there.
+                param.grad = wrapped_like(grad, param)
+            views, in_place = [local_of(view) for view in fresh_views], [local_of(view) for view in in_place]
         try:
             if self._is_large and scale != 1:
-                for grad, view in zip(fresh, fresh_views, strict=True):
+                for grad, view in zip(grads, views, strict=True):
                     torch.mul(grad, scale, out=view)
                 if in_place:
                     foreach_mul_(in_place, scale)
             else:
-                if fresh:
-                    foreach_copy_(fresh_views, fresh)
+                if grads:
+                    foreach_copy_(views, grads)
                 if scale != 1:
                     self._data.mul_(scale)
         except RuntimeError as error:
-            if any(grad.layout != torch.strided for grad in fresh):
+            if any(grad.layout != torch.strided for grad in grads):
                 raise UsageError(
                     "a gradient is sparse", at=place_of_rank(), fix="use sparse=False, or ignore the module"
                 ) from error
@@ -255,10 +268,13 @@ class Bucket:
 
     def unpack(self) -> None:
         """Copy the averages out to gradients that are tensors of their own."""
-        pairs = [(param.grad, view) for param, view in zip(self._params, self.views, strict=True)]
-        grads = [grad for grad, view in pairs if grad is not None and grad is not view]
-        if grads:
-            foreach_copy_(grads, [view for grad, view in pairs if grad is not None and grad is not view])
+        pairs = [
+            (local_of(param.grad), plain)
+            for param, view, plain in zip(self._params, self.views, self._views, strict=True)
+            if param.grad is not None and param.grad is not view
+        ]
+        if pairs:
+            foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
 
 
 class Outside:
@@ -272,7 +288,7 @@ class Outside:
         return sys.maxsize
 
 
-def _view_for(flat: torch.Tensor, start: int, param: nn.Parameter) -> torch.Tensor:
+def _view_for(flat: torch.Tensor, start: int, param: torch.Tensor) -> torch.Tensor:
     """Return the part of ``flat``, of any dtype, at ``start`` that looks like ``param``."""
     start += int(flat.storage_offset())
     strides = param.stride() if _is_dense(param) else torch.empty(param.shape, device="meta").stride()

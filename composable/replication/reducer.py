@@ -32,6 +32,7 @@ from composable.replication.complaints import (
     second_gradient,
 )
 from composable.replication.debugging import notes_for_level
+from composable.replication.locals import local_gradient, local_of, wrapped_like
 from composable.replication.round import Round
 from composable.replication.sender import Sender
 from composable.replication.sparse import SparseGradients
@@ -215,7 +216,9 @@ class Reducer:
             if is_any and is_there and not item.is_sparse:
                 if item.param.grad is None:
                     item.param.grad = torch.zeros_like(item.param)
-                grad = item.param.grad.detach()
+                grad = local_gradient(item.param.grad.detach(), item.param)
+                if grad is not local_of(item.param.grad):
+                    item.param.grad = wrapped_like(grad, item.param)
                 whole = grad.contiguous()
                 self._transport.begin_all_reduce(whole.view(-1), self._order_key, scale=self._scale).finish()
                 if whole is not grad:

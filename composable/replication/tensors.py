@@ -15,6 +15,7 @@ from composable.fqns import describe_module
 from composable.planning import replacement_of
 from composable.registrations import is_left_alone
 from composable.replication.ignored import Ignored
+from composable.replication.locals import is_split_elsewhere
 from composable.rivals import rival_on
 from composable.torch_private import optimizers_in_backward
 from composable.wording import join_fqn
@@ -41,8 +42,16 @@ class ManagedTensors:
     sparse: set[int] = field(default_factory=set)
 
 
-def find_tensors(modules: Sequence[nn.Module], ignored: Ignored, device_type: str) -> ManagedTensors:
+def find_tensors(
+    modules: Sequence[nn.Module], ignored: Ignored, device_type: str, ranks: Sequence[int] = ()
+) -> ManagedTensors:
     """Return the parameters and buffers that no other annotation manages.
+
+    Args:
+        modules: What is annotated.
+        ignored: What of it is left alone.
+        device_type: Where gradients are averaged.
+        ranks: Who averages, by global number: a parameter may be split over others.
 
     Raises:
         ConfigError: One of them, or a module, cannot be used.
@@ -74,16 +83,17 @@ def find_tensors(modules: Sequence[nn.Module], ignored: Ignored, device_type: st
                     if claim is not None and id(claim.owner) in nested:
                         continue  # Averaged there, whoever uses it.
                     _check_free(fqn, param, modules)
-                    _check_tensor("parameter", fqn, param, device_type)
+                    _check_tensor("parameter", fqn, param, device_type, is_split=is_split_elsewhere(param, ranks))
                     managed.params.append((fqn, param, index))
                     managed.lines.append(
                         f"parameter {fqn!r} {list(param.shape)} {param.dtype}, requires_grad={param.requires_grad}"
+                        f"{f', {param.placements}' if isinstance(param, DTensor) else ''}"
                     )
             for name, buffer in visited._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
                     fqn = f"{path}.{name}" if path else name
-                    _check_tensor("buffer", fqn, buffer, None)
+                    _check_tensor("buffer", fqn, buffer, None, is_split=False)
                     managed.buffers.append((visited._buffers, name))
                     managed.lines.append(f"buffer {fqn!r} {list(buffer.shape)} {buffer.dtype}")
     if not any(param.requires_grad for _, param, _ in managed.params) and not _has_annotated(modules):
@@ -181,7 +191,7 @@ def _names(modules: Sequence[nn.Module]) -> str:
     return " and ".join(map(describe_module, modules))
 
 
-def _check_tensor(kind: str, fqn: str, tensor: torch.Tensor, device_type: str | None) -> None:
+def _check_tensor(kind: str, fqn: str, tensor: torch.Tensor, device_type: str | None, *, is_split: bool) -> None:
     place = f"{place_of_rank()}, {kind} {fqn!r}"
     if is_lazy(tensor):
         raise ConfigError(f"{kind} has no shape yet", at=place, fix="run one forward before replicate")
@@ -190,7 +200,7 @@ def _check_tensor(kind: str, fqn: str, tensor: torch.Tensor, device_type: str | 
         raise ConfigError(
             f"{kind} is on the meta device", at=place, fix="materialize and initialise the module before replicate"
         )
-    if isinstance(tensor, DTensor):
+    if isinstance(tensor, DTensor) and not is_split:
         raise ConfigError(
             f"{kind} is a {type(tensor).__name__}, which is sharded already",
             at=place,
