@@ -140,7 +140,7 @@ class FSDPSettings:
         if always and not reduce_scatter_unused_params:
             raise _refused(
                 self,
-                f"{method}(False) on module {always[0].fqn!r}, annotated with unused_gradients='zero'",
+                f"{method}(False) on {always[0].described}, annotated with unused_gradients='zero'",
                 fix="annotate it with unused_gradients='none'",
             )
         for handle in handles:

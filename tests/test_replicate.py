@@ -718,7 +718,7 @@ def refuse(case: str) -> str:
         ("lazy", "ConfigError: parameter has no shape yet\n  at:  rank 0, parameter '0.weight'"),
         (
             "sparse",
-            "ConfigError: Embedding gives sparse gradients, which replicate cannot average\n  at:  rank 0, module '0'",
+            "ConfigError: Embedding gives sparse gradients, which replicate cannot average\n  at:  rank 0, module '0' (Embedding)",
         ),
         ("capacity", "ConfigError: bucket_cap_mb is 0\n  at:  rank 0"),
         ("capacity type", "ConfigError: bucket_cap_mb is '25'\n"),

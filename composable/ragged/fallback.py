@@ -158,7 +158,7 @@ def _refuse_plain(op: OpOverload, plain: torch.Tensor, ragged: Any) -> UsageErro
     return UsageError(
         f"{op} meets a sharded parameter and a plain tensor of shape {list(plain.shape)}: "
         "the parameter is used outside the forward of its module",
-        at=f"{place_of_rank()}, module {layout.label.module}, parameter {str(layout.label)!r} {list(layout.shape)}",
+        at=f"{place_of_rank()}, {layout.label.module}, parameter {str(layout.label)!r} {list(layout.shape)}",
         fix="call the module itself, not its forward; register_fsdp_forward_method(module, name) for another method; "
         "annotate a module around all uses; or module.unshard() before. "
         "For the value without a gradient: full_tensor() under torch.no_grad()",

@@ -358,7 +358,7 @@ class Scheduler:
             raise UsageError(
                 "a pipeline's stage takes gradients of inputs and of parameters apart, and between forward and "
                 "backward a sharded module holds no whole parameters",
-                at=f"{place_of_rank()}, module {self.handles[0].fqn!r}",
+                at=f"{place_of_rank()}, {self.handles[0].described}",
                 fix="enter unshard_params(module, writeback=False) for the step, as ShardedStage in "
                 "examples/clients/pipelining.py does, or take a schedule without zero bubble",
             )
@@ -689,7 +689,7 @@ def _lent(handle: Handle) -> UsageError:
         fix = "leave the context first, or call the module under torch.no_grad(): it is shown in full precision"
     return UsageError(
         "a forward cannot run while unshard_params shows copies or gradients of the parameters",
-        at=f"{place_of_rank()}, module {handle.fqn!r}",
+        at=f"{place_of_rank()}, {handle.described}",
         fix=fix,
     )
 

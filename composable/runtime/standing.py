@@ -48,7 +48,7 @@ class Standing:
         """Return whose all-gather or reduce-scatter it is."""
         for handle, flat in self._flats:
             if flat.moves_by(started.transport, started.tag // 2, is_reduction=bool(started.tag % 2)):
-                return f"the {'reduce-scatter' if started.tag % 2 else 'all-gather'} of module {handle.fqn!r}"
+                return f"the {'reduce-scatter' if started.tag % 2 else 'all-gather'} of {handle.described}"
         return None
 
     def is_run_by(self, runner: object) -> bool:

@@ -24,6 +24,7 @@ from composable.runtime.standing import Standing
 from composable.runtime.streams import streams_for
 from composable.storage import Handle, move_buffers
 from composable.torch_hooks import at_end_of_backward
+from composable.wording import class_name, module_text
 
 __all__ = ["FullyShardState", "Root", "handle_of_module", "sharded_state_of"]
 
@@ -169,7 +170,7 @@ class Root:
         self.scheduler = scheduler
         self.additions = Additions()
         self._scatters: dict[Ranks, OwnTransport] = {}
-        self.standing = Standing(type(state.modules[0]).__name__.removeprefix("FSDP"), scheduler)
+        self.standing = Standing(class_name(state.modules[0]), scheduler)
         notice_tree(self.standing)
 
     @staticmethod
@@ -288,7 +289,7 @@ def _compare_plans(states: Sequence[FullyShardState], failure: UsageError | None
         members.setdefault(state.grid.everyone, []).append(state)
     for ranks, own in members.items():
         choices = [
-            f"module {handle.fqn!r}: {text}"
+            f"{handle.described}: {text}"
             for state in own
             for handle in state._handles
             if (text := handle.comms.compared_text())
@@ -312,7 +313,7 @@ def _find_failure(
                 if state is not root and state.settings != RootSettings():
                     raise UsageError(
                         "the root's settings were made on a module that a later annotation is around",
-                        at=f"module {names.get(state.modules[0], '')!r}",
+                        at=module_text(names.get(state.modules[0], ""), class_name(state.modules[0])),
                         fix="annotate all first, then make them on the outermost module; set this one's back",
                     )
                 for handle in state._handles:

@@ -22,7 +22,7 @@ from composable.storage.copy_reach import is_part_of_module, modules_of_copy, re
 from composable.storage.flat_buffer import FlatBuffer
 from composable.storage.gradient_buffer import GRADIENT_BUFFERS
 from composable.storage.sharded_param import ShardedParam, has_own_setattr
-from composable.wording import join_fqn
+from composable.wording import class_name, join_fqn, module_text
 
 __all__ = ["FIX_COPY", "Handle", "handle_of"]
 
@@ -40,7 +40,7 @@ class ParamLabel:
 
     def __init__(self, annotation: int, param: ShardedParam, handle: "Handle") -> None:
         self._fqn = param.fqn
-        self._kind = type(param.owners[0][0]).__name__
+        self._kind = class_name(param.owners[0][0])
         # What the handle is called changes when the root is known.
         self._handle = weakref.ref(handle)
         self.key = f"{annotation} {handle.fqn} {param.fqn}"
@@ -52,7 +52,7 @@ class ParamLabel:
     @property
     def module(self) -> str:
         """What messages call the module that owns it."""
-        return f"{str(self).rpartition('.')[0]!r} ({self._kind})"
+        return module_text(str(self).rpartition(".")[0], self._kind)
 
 
 class _Managed:
@@ -167,6 +167,11 @@ class Handle:
         """Note what the fully sharded modules are called."""
         self.module_fqns = tuple(fqns)
         self.fqn = self.module_fqns[0]
+
+    @property
+    def described(self) -> str:
+        """What messages call the (first) module."""
+        return module_text(self.fqn, self.plan.class_names[0])
 
     def fqn_of(self, param: ShardedParam) -> str:
         """Return the name of one of the handle's parameters from where its modules are named."""
@@ -307,7 +312,7 @@ class Handle:
 
     def check_comm_hooks(self, registrations: Sequence[Registration]) -> Comms:
         """Return what ``register_comm_hooks`` would choose; raises what it does."""
-        with located(f"module {self.fqn!r}"):
+        with located(self.described):
             return replace(self.comms, hook=nearest(registrations))
 
     def close(self) -> None:
@@ -322,6 +327,11 @@ class Handle:
     def params(self) -> list[ShardedParam]:
         """Every parameter of the handle, buffer by buffer."""
         return [param for flat in self.buffers for param in flat.params]
+
+    @property
+    def sharded(self) -> list[torch.Tensor]:
+        """Every sharded parameter."""
+        return [param.sharded for param in self.params]
 
     @property
     def _fqns(self) -> list[str]:
