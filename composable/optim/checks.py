@@ -1,5 +1,6 @@
 """Optimizers that would step in vain: on parameters that an annotation has replaced, or that have no values."""
 
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from composable.collectives import watch_ranks
 from composable.errors import UsageError, place_of_rank
 from composable.planning import first_replacement
-from composable.ragged import RaggedDTensor
+from composable.ragged import RaggedDTensor, check_finished
 from composable.storage import META_FIX
 from composable.torch_hooks import before_every_step
 from composable.torch_private import opaque
@@ -57,10 +58,32 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 
 @opaque
-def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     watch_ranks()
     if CHECKS_ITSELF not in vars(optimizer):
         check_parameters(optimizer)
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": _then_checked(kwargs["closure"], optimizer)}
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _then_checked(args[1], optimizer), *args[2:]), kwargs
+    _check_gradients(optimizer)
+    return None
+
+
+def _then_checked(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """Let what makes the gradients end with a check of them."""
+
+    def evaluate() -> Any:
+        loss = closure()
+        _check_gradients(optimizer)
+        return loss
+
+    return evaluate
+
+
+def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    check_finished(f"{type(optimizer).__name__}.step", params)
 
 
 def _describe_params(optimizer: torch.optim.Optimizer) -> str:
@@ -73,7 +96,7 @@ def _describe_params(optimizer: torch.optim.Optimizer) -> str:
 
 
 def check_every_step() -> None:
-    """Refuse such steps of every optimizer of the process; once."""
+    """Refuse such steps of every optimizer of the process, and those with gradients that are under way; once."""
     if not _REGISTERED:
         _REGISTERED.append(before_every_step(_check_optimizer))
 
