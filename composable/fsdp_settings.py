@@ -144,7 +144,7 @@ class FSDPSettings:
                 fix="annotate it with unused_gradients='none'",
             )
         for handle in handles:
-            handle.fills_unused = reduce_scatter_unused_params
+            handle.fill_unused(fills=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Choose how many gradient buffers of the root may be alive when one of these modules needs one.

@@ -10,7 +10,7 @@ import torch
 from composable.errors import UsageError, place_of_rank
 from composable.ragged import note_finished, note_unfinished
 from composable.runtime.account import Account
-from composable.runtime.agreement import Agreement
+from composable.runtime.agreement import Agreement, Comparison
 from composable.runtime.reductions import Reductions
 from composable.runtime.turn import Turn
 from composable.storage import Handle
@@ -34,7 +34,7 @@ class HandOver:
         self._is_settled = True
         self._turns = turns
         self._reductions = reductions
-        self._agreements: Sequence[Agreement] = ()
+        self._agreements: Sequence[Agreement | Comparison] = ()
 
     @property
     def is_deferred(self) -> bool:
@@ -47,7 +47,7 @@ class HandOver:
             (note_unfinished if is_deferred else note_finished)(self._turns)
             self._is_deferred = is_deferred
 
-    def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement]]) -> None:
+    def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement | Comparison]]) -> None:
         """Let the ranks compare at each end; ``make`` gets the accounts of all handles."""
         self._agreements = make([account for turn in self._turns.values() for account in turn.accounts])
 

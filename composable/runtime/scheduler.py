@@ -22,7 +22,7 @@ from torch import nn
 from composable.errors import UsageError, place_of_rank
 from composable.frames import in_backward, in_split_backward, is_called_again
 from composable.runtime.account import Account
-from composable.runtime.agreement import Agreement
+from composable.runtime.agreement import Agreement, Comparison
 from composable.runtime.hand_over import HandOver
 from composable.runtime.notices import notice_leak
 from composable.runtime.reductions import Reductions
@@ -93,7 +93,7 @@ class Scheduler:
         self._is_ending = False
         self._end: Callable[[], object] = lambda: None
 
-    def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement]]) -> None:
+    def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement | Comparison]]) -> None:
         """Let the ranks compare at the end of each backward; ``make`` gets the accounts of all handles."""
         self._hand_over.agree_by(make)
 

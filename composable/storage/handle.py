@@ -17,7 +17,7 @@ from torch import nn
 from composable.collectives import Pending
 from composable.errors import located
 from composable.planning import HandlePlan
-from composable.storage.comms import DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
+from composable.storage.comms import CHOICES, DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
 from composable.storage.copy_reach import is_part_of_module, modules_of_copy, reaches_out
 from composable.storage.flat_buffer import FlatBuffer
 from composable.storage.gradient_buffer import GRADIENT_BUFFERS
@@ -296,8 +296,36 @@ class Handle:
     def communicate_by(self, comms: Comms) -> None:
         """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
         self.comms = comms
+        CHOICES.made += 1
         for flat in self.buffers:
             flat.communicate_by(comms)
+
+    def fill_unused(self, *, fills: bool) -> None:
+        """Choose what a parameter gets that no rank used: zeros, or no gradient. Every rank alike."""
+        self.fills_unused = fills
+        CHOICES.made += 1
+
+    def chosen_text(self) -> str:
+        """Return what the user chose of what ranks do to gradients, equal on all of them; empty: as annotated."""
+        texts = [self.comms.compared_text()]
+        if self.fills_unused != (self.plan.unused_gradients == "zero"):
+            texts.append(f"reduce-scatter unused params {self.fills_unused}")
+        return ", ".join(filter(None, texts))
+
+    def settings_text(self) -> str:
+        """Return what else the user set of what decides when ranks communicate; empty: nothing."""
+        chosen = {
+            self.chosen_text(): True,
+            "gradient sync off": not self.requires_gradient_sync,
+            "gradients of a backward without sync": self.requires_gradient_sync and self.has_unsynced_gradients,
+            f"reshard after forward {self.reshard_option}": self.reshard_option != self.plan.reshard_after_forward,
+            "reshard after backward off": not self.reshard_after_backward,
+            "unshard in backward off": not self.unshard_in_backward,
+            "a reduce-scatter group of its own": self.scatters_apart,
+            "forward prefetch by hand": self.forward_prefetch is not None,
+            "backward prefetch by hand": self.backward_prefetch is not None,
+        }
+        return ", ".join(text for text, is_set in chosen.items() if is_set and text)
 
     def register_comm_hooks(self, registrations: Sequence[Registration]) -> None:
         """Let the nearest of ``registrations`` reduce the gradients. Every rank alike.
