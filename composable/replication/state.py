@@ -69,11 +69,18 @@ class ReplicateState:
 
         Raises:
             UsageError: A parameter that was frozen at annotation requires a gradient now, or was added since; or
-                something else averages gradients, or steps inside backward.
+                something else averages gradients, or steps inside backward; or an attribute of
+                ``DistributedDataParallel`` asks for no synchronisation.
         """
         self.standing.enter_forward()
         if not torch.is_grad_enabled():
             return
+        if not module.__dict__.get("require_backward_grad_sync", True):
+            raise UsageError(
+                "require_backward_grad_sync is False, an attribute of DistributedDataParallel that replicate ignores",
+                at=f"{place_of_rank()}, {describe_module(module)}",
+                fix="delete the attribute, and run the backwards that are not to synchronise in no_sync(model)",
+            )
         if self._seen != (seen := (count_registrations(), len(optimizers_in_backward()))) and not is_functional_call():
             self._look_again()
             self._seen = seen
