@@ -38,7 +38,9 @@ class ClassSwap:
         known = self._classes.get(cls)
         found = None if known is None else known()
         if found is None:
-            found = type(f"{self._prefix}{cls.__name__}", (self._mixin, cls), {"__module__": cls.__module__})
+            # Messages name the class that users know.
+            members = {"__module__": cls.__module__, "_composable_class_name": cls.__name__}
+            found = type(f"{self._prefix}{cls.__name__}", (self._mixin, cls), members)
             self._classes[cls] = weakref.ref(found)
         return found
 

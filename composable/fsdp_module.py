@@ -218,10 +218,10 @@ def _check_convertible(handle: Handle, fn: Callable[[torch.Tensor], torch.Tensor
         if handle.is_unsharded or handle.held_with is not None:
             raise UsageError(
                 "a module cannot be converted while its parameters are in use",
-                at=f"{place_of_rank()}, module {handle.fqn!r}",
+                at=f"{place_of_rank()}, {handle.described}",
                 fix="do it between steps, outside of unshard_params",
             )
-    with located(f"{place_of_rank()}, module {handle.fqn!r}"):
+    with located(f"{place_of_rank()}, {handle.described}"):
         for flat in handle.buffers:
             flat.check_convertible(fn)
 

@@ -211,6 +211,9 @@ def _execute(
     state.watch()
     for module in state.modules:
         add_replicate_mixin(module)
+        # Set before, it hides behind the property that the module has now.
+        if not vars(module).pop("require_backward_grad_sync", True):
+            state.reducer.requires_gradient_sync = False
 
 
 def _delay_of(params: Sequence[ReducedParam], delayed: Sequence[str], trigger: str) -> Delay:

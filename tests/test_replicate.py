@@ -966,3 +966,28 @@ def test_training_on_cuda_equals_training_without_ranks() -> None:
             torch.testing.assert_close(gradients_of(model), gradients_of(plain))
     finally:
         dist.destroy_process_group()
+
+
+def flag_of_ddp(*, before: bool) -> None:
+    rank = dist.get_rank()
+    model: Any = make_model("mlp")
+    if before:
+        model.require_backward_grad_sync = False
+    replicate(model)
+    if not before:
+        model.require_backward_grad_sync = False
+    assert not model.require_backward_grad_sync
+    loss_at(model, 0, rank).backward()
+    plain = make_model("mlp")
+    loss_at(plain, 0, rank).backward()
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    model.require_backward_grad_sync = True
+    loss_at(model, 1, rank).backward()
+    expected = average_of_plain("mlp", lambda plain, rank: loss_at(plain, 0, rank) + loss_at(plain, 1, rank))
+    torch.testing.assert_close(gradients_of(model), expected)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_attribute_by_which_ddp_stops_averaging_does_so_here(world_size: int, *, before: bool) -> None:
+    run_threads(flag_of_ddp, world_size, before=before)

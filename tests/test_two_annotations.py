@@ -179,19 +179,19 @@ def test_a_shared_parameter_is_refused_by_the_names_that_it_has_in_both() -> Non
     assert_expected_inline(
         "\n".join(said.values()),
         """\
-ConfigError: another replicate averages this parameter, as 'weight' of module 'layers.0.up' (ReplicateLinear)
+ConfigError: another replicate averages this parameter, as 'weight' of module 'layers.0.up' (Linear)
   at:  rank 0, parameter 'weight' of module 'out' (Linear)
   fix: call replicate once for all modules that share it, as replicate([a, b]), or on the module around them
 ConfigError: fully_shard has taken and sharded this parameter, as 'weight'
   at:  rank 0, parameter 'weight' of module 'out' (Linear)
   fix: let one annotation have all modules that share it: call fully_shard on the module around them
-ConfigError: replicate averages parameter 'weight' already, as 'weight' of module 'layers.0.up' (ReplicateLinear)
+ConfigError: replicate averages parameter 'weight' already, as 'weight' of module 'layers.0.up' (Linear)
   at:  rank 0, parameter 'out.weight' [4, 4] float32
   fix: annotate an inner module before the outer one, and have one annotation for modules that share it
-ConfigError: another replicate averages this parameter, as 'layers.0.up.weight' of module ReplicateTied
+ConfigError: another replicate averages this parameter, as 'layers.0.up.weight' of module Tied
   at:  rank 0, parameter 'up.weight' of module 'layers.0' (Layer)
   fix: call replicate on the inner module before the outer one, or leave it to the outer one
-ConfigError: replicate averages parameter 'up.weight' already, as 'layers.0.up.weight' of module ReplicateTied
+ConfigError: replicate averages parameter 'up.weight' already, as 'layers.0.up.weight' of module Tied
   at:  rank 0, parameter 'layers.0.up.weight' [4, 4] float32
   fix: annotate an inner module before the outer one, and have one annotation for modules that share it""",
     )

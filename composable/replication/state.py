@@ -29,7 +29,7 @@ from composable.replication.tensors import own_modules, unmanaged_params
 from composable.storage import modules_of_copy
 from composable.torch_hooks import after_gradients
 from composable.torch_private import optimizers_in_backward
-from composable.wording import list_text
+from composable.wording import class_name, list_text
 
 __all__ = ["ReplicateState"]
 
@@ -147,7 +147,7 @@ class ReplicateState:
 
     def follow(self) -> None:
         """Let other ranks that wait ask where the modules are."""
-        name = " + ".join(type(module).__name__ for module in self.modules)
+        name = " + ".join(class_name(module) for module in self.modules)
         self.standing.follow(name, self.reducer, self.transport)
 
     def abandon_step(self) -> None:

@@ -18,7 +18,7 @@ from composable.replication.ignored import Ignored
 from composable.replication.locals import is_split_elsewhere
 from composable.rivals import rival_on
 from composable.torch_private import optimizers_in_backward
-from composable.wording import join_fqn
+from composable.wording import class_name, join_fqn
 
 __all__ = ["ManagedTensors", "find_tensors", "own_modules", "unmanaged_params"]
 
@@ -60,7 +60,7 @@ def find_tensors(
     for module in modules:
         if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
             raise ConfigError(
-                f"{type(module).__name__} has no forward, so nothing would tell when it runs",
+                f"{class_name(module)} has no forward, so nothing would tell when it runs",
                 at=f"{place_of_rank()}, {describe_module(module)}",
                 fix="pass the modules in it as a list: replicate([*module])",
             )
