@@ -173,6 +173,12 @@ def test_another_graph_than_the_first_is_an_error_on_every_rank(kind: str, what:
     ]
 
 
+def test_a_static_graph_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "composable")
+    run_threads(buckets_of_a_static_graph, 1)
+    assert "replicate of module Looped with static_graph=True" in caplog.messages
+
+
 # -- delayed all-reduces
 
 

@@ -1,5 +1,6 @@
 """The arguments of ``replicate``, those of ``DistributedDataParallel`` beside it: numbers, and what is refused."""
 
+import random
 import warnings
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from composable import ConfigError, DesyncError, UsageError, replicate
-from tests.models import BATCH, DIM, loss_of, make_model, random_input
+from composable import ConfigError, DesyncError, UsageError, no_sync, replicate
+from tests.models import BATCH, DIM, loss_of, make_model, random_input, random_tokens, seeded
 from tests.world import RankErrors, run_ranks, run_threads
 
 
@@ -209,3 +210,81 @@ def test_ranks_with_different_options_get_an_error(name: str) -> None:
     with pytest.raises(RankErrors) as caught:
         run_threads(differ, 2, name)
     assert {rank: type(error) for rank, error in caught.value.errors.items()} == {0: DesyncError, 1: DesyncError}
+
+
+# -- options together
+
+
+class Mixed(nn.Module):
+    """A table, layers, and a branch that some steps, or none, use."""
+
+    def __init__(self, *, is_sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, DIM, sparse=is_sparse)
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.branch = nn.Linear(DIM, DIM)
+
+    def forward(self, tokens: torch.Tensor, *, uses_branch: bool) -> torch.Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.branch(x) if uses_branch else x
+
+
+def train_with_random_options(seed: int) -> None:
+    rng, rank, world_size = random.Random(seed), dist.get_rank(), dist.get_world_size()
+    is_sparse = rng.random() < 0.5
+    model, plain = (seeded(lambda: Mixed(is_sparse=is_sparse), 0) for _ in range(2))
+    is_static, finds_unused = rng.random() < 0.5, rng.random() < 0.7
+    options: dict[str, Any] = {
+        "static_graph": is_static,
+        "find_unused_parameters": finds_unused,
+        "bucket_cap_mb": rng.choice([100 / 2**20, 25]),
+        "gradient_as_bucket_view": rng.random() < 0.5,
+        "init_sync": rng.random() < 0.5,
+    }
+    if rng.random() < 0.5:
+        named = [(f"layers.{number}.weight", model.layers[number].weight) for number in rng.sample(range(3), 2)]
+        trigger = rng.choice([layer.bias for layer in model.layers])
+        options |= {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": trigger}
+    ignored = rng.random() < 0.3
+    if ignored:
+        options["ignored_params"] = ["layers.1.bias"]
+        if options.get("param_to_hook_all_reduce") is model.layers[1].bias:
+            options["param_to_hook_all_reduce"] = model.layers[0].bias
+    replicate(model, **options)
+    ways = [rng.choice(["nobody", "everybody"])] * 4
+    if finds_unused and not is_static:
+        ways = [rng.choice(["nobody", "everybody", "first", "last"]) for _ in range(4)]
+    elif not is_static:
+        ways = ["everybody"] * 4
+
+    def loss(one: Any, step: int, on: int) -> torch.Tensor:
+        who = {"nobody": (), "everybody": range(world_size), "first": (0,), "last": (world_size - 1,)}[ways[step]]
+        return one(random_tokens(10 * step + on, 4, vocab=16), uses_branch=on in who).square().mean()
+
+    for step in range(4):
+        keeps = rng.random() < 0.3
+        for _ in range(2 if keeps else 1):
+            for other in range(world_size):
+                (loss(plain, step, other) / world_size).backward()
+        if keeps:
+            with no_sync(model):
+                loss(model, step, rank).backward()
+        loss(model, step, rank).backward()
+        found, wanted = (
+            {fqn: p.grad.to_dense() for fqn, p in one.named_parameters() if p.grad is not None}
+            for one in (model, plain)
+        )
+        if ignored:
+            found.pop("layers.1.bias"), wanted.pop("layers.1.bias")
+        torch.testing.assert_close(found, wanted)
+        is_dropped = rng.random() < 0.5
+        for one in (model, plain):
+            one.zero_grad(set_to_none=is_dropped)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_any_options_together_give_the_gradients_of_one_process(world_size: int) -> None:
+    for seed in range(12):
+        run_threads(train_with_random_options, world_size, seed)

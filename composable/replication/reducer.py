@@ -32,7 +32,7 @@ from composable.replication.complaints import (
     second_gradient,
 )
 from composable.replication.debugging import notes_for_level
-from composable.replication.locals import local_gradient, local_of, wrapped_like
+from composable.replication.kept import average_kept
 from composable.replication.round import Round
 from composable.replication.sender import Sender
 from composable.replication.sparse import SparseGradients
@@ -204,28 +204,10 @@ class Reducer:
 
     def average_kept_gradients(self) -> None:
         """Do what the next round would have done, one gradient at a time. Collective."""
-        if not self.params:
-            return
-        device = self.params[0].param.device
-        flags = torch.tensor([any(self._kept), *(item.param.grad is not None for item in self.params)])
-        flags = flags.to(device, torch.float32)
-        # The gradients of every parameter go the same way on all ranks, whoever has one.
-        self._transport.begin_all_reduce(flags, self._order_key).finish()
-        is_any, *has_grad = flags.tolist()
-        for item, is_there in zip(self.params, has_grad, strict=True):
-            if is_any and is_there and not item.is_sparse:
-                if item.param.grad is None:
-                    item.param.grad = torch.zeros_like(item.param)
-                grad = local_gradient(item.param.grad.detach(), item.param)
-                if grad is not local_of(item.param.grad):
-                    item.param.grad = wrapped_like(grad, item.param)
-                whole = grad.contiguous()
-                self._transport.begin_all_reduce(whole.view(-1), self._order_key, scale=self._scale).finish()
-                if whole is not grad:
-                    grad.copy_(whole)
-        if is_any:
-            self._sparse.average()
-        self._forget_kept()
+        if self.params:
+            is_any = any(self._kept)
+            average_kept(self.params, self._transport, self._order_key, self._scale, self._sparse, is_any=is_any)
+            self._forget_kept()
 
     @property
     def is_running(self) -> bool:
