@@ -2,12 +2,14 @@
 
 from composable.replication.broadcasts import BufferSync, broadcast_tensors
 from composable.replication.bucket import BucketOptions, ReducedParam
+from composable.replication.fusion import FORMS, join_all_reduces
 from composable.replication.hooks import register_replicate_hooks
 from composable.replication.reducer import Reducer
 from composable.replication.state import ReplicateState
 from composable.replication.tensors import ManagedTensors, find_tensors
 
 __all__ = [
+    "FORMS",
     "BucketOptions",
     "BufferSync",
     "ManagedTensors",
@@ -16,5 +18,6 @@ __all__ = [
     "ReplicateState",
     "broadcast_tensors",
     "find_tensors",
+    "join_all_reduces",
     "register_replicate_hooks",
 ]

@@ -16,6 +16,7 @@ Source: PyTorch Distributed, arXiv 2006.15704.
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from composable.replication.complaints import after_close, backward_error, copie
 from composable.replication.round import Round
 from composable.replication.sender import Sender
 from composable.replication.tail import Report, Tail
+from composable.replication.traced import traced_arrival
 from composable.storage import Registration, copied_registrations, nearest
 from composable.torch_hooks import Ending, next_ending_number
 from composable.torch_private import opaque
@@ -54,6 +56,8 @@ class Reducer:
         requires_gradient_sync: Whether the next backward is a round; if not, gradients stay local.
         sync_after_context: What that is after the ``no_sync`` that runs; ``None``: none runs.
         rounds: How many backwards there were, the running one included.
+        scale: Of a gradient before it is added to those of the other ranks.
+        group_name: Of the process group that averages in a graph; "": one rank.
         comm_hooks: Registrations of communication hooks that reach the parameters; the nearest holds.
     """
 
@@ -74,7 +78,9 @@ class Reducer:
         self.comm_hooks: tuple[Registration, ...] = ()
         self._transport = transport
         self._grid = grid
-        self._scale = 1.0 / grid.divisor
+        self.scale = 1.0 / grid.divisor
+        ranks = grid.everyone
+        self.group_name = "" if ranks.is_alone else ranks.process_group.group_name
         self._after_backward = after_backward
         self._lock = threading.RLock()
         self._is_closed = False
@@ -107,6 +113,19 @@ class Reducer:
     def hook(self) -> Registration | None:
         """The communication hook that holds."""
         return self._sender.hook
+
+    # What a graph of compiled autograd reads.
+
+    @property
+    def untraceable(self) -> str:
+        """Why a graph cannot average the gradients; "": it can."""
+        if self._sender.hook is not None:
+            return "a communication hook cannot run"
+        if self.options.find_unused:
+            return "ranks cannot tell each other which parameters they used (find_unused_parameters=True)"
+        if self._is_closed:
+            return "a module of before unannotate cannot run"
+        return ""
 
     @property
     def round(self) -> Round:
@@ -175,7 +194,7 @@ class Reducer:
                     item.param.grad = torch.zeros_like(item.param)
                 grad = item.param.grad.detach()
                 whole = grad.contiguous()
-                self._transport.begin_all_reduce(whole.view(-1), self._order_key, scale=self._scale).finish()
+                self._transport.begin_all_reduce(whole.view(-1), self._order_key, scale=self.scale).finish()
                 if whole is not grad:
                     grad.copy_(whole)
         self._forget_kept()
@@ -265,7 +284,7 @@ class Reducer:
         own_round, find_reducer = self._round, weakref.ref(self)
         seen, order = own_round.seen, own_round.order
 
-        @opaque
+        @partial(opaque, traced=traced_arrival(find_reducer, self.params[index].fqn))
         def arrive(_: torch.Tensor) -> None:
             reducer = find_reducer()
             if reducer is None:
@@ -344,7 +363,7 @@ class Reducer:
         Streams: gradients are copied on the current one, which the collective waits for.
         """
         # A communication hook averages by itself.
-        scale = self._scale if self._sender.hook is None else 1.0
+        scale = self.scale if self._sender.hook is None else 1.0
         bucket.pack(scale, grads_as_views=self.options.grads_as_views)
         self._send(bucket)
 
