@@ -6,8 +6,7 @@ is registered on a module that is nearer.
 
 import inspect
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -15,19 +14,23 @@ from torch import nn
 
 from composable.arguments import check_module, described
 from composable.collectives import Ranks
-from composable.comm_hooks import DefaultState, check_state
+from composable.comm_hooks import DefaultState, check_hook, check_state, takes_arguments, takes_bucket
 from composable.contract import get_registry
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward
 from composable.replication import Reducer, ReplicateState
 from composable.runtime import handle_of_module, sharded_state_of
-from composable.storage import Handle, HookFunction, Registration
+from composable.storage import Handle, HookFunction, Registration, nearest
+from composable.wording import list_text
 
 __all__ = ["CommHookHandle", "register_comm_hook"]
 
 # What has gradients to reduce, with the ranks that do.
 _Unit: TypeAlias = Handle | Reducer
+
+# The last registration of each state, by its id: a registration keeps its state alive.
+_REGISTERED: "weakref.WeakValueDictionary[int, Registration]" = weakref.WeakValueDictionary()
 
 
 class CommHookHandle:
@@ -102,8 +105,10 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
         one: Registration | None = None
         try:
             one = Registration(module, state, hook, takes_bucket=_takes_bucket(hook, units))
+            check_hook(hook)
             check_state(hook, state)
             _check(module, state, units)
+            _check_memory(one, units)
             for unit in units:
                 unit.check_comm_hooks([*unit.comm_hooks, one])
         except ComposableError as error:
@@ -113,6 +118,7 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
     assert one is not None, "a failure has been raised"
     for unit in units:
         unit.register_comm_hooks([*unit.comm_hooks, one])
+    _REGISTERED[id(state)] = one
     return CommHookHandle(module, one)
 
 
@@ -151,6 +157,26 @@ def _check(module: nn.Module, state: object, units: Mapping[_Unit, Ranks]) -> No
                 )
 
 
+def _check_memory(one: Registration, units: Collection[_Unit]) -> None:
+    """Raise ``ConfigError`` if one state would remember, by a bucket's number, buckets of several modules."""
+    if not any(cls.__name__ == "PowerSGDState" for cls in type(one.state).__mro__):
+        return
+    callers: set[_Unit] = {
+        unit for unit in units if isinstance(unit, Reducer) and nearest([*unit.comm_hooks, one]) is one
+    }
+    earlier = _REGISTERED.get(id(one.state))
+    if earlier is not None and earlier.module is not None:
+        callers |= {unit for unit in _units_below(earlier.module) if earlier in unit.comm_hooks}
+    if len(callers) > 1:
+        names = sorted(_params(unit)[0] for unit in callers)
+        raise ConfigError(
+            f"one {type(one.state).__name__} is to serve {len(callers)} replicated modules, and what it remembers of "
+            "their buckets goes by the number of a bucket in its module",
+            at=f"the modules of parameters {list_text(names)}",
+            fix="register on each replicated module a state of its own",
+        )
+
+
 def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:
     """Say whether ``hook`` is one of ``DistributedDataParallel``.
 
@@ -165,7 +191,7 @@ def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:
         raise ConfigError(
             f"hook is {described(hook)}, whose arguments are not known", fix="pass a function of Python"
         ) from None
-    has_output, has_none = _binds(signature, 3), _binds(signature, 2)
+    has_output, has_none = takes_arguments(signature, 3), takes_arguments(signature, 2)
     if not (has_output or has_none):
         raise ConfigError(
             f"the hook cannot be called with a state and gradients: its arguments are {signature}",
@@ -173,7 +199,7 @@ def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:
         )
     sharded = [unit for unit in units if isinstance(unit, Handle)]
     if sharded and not has_output:
-        second = "gradients" if _names_gradients(signature) else "a bucket"
+        second = "a bucket" if takes_bucket(signature) else "gradients"
         raise ConfigError(
             f"the hook takes a state and {second} only, and a sharded module keeps no whole gradients: "
             "it needs a place for this rank's slice",
@@ -185,18 +211,7 @@ def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:
             "the hook needs an output, and a replicated module keeps the whole of its gradients",
             fix="write it as hook(state, grad, output=None), and average in place without an output",
         )
-    return not has_output and not _names_gradients(signature)
-
-
-def _binds(signature: inspect.Signature, count: int) -> bool:
-    with suppress(TypeError):
-        signature.bind(*[None] * count)
-        return True
-    return False
-
-
-def _names_gradients(signature: inspect.Signature) -> bool:
-    return list(signature.parameters)[1:2] == ["grad"]
+    return takes_bucket(signature)
 
 
 def _agree(
