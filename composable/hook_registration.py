@@ -6,7 +6,7 @@ is registered on a module that is nearer.
 
 import inspect
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -19,18 +19,14 @@ from composable.contract import get_registry
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward
-from composable.replication import Reducer, ReplicateState
+from composable.replication import Reducer, ReplicateState, check_memory
 from composable.runtime import handle_of_module, sharded_state_of
 from composable.storage import Handle, HookFunction, Registration, nearest
-from composable.wording import list_text
 
 __all__ = ["CommHookHandle", "register_comm_hook"]
 
 # What has gradients to reduce, with the ranks that do.
 _Unit: TypeAlias = Handle | Reducer
-
-# The last registration of each state, by its id: a registration keeps its state alive.
-_REGISTERED: "weakref.WeakValueDictionary[int, Registration]" = weakref.WeakValueDictionary()
 
 
 class CommHookHandle:
@@ -108,7 +104,8 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
             check_hook(hook)
             check_state(hook, state)
             _check(module, state, units)
-            _check_memory(one, units)
+            callers = [unit for unit in units if isinstance(unit, Reducer)]
+            check_memory(state, [unit for unit in callers if nearest([*unit.comm_hooks, one]) is one])
             for unit in units:
                 unit.check_comm_hooks([*unit.comm_hooks, one])
         except ComposableError as error:
@@ -118,7 +115,6 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
     assert one is not None, "a failure has been raised"
     for unit in units:
         unit.register_comm_hooks([*unit.comm_hooks, one])
-    _REGISTERED[id(state)] = one
     return CommHookHandle(module, one)
 
 
@@ -155,26 +151,6 @@ def _check(module: nn.Module, state: object, units: Mapping[_Unit, Ranks]) -> No
                     at=describe_module(module),
                     fix="make the state with the process group of the module's mesh",
                 )
-
-
-def _check_memory(one: Registration, units: Collection[_Unit]) -> None:
-    """Raise ``ConfigError`` if one state would remember, by a bucket's number, buckets of several modules."""
-    if not any(cls.__name__ == "PowerSGDState" for cls in type(one.state).__mro__):
-        return
-    callers: set[_Unit] = {
-        unit for unit in units if isinstance(unit, Reducer) and nearest([*unit.comm_hooks, one]) is one
-    }
-    earlier = _REGISTERED.get(id(one.state))
-    if earlier is not None and earlier.module is not None:
-        callers |= {unit for unit in _units_below(earlier.module) if earlier in unit.comm_hooks}
-    if len(callers) > 1:
-        names = sorted(_params(unit)[0] for unit in callers)
-        raise ConfigError(
-            f"one {type(one.state).__name__} is to serve {len(callers)} replicated modules, and what it remembers of "
-            "their buckets goes by the number of a bucket in its module",
-            at=f"the modules of parameters {list_text(names)}",
-            fix="register on each replicated module a state of its own",
-        )
 
 
 def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:

@@ -15,8 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.arguments import check_module, readable_twice
 from composable.collectives import Grid, annotating, resolve_ranks
+from composable.comm_hooks import check_hook
 from composable.contract import contract
-from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
+from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.replication import (
     BucketOptions,
@@ -26,6 +27,7 @@ from composable.replication import (
     Reducer,
     ReplicateState,
     broadcast_tensors,
+    check_memory,
     find_tensors,
     register_replicate_hooks,
 )
@@ -164,7 +166,7 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
             The hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` fit.
 
     Raises:
-        ConfigError: ``hook`` is no function, or ``module`` no module.
+        ConfigError: ``hook`` is no function, or ``module`` no module; or a wrapper or a state does not fit.
         UsageError: The module is not replicated, has a hook already, or a backward is running.
     """
     check_module("module", module)
@@ -185,6 +187,9 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
             at=place_of_rank(),
             fix="register one hook, before the first backward",
         )
+    with located(place_of_rank()):
+        check_hook(hook)
+        check_memory(state, [reducer])
     reducer.register_comm_hooks([*reducer.comm_hooks, Registration(module, state, hook, takes_bucket=True)])
 
 
