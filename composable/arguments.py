@@ -1,4 +1,4 @@
-"""Checks of arguments that many functions take: what is wrong is a ``ConfigError`` before anything happens."""
+"""Checks of arguments that many functions take: what is wrong is an error before anything happens."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable.errors import ConfigError, place_of_rank
+from composable.errors import ConfigError, UsageError, place_of_rank
 
 __all__ = [
     "as_path",
@@ -19,6 +19,7 @@ __all__ = [
     "check_module",
     "check_number",
     "check_optimizer",
+    "check_outside_inference",
     "described",
     "list_of_tensors",
     "readable_twice",
@@ -115,3 +116,12 @@ def described(value: object) -> str:
         return f"the class {value.__name__}"
     kind = type(value)
     return f"a {kind.__name__}" if kind.__module__ in {"builtins", "torch"} else f"a {kind.__module__}.{kind.__name__}"
+
+
+def check_outside_inference(caller: str) -> None:
+    """Raise ``UsageError`` in inference mode: no optimizer could ever write to parameters that are made there."""
+    if torch.is_inference_mode_enabled():
+        raise UsageError(
+            f"{caller} is called in inference mode, and what is made there can never be trained",
+            fix="annotate outside of torch.inference_mode(), and run in it as you like",
+        )

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from composable.arguments import check_module, readable_twice
+from composable.arguments import check_module, check_outside_inference, readable_twice
 from composable.collectives import Grid, annotating, resolve_ranks
 from composable.comm_hooks import check_hook
 from composable.contract import contract
@@ -84,7 +84,7 @@ def replicate(
         ``module``, the same object.
 
     Raises:
-        UsageError: No process group is initialised.
+        UsageError: No process group is initialised, or inference mode is on, here or on another rank.
         ConfigError: An argument is wrong, here or on another rank; the message names the rank, the module, the
             parameter and the fix.
         DesyncError: The ranks have different modules or options.
@@ -101,6 +101,7 @@ def replicate(
     managed: ManagedTensors = ManagedTensors()
     failure: ComposableError | None = None
     try:
+        check_outside_inference("replicate")
         options = _check_options(bucket_cap_mb, find_unused_parameters, broadcast_buffers, gradient_as_bucket_view)
         managed = find_tensors(modules, ignored, ranks.device.type)
         state.ignored_modules = frozenset(ignored or ())
