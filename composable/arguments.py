@@ -1,7 +1,7 @@
 """Checks of arguments that many functions take: what is wrong is an error before anything happens."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import nn
 from composable.errors import ConfigError, UsageError, place_of_rank
 
 __all__ = [
+    "answer_of",
     "as_path",
     "check_bool",
     "check_device",
@@ -24,6 +25,14 @@ __all__ = [
     "list_of_tensors",
     "readable_twice",
 ]
+
+
+def answer_of(name: str, function: Callable[..., Any], *args: object, at: str, fix: str) -> Any:
+    """Return what a user's function, the argument ``name``, answers; what it raises is a ``ConfigError``."""
+    try:
+        return function(*args)
+    except Exception as error:
+        raise ConfigError(f"{name} raised {type(error).__name__}: {error}", at=at, fix=fix) from error
 
 
 def check_module(name: str, value: object) -> None:
