@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from composable.arguments import check_module, described
-from composable.collectives import Ranks
+from composable.collectives import Ranks, compare_in_each
 from composable.comm_hooks import DefaultState, check_hook, check_state, takes_arguments, takes_bucket
 from composable.contract import get_registry
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
@@ -206,19 +206,13 @@ def _agree(
     lines = [f"{caller} of {'a wrong hook' if registration is None else registration.name} on {type(module).__name__}"]
     lines += [f"for {_params(unit)}" for unit in units]
     text = "\n".join(lines)
-    for ranks in dict.fromkeys(units.values()):
-        try:
-            ranks.compare(
-                text,
-                failure,
-                shown=text,
-                what="the ranks register or remove different communication hooks",
-                fix="do the same on every rank",
-            )
-        except ComposableError as error:
-            failure = error  # The ranks of the next group are to hear of it too.
-    if failure is not None:
-        raise failure
+    compare_in_each(
+        units.values(),
+        text,
+        failure,
+        what="the ranks register or remove different communication hooks",
+        fix="do the same on every rank",
+    )
 
 
 def _params(unit: _Unit) -> Sequence[str]:
