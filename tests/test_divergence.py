@@ -3,7 +3,9 @@
 import logging
 import random
 import re
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -401,3 +403,30 @@ def test_plans_that_differ_in_a_parameter_name_it_and_what_differs() -> None:
     assert "rank 1: parameter 'layers.0.weight' [4, 4] bfloat16, requires_grad=True" in half
     assert "rank 0: parameter 'layers.2.weight' [4, 4] float32, requires_grad=True" in frozen
     assert "rank 1: parameter 'layers.2.weight' [4, 4] float32, requires_grad=False" in frozen
+
+
+def read_a_verdict_in_the_next_world() -> float:
+    set_divergence_timeout(1)
+    make("fully_shard")
+    assert dist.group.WORLD is not None
+    store, name, rank = store_of_default_group(), dist.group.WORLD.group_name, dist.get_rank()
+    questions = dist.PrefixStore("composable watch", store)
+    questions.add("0/asked", 1)
+    questions.wait(["0/place/0", "0/place/1"], timedelta(seconds=30))
+    dist.barrier()
+    watches = [thread for thread in threading.enumerate() if thread.name == "composable watch"]
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("next", store), rank=rank, world_size=2)
+    assert dist.group.WORLD.group_name == name
+    dist.barrier()
+    questions.set("0/verdict", f"1\n{name}\nthe last world has diverged")
+    for watch in watches:
+        watch.join(30)
+        assert not watch.is_alive()
+    total = torch.ones(())
+    dist.all_reduce(total)
+    return total.item()
+
+
+def test_a_verdict_that_is_read_in_the_next_world_of_a_process_closes_nothing_there() -> None:
+    assert run_ranks(read_a_verdict_in_the_next_world, 2) == [2.0, 2.0]

@@ -24,6 +24,7 @@ import torch
 from composable.collectives import Grid, Transport
 from composable.replication.arrangement import Arrangement
 from composable.replication.bucket import Bucket, BucketOptions, ReducedParam
+from composable.replication.bucket_memory import note_caller
 from composable.replication.complaints import after_close, backward_error, copied_inside, hook_failed, second_gradient
 from composable.replication.round import Round
 from composable.replication.sender import Sender
@@ -212,6 +213,8 @@ class Reducer:
         """
         self._sender.hook = self.check_comm_hooks(registrations)
         self.comm_hooks = tuple(registrations)
+        if self.hook is not None:
+            note_caller(self.hook.state, self)
 
     def check_comm_hooks(self, registrations: Sequence[Registration]) -> Registration | None:
         """Return what ``register_comm_hooks`` would choose; raises what it does."""

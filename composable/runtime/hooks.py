@@ -155,7 +155,8 @@ class _CastingHooks(_ModuleHooks):
         if self._buffers is not None:
             if self._modules is None:
                 self._modules = state.modules_around(module)
-            self._buffers.enter(self._modules, is_outermost=root.scheduler.is_outermost(module))
+            is_outermost = root.scheduler.is_outermost(module)
+            self._buffers.enter(self._modules, root.lent_buffers, is_outermost=is_outermost)
         return changed
 
     @opaque
