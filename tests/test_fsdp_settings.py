@@ -517,8 +517,8 @@ def groups_of_scatters(when: str) -> tuple[list[int], dict[str, Any]]:
             model.set_separate_reduce_scatter_group(turn < 2)
         loss(model, own_seed(turn)).backward()
         flats = [flat for handle in root_of(model).handles for flat in handle.buffers]
-        gathers = {group for flat in flats for group in flat.gather_path.transport.groups}
-        scatters = {group for flat in flats for group in flat.gradient_path.transport.groups}
+        gathers = {group for flat in flats for group in flat.routes.gather_path.transport.groups}
+        scatters = {group for flat in flats for group in flat.routes.gradient_path.transport.groups}
         found.append(len(scatters - gathers))
     return found, gradients(model)
 

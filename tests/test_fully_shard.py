@@ -565,7 +565,7 @@ def prefetch(forward: list[int], backward: list[int]) -> tuple[list[int], dict[s
     root = root_of(model)
     counting = CountingTransport.install(root)
     step(model)
-    keys = {handle.buffers[0].gather_path.key: position for position, handle in enumerate(root.handles)}
+    keys = {handle.buffers[0].routes.gather_path.key: position for position, handle in enumerate(root.handles)}
     order = [keys[key] for op, key, _ in counting.records if op == "all_gather"]
     return order, {fqn: full(param.grad) for fqn, param in model.named_parameters()}
 

@@ -292,7 +292,7 @@ class Handle:
         """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
         self.comms = comms
         for flat in self.buffers:
-            flat.communicate_by(comms)
+            flat.routes.communicate_by(comms)
 
     def register_comm_hooks(self, registrations: Sequence[Registration]) -> None:
         """Let the nearest of ``registrations`` reduce the gradients. Every rank alike.
@@ -373,7 +373,7 @@ class Handle:
     def settle(self) -> None:
         """Wait for all that was started for this handle, also by a call that an exception cut short."""
         for flat in self.buffers:
-            flat.settle()
+            flat.routes.settle()
 
     def use_unsharded(self) -> None:
         """Make the modules hold the unsharded parameters; the gathers are finished."""
