@@ -62,6 +62,34 @@ class FlatBuffer:
         routes: How bytes travel between the ranks.
     """
 
+    __slots__ = (
+        "_buffer",
+        "_buffer_bytes",
+        "_gradient_like",
+        "_has_hooks",
+        "_hooks_known",
+        "_is_allocated",
+        "_piece_sizes",
+        "_pieces",
+        "_storage",
+        "_sums",
+        "all_bits",
+        "compute_dtype",
+        "device",
+        "dtype",
+        "gradient_dtype",
+        "holds_instances",
+        "home",
+        "is_away",
+        "is_empty",
+        "is_marked",
+        "params",
+        "plan",
+        "pool_key",
+        "routes",
+        "shard",
+    )
+
     def __init__(
         self,
         plan: BufferPlan,
