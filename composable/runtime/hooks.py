@@ -151,7 +151,7 @@ class _CastingHooks(_ModuleHooks):
         dtype = state.plan.mp_policy.casts_inputs(is_root=is_root)
         if dtype is not None:
             args, kwargs = (args, kwargs) if changed is None else changed
-            changed = cast_floats(args, dtype), cast_floats(kwargs, dtype)
+            changed = cast_floats(args, dtype), cast_floats(kwargs, dtype) if kwargs else kwargs
         if self._buffers is not None:
             if self._modules is None:
                 self._modules = state.modules_around(module)

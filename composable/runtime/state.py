@@ -198,7 +198,7 @@ class Root:
             transport = transport_of(found.grid.shard.process_group, found.transport_name)
             for handle in found._handles:
                 for flat in handle.buffers:
-                    flat.connect(transport, found.grid.divisor)
+                    flat.routes.connect(transport, found.grid.divisor)
             if any(handle.is_offloaded for handle in found._handles):
                 # ``to_empty`` has made them where the parameters rest.
                 managed = managed_modules(found.modules, found.ignored_modules)
@@ -240,7 +240,7 @@ class Root:
                 if handle.scatters_apart and ranks not in apart:
                     apart[ranks] = self._scatters.get(ranks) or OwnTransport(ranks)
                 for flat in handle.buffers:
-                    flat.scatter_by(apart[ranks] if handle.scatters_apart else None)
+                    flat.routes.scatter_by(apart[ranks] if handle.scatters_apart else None)
         self._scatters = apart
 
     def close(self) -> None:
