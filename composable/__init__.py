@@ -12,6 +12,7 @@ from composable.comm_hooks import (
     fp16_compress_wrapper,
     reduce_scatter_hook,
 )
+from composable.compiled import bucketing_backend
 from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
 from composable.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
@@ -85,6 +86,7 @@ __all__ = [
     "allreduce_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
+    "bucketing_backend",
     "checkpoint",
     "clip_grad_norm_",
     "contract",

@@ -15,10 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from composable.arguments import check_module, readable_twice
+from composable.arguments import check_module, check_outside_inference, readable_twice
 from composable.collectives import Grid, annotating, resolve_ranks
+from composable.comm_hooks import check_hook
 from composable.contract import contract
-from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
+from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.replicate_module import add_replicate_mixin
 from composable.replication import (
@@ -31,6 +32,7 @@ from composable.replication import (
     ReplicateState,
     broadcast_tensors,
     check_device_of,
+    check_memory,
     choose_delay,
     choose_device,
     find_ignored,
@@ -120,7 +122,7 @@ def replicate(
         ``module``, the same object.
 
     Raises:
-        UsageError: No process group is initialised.
+        UsageError: No process group is initialised, or inference mode is on, here or on another rank.
         ConfigError: An argument is wrong, here or on another rank; the message names the rank, the module, the
             parameter and the fix.
         DesyncError: The ranks have different modules or options.
@@ -143,6 +145,7 @@ def replicate(
     delay: tuple[tuple[str, ...], str] | None = None
     failure: ComposableError | None = None
     try:
+        check_outside_inference("replicate")
         choices = Choices(
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
@@ -242,7 +245,7 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
             The hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` fit.
 
     Raises:
-        ConfigError: ``hook`` is no function, or ``module`` no module.
+        ConfigError: ``hook`` is no function, or ``module`` no module; or a wrapper or a state does not fit.
         UsageError: The module is not replicated, has a hook already, or a backward is running.
     """
     check_module("module", module)
@@ -263,4 +266,7 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
             at=place_of_rank(),
             fix="register one hook, before the first backward",
         )
+    with located(place_of_rank()):
+        check_hook(hook)
+        check_memory(state, [reducer])
     reducer.register_comm_hooks([*reducer.comm_hooks, Registration(module, state, hook, takes_bucket=True)])

@@ -54,7 +54,7 @@ ENTRIES: dict[str, set[str]] = {
     "fully_shard": {"fsdp_module"},
     "class_swap": set(),
     "group_life": set(),
-    "replicate": {"replicate_module"},
+    "replicate": {"comm_hooks", "replicate_module"},
     "replicate_module": {"class_swap", "gradient_sync", "hook_registration"},
     "hook_registration": {"comm_hooks"},
     "gradient_sync": set(),

@@ -2,6 +2,8 @@
 
 from composable.replication.broadcasts import BufferSync, broadcast_tensors
 from composable.replication.bucket import Delay, ReducedParam
+from composable.replication.bucket_memory import check_memory
+from composable.replication.fusion import FORMS, join_all_reduces
 from composable.replication.hooks import move_inputs, register_replicate_hooks
 from composable.replication.ignored import find_ignored
 from composable.replication.locals import local_of
@@ -12,6 +14,7 @@ from composable.replication.tensors import ManagedTensors, find_tensors
 from composable.replication.timing import BackwardTiming
 
 __all__ = [
+    "FORMS",
     "BackwardTiming",
     "BufferSync",
     "Choices",
@@ -22,10 +25,12 @@ __all__ = [
     "ReplicateState",
     "broadcast_tensors",
     "check_device_of",
+    "check_memory",
     "choose_delay",
     "choose_device",
     "find_ignored",
     "find_tensors",
+    "join_all_reduces",
     "local_of",
     "move_inputs",
     "register_replicate_hooks",

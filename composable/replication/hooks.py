@@ -1,8 +1,8 @@
 """What a replicated module does around its forward and its backward."""
 
-import functools
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def register_replicate_hooks(
 
 def move_inputs(module: nn.Module, device: torch.device) -> list[RemovableHandle]:
     """Let the forward of ``module`` find the tensors among its arguments on ``device``."""
-    return [before_forward(module, functools.partial(_on_device, device))]
+    return [before_forward(module, partial(_on_device, device))]
 
 
 @opaque
@@ -75,6 +75,10 @@ class _ReplicateHooks:
                 on_gradient(tensor, hook)
 
 
+def _nothing(_: "_OutputHook", grad: torch.Tensor) -> None:
+    """In a graph there are no rounds: see ``traced.py``."""
+
+
 class _OutputHook(GradientHook):
     """Runs when the gradient of an output arrives; equal to those of the module's other calls."""
 
@@ -83,7 +87,7 @@ class _OutputHook(GradientHook):
     def __init__(self, before_backward: Callable[[], None]) -> None:
         self._before_backward = before_backward
 
-    @opaque
+    @partial(opaque, traced=_nothing)
     def __call__(self, grad: torch.Tensor) -> None:
         self._before_backward()
 

@@ -16,13 +16,16 @@ Source: PyTorch Distributed, arXiv 2006.15704.
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from composable.collectives import Grid, Transport
 from composable.replication.arrangement import Arrangement
 from composable.replication.bucket import Bucket, BucketOptions, ReducedParam
+from composable.replication.bucket_memory import note_caller
 from composable.replication.complaints import (
     after_close,
     backward_error,
@@ -39,6 +42,7 @@ from composable.replication.sparse import SparseGradients
 from composable.replication.static_graph import StaticGraph
 from composable.replication.tail import Report, Tail
 from composable.replication.timing import Stopwatch
+from composable.replication.traced import traced_arrival
 from composable.storage import Registration, copied_registrations, nearest
 from composable.torch_hooks import Ending, next_ending_number
 from composable.torch_private import opaque
@@ -68,9 +72,14 @@ class Reducer:
         is_last_backward: If not, backward is no round either.
         sync_after_context: What that is after the ``no_sync`` that runs; ``None``: none runs.
         rounds: How many backwards there were, the running one included.
+        scale: Of a gradient before it is added to those of the other ranks.
+        group_name: Of the process group that averages in a graph; "": one rank.
         comm_hooks: Registrations of communication hooks that reach the parameters; the nearest holds.
         stopwatch: Measures some backwards.
     """
+
+    scale: float
+    group_name: str
 
     def __init__(
         self,
@@ -102,11 +111,13 @@ class Reducer:
         """Have what depends on the ranks, as it is before the first backward."""
         self._transport = transport
         self._grid = grid
-        self._scale = 1.0 / grid.divisor
+        self.scale = 1.0 / grid.divisor
+        ranks = grid.everyone
+        self.group_name = "" if ranks.is_alone else ranks.process_group.group_name
         self._order_key = transport.allocate_key()
         self._tail = Tail(len(self.params), transport.rank, transport.world_size)
         self._sender = Sender(transport)
-        self._sparse = SparseGradients([item.param for item in self.params if item.is_sparse], transport, self._scale)
+        self._sparse = SparseGradients([item.param for item in self.params if item.is_sparse], transport, self.scale)
         self._arrangement = Arrangement(self.params, transport, self.options, tail_numel=self._tail.numel)
         self._bucket_of = self._arrangement.bucket_of  # changed in place
         self._notes = notes_for_level(self.params, grid.everyone)
@@ -148,6 +159,23 @@ class Reducer:
     def hook(self) -> Registration | None:
         """The communication hook that holds."""
         return self._sender.hook
+
+    # What a graph of compiled autograd reads.
+
+    @property
+    def untraceable(self) -> str:
+        """Why a graph cannot average the gradients; "": it can."""
+        if self._sender.hook is not None:
+            return "a communication hook cannot run"
+        if self.options.find_unused:
+            return "ranks cannot tell each other which parameters they used (find_unused_parameters=True)"
+        if self.options.static_graph or self.options.delay is not None or not self.is_last_backward:
+            return "gradients are averaged one by one (static_graph, a delayed all-reduce, set_is_last_backward(False))"
+        if any(item.is_sparse or isinstance(item.param, DTensor) for item in self.params):
+            return "gradients that are sparse, or that tensor parallelism has split, cannot be averaged"
+        if self._is_closed:
+            return "a module of before unannotate cannot run"
+        return ""
 
     @property
     def round(self) -> Round:
@@ -206,7 +234,7 @@ class Reducer:
         """Do what the next round would have done, one gradient at a time. Collective."""
         if self.params:
             is_any = any(self._kept)
-            average_kept(self.params, self._transport, self._order_key, self._scale, self._sparse, is_any=is_any)
+            average_kept(self.params, self._transport, self._order_key, self.scale, self._sparse, is_any=is_any)
             self._forget_kept()
 
     @property
@@ -222,6 +250,8 @@ class Reducer:
         """
         self._sender.hook = self.check_comm_hooks(registrations)
         self.comm_hooks = tuple(registrations)
+        if self.hook is not None:
+            note_caller(self.hook.state, self)
 
     def check_comm_hooks(self, registrations: Sequence[Registration]) -> Registration | None:
         """Return what ``register_comm_hooks`` would choose; raises what it does."""
@@ -304,7 +334,7 @@ class Reducer:
         own_round, find_reducer = self._round, weakref.ref(self)
         seen, order = own_round.seen, own_round.order
 
-        @opaque
+        @partial(opaque, traced=traced_arrival(find_reducer, self.params[index].fqn))
         def arrive(_: torch.Tensor) -> None:
             reducer = find_reducer()
             if reducer is None:
@@ -327,7 +357,7 @@ class Reducer:
         """Return the arrival of the parameter that others wait for."""
         own_round, find_reducer = self._round, weakref.ref(self)
 
-        @opaque
+        @partial(opaque, traced=traced_arrival(find_reducer, self.params[index].fqn))
         def release(grad: torch.Tensor) -> None:
             arrive(grad)
             reducer = find_reducer()
@@ -408,7 +438,7 @@ class Reducer:
         Streams: gradients are copied on the current one, which the collective waits for.
         """
         # A communication hook averages by itself.
-        scale = self._scale if self._sender.hook is None else 1.0
+        scale = self.scale if self._sender.hook is None else 1.0
         bucket.pack(scale, grads_as_views=self.options.grads_as_views)
         self._send(bucket)
 
