@@ -52,6 +52,7 @@ ENTRIES: dict[str, set[str]] = {
     "fsdp_settings": set(),
     "fsdp_module": {"fsdp_settings", "reduction_control"},
     "fully_shard": {"fsdp_module"},
+    "compiled": set(),
     "replicate": {"comm_hooks"},
     "hook_registration": {"comm_hooks"},
     "gradient_sync": set(),
