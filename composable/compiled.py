@@ -37,13 +37,11 @@ def bucketing_backend(
     Raises:
         ConfigError: An argument is wrong.
     """
-    if form not in FORMS:
+    if not isinstance(form, str) or form not in FORMS:
         raise ConfigError(f"form is {described(form)}", at=place_of_rank(), fix=f"pass {' or '.join(map(repr, FORMS))}")
     fix = "pass a number of MiB above zero"
     cap_bytes = int(min(check_number("bucket_cap_mb", bucket_cap_mb, above=0, fix=fix), 2**40) * 2**20)
-    compile_rest = backend
-    if isinstance(compile_rest, str):
-        compile_rest = find_backend(compile_rest)
+    compile_rest = find_backend(backend) if isinstance(backend, str) else backend
     if not callable(compile_rest):
         raise ConfigError(
             f"backend is {described(backend)}",

@@ -27,6 +27,7 @@ try:
 
     # -- ragged parameters: composable/ragged/
     from torch import _foreach_copy_ as foreach_copy_  # fills many views in one call; gradients into buffers
+    from torch import _foreach_mul as foreach_mul  # scales many gradients in a graph
     from torch import _foreach_mul_ as foreach_mul_  # scales many views in one call
     from torch import _foreach_norm as foreach_norm  # local norms of a list of pieces
     from torch._C import _disabled_torch_function_impl as disabled_torch_function  # what every DTensor has
@@ -122,6 +123,7 @@ __all__ = [
     "find_backend",
     "flat_weight_refs",
     "foreach_copy_",
+    "foreach_mul",
     "foreach_mul_",
     "foreach_norm",
     "forget_meshes",

@@ -52,6 +52,7 @@ ENTRIES: dict[str, set[str]] = {
     "fsdp_settings": set(),
     "fsdp_module": {"class_swap", "fsdp_settings", "reduction_control"},
     "fully_shard": {"fsdp_module"},
+    "compiled": set(),
     "class_swap": set(),
     "group_life": set(),
     "replicate": {"comm_hooks", "replicate_module"},

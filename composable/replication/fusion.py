@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from composable.torch_private import graph_collectives
+from composable.torch_private import foreach_mul, graph_collectives
 
 __all__ = ["FORMS", "join_all_reduces"]
 
@@ -57,7 +57,7 @@ class _Average:
     def gives(self) -> set[fx.Node]:
         """Nodes whose value the average is."""
         viewed = _made_by(self.grad, torch.view_as_real)
-        return {self.grad, self.copied, *([viewed.args[0]] if viewed is not None else [])}
+        return {self.grad, self.copied, *(viewed.all_input_nodes if viewed is not None else ())}
 
 
 class _Bucket:
@@ -114,8 +114,13 @@ def _averages(graph: fx.Graph) -> list[_Average]:
         scaled = reduced and _made_by(reduced.args[0], operator.mul)
         if not (waited and reduced and scaled) or reduced.args[1] != "sum":
             continue
-        if scaled.args[0] is copied.args[0] and all(len(one.users) == 1 for one in (waited, reduced, scaled)):
-            found.append(_Average(copied.args[0], scaled, reduced, waited, copied))
+        grad = copied.args[0]
+        if (
+            scaled.args[0] is grad
+            and isinstance(grad, fx.Node)
+            and all(len(one.users) == 1 for one in (waited, reduced, scaled))
+        ):
+            found.append(_Average(grad, scaled, reduced, waited, copied))
     return found
 
 
@@ -168,7 +173,7 @@ def _take_apart(grads: Sequence[torch.Tensor], summed: torch.Tensor) -> None:
 
 def _sums_of_coalesced(grads: Sequence[torch.Tensor], scale: float, group_name: str) -> list[torch.Tensor]:
     summed: list[torch.Tensor] = graph_collectives.all_reduce_coalesced(
-        torch._foreach_mul(grads, scale), "sum", group_name
+        foreach_mul(list(grads), scale), "sum", group_name
     )
     return summed
 

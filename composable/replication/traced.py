@@ -5,7 +5,6 @@ averaged where it is accumulated, and a backend of the compiler joins the all-re
 Every rank must run the same graph.
 """
 
-import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -30,7 +29,7 @@ class Traced(Protocol):
         ...
 
 
-def traced_arrival(reducer: "weakref.ref[Traced]", fqn: str) -> Callable[[torch.Tensor], None]:
+def traced_arrival(reducer: Callable[[], Traced | None], fqn: str) -> Callable[[torch.Tensor], None]:
     """Return what a graph does once the ``grad`` of a parameter has this backward's gradient in it."""
 
     def arrive(param: torch.Tensor) -> None:
