@@ -23,7 +23,7 @@ import torch
 
 from composable.collectives import Grid, Transport
 from composable.replication.arrangement import Arrangement
-from composable.replication.bucket import Bucket, BucketOptions, ReducedParam
+from composable.replication.bucket import Bucket, BucketOptions, ReducedParam, grad_dtype_of
 from composable.replication.bucket_memory import note_caller
 from composable.replication.complaints import after_close, backward_error, copied_inside, hook_failed, second_gradient
 from composable.replication.round import Round
@@ -124,6 +124,8 @@ class Reducer:
             return "a communication hook cannot run"
         if self.options.find_unused:
             return "ranks cannot tell each other which parameters they used (find_unused_parameters=True)"
+        if self.options.has_policy:
+            return "nothing tells modules when to hold their own parameters again (mp_policy)"
         if self._is_closed:
             return "a module of before unannotate cannot run"
         return ""
@@ -192,7 +194,7 @@ class Reducer:
         for item, is_there in zip(self.params, has_grad, strict=True):
             if is_any and is_there:
                 if item.param.grad is None:
-                    item.param.grad = torch.zeros_like(item.param)
+                    item.param.grad = torch.zeros_like(item.param, dtype=grad_dtype_of(item.param))
                 grad = item.param.grad.detach()
                 whole = grad.contiguous()
                 self._transport.begin_all_reduce(whole.view(-1), self._order_key, scale=self.scale).finish()
@@ -386,8 +388,8 @@ class Reducer:
     def _finish_round(self) -> Report | None:
         """Wait for all buckets, and give every parameter its average; returns what ``Tail.read`` does."""
         self._sender.finish()
-        if not self.options.grads_as_views:
-            for bucket in self.buckets:
+        for bucket in self.buckets:
+            if bucket.casts or not self.options.grads_as_views:
                 bucket.unpack()
         tail = self.buckets[-1].tail
         report = self._tail.read(tail)
