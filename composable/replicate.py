@@ -7,12 +7,14 @@ that order: an error leaves the module as it was, on every rank.
 import functools
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from composable.arguments import check_module, check_outside_inference, readable_twice
@@ -21,12 +23,16 @@ from composable.comm_hooks import check_hook
 from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
+from composable.planning import MixedPrecisionPolicy, as_mixed_precision
 from composable.replicate_module import add_replicate_mixin
 from composable.replication import (
+    NO_PRECISION,
     BufferSync,
     Choices,
     Delay,
     ManagedTensors,
+    Precision,
+    PrecisionPlan,
     ReducedParam,
     Reducer,
     ReplicateState,
@@ -39,6 +45,7 @@ from composable.replication import (
     find_tensors,
     local_of,
     move_inputs,
+    plan_precision,
     register_replicate_hooks,
 )
 from composable.saving import register_load_check
@@ -73,6 +80,7 @@ def replicate(
     device_mesh: DeviceMesh | None = None,
     device_ids: Sequence[int | str | torch.device] | None = None,
     device_id: int | str | torch.device | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
 ) -> ModuleT:
     """Train ``module`` on every rank with its own data, as one process would on all of it.
 
@@ -117,6 +125,8 @@ def replicate(
         device_ids: The one device of this rank, in a list: checked against the parameters. Tensors among the
             inputs of ``module`` are moved there, unless it is the CPU.
         device_id: The same device without a list.
+        mp_policy: In which dtypes to compute and to average. While a module runs, forward or backward, it holds
+            copies of its parameters; the parameters themselves stay what optimizers and state dicts see.
 
     Returns:
         ``module``, the same object.
@@ -143,6 +153,7 @@ def replicate(
     managed: ManagedTensors = ManagedTensors()
     device: torch.device | None = None
     delay: tuple[tuple[str, ...], str] | None = None
+    precision: PrecisionPlan = NO_PRECISION
     failure: ComposableError | None = None
     try:
         check_outside_inference("replicate")
@@ -158,6 +169,8 @@ def replicate(
         device = choose_device(device_ids, device_id)
         state.ignored = find_ignored(modules, ignored_modules, ignored_params)
         managed = find_tensors(modules, state.ignored, ranks.device.type, ranks.numbers)
+        precision = plan_precision(modules, state.ignored.modules, managed, as_mixed_precision(mp_policy))
+        _check_policy(managed, has_policy=precision is not NO_PRECISION)
         bucketed = [(fqn, p) for fqn, p, _ in managed.params if p.requires_grad and id(p) not in managed.sparse]
         delay = choose_delay(delayed, param_to_hook_all_reduce, bucketed)
         if device is not None:
@@ -165,7 +178,7 @@ def replicate(
     except ComposableError as error:
         # The other ranks are about to communicate: they must hear of it first.
         failure = error
-    text = "\n".join([*choices.lines, f"delayed parameters: {delay}", *managed.lines])
+    text = "\n".join([*choices.lines, f"delayed parameters: {delay}", *managed.lines, *precision.lines])
     ranks.compare(
         text,
         failure,
@@ -176,7 +189,7 @@ def replicate(
     state.use(Grid.whole(ranks))
     if static_graph:
         _LOG.info("replicate of %s with static_graph=True", describe_module(modules[0]))
-    _execute(state, managed, choices, delay, device)
+    _execute(state, managed, choices, delay, device, precision)
     return module
 
 
@@ -186,6 +199,7 @@ def _execute(
     choices: Choices,
     delay: tuple[tuple[str, ...], str] | None,
     device: torch.device | None,
+    precision: PrecisionPlan,
 ) -> None:
     transport, device_of_ranks = state.transport, state.grid.everyone.device
     transport.connect()
@@ -197,13 +211,16 @@ def _execute(
     if choices.keeps_buffers_equal and buffers:
         state.buffers = BufferSync(managed.buffers, transport, device_of_ranks)
     trainable = [
-        ReducedParam(fqn, param, index, is_sparse=id(param) in managed.sparse)
+        ReducedParam(fqn, param, index, precision.reduce_dtype(param), is_sparse=id(param) in managed.sparse)
         for fqn, param, index in managed.params
         if param.requires_grad
     ]
     options = choices.bucket_options(None if delay is None else _delay_of(trainable, *delay))
     state.frozen = [(fqn, param) for fqn, param, _ in managed.params if not param.requires_grad]
+    options = replace(options, has_policy=precision is not NO_PRECISION)
     state.reducer = Reducer(trainable, transport, state.grid, options, at_end_of_backward)
+    if state.reducer.options.has_policy:
+        state.precision = Precision(precision, state.modules, state.ignored.modules, trainable)
     state.follow()
     state.hook_handles = after_gradients([item.param for item in trainable], state.reducer.arrivals())
     for index, module in enumerate(state.modules):
@@ -211,6 +228,8 @@ def _execute(
         state.hook_handles += register_load_check(module)
         if device is not None and device.type != "cpu":
             state.hook_handles += move_inputs(module, device)
+    if state.precision is not None:
+        state.hook_handles += state.precision.keep_skipped()
     state.watch()
     for module in state.modules:
         add_replicate_mixin(module)
@@ -219,15 +238,26 @@ def _execute(
             state.reducer.requires_gradient_sync = False
 
 
+def _check_policy(managed: ManagedTensors, *, has_policy: bool) -> None:
+    split = [fqn for fqn, param, _ in managed.params if isinstance(param, DTensor) or id(param) in managed.sparse]
+    if has_policy and split:
+        raise ConfigError(
+            "mp_policy cannot be for parameters that are split over other ranks or have sparse gradients",
+            at=f"{place_of_rank()}, parameter {split[0]!r}",
+            fix="replicate those modules before, without a policy",
+        )
+
+
 def _delay_of(params: Sequence[ReducedParam], delayed: Sequence[str], trigger: str) -> Delay:
     place = {item.fqn: index for index, item in enumerate(params)}
     return Delay(frozenset(place[fqn] for fqn in delayed), place[trigger])
 
 
 def _register_module_hooks(state: ReplicateState, module: nn.Module, index: int) -> list[RemovableHandle]:
-    return register_replicate_hooks(
-        module, state.before_forward, state.after_forward, functools.partial(state.before_backward, index)
-    )
+    before_backward = functools.partial(state.before_backward, index)
+    if state.precision is not None:
+        return state.precision.register(module, index, state.before_forward, state.after_forward, before_backward)
+    return register_replicate_hooks(module, state.before_forward, state.after_forward, before_backward)
 
 
 def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> None:

@@ -18,7 +18,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from composable import fully_shard, load_checkpoint, replicate, save_checkpoint, set_divergence_timeout
+from composable import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    load_checkpoint,
+    replicate,
+    save_checkpoint,
+    set_divergence_timeout,
+)
 from composable.replicate import register_comm_hook
 
 __all__ = ["FOLDER", "messages"]
@@ -260,6 +267,11 @@ def annotate_with_both(_: str) -> None:
     replicate(fully_shard(make_model()))
 
 
+def write_to_a_copy_in_low_precision(_: str) -> None:
+    model = replicate(nn.Embedding(8, 4, max_norm=0.1), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    model(torch.arange(8))
+
+
 def register_two_hooks(_: str) -> None:
     model = replicate(make_model())
     for _ in range(2):
@@ -301,6 +313,7 @@ MISTAKES = [
     change_a_static_graph,
     delay_for_nothing,
     annotate_with_both,
+    write_to_a_copy_in_low_precision,
     register_two_hooks,
 ]
 

@@ -194,6 +194,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "device_mesh": OPTIONAL,
             "device_ids": OPTIONAL,
             "device_id": OPTIONAL,
+            "mp_policy": OPTIONAL,
         },
     ),
     "checkpoint": (

@@ -8,6 +8,7 @@ from composable.replication.hooks import move_inputs, register_replicate_hooks
 from composable.replication.ignored import find_ignored
 from composable.replication.locals import local_of
 from composable.replication.options import Choices, check_device_of, choose_delay, choose_device
+from composable.replication.precision import NO_PRECISION, Precision, PrecisionPlan, plan_precision
 from composable.replication.reducer import Reducer
 from composable.replication.state import ReplicateState
 from composable.replication.tensors import ManagedTensors, find_tensors
@@ -15,11 +16,14 @@ from composable.replication.timing import BackwardTiming
 
 __all__ = [
     "FORMS",
+    "NO_PRECISION",
     "BackwardTiming",
     "BufferSync",
     "Choices",
     "Delay",
     "ManagedTensors",
+    "Precision",
+    "PrecisionPlan",
     "ReducedParam",
     "Reducer",
     "ReplicateState",
@@ -33,5 +37,6 @@ __all__ = [
     "join_all_reduces",
     "local_of",
     "move_inputs",
+    "plan_precision",
     "register_replicate_hooks",
 ]

@@ -13,9 +13,9 @@ from composable.replication.bucket import (
     BucketOptions,
     Outside,
     ReducedParam,
+    grad_dtype_of,
     plan_buckets,
 )
-from composable.replication.locals import local_of
 
 __all__ = ["Arrangement"]
 
@@ -119,13 +119,14 @@ class Arrangement:
             for index, view in zip(bucket.param_indices, bucket.views, strict=True):
                 param = self._params[index].param
                 if param.grad is None and used[index] > 0:
-                    param.grad = view if grads_as_views else view.clone()
+                    dtype = grad_dtype_of(param)
+                    param.grad = view if grads_as_views and dtype is view.dtype else view.to(dtype, copy=True)
 
     def _keys(self) -> list[object]:
         delay = self._options.delay
         return [
             (
-                item.param.dtype.to_real(),
+                item.bucket_dtype,
                 item.param.is_complex(),
                 item.param.device,
                 delay is not None and index in delay.params,
@@ -160,7 +161,7 @@ class Arrangement:
             plan_buckets(
                 self._inside(order),
                 self._keys(),
-                [local_of(item.param).nbytes for item in self._params],
+                [item.bucket_bytes for item in self._params],
                 first_cap_bytes=FIRST_CAP_BYTES,
                 cap_bytes=self._options.cap_bytes,
             )
@@ -184,6 +185,7 @@ class Arrangement:
                 is_last=is_last,
                 key=self._transport.allocate_key(),
                 device=self._params[0].param.device,
+                dtype=self._params[group[0]].bucket_dtype if group else None,
             )
             bucket.arrivals = self._arrivals_of(group, is_delayed=is_delayed)
             if self._options.static_graph and (is_last or self._counts is None):

@@ -14,7 +14,16 @@ from composable.errors import UsageError, place_of_rank
 from composable.replication.locals import local_gradient, local_of, wrapped_like
 from composable.torch_private import foreach_copy_, foreach_mul_
 
-__all__ = ["FIRST_CAP_BYTES", "Bucket", "BucketOptions", "Delay", "Outside", "ReducedParam", "plan_buckets"]
+__all__ = [
+    "FIRST_CAP_BYTES",
+    "Bucket",
+    "BucketOptions",
+    "Delay",
+    "Outside",
+    "ReducedParam",
+    "grad_dtype_of",
+    "plan_buckets",
+]
 
 FIRST_CAP_BYTES = 2**20
 # Every parameter starts at a multiple of this: vectorised kernels want 16, cache lines 64.
@@ -33,13 +42,25 @@ class ReducedParam:
         fqn: Its name below the annotated module.
         param: The parameter itself.
         module_index: Which of the annotated modules it belongs to.
+        reduce_dtype: In which its gradient travels; ``None``: that of the parameter.
         is_sparse: Its gradient is sparse, and in no bucket.
     """
 
     fqn: str
     param: nn.Parameter
     module_index: int = 0
+    reduce_dtype: torch.dtype | None = None
     is_sparse: bool = False
+
+    @property
+    def bucket_dtype(self) -> torch.dtype:
+        """Of the bucket that holds its gradient."""
+        return self.reduce_dtype or self.param.dtype.to_real()
+
+    @property
+    def bucket_bytes(self) -> int:
+        """What its gradient takes in the bucket."""
+        return local_of(self.param).nbytes // self.param.dtype.to_real().itemsize * self.bucket_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -72,6 +93,7 @@ class BucketOptions:
         grads_as_views: After backward ``param.grad`` is a view of its bucket, not a copy.
         static_graph: Every backward gives the same parameters as many gradients.
         delay: Gradients that wait for another; ``None``: none do.
+        has_policy: There is a mixed precision policy.
     """
 
     cap_bytes: int = 25 * 2**20
@@ -79,6 +101,7 @@ class BucketOptions:
     grads_as_views: bool = True
     static_graph: bool = False
     delay: Delay | None = None
+    has_policy: bool = False
 
 
 def plan_buckets(
@@ -130,6 +153,7 @@ class Bucket:
         flat: All of it, the tail included.
         tail: ``tail_numel`` elements behind the gradients.
         key: Of its all-reduce.
+        casts: Some gradients rest in another dtype than they travel in.
     """
 
     def __init__(
@@ -141,6 +165,7 @@ class Bucket:
         is_last: bool,
         key: int,
         device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.param_indices = [param_index for param_index, _ in members]
         self._params = [param for _, param in members]
@@ -149,7 +174,8 @@ class Bucket:
         self.key = key
         self.arrivals = self.pending = len(members)
         # Without parameters, where all gradients are sparse, it is there for its tail.
-        dtype = self._params[0].dtype.to_real() if self._params else torch.float32
+        dtype = dtype or (self._params[0].dtype.to_real() if self._params else torch.float32)
+        self.casts = any(grad_dtype_of(param).to_real() is not dtype for param in self._params)
         step = _ALIGN_BYTES // dtype.itemsize
         starts = []
         gaps = []
@@ -253,7 +279,9 @@ class Bucket:
             raise
         if grads_as_views:
             for param, view in zip(fresh_params, fresh_views, strict=True):
-                param.grad = view
+                # One that rests in another dtype gets the average when all is reduced.
+                if param.grad is not None and param.grad.dtype is view.dtype:
+                    param.grad = view
 
     def clear_gaps(self) -> None:
         """Have zeros between the gradients, where a communication hook may have left something in the last round."""
@@ -286,6 +314,11 @@ class Outside:
     def index(self) -> int:
         """Return a place behind those of all buckets."""
         return sys.maxsize
+
+
+def grad_dtype_of(param: nn.Parameter) -> torch.dtype:
+    """Return the dtype in which the parameter's gradient rests."""
+    return param.grad_dtype or param.dtype  # None: any
 
 
 def _view_for(flat: torch.Tensor, start: int, param: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from composable.collectives import Transport
-from composable.replication.bucket import ReducedParam
+from composable.replication.bucket import ReducedParam, grad_dtype_of
 from composable.replication.locals import local_gradient, local_of, wrapped_like
 from composable.replication.sparse import SparseGradients
 
@@ -41,7 +41,7 @@ def average_kept(
     for item, is_there in zip(params, has_grad, strict=True):
         if is_there and not item.is_sparse:
             if item.param.grad is None:
-                item.param.grad = torch.zeros_like(item.param)
+                item.param.grad = torch.zeros_like(item.param, dtype=grad_dtype_of(item.param))
             grad = local_gradient(item.param.grad.detach(), item.param)
             if grad is not local_of(item.param.grad):
                 item.param.grad = wrapped_like(grad, item.param)

@@ -173,6 +173,8 @@ class Reducer:
             return "gradients are averaged one by one (static_graph, a delayed all-reduce, set_is_last_backward(False))"
         if any(item.is_sparse or isinstance(item.param, DTensor) for item in self.params):
             return "gradients that are sparse, or that tensor parallelism has split, cannot be averaged"
+        if self.options.has_policy:
+            return "nothing tells modules when to hold their own parameters again (mp_policy)"
         if self._is_closed:
             return "a module of before unannotate cannot run"
         return ""
@@ -463,8 +465,8 @@ class Reducer:
         """Wait for all buckets, and give every parameter its average; returns what ``Tail.read`` does."""
         self._sender.finish()
         self._sparse.average()
-        if not self.options.grads_as_views:
-            for bucket in self.buckets:
+        for bucket in self.buckets:
+            if bucket.casts or not self.options.grads_as_views:
                 bucket.unpack()
         tail = self.buckets[-1].tail
         report = self._tail.read(tail)
