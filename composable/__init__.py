@@ -1,6 +1,7 @@
 """Data parallelism as an annotation: how a plain module trains on many ranks, without wrapping it."""
 
 from composable.activation_checkpoint import checkpoint
+from composable.backward_steps import BackwardSteps, step_in_backward
 from composable.collectives import set_divergence_timeout
 from composable.comm_hooks import (
     DefaultState,
@@ -52,6 +53,7 @@ from composable.saving import (
 from composable.unannotate import unannotate
 
 __all__ = [
+    "BackwardSteps",
     "BucketLayout",
     "CPUOffloadPolicy",
     "CommHookHandle",
@@ -108,6 +110,7 @@ __all__ = [
     "save_safetensors",
     "set_divergence_timeout",
     "share_comm_ctx",
+    "step_in_backward",
     "strict_mode",
     "unannotate",
     "unshard_params",

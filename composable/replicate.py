@@ -136,6 +136,7 @@ def _execute(
     state.frozen = [(fqn, param) for fqn, param, _ in managed.params if not param.requires_grad]
     state.reducer = Reducer(trainable, transport, state.grid, options, at_end_of_backward)
     state.follow()
+    state.take_over_optimizers()
     state.hook_handles = after_gradients([item.param for item in trainable], state.reducer.arrivals())
     for index, module in enumerate(state.modules):
         state.hook_handles += _register_module_hooks(state, module, index)

@@ -402,16 +402,17 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "`_optimizer_overlap`",
-            "An optimizer steps inside backward: in hooks of sharded parameters, and by `register_ddp` on replicated "
-            "modules, which need an object with `register_comm_hook`. `_apply_optimizer_in_backward` is refused.",
+            "An optimizer steps inside backward: by `step_in_backward`, `_apply_optimizer_in_backward`, hooks of sharded "
+            "parameters, or `register_ddp` on what `as_ddp` gives of a replicated module.",
             (
                 *proved("test_algorithms.py", "test_an_optimizer_may_step_where_the_reduced_gradient_arrives"),
                 *proved(
-                    "test_additions.py",
-                    "test_an_optimizer_inside_backward_is_refused_before_and_after_the_annotation",
+                    "test_backward_steps.py",
+                    "test_parameters_are_those_of_an_optimizer_that_steps_after_backward",
+                    "test_torchs_optimizer_in_backward_steps_on_averages",
                 ),
             ),
-            gap="`register_fsdp`: not yet, in torch neither; `_apply_optimizer_in_backward`: not yet",
+            gap="not here: `register_fsdp` raises, as in torch; `step_in_backward` does it",
         ),
         Row(
             "`_quantization`",

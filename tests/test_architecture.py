@@ -53,6 +53,7 @@ ENTRIES: dict[str, set[str]] = {
     "fsdp_module": {"fsdp_settings", "reduction_control"},
     "fully_shard": {"fsdp_module"},
     "replicate": set(),
+    "backward_steps": set(),
     "hook_registration": {"comm_hooks"},
     "gradient_sync": set(),
     "unannotate": {"activation_checkpoint", "fsdp_module"},

@@ -50,6 +50,7 @@ from composable import (
     save_safetensors,
     set_divergence_timeout,
     share_comm_ctx,
+    step_in_backward,
     unannotate,
     unshard_params,
 )
@@ -189,6 +190,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         },
     ),
     "accelerate_optimizer": (accelerated, dict, {"optimizer": set(), "flat": SWITCH}),
+    "step_in_backward": (step_in_backward, lambda: {"optimizer": optimizer_of(sharded())}, {"optimizer": set()}),
     "accelerate_optimizer of a model": (
         accelerate_optimizer,
         lambda: {"optimizer": optimizer_of(sharded())},
@@ -398,7 +400,15 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
 # Tested elsewhere, or no function that takes arguments of users.
 ELSEWHERE = {
     *("ComposableError", "ConfigError", "DesyncError", "StateDictError", "UsageError"),
-    *("CommHookHandle", "FSDPModule", "GradientReductionHandle", "ParamBucket", "RaggedDTensor", "SaveHandle"),
+    *(
+        "BackwardSteps",
+        "CommHookHandle",
+        "FSDPModule",
+        "GradientReductionHandle",
+        "ParamBucket",
+        "RaggedDTensor",
+        "SaveHandle",
+    ),
     *("SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
     *("contract", "strict_mode"),
     # Called by the library, with what it has.

@@ -25,6 +25,7 @@ class Arrangement:
         buckets: In order of reduction; the list is changed in place.
         bucket_of: That of each parameter; the list is changed in place.
         is_settled: The order of arrival is known.
+        is_lazy: New buckets get memory with their first gradients.
     """
 
     __slots__ = (
@@ -35,6 +36,7 @@ class Arrangement:
         "_transport",
         "bucket_of",
         "buckets",
+        "is_lazy",
         "is_settled",
     )
 
@@ -44,6 +46,7 @@ class Arrangement:
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
         self.is_settled = False
+        self.is_lazy = False
         self._params = params
         self._transport = transport
         self._cap_bytes = cap_bytes
@@ -118,6 +121,8 @@ class Arrangement:
                 cap_bytes=self._cap_bytes,
             )
         )
+        if self.is_lazy:
+            return  # Gradients in old buckets are copied as those that autograd made.
         new_views = {i: v for bucket in self.buckets for i, v in zip(bucket.param_indices, bucket.views, strict=True)}
         for param, index, view in kept:
             param.grad = new_views[index].copy_(view)
@@ -133,6 +138,7 @@ class Arrangement:
                     tail_numel=self._tail_numel if is_last else 0,
                     is_last=is_last,
                     key=self._transport.allocate_key(),
+                    is_lazy=self.is_lazy,
                 )
             )
         holder = {index: bucket for bucket in buckets for index in bucket.param_indices}

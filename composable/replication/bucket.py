@@ -100,10 +100,18 @@ class Bucket:
         flat: All of it, the tail included.
         tail: ``tail_numel`` elements behind the gradients.
         key: Of its all-reduce.
+        is_released: There is no memory until the next gradients come.
     """
 
     def __init__(
-        self, index: int, members: Sequence[tuple[int, nn.Parameter]], *, tail_numel: int, is_last: bool, key: int
+        self,
+        index: int,
+        members: Sequence[tuple[int, nn.Parameter]],
+        *,
+        tail_numel: int,
+        is_last: bool,
+        key: int,
+        is_lazy: bool = False,
     ) -> None:
         self.param_indices = [param_index for param_index, _ in members]
         self._params = [param for _, param in members]
@@ -111,8 +119,7 @@ class Bucket:
         self._is_last = is_last
         self.key = key
         self.pending = len(members)
-        first = self._params[0]
-        dtype = first.dtype.to_real()
+        dtype = self._params[0].dtype.to_real()
         step = _ALIGN_BYTES // dtype.itemsize
         starts = []
         gaps = []
@@ -122,15 +129,39 @@ class Bucket:
             end = stop + param.numel() * (2 if param.is_complex() else 1)
             stop += -(-(end - stop) // step) * step
             gaps.append((end, stop))
-        # Zeros, since what lies between the gradients is reduced too.
-        self.flat = torch.zeros(stop + tail_numel, dtype=dtype, device=first.device)
-        self._data = self.flat[:stop]
-        self.tail = self.flat[stop:]
-        self._hook_buffer = self._data
-        self.views = [_view_for(self.flat, start, param) for start, param in zip(starts, self._params, strict=True)]
+        self._stop, self._tail_numel = stop, tail_numel
         self._starts = starts
-        self._gaps = [self._data[end:following] for end, following in gaps if end < following]
+        self._gap_ends = [(end, following) for end, following in gaps if end < following]
         self._is_large = stop >= _LARGE_NUMEL * len(self._params)
+        self._gaps: list[torch.Tensor] = []
+        self.flat = torch.empty(0, dtype=dtype, device=self._params[0].device)
+        self.release()
+        if not is_lazy:
+            self.clear()
+
+    def _allocate(self) -> None:
+        self.is_released = False
+        self.flat = self.flat.new_empty(self._stop + self._tail_numel)
+        self._data = self.flat[: self._stop]
+        self.tail = self.flat[self._stop :]
+        self._hook_buffer = self._data
+        self.views = [
+            _view_for(self.flat, start, param) for start, param in zip(self._starts, self._params, strict=True)
+        ]
+        self._gaps = [self._data[end:following] for end, following in self._gap_ends]
+
+    def release(self) -> None:
+        """Free the memory until the next gradients come, but for what somebody else still holds of it."""
+        self.is_released = True
+        self.flat = self._data = self.tail = self._hook_buffer = self.flat.new_empty(0)
+        self.views = [self.flat] * len(self._params)
+        self._gaps = []
+
+    def clear(self) -> None:
+        """Make all gradients in the buffer zero."""
+        if self.is_released:
+            self._allocate()
+        self.flat.zero_()
 
     def index(self) -> int:
         """Return the place of this bucket in the order of reduction."""
@@ -170,6 +201,9 @@ class Bucket:
         Raises:
             UsageError: A gradient is sparse.
         """
+        if self.is_released:
+            self._allocate()
+            self.clear_gaps()  # which are reduced too
         fresh: list[torch.Tensor] = []
         fresh_views: list[torch.Tensor] = []
         fresh_params: list[nn.Parameter] = []

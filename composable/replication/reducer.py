@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from composable.collectives import Grid, Transport
 from composable.replication.arrangement import Arrangement
@@ -27,7 +28,14 @@ from composable.replication.complaints import after_close, backward_error, copie
 from composable.replication.round import Round
 from composable.replication.sender import Sender
 from composable.replication.tail import Report, Tail
-from composable.storage import Registration, copied_registrations, nearest
+from composable.storage import (
+    Registration,
+    Stepper,
+    copied_registrations,
+    nearest,
+    refuse_graph_of_backward,
+    refuse_steppers,
+)
 from composable.torch_hooks import Ending, next_ending_number
 from composable.torch_private import opaque
 from composable.wording import list_text
@@ -55,6 +63,7 @@ class Reducer:
         sync_after_context: What that is after the ``no_sync`` that runs; ``None``: none runs.
         rounds: How many backwards there were, the running one included.
         comm_hooks: Registrations of communication hooks that reach the parameters; the nearest holds.
+        steppers: Get parameters that have their averages, and step them inside backward.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class Reducer:
         self.sync_after_context: bool | None = None
         self.rounds = 0
         self.comm_hooks: tuple[Registration, ...] = ()
+        self.steppers: tuple[Stepper, ...] = ()
         self._transport = transport
         self._grid = grid
         self._scale = 1.0 / grid.divisor
@@ -179,6 +189,15 @@ class Reducer:
                 if whole is not grad:
                     grad.copy_(whole)
         self._forget_kept()
+        if is_any:
+            self._step([item.param for item in self.params])
+
+    def step_by(self, steppers: Sequence[Stepper]) -> None:
+        """Let these step the parameters, from the next backward on."""
+        self.steppers = tuple(steppers)
+        self._arrangement.is_lazy = bool(steppers)
+        for bucket in self.buckets:
+            bucket.release()  # Gradients in it keep their memory, and are copied.
 
     @property
     def is_running(self) -> bool:
@@ -190,12 +209,15 @@ class Reducer:
 
         Raises:
             ConfigError: None of them is the nearest.
+            UsageError: An optimizer steps inside backward.
         """
         self._sender.hook = self.check_comm_hooks(registrations)
         self.comm_hooks = tuple(registrations)
 
     def check_comm_hooks(self, registrations: Sequence[Registration]) -> Registration | None:
         """Return what ``register_comm_hooks`` would choose; raises what it does."""
+        if registrations and self.steppers:
+            refuse_steppers(self.steppers, self.params[0].fqn)
         return nearest(registrations)
 
     # What forward and backward call, in this order.
@@ -302,6 +324,8 @@ class Reducer:
                 raise after_close()
             if self._round.was_stopped:
                 self._recover()
+            if self.steppers and torch.is_grad_enabled():
+                raise refuse_graph_of_backward(self.params[0].fqn)
             with torch.no_grad():
                 self._arrangement.prepare()
             self._round.clear(self.buckets, synchronises=self.requires_gradient_sync)
@@ -320,12 +344,25 @@ class Reducer:
             self._round.complaint = _STOPPED
             with torch.no_grad():
                 for bucket in self.buckets[self._round.sent :]:
-                    bucket.flat.zero_()
+                    bucket.clear()
                     self._send(bucket)
                 self._sender.finish()
+                if self.steppers:
+                    self._close_stopped()
+                    return
                 for bucket in self.buckets:
-                    bucket.flat.zero_()
+                    bucket.clear()
                 self._end_round()
+        self._forget_round()
+
+    def _close_stopped(self) -> None:
+        """Step as the other ranks have done, or do when they hear of this: else parameters would differ."""
+        used = self.buckets[-1].tail.tolist()
+        self._end_round()
+        self._forget_round()
+        self._step_rest(used)
+
+    def _forget_round(self) -> None:
         self._sender.forget()
         self._missing = None
         self._round.close()
@@ -337,6 +374,9 @@ class Reducer:
         with self._lock, torch.no_grad():
             while own_round.sent < len(buckets) and not buckets[own_round.sent].pending:
                 self._launch(buckets[own_round.sent])
+                if self.steppers:
+                    # One is on its way while the next one fills.
+                    self._step_sent(own_round.sent - 1)
 
     def _launch(self, bucket: Bucket) -> None:
         """Start the reduction of the next bucket.
@@ -345,7 +385,7 @@ class Reducer:
         """
         # A communication hook averages by itself.
         scale = self._scale if self._sender.hook is None else 1.0
-        bucket.pack(scale, grads_as_views=self.options.grads_as_views)
+        bucket.pack(scale, grads_as_views=self._grads_as_views)
         self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
@@ -358,21 +398,67 @@ class Reducer:
             complaint = _HOOK_FAILED
         used = None
         if complaint or not self._round.is_complete:
-            used = [item.param.grad is not None for item in self.params]
+            stepped = self._round.stepped  # and their gradients dropped
+            used = [
+                item.param.grad is not None or bucket.index() < stepped
+                for item, bucket in zip(self.params, self._bucket_of, strict=True)
+            ]
         self._tail.write(tail, used, complaint)
 
     def _finish_round(self) -> Report | None:
         """Wait for all buckets, and give every parameter its average; returns what ``Tail.read`` does."""
         self._sender.finish()
-        if not self.options.grads_as_views:
+        if not self._grads_as_views:
             for bucket in self.buckets:
                 bucket.unpack()
         tail = self.buckets[-1].tail
         report = self._tail.read(tail)
-        if not self._round.is_complete:
-            self._arrangement.adopt_averages(tail.tolist(), grads_as_views=self.options.grads_as_views)
+        used = None if self._round.is_complete else tail.tolist()
+        if used is not None and not self.steppers:
+            self._arrangement.adopt_averages(used, grads_as_views=self._grads_as_views)
         self._end_round()
+        if self.steppers:
+            self._step_rest(used)
         return report
+
+    @property
+    def _grads_as_views(self) -> bool:
+        # What is stepped inside backward is dropped there: a copy would be for nothing.
+        return self.options.grads_as_views or bool(self.steppers)
+
+    def _step_sent(self, stop: int) -> None:
+        """Step the parameters of the buckets before ``stop``, which were full, as soon as their averages are there."""
+        own_round = self._round
+        while own_round.stepped < stop:
+            bucket = self.buckets[own_round.stepped]
+            self._sender.finish_first()
+            own_round.stepped += 1
+            self._step_bucket(bucket)
+            if not bucket.is_last():
+                bucket.release()
+
+    def _step_rest(self, used: Sequence[float] | None) -> None:
+        """Step the others, by averages that are there, and free all buckets.
+
+        Args:
+            used: Of each parameter, how many ranks had a gradient; ``None``: all had one.
+        """
+        buckets, self._round.stepped = self.buckets[self._round.stepped :], len(self.buckets)
+        for bucket in buckets:
+            for index, view in zip(bucket.param_indices, bucket.views, strict=True):
+                if used is None or used[index] > 0:
+                    self.params[index].param.grad = view
+        for bucket in buckets:
+            self._step_bucket(bucket)
+            bucket.release()
+
+    def _step_bucket(self, bucket: Bucket) -> None:
+        self._step([self.params[index].param for index in bucket.param_indices])
+
+    def _step(self, params: Sequence[nn.Parameter]) -> None:
+        complete = [param for param in params if param.grad is not None] if self.steppers else []
+        for step in self.steppers:
+            step(complete)
 
     def _end_round(self) -> None:
         self._forget_kept()

@@ -25,7 +25,7 @@ from composable.replication.broadcasts import BufferSync
 from composable.replication.reducer import Reducer
 from composable.replication.standing import Standing
 from composable.replication.tensors import own_modules, unmanaged_params
-from composable.storage import modules_of_copy
+from composable.storage import forget_torch_hooks, modules_of_copy, refuse_steppers, step_torch_optimizers
 from composable.torch_hooks import after_gradients
 from composable.torch_private import optimizers_in_backward
 from composable.wording import list_text
@@ -69,14 +69,14 @@ class ReplicateState:
 
         Raises:
             UsageError: A parameter that was frozen at annotation requires a gradient now, or was added since; or
-                something else averages gradients, or steps inside backward.
+                something else averages gradients, or an optimizer in backward is beside a hook.
         """
         self.standing.enter_forward()
         if not torch.is_grad_enabled():
             return
-        if self._seen != (seen := (count_registrations(), len(optimizers_in_backward()))) and not is_functional_call():
+        if self._seen != (count_registrations(), len(optimizers_in_backward())) and not is_functional_call():
             self._look_again()
-            self._seen = seen
+            self._seen = (count_registrations(), len(optimizers_in_backward()))
         for fqn, param in self.frozen:
             if param.requires_grad:
                 raise UsageError(
@@ -119,16 +119,22 @@ class ReplicateState:
                 at=f"{place_of_rank()}, {list_text(names)}",
                 fix="add modules first; or call replicate on the added module too; or unannotate, and annotate anew",
             )
-        for item in self.reducer.params:
-            if item.param in optimizers_in_backward():
-                raise UsageError(
-                    "an optimizer steps on a parameter inside backward, before its gradient is averaged",
-                    at=f"{place_of_rank()}, parameter {item.fqn!r}",
-                    fix="step after backward: replicate does not support _apply_optimizer_in_backward",
-                )
+        self.take_over_optimizers()
         self.frozen += added
         self._claim()
         watch_registrations(self._own_modules())
+
+    def take_over_optimizers(self) -> None:
+        """Step where the averages arrive, by the optimizers of ``_apply_optimizer_in_backward``.
+
+        Raises:
+            UsageError: There is a communication hook.
+        """
+        reducer = self.reducer
+        if forget_torch_hooks(item.param for item in reducer.params) and step_torch_optimizers not in reducer.steppers:
+            if reducer.comm_hooks:
+                refuse_steppers([step_torch_optimizers], reducer.params[0].fqn)
+            reducer.step_by([*reducer.steppers, step_torch_optimizers])
 
     def use(self, grid: Grid) -> None:
         """Choose the ranks; the transport between them is made when it is needed."""

@@ -15,7 +15,7 @@ from composable.fqns import describe_module
 from composable.planning import replacement_of
 from composable.registrations import is_left_alone
 from composable.rivals import names_left_alone, rival_on
-from composable.torch_private import optimizers_in_backward
+from composable.storage import has_torch_optimizer, stepper_of
 from composable.wording import join_fqn
 
 __all__ = ["ManagedTensors", "find_tensors", "own_modules", "unmanaged_params"]
@@ -76,6 +76,7 @@ def find_tensors(
                     managed.params.append((fqn, param, index))
                     managed.lines.append(
                         f"parameter {fqn!r} {list(param.shape)} {param.dtype}, requires_grad={param.requires_grad}"
+                        f"{', with an optimizer in backward' if has_torch_optimizer(param) else ''}"
                     )
             for name, buffer in visited._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
@@ -189,9 +190,9 @@ def _check_free(fqn: str, param: nn.Parameter, modules: Sequence[nn.Module]) -> 
             f"fully_shard has taken and sharded this parameter, as {fqn if replacement is None else replacement.fqn!r}"
         )
         fix = "let one annotation have all modules that share it: call fully_shard on the module around them"
-    elif param in optimizers_in_backward():
-        what = "an optimizer steps on this parameter inside backward, before its gradient is averaged"
-        fix = "step after backward: replicate does not support _apply_optimizer_in_backward"
+    elif stepper_of(param) is not None:
+        what = "step_in_backward steps on this parameter, before its gradient is averaged"
+        fix = "call replicate first, then step_in_backward"
     else:
         return
     raise ConfigError(what, at=f"{place_of_rank()}, parameter {fqn!r} of {_names(modules)}", fix=fix)

@@ -38,6 +38,7 @@ from composable.storage.gradient_path import (
 )
 from composable.storage.resting_place import RestingPlace
 from composable.storage.sharded_param import ShardedParam
+from composable.storage.stepping import Stepper
 from composable.storage.unfilled import META_FIX
 from composable.torch_private import foreach_copy_
 
@@ -70,6 +71,7 @@ class FlatBuffer:
         holds_instances: Some unsharded parameter is more than a view of the buffer: of a class that packs or gathers.
         is_marked: Part of the shard may hold the mark of memory that nobody has written to.
         comms: How bytes travel where the user chose.
+        steppers: Get sharded parameters whose gradients are whole, and step them.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class FlatBuffer:
         # What gradients are collected in: its dtype and device.
         self._gradient_like = torch.empty(0, dtype=plan.reduce_dtype, device=device)
         self._sums = False
+        self.steppers: tuple[Stepper, ...] = ()
 
     def _take_values(self, originals: Sequence[nn.Parameter]) -> None:
         """Keep this rank's pieces of the originals; without a shard, in memory of their own where there are values."""
@@ -454,6 +457,7 @@ class FlatBuffer:
         twin.params = [param.copied(twin.shard, memo) for param in self.params]
         twin._pieces = [(param, index) for param, (_, index) in zip(twin.params, self._pieces, strict=True)]
         twin._hooks_known = -1
+        twin.steppers = ()
         twin.gather_path = twin.gradient_path = twin._transport = twin._scatter_transport = None
         twin._buffer = twin._storage = None
         twin._is_allocated = False
@@ -554,6 +558,10 @@ class FlatBuffer:
                 sharded.grad = held + grad
             if with_hooks:
                 param.run_post_hooks()
+        if self.steppers:
+            complete = [param.sharded for param, _ in chosen if param.sharded.grad is not None]
+            for step in self.steppers:
+                step(complete)
 
     def _make_buffer(self) -> None:
         layout = self.plan.layout
