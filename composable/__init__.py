@@ -14,6 +14,7 @@ from composable.comm_hooks import (
     reduce_scatter_hook,
 )
 from composable.contract import contract
+from composable.ddp_view import DDPView, as_ddp
 from composable.errors import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
 from composable.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from composable.fsdp_settings import GradientReductionHandle, share_comm_ctx
@@ -60,6 +61,7 @@ __all__ = [
     "ComposableError",
     "ConfigError",
     "CustomPolicy",
+    "DDPView",
     "DefaultState",
     "DesyncError",
     "FSDPModule",
@@ -81,6 +83,7 @@ __all__ = [
     "UsageError",
     "accelerate_optimizer",
     "allreduce_hook",
+    "as_ddp",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "checkpoint",

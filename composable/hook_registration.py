@@ -165,7 +165,9 @@ def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:
         raise ConfigError(
             f"hook is {described(hook)}, whose arguments are not known", fix="pass a function of Python"
         ) from None
-    has_output, has_none = _binds(signature, 3), _binds(signature, 2)
+    # torch's hook that quantises by channels has a third argument, which is no output.
+    is_for_buckets = _second_name(signature) == "bucket"
+    has_output, has_none = _binds(signature, 3) and not is_for_buckets, _binds(signature, 2)
     if not (has_output or has_none):
         raise ConfigError(
             f"the hook cannot be called with a state and gradients: its arguments are {signature}",
@@ -173,7 +175,7 @@ def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:
         )
     sharded = [unit for unit in units if isinstance(unit, Handle)]
     if sharded and not has_output:
-        second = "gradients" if _names_gradients(signature) else "a bucket"
+        second = "gradients" if _second_name(signature) == "grad" else "a bucket"
         raise ConfigError(
             f"the hook takes a state and {second} only, and a sharded module keeps no whole gradients: "
             "it needs a place for this rank's slice",
@@ -185,7 +187,7 @@ def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:
             "the hook needs an output, and a replicated module keeps the whole of its gradients",
             fix="write it as hook(state, grad, output=None), and average in place without an output",
         )
-    return not has_output and not _names_gradients(signature)
+    return not has_output and _second_name(signature) != "grad"
 
 
 def _binds(signature: inspect.Signature, count: int) -> bool:
@@ -195,8 +197,8 @@ def _binds(signature: inspect.Signature, count: int) -> bool:
     return False
 
 
-def _names_gradients(signature: inspect.Signature) -> bool:
-    return list(signature.parameters)[1:2] == ["grad"]
+def _second_name(signature: inspect.Signature) -> str:
+    return "".join(list(signature.parameters)[1:2])
 
 
 def _agree(

@@ -445,7 +445,17 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "modules. A sharded model is one model: there is nothing to average.",
             proved("test_algorithms.py", "test_models_that_train_apart_are_averaged_as_copies_in_one_process"),
         ),
-        Row("`join`", "Ranks with uneven inputs.", gap=f"{WITH_REPLICATE}; give every rank as many steps"),
+        Row(
+            "`join`",
+            "Ranks with uneven inputs: `Join([as_ddp(model), ...])`, with the wrapper's numbers.",
+            proved(
+                "test_ddp_view.py",
+                "test_ranks_with_uneven_inputs_train_as_below_the_wrapper",
+                "test_several_modules_and_a_sharded_optimizer_join",
+                "test_ranks_throw_where_one_has_no_inputs_left",
+            ),
+            gap="not here: `fully_shard`, whose parameters every rank gathers; give every rank as many steps",
+        ),
     ),
     "Further": (
         Row(

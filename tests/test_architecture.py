@@ -55,6 +55,7 @@ ENTRIES: dict[str, set[str]] = {
     "replicate": set(),
     "backward_steps": set(),
     "hook_registration": {"comm_hooks"},
+    "ddp_view": {"hook_registration"},
     "gradient_sync": set(),
     "unannotate": {"activation_checkpoint", "fsdp_module"},
     "installation": set(),

@@ -26,6 +26,7 @@ from composable import (
     RaggedShard,
     SizePolicy,
     accelerate_optimizer,
+    as_ddp,
     bf16_compress_wrapper,
     checkpoint,
     clip_grad_norm_,
@@ -190,6 +191,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         },
     ),
     "accelerate_optimizer": (accelerated, dict, {"optimizer": set(), "flat": SWITCH}),
+    "as_ddp": (as_ddp, lambda: {"module": replicate(nn.Linear(2, 2))}, {"module": set()}),
     "step_in_backward": (step_in_backward, lambda: {"optimizer": optimizer_of(sharded())}, {"optimizer": set()}),
     "accelerate_optimizer of a model": (
         accelerate_optimizer,
@@ -403,6 +405,7 @@ ELSEWHERE = {
     *(
         "BackwardSteps",
         "CommHookHandle",
+        "DDPView",
         "FSDPModule",
         "GradientReductionHandle",
         "ParamBucket",

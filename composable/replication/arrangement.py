@@ -60,6 +60,11 @@ class Arrangement:
             return None
         return list(self._next_order or [index for bucket in self.buckets for index in bucket.param_indices])
 
+    @property
+    def is_final(self) -> bool:
+        """The buckets follow the order of arrival."""
+        return self.is_settled and self._next_order is None
+
     def settle(self, order: Sequence[int]) -> None:
         """Expect gradients in this order from the next backward on."""
         self.is_settled = True

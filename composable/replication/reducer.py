@@ -109,6 +109,11 @@ class Reducer:
         """The parameters in the order that the buckets of the next backward follow; ``None``: not known yet."""
         return self._arrangement.order
 
+    @property
+    def has_final_buckets(self) -> bool:
+        """The buckets follow the order of gradients, and no backward makes others."""
+        return self._arrangement.is_final
+
     def expect_order(self, order: Sequence[int]) -> None:
         """Let the buckets of the next backward follow ``order``, equal on all ranks; no backward is running."""
         self._arrangement.settle(order)
@@ -280,6 +285,45 @@ class Reducer:
             raise hook_failed(failure, self.params[0].fqn)
         if missing or (report is not None and any(report.complaints)):
             raise self._error_of(missing, report or Report((), ()))
+
+    def share(self, number: float) -> list[float]:
+        """Return the number of each rank, in the order of the transport. Collective; no backward is running."""
+        numbers = torch.zeros(self._transport.world_size, device=self._grid.everyone.device)
+        numbers[self._transport.rank] = number
+        self._transport.begin_all_reduce(numbers, self._order_key).finish()
+        shared: list[float] = numbers.tolist()
+        return shared
+
+    def divide_by(self, divisor: int | None) -> None:
+        """Divide sums of gradients by this in place of the number of ranks; ``None``: by that again."""
+        self._scale = 1.0 / (divisor or self._grid.divisor)
+
+    def shadow(self) -> None:
+        """Do what a backward does, with zeros in place of gradients: the other ranks run one. Collective.
+
+        Parameters that a rank has a gradient for get the average.
+
+        Raises:
+            UsageError: Of another rank.
+        """
+        if not self.params:
+            return
+        with torch.no_grad():
+            for item in self.params:
+                item.param.grad = None
+            self._arrangement.prepare()
+            self._round.clear(self.buckets, synchronises=True)
+            self.rounds += 1
+            for bucket in self.buckets:
+                bucket.clear()
+                self._send(bucket)
+            report = self._finish_round()
+        failure, self._sender.failure = self._sender.failure, None
+        self._round.close()
+        if failure is not None:
+            raise hook_failed(failure, self.params[0].fqn)
+        if report is not None and any(report.complaints):
+            raise self._error_of([], report)
 
     def _make_arrival(self, index: int) -> Callable[[torch.Tensor], None]:
         # Runs once per parameter and backward: what it reads most is a local of this call. What leads to the

@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -33,6 +33,14 @@ from composable.wording import list_text
 __all__ = ["ReplicateState"]
 
 
+class UnevenInputs(Protocol):
+    """What is to be told of each forward that a backward may follow."""
+
+    def begin_forward(self, *, broadcasts: bool) -> None:
+        """Meet the ranks without inputs; ``broadcasts``: buffers are to be made equal."""
+        ...
+
+
 class ReplicateState:
     """State of one ``replicate`` annotation.
 
@@ -46,6 +54,8 @@ class ReplicateState:
         transport: In a group of its own; a copied state makes it at its first forward that a backward may follow.
         hook_handles: Remove them, and the modules run as plain ones again.
         standing: Tells other ranks that wait where the modules are.
+        view: What ``as_ddp`` has made.
+        uneven: Told of each forward, while ranks may run out of inputs; ``None``: they do not.
     """
 
     modules: tuple[nn.Module, ...]
@@ -62,6 +72,8 @@ class ReplicateState:
         self.frozen = []
         self.hook_handles: list[RemovableHandle] = []
         self._seen = (-1, 0)
+        self.uneven: UnevenInputs | None = None
+        self.view: object = None
         self.standing = Standing()
 
     def before_forward(self, module: nn.Module) -> None:
@@ -86,7 +98,10 @@ class ReplicateState:
                 )
         self.transport.connect()
         self.reducer.prepare()
-        if self.buffers is not None and module.training and self.reducer.requires_gradient_sync:
+        broadcasts = self.buffers is not None and module.training and self.reducer.requires_gradient_sync
+        if self.uneven is not None:
+            self.uneven.begin_forward(broadcasts=broadcasts)
+        elif self.buffers is not None and broadcasts:
             self.buffers.broadcast()
 
     def after_forward(self, error: BaseException | None) -> None:
