@@ -16,7 +16,7 @@ from composable.arguments import check_bool, check_module
 from composable.contract import get_registry
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
-from composable.hook_registration import register_comm_hook
+from composable.hook_registration import register_comm_hook as register
 from composable.replication import ReplicateState, broadcast_tensors
 from composable.runtime import sharded_state_of
 from composable.storage import HookFunction
@@ -80,7 +80,7 @@ class DDPView(Joinable):
 
     def register_comm_hook(self, state: object, hook: HookFunction) -> None:
         """Do what ``composable.register_comm_hook`` does, for good. Collective."""
-        register_comm_hook(self.module, state, hook)
+        register(self.module, state, hook)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return those of the module."""

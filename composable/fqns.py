@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from composable.errors import ConfigError
-from composable.wording import join_fqn, list_text, plain_fqn
+from composable.wording import class_name, join_fqn, list_text, module_text, plain_fqn
 
 __all__ = ["SUCCESSOR", "NamedTree", "check_same_fqns", "describe_module", "fqn_in_model"]
 
@@ -24,9 +24,7 @@ def describe_module(module: nn.Module) -> str:
     A module does not know its parents, so this looks through the live objects: slow, for
     errors only.
     """
-    fqn = _find_fqn(module)
-    cls = type(module).__name__
-    return f"module '{fqn}' ({cls})" if fqn else f"module {cls}"
+    return module_text(_find_fqn(module), class_name(module))
 
 
 def fqn_in_model(module: nn.Module, name: str, fqn: str = "") -> str:

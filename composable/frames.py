@@ -35,6 +35,7 @@ __all__ = [
     "is_asked_by_pipeline",
     "is_called_again",
     "is_functional_call",
+    "is_in_model_averager",
     "is_strict_load",
     "modules_in_call",
     "run_as_call",
@@ -44,6 +45,7 @@ __all__ = [
 T = TypeVar("T")
 
 _STAGE = "torch.distributed.pipelining.stage"
+_AVERAGER = "torch.distributed.algorithms.model_averaging.utils"
 
 
 def in_backward() -> bool:
@@ -128,6 +130,16 @@ def in_split_backward() -> bool:
     """Say whether a stage of torch's pipelines is taking the gradients of its inputs, those of parameters later."""
     code = split_backward_code()
     return code is not None and next(_frames_of(code), None) is not None
+
+
+def is_in_model_averager() -> bool:
+    """Say whether an averager of torch, for models that ranks train apart, is at work."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _AVERAGER:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_asked_by_pipeline() -> bool:

@@ -228,7 +228,9 @@ def _class_with_mixin(cls: type[nn.Module]) -> type[nn.Module]:
     known = _CLASSES.get(cls)
     found = None if known is None else known()
     if found is None:
-        found = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        # Messages name the class that users know.
+        members = {"__module__": cls.__module__, "_composable_class_name": cls.__name__}
+        found = type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
         _CLASSES[cls] = weakref.ref(found)
     return found
 
@@ -242,10 +244,10 @@ def _check_convertible(handle: Handle, fn: Callable[[torch.Tensor], torch.Tensor
         if handle.is_unsharded or handle.held_with is not None:
             raise UsageError(
                 "a module cannot be converted while its parameters are in use",
-                at=f"{place_of_rank()}, module {handle.fqn!r}",
+                at=f"{place_of_rank()}, {handle.described}",
                 fix="do it between steps, outside of unshard_params",
             )
-    with located(f"{place_of_rank()}, module {handle.fqn!r}"):
+    with located(f"{place_of_rank()}, {handle.described}"):
         for flat in handle.buffers:
             flat.check_convertible(fn)
 

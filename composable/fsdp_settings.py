@@ -140,11 +140,11 @@ class FSDPSettings:
         if always and not reduce_scatter_unused_params:
             raise _refused(
                 self,
-                f"{method}(False) on module {always[0].fqn!r}, annotated with unused_gradients='zero'",
+                f"{method}(False) on {always[0].described}, annotated with unused_gradients='zero'",
                 fix="annotate it with unused_gradients='none'",
             )
         for handle in handles:
-            handle.fills_unused = reduce_scatter_unused_params
+            handle.fill_unused(fills=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Choose how many gradient buffers of the root may be alive when one of these modules needs one.

@@ -23,6 +23,7 @@ from composable.frames import in_backward
 from composable.replication import Reducer, ReplicateState
 from composable.runtime import handle_of_module, sharded_state_of
 from composable.storage import Handle, HookFunction, Registration
+from composable.wording import class_name
 
 __all__ = ["CommHookHandle", "register_comm_hook"]
 
@@ -179,7 +180,7 @@ def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:
         raise ConfigError(
             f"the hook takes a state and {second} only, and a sharded module keeps no whole gradients: "
             "it needs a place for this rank's slice",
-            at=f"module {sharded[0].fqn!r}",
+            at=sharded[0].described,
             fix="write it as hook(state, grad, output=None); such hooks serve replicated modules too",
         )
     if len(sharded) < len(units) and not has_none:
@@ -214,7 +215,7 @@ def _agree(
         ComposableError: ``failure``, or that of another rank.
         DesyncError: The ranks differ.
     """
-    lines = [f"{caller} of {'a wrong hook' if registration is None else registration.name} on {type(module).__name__}"]
+    lines = [f"{caller} of {'a wrong hook' if registration is None else registration.name} on {class_name(module)}"]
     lines += [f"for {_params(unit)}" for unit in units]
     text = "\n".join(lines)
     for ranks in dict.fromkeys(units.values()):

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from torch import nn
 
 from composable.errors import ConfigError
-from composable.wording import join_fqn
+from composable.wording import class_name, join_fqn, module_text
 
 __all__ = ["CustomPolicy", "ModuleWrapPolicy", "Policy", "PolicyLike", "SizePolicy", "has_forward", "resolve_policy"]
 
@@ -46,7 +46,7 @@ class Policy(ABC):
             if not has_forward(module):
                 raise ConfigError(
                     f"{self} picks a module without forward, which is never called as one unit",
-                    at=f"module '{tree.fqns[module]}' ({type(module).__name__})",
+                    at=module_text(tree.fqns[module], class_name(module)),
                     fix="pick the modules inside it, or the one that calls them",
                 )
         if not picked:
@@ -62,14 +62,14 @@ class Policy(ABC):
             if hidden:
                 return ConfigError(
                     f"{self} picks nothing: all {hidden} modules it would pick are ignored or annotated already",
-                    at=f"module {type(root).__name__}",
+                    at=f"module {class_name(root)}",
                     fix="leave policy out",
                 )
-        common = Counter(type(module).__name__ for module in tree.fqns).most_common(_CLASSES_IN_HINT)
+        common = Counter(class_name(module) for module in tree.fqns).most_common(_CLASSES_IN_HINT)
         seen = ", ".join(f"{count} {name}" for name, count in common) or "none"
         return ConfigError(
             f"{self} picks nothing",
-            at=f"module {type(root).__name__}; most frequent submodules: {seen}",
+            at=f"module {class_name(root)}; most frequent submodules: {seen}",
             fix="change the policy so that it picks at least one submodule, or leave it out",
         )
 
@@ -138,7 +138,7 @@ class CustomPolicy(Policy):
             if not isinstance(answer, bool):
                 raise ConfigError(
                     f"predicate {_name_of(self.predicate)} returned {type(answer).__name__}, not bool",
-                    at=f"module '{fqn}' ({type(module).__name__})",
+                    at=module_text(fqn, class_name(module)),
                     fix="return True to give the module a handle, else False",
                 )
             if answer:
@@ -226,7 +226,7 @@ class _AutoWrapPolicy(Policy):
         if not isinstance(answer, bool):
             raise ConfigError(
                 f"policy {self} returned {type(answer).__name__}, not bool",
-                at=f"module '{tree.fqns.get(module, '(root)')}' ({type(module).__name__})",
+                at=module_text(tree.fqns.get(module, ""), class_name(module)),
                 fix="return True or False",
             )
         return answer

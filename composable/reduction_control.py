@@ -116,7 +116,7 @@ def _change(module: object, **changes: Any) -> None:
         )
     handle = handle_of_module(module)
     if handle is not None:
-        with located(f"{place_of_rank()}, module {handle.fqn!r}"):
+        with located(f"{place_of_rank()}, {handle.described}"):
             handle.communicate_by(replace(handle.comms, **changes))
 
 

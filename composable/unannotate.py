@@ -136,7 +136,7 @@ class _Removal:
             if handle.has_unsynced_gradients and hooks != (None, None):
                 raise UsageError(
                     "unannotate while gradients that no_sync kept wait for a hook that reduces or changes them",
-                    at=f"{place_of_rank()}, module {handle.fqn!r}",
+                    at=f"{place_of_rank()}, {handle.described}",
                     fix="call reduce_gradients() on the model first",
                 )
             handle.attach()

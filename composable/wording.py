@@ -5,7 +5,17 @@ from itertools import islice
 
 import torch
 
-__all__ = ["bytes_text", "count_text", "dtype_text", "join_fqn", "list_text", "plain_fqn", "ranks_text"]
+__all__ = [
+    "bytes_text",
+    "class_name",
+    "count_text",
+    "dtype_text",
+    "join_fqn",
+    "list_text",
+    "module_text",
+    "plain_fqn",
+    "ranks_text",
+]
 
 # What wrappers of torch, which are no annotations, add to the names of what is below them.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -21,6 +31,18 @@ def join_fqn(fqn: str, name: str) -> str:
 def plain_fqn(fqn: str) -> str:
     """Return ``fqn`` as a state dict has it: without the parts that wrappers of torch add."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
+
+
+def class_name(value: object) -> str:
+    """Return the name of the class that users gave an object: a fully sharded module has another one."""
+    kind = type(value)
+    name: str = vars(kind).get("_composable_class_name", kind.__name__)
+    return name
+
+
+def module_text(fqn: str, kind: str) -> str:
+    """Return what messages call a module: by its FQN and its class; one that has no FQN is the root of its tree."""
+    return f"module {fqn!r} ({kind})" if fqn else f"module {kind}"
 
 
 def list_text(names: Collection[str], most: int = 5, *, write: Callable[[str], str] = repr) -> str:

@@ -399,7 +399,7 @@ def answer_by_rank(name: str, *, is_synced: bool) -> str:
 def test_a_function_that_answers_otherwise_on_one_rank_is_told_on_all(name: str, said: str, is_synced: bool) -> None:
     for message in run_threads(answer_by_rank, 2, name, is_synced=is_synced):
         start = "parameter 'up.weight' [6, 6] float64, requires_grad=True"
-        assert f"    rank 0: {start}, module ''\n    rank 1: {start}, {said}, module ''\n" in message
+        assert f"    rank 0: {start}, module Net\n    rank 1: {start}, {said}, module Net\n" in message
 
 
 def refuse_then_train() -> None:

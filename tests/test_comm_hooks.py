@@ -859,7 +859,7 @@ def test_a_result_that_cannot_be_is_an_error_on_every_rank_that_names_rank_modul
 ) -> None:
     for rank, text in enumerate(run_threads(bad_result, 2, "fully_shard", way, ranks)):
         assert re.search(BAD_RESULTS[way][1], text)
-        assert f"at:  rank {rank if rank in ranks else 1}, module 'last'\n  fix: fill" in text
+        assert f"at:  rank {rank if rank in ranks else 1}, module 'last' (Linear)\n  fix: fill" in text
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [1]])

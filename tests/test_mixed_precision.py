@@ -556,6 +556,53 @@ def test_an_accelerated_optimizer_takes_gradients_in_low_precision(way: str) -> 
     torch.testing.assert_close(run_threads(step_in_low_precision, 2, way)[0], expected, rtol=0, atol=0)
 
 
+OPTIMIZERS = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+CHOICES: list[dict[str, Any]] = [{}, {"foreach": False}, {"fused": True}, {"weight_decay": 0.1}]
+
+
+def steps_that_fail(name: str, accelerated: bool) -> list[tuple[dict[str, Any], str, str]]:
+    """Return, for each choice of options, what a step says on sharded parameters, and on plain ones without us."""
+    found = []
+    for options in [*CHOICES, {"weight_decay": 0.1, "decoupled_weight_decay": True}]:
+        plain = nn.Parameter(torch.ones(4, 4))
+        try:
+            ours = nn.Linear(4, 4, bias=False)
+            fully_shard(ours, mp_policy=MixedPrecisionPolicy(BF16, BF16, keep_low_precision_grads=True))
+            optimizers = [getattr(torch.optim, name)([param], **options) for param in (*ours.parameters(), plain)]
+        except (TypeError, RuntimeError):
+            continue  # an option that it does not have
+        if accelerated:
+            accelerate_optimizer(optimizers[0], ours)
+        ours(torch.ones(2, 4)).float().sum().backward()
+        plain.grad_dtype = BF16
+        plain.grad = torch.ones(4, 4, dtype=BF16)
+        said, known = [], len(optimizers[0].state)
+        for optimizer in optimizers:
+            try:
+                optimizer.step()
+                said.append("")
+            except (UsageError, RuntimeError) as error:
+                said.append(str(error))
+        assert not said[0] or len(optimizers[0].state) == known
+        found.append((options, *said))
+    return found  # type: ignore[return-value]  # of two optimizers
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_optimizers_that_take_no_low_precision_gradients_say_so_before_they_step(name: str, accelerated: bool) -> None:
+    found = run_threads(steps_that_fail, 1, name, accelerated)[0]
+    assert len(found) >= 3 - (name == "Rprop")
+    for options, ours, plain in found:
+        assert bool(ours) is bool(plain), options
+        fused = "fused " if options.get("fused") else ""
+        assert not ours or ours == (
+            f"{fused}{name} takes no gradients of bfloat16 for parameters of float32\n"
+            "  at:  rank 0, parameter 'weight'\n"
+            "  fix: annotate without keep_low_precision_grads, or take an optimizer that does, such as SGD"
+        )
+
+
 def scale(overflows: bool) -> tuple[float, float, list[float]]:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, bias=False))
     seeded(lambda: [nn.init.normal_(param) for param in model.parameters()] and model, 0)

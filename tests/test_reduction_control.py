@@ -430,4 +430,7 @@ def different_choices() -> str:
 
 def test_ranks_that_chose_differently_before_the_first_forward_are_told() -> None:
     for text in run_threads(different_choices, 2):
-        assert "rank 0: module 'first': gradient divide factor 2.0\n    rank 1: module 'first': gradient" in text
+        assert (
+            "rank 0: module 'first' (Linear): gradient divide factor 2.0\n    rank 1: module 'first' (Linear): gradient"
+            in text
+        )

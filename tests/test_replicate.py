@@ -718,7 +718,7 @@ def refuse(case: str) -> str:
         ("lazy", "ConfigError: parameter has no shape yet\n  at:  rank 0, parameter '0.weight'"),
         (
             "sparse",
-            "ConfigError: Embedding gives sparse gradients, which replicate cannot average\n  at:  rank 0, module '0'",
+            "ConfigError: Embedding gives sparse gradients, which replicate cannot average\n  at:  rank 0, module '0' (Embedding)",
         ),
         ("capacity", "ConfigError: bucket_cap_mb is 0\n  at:  rank 0"),
         ("capacity type", "ConfigError: bucket_cap_mb is '25'\n"),
@@ -971,3 +971,24 @@ def test_training_on_cuda_equals_training_without_ranks() -> None:
             torch.testing.assert_close(gradients_of(model), gradients_of(plain))
     finally:
         dist.destroy_process_group()
+
+
+def flag_of_ddp() -> str:
+    model: Any = replicate(make_model("mlp"))
+    model.require_backward_grad_sync = False
+    text = message(lambda: model(random_input(0, BATCH, DIM)))
+    with torch.no_grad():
+        model(random_input(0, BATCH, DIM))
+    model.require_backward_grad_sync = True
+    model(random_input(0, BATCH, DIM)).sum().backward()
+    return text
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_attribute_by_which_ddp_stops_averaging_is_no_silent_no_op(world_size: int) -> None:
+    for rank, text in enumerate(run_threads(flag_of_ddp, world_size)):
+        assert text == (
+            "UsageError: require_backward_grad_sync is False, an attribute of DistributedDataParallel that replicate "
+            f"ignores\n  at:  rank {rank}, module MLP\n"
+            "  fix: delete the attribute, and run the backwards that are not to synchronise in no_sync(model)"
+        )

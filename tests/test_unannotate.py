@@ -257,9 +257,9 @@ def test_what_cannot_be_undone_is_refused_on_every_rank_and_changes_nothing() ->
     expected = [
         *("unannotate inside a forward", "unannotate inside a backward") * 2,
         "is to be unannotated while unshard_params shows its parameters",
-        "fix: call unannotate on module 'blocks.1' (FSDPMLPBlock) or a module around",
-        "fix: call unannotate on module FSDPMLP or",
-        "fix: call unannotate on module 'blocks.0' (FSDPMLPBlock) and module 'blocks.2' (FSDPMLPBlock) or",
+        "fix: call unannotate on module 'blocks.1' (MLPBlock) or a module around",
+        "fix: call unannotate on module MLP or",
+        "fix: call unannotate on module 'blocks.0' (MLPBlock) and module 'blocks.2' (MLPBlock) or",
         "unannotate found no annotated module",
         "unannotate got int",
         "different parameters or gradients\n    rank 0: inp.weight [8, 8] torch.float32 with a gradient\n    rank 1: inp",

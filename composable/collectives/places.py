@@ -104,9 +104,14 @@ def notice_tree(tree: Annotated) -> None:
     _TREES.add(tree)
 
 
-def described(error: BaseException, fqn: str | None = None) -> str:
-    """Return how other ranks are told what was raised here, in one line."""
-    where = "" if fqn is None else f" in module {fqn!r}"
+def described(error: BaseException, where: str = "") -> str:
+    """Return how other ranks are told what was raised here, in one line.
+
+    Args:
+        error: What was raised.
+        where: By what, where that is known.
+    """
+    where = f" in {where}" if where else ""
     text = str(error).partition("\n")[0]
     return f"{type(error).__name__}{where}{': ' if text else ''}{text}"
 

@@ -172,9 +172,7 @@ class Ranks:
     def confirm(self, key: str, *, shown: Callable[[], str], what: str, fix: str) -> None:
         """Raise on every rank unless all are about to do the same thing: asked before tensors move that have to fit.
 
-        Sixteen bytes to a peer and from one, in as many rounds as the number of ranks has binary digits. By messages,
-        since a collective of other ranks, of another size, would end the process where it met this one. Does nothing
-        in a graph that is being compiled.
+        As ``are_alike`` asks. Does nothing in a graph that is being compiled.
 
         Args:
             key: What has to be equal.
@@ -185,8 +183,22 @@ class Ranks:
         Raises:
             DesyncError: The keys differ.
         """
-        if is_tracing() or self.is_alone:
+        if is_tracing() or self.are_alike(key):
             return
+        texts = self.objects(shown())
+        lines = [f"    rank {number}: {text}" for number, text in zip(self.numbers, texts, strict=True)]
+        if len(set(texts)) == 1:
+            lines.append("    (of another model or mesh, though in equal words)")
+        raise DesyncError("\n".join([what, *lines]), at=place_of_rank(), fix=fix)
+
+    def are_alike(self, key: str) -> bool:
+        """Say whether all ranks have equal keys.
+
+        Sixteen bytes to a peer and from one, in as many rounds as the number of ranks has binary digits. By messages,
+        since a collective of other ranks, of another size, would end the process where it met this one.
+        """
+        if self.is_alone:
+            return True
         number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
         # The largest number and, as its negative, the least: they agree if all are equal.
         extremes = torch.tensor([number, -number], device=self._confirm_device)
@@ -197,13 +209,7 @@ class Ranks:
             extremes = torch.maximum(extremes, got)
             step *= 2
         largest, least = extremes.tolist()
-        if largest == -least:
-            return
-        texts = self.objects(shown())
-        lines = [f"    rank {number}: {text}" for number, text in zip(self.numbers, texts, strict=True)]
-        if len(set(texts)) == 1:
-            lines.append("    (of another model or mesh, though in equal words)")
-        raise DesyncError("\n".join([what, *lines]), at=place_of_rank(), fix=fix)
+        return bool(largest == -least)
 
     @functools.cached_property
     def _confirm_device(self) -> torch.device:

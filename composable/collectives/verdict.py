@@ -67,6 +67,7 @@ class Tree:
         is_inside: The last of all these is under way.
         has_failed: The last forward ended by an exception.
         text: The same for people: "in forward 3 of Sequential".
+        settings: What users set, of what decides when ranks communicate, by module; for people.
     """
 
     forwards: int
@@ -74,6 +75,7 @@ class Tree:
     is_inside: bool
     has_failed: bool
     text: str
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -85,6 +87,7 @@ class Tree:
         is_backward: bool,
         was_stopped: bool,
         failure: str,
+        settings: Mapping[str, str] | None = None,
     ) -> "Tree":
         """Return where they are, in words too.
 
@@ -96,6 +99,7 @@ class Tree:
             is_backward: The last of all these is a backward.
             was_stopped: It is one, and an exception has stopped it.
             failure: What the last forward has raised.
+            settings: By module, what users set.
         """
         text = f"{'backward' if is_backward else 'forward'} {backwards if is_backward else forwards} of {name}"
         if is_inside:
@@ -106,7 +110,9 @@ class Tree:
             text = f"has left {text}: {failure}"
         else:
             text = f"has ended {text}" if forwards else f"has not begun a forward of {name}"
-        return Tree(forwards, backwards, is_inside=is_inside, has_failed=bool(failure), text=text)
+        return Tree(
+            forwards, backwards, is_inside=is_inside, has_failed=bool(failure), text=text, settings=settings or {}
+        )
 
 
 @dataclass(frozen=True)
@@ -179,8 +185,24 @@ def judge(places: Mapping[int, Place | None]) -> Verdict:
     concerned = {
         other for rank, index in doomed if (place := places[rank]) is not None for other in place.waits[index].ranks
     }
-    shown = concerned & set(places) if doomed else set(places)
-    return Verdict(bool(doomed), tuple(sorted(groups)), tuple(_lines({rank: places[rank] for rank in sorted(shown)})))
+    shown = {rank: places[rank] for rank in sorted(concerned & set(places) if doomed else places)}
+    differences = _settings_that_differ(shown) if doomed else ()
+    return Verdict(bool(doomed), tuple(sorted(groups)), (*_lines(shown), *differences))
+
+
+def _settings_that_differ(places: Mapping[int, Place | None]) -> Iterator[str]:
+    """Say which module has other settings on some ranks, if one has: the first of each tree."""
+    names = dict.fromkeys(name for place in places.values() if place is not None for name in place.trees)
+    for name in names:
+        trees = {rank: tree for rank, place in places.items() if place is not None and (tree := place.trees.get(name))}
+        for module in dict.fromkeys(module for tree in trees.values() for module in tree.settings):
+            texts: dict[str, list[int]] = {}
+            for rank, tree in trees.items():
+                texts.setdefault(tree.settings.get(module, "as annotated"), []).append(rank)
+            if len(texts) > 1:
+                told = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in texts.items())
+                yield f"    settings of {module} differ: {told}"
+                break
 
 
 _Node = tuple[int, int]  # A rank, and which of its waits.

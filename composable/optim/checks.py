@@ -1,5 +1,6 @@
 """Optimizers that would step in vain: on parameters that an annotation has replaced, or that have no values."""
 
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -9,16 +10,18 @@ from torch.utils.hooks import RemovableHandle
 from composable.collectives import watch_ranks
 from composable.errors import UsageError, place_of_rank
 from composable.planning import first_replacement
-from composable.ragged import RaggedDTensor
+from composable.ragged import RaggedDTensor, check_finished
 from composable.storage import META_FIX
 from composable.torch_hooks import before_every_step
 from composable.torch_private import opaque
-from composable.wording import list_text
+from composable.wording import dtype_text, list_text
 
 __all__ = ["CHECKS_ITSELF", "check_every_step", "check_parameters", "check_replaced"]
 
 _is_meta = attrgetter("is_meta")
 
+# They mix gradients into averages by an operation that takes one dtype.
+_LERPING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam}
 # An optimizer with an attribute of this name finds out itself when its parameters need the check.
 CHECKS_ITSELF = "_composable_local_step"
 
@@ -57,10 +60,53 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 
 @opaque
-def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     watch_ranks()
     if CHECKS_ITSELF not in vars(optimizer):
         check_parameters(optimizer)
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": _then_checked(kwargs["closure"], optimizer)}
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _then_checked(args[1], optimizer), *args[2:]), kwargs
+    _check_gradients(optimizer)
+    return None
+
+
+def _then_checked(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """Let what makes the gradients end with a check of them."""
+
+    def evaluate() -> Any:
+        loss = closure()
+        _check_gradients(optimizer)
+        return loss
+
+    return evaluate
+
+
+def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    check_finished(f"{type(optimizer).__name__}.step", params)
+    # What fails does so at the first step, where there is no state yet; Adagrad has some from the start.
+    if not optimizer.state or type(optimizer) is torch.optim.Adagrad:
+        for group in optimizer.param_groups:
+            _check_dtypes(type(optimizer), group)
+
+
+def _check_dtypes(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> None:
+    """Refuse gradients of another dtype than their sharded parameters, where torch's kernels would."""
+    decays = group.get("weight_decay") and not group.get("decoupled_weight_decay")
+    # A decay that is added to gradients gives them the dtype of the parameters.
+    if not (group.get("fused") or (kind in _LERPING and (kind is torch.optim.AdamW or not decays))):
+        return
+    for param in group["params"]:
+        grad = param.grad if type(param) is RaggedDTensor else None
+        if grad is not None and grad.dtype != param.dtype:
+            raise UsageError(
+                f"{'fused ' if group.get('fused') else ''}{kind.__name__} takes no gradients of "
+                f"{dtype_text(grad.dtype)} for parameters of {dtype_text(param.dtype)}",
+                at=f"{place_of_rank()}, parameter {str(param._spec.layout.label)!r}",
+                fix="annotate without keep_low_precision_grads, or take an optimizer that does, such as SGD",
+            )
 
 
 def _describe_params(optimizer: torch.optim.Optimizer) -> str:
@@ -73,7 +119,7 @@ def _describe_params(optimizer: torch.optim.Optimizer) -> str:
 
 
 def check_every_step() -> None:
-    """Refuse such steps of every optimizer of the process; once."""
+    """Refuse such steps of every optimizer of the process, and those with gradients that are under way; once."""
     if not _REGISTERED:
         _REGISTERED.append(before_every_step(_check_optimizer))
 

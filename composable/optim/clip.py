@@ -25,6 +25,7 @@ from composable.ragged import (
     NormParts,
     RaggedDTensor,
     RaggedLayout,
+    check_finished,
     confirm_alike,
     cut_dims,
     mark_stale,
@@ -71,7 +72,9 @@ def get_total_norm(
         DesyncError: On every rank, where ranks that share tensors do something else with ragged ones.
     """
     pieces = _Pieces("get_total_norm")
-    for tensor in list_of_tensors("tensors", tensors):
+    listed = list_of_tensors("tensors", tensors)
+    check_finished("get_total_norm", listed)
+    for tensor in listed:
         pieces.add(tensor)
     return pieces.total_norm(norm_type, error_if_nonfinite, foreach).to(pieces.dtype)
 
@@ -111,8 +114,10 @@ def clip_grad_norm_(
         "max_norm", max_norm, least=0, fix="give the largest norm that gradients may have, 0 or above"
     )
     pieces = _Pieces("clip_grad_norm_")
-    params, accelerated = _listed(parameters)
-    _refuse_stepped(params)
+    every = _params_of(parameters)
+    check_finished("clip_grad_norm_", every)
+    _refuse_stepped(every)
+    params, accelerated = _listed(parameters, every)
     for parameter in params:
         pieces.expect(parameter)
     grads = [parameter.grad for parameter in params if parameter.grad is not None]
@@ -134,7 +139,6 @@ def clip_grad_norm_(
         else:
             foreach_mul_(locals_, factor.to(device))
     if LIVE_SOURCES:
-        every = _params_of(parameters) if isinstance(parameters, torch.optim.Optimizer) else params
         mark_stale([parameter.grad for parameter in every if isinstance(parameter.grad, RaggedDTensor)])
     return norm
 
@@ -150,21 +154,19 @@ def _refuse_stepped(params: Iterable[torch.Tensor]) -> None:
             )
 
 
-def _listed(
-    parameters: torch.Tensor | Iterable[torch.Tensor] | torch.optim.Optimizer,
-) -> tuple[list[torch.Tensor], list[LocalGradients]]:
-    """Return the parameters, each once, but those of an accelerated optimizer as the gradients that it steps with."""
+def _params_of(parameters: torch.Tensor | Iterable[torch.Tensor] | torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters, each once."""
     if isinstance(parameters, torch.optim.Optimizer):
-        accelerated = local_gradients(parameters)
-        params = _params_of(parameters)
-        if accelerated is None:
-            return params, []
-        return [parameter for parameter in params if type(parameter) is not RaggedDTensor], accelerated
-    return list({id(one): one for one in list_of_tensors("parameters", parameters)}.values()), []
+        return [parameter for group in parameters.param_groups for parameter in group["params"]]
+    return list({id(one): one for one in list_of_tensors("parameters", parameters)}.values())
 
 
-def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _listed(parameters: object, every: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[LocalGradients]]:
+    """Return the parameters, but those of an accelerated optimizer as the gradients that it steps with."""
+    accelerated = local_gradients(parameters) if isinstance(parameters, torch.optim.Optimizer) else None
+    if accelerated is None:
+        return every, []
+    return [parameter for parameter in every if type(parameter) is not RaggedDTensor], accelerated
 
 
 class _Groups:

@@ -24,6 +24,7 @@ from composable.planning.structure import FoundHandle, FoundParam, find_structur
 from composable.planning.subclasses import Form
 from composable.planning.tree import managed_modules
 from composable.policies import PolicyLike
+from composable.wording import class_name
 
 __all__ = ["HandleMembers", "make_plan", "plan"]
 
@@ -89,7 +90,7 @@ def plan(
             if api in get_registry(root):
                 raise ConfigError(
                     f"{api} is already on this module",
-                    at=f"module {type(root).__name__}",
+                    at=f"module {class_name(root)}",
                     fix="plan before annotating; an annotation keeps its own plan",
                 )
     options = ShardOptions(
@@ -131,7 +132,7 @@ def make_plan(
     handle_plans = tuple(
         HandlePlan(
             module_fqns=handle.fqns,
-            class_names=tuple(type(one).__name__ for one in handle.modules),
+            class_names=tuple(class_name(one) for one in handle.modules),
             reason=handle.reason,
             params=tuple(_plan_param(found, cuts) for found in handle.params),
             buffers=_plan_buffers(handle.params, dtypes, options.world_size, cuts),
@@ -143,7 +144,7 @@ def make_plan(
     shard_plan = ShardPlan(
         world_size=options.world_size,
         transport=options.transport,
-        class_names=tuple(type(root).__name__ for root in roots),
+        class_names=tuple(class_name(root) for root in roots),
         handles=handle_plans,
         kept_fqns=structure.kept_fqns,
         ignored_fqns=structure.ignored_fqns,

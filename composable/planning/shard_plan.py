@@ -16,7 +16,7 @@ from composable.planning.memory import HandleBytes, Reduced, peak_of_step
 from composable.planning.offload import NO_OFFLOAD, OffloadPolicy
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy
 from composable.planning.subclasses import Subclass
-from composable.wording import bytes_text, count_text, dtype_text, list_text
+from composable.wording import bytes_text, count_text, dtype_text, list_text, module_text
 
 __all__ = ["BufferPlan", "HandleCollectives", "HandlePlan", "ParamPlan", "ShardPlan"]
 
@@ -410,7 +410,7 @@ class ShardPlan:
             params += [
                 f"parameter {param.fqn!r} {list(param.shape)} {dtypes[param.fqn]},"
                 f" requires_grad={param.requires_grad}{''.join(f', {note}' for note in param.notes)},"
-                f" module {handle.module_fqns[0]!r}"
+                f" {module_text(handle.module_fqns[0], handle.class_names[0])}"
                 for param in handle.params
             ]
         return "\n".join([headline, *params, *rest])

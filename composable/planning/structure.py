@@ -22,7 +22,7 @@ from composable.planning.replaced import replacement_of
 from composable.planning.subclasses import Form, form_of
 from composable.policies import PolicyLike, has_forward, resolve_policy
 from composable.rivals import rival_on
-from composable.wording import dtype_text, join_fqn
+from composable.wording import class_name, dtype_text, join_fqn, module_text
 
 __all__ = ["FoundHandle", "FoundParam", "Structure", "find_structure", "named_roots"]
 
@@ -153,7 +153,7 @@ def _checked_root(root: object, index: int | None) -> nn.Module:
         )
     if not has_forward(root):
         raise ConfigError(
-            f"{type(root).__name__} has no forward, so it is never called as one unit",
+            f"{class_name(root)} has no forward, so it is never called as one unit",
             at=at,
             fix="pass its children, one by one or as a list",
         )
@@ -233,7 +233,7 @@ def _exclude(
     for module in modules:
         if module not in entered:
             raise ConfigError(
-                f"an ignored module, {type(module).__name__}, is not in the module to annotate",
+                f"an ignored module, {class_name(module)}, is not in the module to annotate",
                 fix="pass modules below it, taken from it after it was built",
             )
     for index, param in enumerate(params):
@@ -432,7 +432,7 @@ def _is_sharded(param: torch.Tensor) -> bool:
 
 
 def _place(fqn: str, module: nn.Module | None) -> str:
-    return f"module '{fqn}' ({type(module).__name__})" if fqn else f"module {type(module).__name__}"
+    return module_text(fqn, class_name(module))
 
 
 def _describe_tensor(tensor: torch.Tensor) -> str:

@@ -9,6 +9,7 @@ from composable.ragged.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_
 from composable.ragged.tensor import HOOKS, RaggedDTensor, hand_over_grad, was_zeroed, watch_zeroing
 from composable.ragged.torch_calls import teach_torch
 from composable.ragged.transfer import cast_dtype, collect_full, spread_full
+from composable.ragged.unfinished import check_finished, note_finished, note_unfinished
 
 __all__ = [
     "HOOKS",
@@ -18,12 +19,15 @@ __all__ = [
     "RaggedLayout",
     "RaggedSpec",
     "cast_dtype",
+    "check_finished",
     "collect_full",
     "confirm_alike",
     "cut_dims",
     "fallback_counts",
     "hand_over_grad",
     "mark_stale",
+    "note_finished",
+    "note_unfinished",
     "ragged_spec",
     "register_ragged",
     "slice_full",

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.errors import UsageError, place_of_rank
+from composable.frames import is_in_model_averager
 from composable.ragged.fallback_log import count_fallback
 from composable.ragged.lockstep import confirm, is_parameter
 from composable.ragged.spec import RaggedLayout, gather_full, replicated_spec, slice_full
@@ -72,13 +73,20 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
     """Run ``op`` on full tensors. Collective, and counted as a fallback.
 
     Raises:
-        UsageError: ``strict_mode`` is on; an operand is a plain tensor that may differ between ranks;
-            or the operation draws random numbers, which ranks would draw differently.
+        UsageError: An averager of torch asks; ``strict_mode`` is on; an operand is a plain tensor that may differ
+            between ranks; or the operation draws random numbers, which ranks would draw differently.
         DesyncError: On every rank, where they run different operations.
     """
     tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     ragged: list[Any] = [tensor for tensor in tensors if type(tensor) is cls]
     layout: RaggedLayout = ragged[0]._spec.layout
+    if is_in_model_averager():
+        raise UsageError(
+            "torch's model averagers average whole models that each rank trains apart, and of a sharded one there are "
+            "no others to average with",
+            at=place_of_rank() if layout.label is None else f"{place_of_rank()}, parameter {str(layout.label)!r}",
+            fix="leave the averager out: every backward averages gradients; or train the whole model on each rank",
+        )
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise _refusal(op, layout, "draws random numbers from a ragged tensor", "call full_tensor() first")
     bound = {arg.name: value for arg, value in zip(op._schema.arguments, args)} | dict(kwargs)
@@ -158,7 +166,7 @@ def _refuse_plain(op: OpOverload, plain: torch.Tensor, ragged: Any) -> UsageErro
     return UsageError(
         f"{op} meets a sharded parameter and a plain tensor of shape {list(plain.shape)}: "
         "the parameter is used outside the forward of its module",
-        at=f"{place_of_rank()}, module {layout.label.module}, parameter {str(layout.label)!r} {list(layout.shape)}",
+        at=f"{place_of_rank()}, {layout.label.module}, parameter {str(layout.label)!r} {list(layout.shape)}",
         fix="call the module itself, not its forward; register_fsdp_forward_method(module, name) for another method; "
         "annotate a module around all uses; or module.unshard() before. "
         "For the value without a gradient: full_tensor() under torch.no_grad()",

@@ -24,6 +24,7 @@ from composable.ragged.dispatch import RULES, rule_for
 from composable.ragged.fallback import LIVE_SOURCES, is_replicated, mark_stale, written_ragged
 from composable.ragged.lockstep import confirm, confirm_layout
 from composable.ragged.spec import RaggedLayout, RaggedSpec, gather_full, ragged_spec, slice_full
+from composable.ragged.unfinished import UNFINISHED, check_operands
 from composable.torch_private import (
     DeviceMesh,
     DTensorSpec,
@@ -91,6 +92,8 @@ class RaggedDTensor(DTensor):
         if rule is None:
             rule = rule_for(op)
         kwargs = kwargs or {}
+        if UNFINISHED:
+            check_operands(op, args)
         result = rule(RaggedDTensor, op, args, kwargs)
         if LIVE_SOURCES:
             mark_stale(written_ragged(RaggedDTensor, op, args, kwargs))

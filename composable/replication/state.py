@@ -28,7 +28,7 @@ from composable.replication.tensors import own_modules, unmanaged_params
 from composable.storage import forget_torch_hooks, modules_of_copy, refuse_steppers, step_torch_optimizers
 from composable.torch_hooks import after_gradients
 from composable.torch_private import optimizers_in_backward
-from composable.wording import list_text
+from composable.wording import class_name, list_text
 
 __all__ = ["ReplicateState"]
 
@@ -81,11 +81,18 @@ class ReplicateState:
 
         Raises:
             UsageError: A parameter that was frozen at annotation requires a gradient now, or was added since; or
-                something else averages gradients, or an optimizer in backward is beside a hook.
+                something else averages gradients, or an optimizer in backward is beside a hook; or an attribute of
+                ``DistributedDataParallel`` asks for no synchronisation.
         """
         self.standing.enter_forward()
         if not torch.is_grad_enabled():
             return
+        if not module.__dict__.get("require_backward_grad_sync", True):
+            raise UsageError(
+                "require_backward_grad_sync is False, an attribute of DistributedDataParallel that replicate ignores",
+                at=f"{place_of_rank()}, {describe_module(module)}",
+                fix="delete the attribute, and run the backwards that are not to synchronise in no_sync(model)",
+            )
         if self._seen != (count_registrations(), len(optimizers_in_backward())) and not is_functional_call():
             self._look_again()
             self._seen = (count_registrations(), len(optimizers_in_backward()))
@@ -158,7 +165,7 @@ class ReplicateState:
 
     def follow(self) -> None:
         """Let other ranks that wait ask where the modules are."""
-        name = " + ".join(type(module).__name__ for module in self.modules)
+        name = " + ".join(class_name(module) for module in self.modules)
         self.standing.follow(name, self.reducer, self.transport)
 
     def abandon_step(self) -> None:

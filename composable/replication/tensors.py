@@ -16,7 +16,7 @@ from composable.planning import replacement_of
 from composable.registrations import is_left_alone
 from composable.rivals import names_left_alone, rival_on
 from composable.storage import has_torch_optimizer, stepper_of
-from composable.wording import join_fqn
+from composable.wording import class_name, join_fqn, module_text
 
 __all__ = ["ManagedTensors", "find_tensors", "own_modules", "unmanaged_params"]
 
@@ -51,7 +51,7 @@ def find_tensors(
     for module in modules:
         if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
             raise ConfigError(
-                f"{type(module).__name__} has no forward, so nothing would tell when it runs",
+                f"{class_name(module)} has no forward, so nothing would tell when it runs",
                 at=f"{place_of_rank()}, {describe_module(module)}",
                 fix="pass the modules in it as a list: replicate([*module])",
             )
@@ -249,7 +249,7 @@ def _check_tensor(kind: str, fqn: str, tensor: torch.Tensor, device_type: str | 
 def _check_sparse(path: str, module: nn.Module) -> None:
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
         raise ConfigError(
-            f"{type(module).__name__} gives sparse gradients, which replicate cannot average",
-            at=f"{place_of_rank()}, module {path!r}",
+            f"{class_name(module)} gives sparse gradients, which replicate cannot average",
+            at=f"{place_of_rank()}, {module_text(path, class_name(module))}",
             fix="build it with sparse=False, or ignore it",
         )

@@ -3,9 +3,13 @@
 Autograd's order says when a handle may be reduced early; what it missed, and which parameters got no
 gradient anywhere, only all ranks together know. See docs/notes/completion.md.
 
+What users chose of how gradients are reduced changes any time, and has to be equal on all ranks. So a digest of it goes
+along, and where digests differ the ranks tell each other all of it.
+
 The message travels in host memory, also where parameters live on a device: nobody waits for kernels.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,9 +17,80 @@ from torch.distributed import ReduceOp
 
 from composable.collectives import Pending, Ranks, Transport
 from composable.runtime.account import Account
-from composable.storage import Handle
+from composable.storage import CHOICES, Handle
 
-__all__ = ["Agreement", "find_stale"]
+__all__ = ["Agreement", "Comparison", "find_stale"]
+
+
+_DIGEST_BYTES = 8
+_WHAT = "the ranks reduce gradients in different ways, so those of the last backward are wrong"
+_FIX = "call the methods that set something with the same values on every rank, drop the gradients, run backward again"
+
+
+class Choices:
+    """What users chose for some handles, of what has to be equal on all ranks.
+
+    Args:
+        handles: In an order equal on all ranks.
+    """
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = tuple(handles)
+        self._known, self._digest = -1, b""
+
+    def digest(self) -> bytes:
+        """Return a few bytes that differ where the choices do."""
+        if self._known != CHOICES.made:
+            self._known = CHOICES.made
+            self._digest = hashlib.blake2b(self.text().encode(), digest_size=_DIGEST_BYTES).digest()
+        return self._digest
+
+    def text(self) -> str:
+        """Return the choices, a line for each handle."""
+        return "\n".join(f"{handle.described}: {handle.chosen_text() or 'as annotated'}" for handle in self._handles)
+
+
+class Comparison:
+    """What takes the place of an ``Agreement`` for ranks that send none: compares choices after a change of them.
+
+    By messages that only who changed something sends: a rank that did so alone waits, and the watch over ranks that
+    wait tells all of them what differs.
+
+    Args:
+        ranks: Who shares the handles.
+        handles: All of them end a missing gradient with zeros.
+    """
+
+    def __init__(self, ranks: Ranks, handles: Sequence[Handle]) -> None:
+        self._ranks = ranks
+        self._choices = Choices(handles)
+        # Before the first forward the plans were compared, and the choices with them.
+        self._agreed: bytes | None = self._choices.digest()
+
+    def begin(self, *, has_failed: bool) -> None:
+        """Do nothing."""
+
+    def finish(self) -> bool:
+        """Say whether the ranks have to compare."""
+        return self._choices.digest() != self._agreed
+
+    def abandon(self) -> None:
+        """Do nothing."""
+
+    def raise_together(self, failure: Exception | None) -> None:
+        """Compare, then raise ``failure`` if there is one. Collective.
+
+        Raises:
+            DesyncError: The ranks chose to reduce gradients in different ways.
+        """
+        # Until they agree all ranks ask again, also one that goes back to what it had.
+        self._agreed = None
+        text = self._choices.text()
+        if not self._ranks.are_alike(text):
+            self._ranks.compare(text, shown=text, what=_WHAT, fix=_FIX)
+        self._agreed = self._choices.digest()
+        if failure is not None:
+            raise failure
 
 
 class Agreement:
@@ -25,15 +100,20 @@ class Agreement:
         ranks: Who shares them.
         transport: Between these ranks, for tensors on the CPU; this takes a key of it.
         accounts: Of all flat buffers, in an order equal on all ranks.
+        handles: That the ranks share.
     """
 
-    def __init__(self, ranks: Ranks, transport: Transport, accounts: Sequence[Account]) -> None:
+    def __init__(
+        self, ranks: Ranks, transport: Transport, accounts: Sequence[Account], handles: Sequence[Handle]
+    ) -> None:
         self._ranks = ranks
+        self._choices = Choices(handles)
+        self._differs = False
         self._transport = transport
         self._key = transport.allocate_key()
         self._accounts = tuple(accounts)
-        # One byte for a complaint, then the accounts.
-        length = 1 + sum(account.numel_bytes for account in accounts)
+        # One byte for a complaint, then the choices and the accounts.
+        length = 1 + _DIGEST_BYTES + sum(account.numel_bytes for account in accounts)
         self._mine, self._every = bytearray(length), bytearray(length * ranks.size)
         # The same memory. What a first forward made in inference mode could never be written to outside of it.
         with torch.inference_mode(mode=False):
@@ -45,7 +125,8 @@ class Agreement:
         """Tell the other ranks. Collective."""
         if self._ranks.is_alone:
             return
-        self._mine[:] = bytes([has_failed]) + b"".join([account.told() for account in self._accounts])
+        digest = self._choices.digest()
+        self._mine[:] = bytes([has_failed]) + digest + b"".join([account.told() for account in self._accounts])
         self._pending = self._transport.begin_all_gather(self._received, self._sent, self._key)
 
     def finish(self) -> bool:
@@ -60,12 +141,13 @@ class Agreement:
             # Nobody knows more than this rank.
             return bool(first[0])
         told = [bytes(self._every[start : start + length]) for start in range(0, len(self._every), length)]
-        start = 1
+        start = 1 + _DIGEST_BYTES
+        self._differs = any(one[1:start] != told[0][1:start] for one in told)
         for account in self._accounts:
             stop = start + account.numel_bytes
             account.hear([one[start:stop] for one in told])
             start = stop
-        return any(one[0] for one in told)
+        return self._differs or any(one[0] for one in told)
 
     def abandon(self) -> None:
         """Wait for a message that was begun, and forget it."""
@@ -73,8 +155,17 @@ class Agreement:
         self._pending = None
 
     def raise_together(self, failure: Exception | None) -> None:
-        """Raise the failure of any rank on all of them. Collective, after ``finish`` has said that there is one."""
-        self._ranks.raise_together(failure)
+        """Raise the failure of any rank on all of them. Collective, after ``finish`` has said that there is one.
+
+        Raises:
+            DesyncError: The ranks chose to reduce gradients in different ways.
+        """
+        if not self._differs:
+            self._ranks.raise_together(failure)
+            return
+        self._differs = False
+        text = self._choices.text()
+        self._ranks.compare(text, failure, shown=text, what=_WHAT, fix=_FIX)
 
 
 def find_stale(ranks_of: Mapping[Handle, Ranks], kept: Sequence[Handle]) -> list[Handle]:

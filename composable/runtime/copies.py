@@ -24,7 +24,7 @@ from composable.registrations import is_left_alone, leave_alone
 from composable.runtime.part import AnnotatedPart
 from composable.runtime.state import FullyShardState, sharded_state_of
 from composable.storage import FIX_COPY, modules_of_copy
-from composable.wording import plain_fqn
+from composable.wording import class_name, plain_fqn
 
 __all__ = ["copy_module"]
 
@@ -120,7 +120,7 @@ class _Session:
                 names.setdefault(submodule, plain_fqn(name))
         renamed = {names[root]: "" if len(roots) == 1 else str(index) for index, root in enumerate(roots)}
         handles = [handle.plan for handle in self.part.handles_of(state)]
-        class_names = [type(root).__name__.removeprefix("FSDP") for root in roots]
+        class_names = [class_name(root) for root in roots]
         return state.plan.part(handles, renamed, class_names)
 
     def copy_of(self, module: nn.Module) -> nn.Module:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from composable.errors import UsageError, place_of_rank
+from composable.ragged import note_finished, note_unfinished
 from composable.runtime.account import Account
-from composable.runtime.agreement import Agreement
+from composable.runtime.agreement import Agreement, Comparison
 from composable.runtime.reductions import Reductions
 from composable.runtime.turn import Turn
 from composable.storage import Handle
@@ -24,20 +25,29 @@ class HandOver:
         turns: Of all handles of the root.
         reductions: What is under way.
 
-    Attributes:
-        is_deferred: Backwards have ended whose reductions did not; a later backward or the user ends them.
     """
 
-    __slots__ = ("_agreements", "_is_settled", "_reductions", "_turns", "is_deferred")
+    __slots__ = ("_agreements", "_is_deferred", "_is_settled", "_reductions", "_turns")
 
     def __init__(self, turns: Mapping[Handle, Turn], reductions: Reductions) -> None:
-        self.is_deferred = False
+        self._is_deferred = False
         self._is_settled = True
         self._turns = turns
         self._reductions = reductions
-        self._agreements: Sequence[Agreement] = ()
+        self._agreements: Sequence[Agreement | Comparison] = ()
 
-    def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement]]) -> None:
+    @property
+    def is_deferred(self) -> bool:
+        """Backwards have ended whose reductions did not; a later backward or the user ends them."""
+        return self._is_deferred
+
+    @is_deferred.setter
+    def is_deferred(self, is_deferred: bool) -> None:
+        if is_deferred is not self._is_deferred:
+            (note_unfinished if is_deferred else note_finished)(self._turns)
+            self._is_deferred = is_deferred
+
+    def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement | Comparison]]) -> None:
         """Let the ranks compare at each end; ``make`` gets the accounts of all handles."""
         self._agreements = make([account for turn in self._turns.values() for account in turn.accounts])
 
@@ -104,7 +114,7 @@ class HandOver:
         if stray:
             raise UsageError(
                 "a gradient arrived after its module was reduced: a parameter was used outside its forward",
-                at=f"{place_of_rank()}, module {', '.join(repr(handle.fqn) for handle in stray)}",
+                at=f"{place_of_rank()}, {', '.join(handle.described for handle in stray)}",
                 fix="use them in the forward of their own module, let the module above own them, "
                 + (
                     "or step after backward"

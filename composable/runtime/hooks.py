@@ -111,7 +111,7 @@ class _ModuleHooks:
             self._saving.pop().end()
         if output is None and (error := sys.exc_info()[1]) is not None:
             if not root.scheduler.failure:
-                root.scheduler.failure = described(error, handle.fqn if handle is not None else None)
+                root.scheduler.failure = described(error, handle.described if handle is not None else "")
             if isinstance(error, DesyncError):
                 # Nothing that is under way will arrive: what the forward has raised already says why.
                 with suppress(DesyncError):
@@ -336,7 +336,7 @@ def _without_own_memory(output: Any, handle: Handle) -> Any:
     if any(handle.lies_in_buffer(tensor) for tensor in tensors_in(changed)):
         raise UsageError(
             f"forward returns a parameter, or a view of one, in a {type(output).__name__}",
-            at=f"{place_of_rank()}, module {handle.fqn!r}",
+            at=f"{place_of_rank()}, {handle.described}",
             fix="return a copy of it (clone()), or return tensors in tuples, lists and dicts",
         )
     return changed

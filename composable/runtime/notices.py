@@ -45,7 +45,7 @@ def notice_leak(handle: Handle) -> None:
     if handle.reshard_after_forward:
         _warn_once(
             "a forward leaves tensors by another way than its output: its parameters stay in memory until backward ends"
-            f"\n  at:  {place_of_rank()}, module {handle.fqn!r} ({handle.plan.class_names[0]})"
+            f"\n  at:  {place_of_rank()}, {handle.described}"
             "\n  fix: return them, keep them as attributes of this module, or compute them under torch.no_grad()"
         )
 

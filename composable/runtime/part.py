@@ -54,7 +54,7 @@ class AnnotatedPart:
             if handle.held_with is not None:
                 raise UsageError(
                     f"a model is to be {verb} while unshard_params shows its parameters",
-                    at=f"{place_of_rank()}, module {handle.fqn!r}",
+                    at=f"{place_of_rank()}, {handle.described}",
                     fix="leave the context first",
                 )
         self.handles = list(handles)

@@ -91,7 +91,7 @@ def check_not_lent(handle: Handle) -> None:
     if strangers and is_functional_call():
         raise UsageError(
             "functional_call gave a sharded module other parameters, and its forward gathers its own",
-            at=f"{place_of_rank()}, module {handle.fqn!r}, parameter {strangers[0].param.fqn!r}",
+            at=f"{place_of_rank()}, {handle.described}, parameter {strangers[0].param.fqn!r}",
             fix="call it inside unshard_params(model); elsewhere give it buffers only, or the model's own parameters",
         )
 

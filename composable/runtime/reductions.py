@@ -87,7 +87,8 @@ class Reductions:
     def _look_for_failure(self, account: Account) -> None:
         """Note what a hook did wrong: it has met the other ranks all the same, unless it raised."""
         try:
-            with located(f"{place_of_rank()}, module {_name_of(account.flat)!r}"):
+            handle = handle_of(account.flat.params[0].sharded)
+            with located(f"{place_of_rank()}, {handle.described}" if handle is not None else place_of_rank()):
                 account.flat.check_hook()
         except ConfigError as error:
             if account.fills_with_zeros:

@@ -34,7 +34,7 @@ class SavingForbidden:
         if self._handle.lies_in_buffer(tensor):
             raise UsageError(
                 "backward needs a parameter that set_unshard_in_backward(False) says it does not need",
-                at=f"{place_of_rank()}, module {self._handle.fqn!r}, tensor {list(tensor.shape)}",
+                at=f"{place_of_rank()}, {self._handle.described}, tensor {list(tensor.shape)}",
                 fix="leave the setting on for this module; it is for embeddings and the like",
             )
         if self._outer is not None:

@@ -22,7 +22,7 @@ from torch import nn
 from composable.errors import UsageError, place_of_rank
 from composable.frames import in_backward, in_split_backward, is_called_again
 from composable.runtime.account import Account
-from composable.runtime.agreement import Agreement
+from composable.runtime.agreement import Agreement, Comparison
 from composable.runtime.hand_over import HandOver
 from composable.runtime.notices import notice_leak
 from composable.runtime.reductions import Reductions
@@ -93,7 +93,7 @@ class Scheduler:
         self._is_ending = False
         self._end: Callable[[], object] = lambda: None
 
-    def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement]]) -> None:
+    def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement | Comparison]]) -> None:
         """Let the ranks compare at the end of each backward; ``make`` gets the accounts of all handles."""
         self._hand_over.agree_by(make)
 
@@ -360,7 +360,7 @@ class Scheduler:
             raise UsageError(
                 "a pipeline's stage takes gradients of inputs and of parameters apart, and between forward and "
                 "backward a sharded module holds no whole parameters",
-                at=f"{place_of_rank()}, module {self.handles[0].fqn!r}",
+                at=f"{place_of_rank()}, {self.handles[0].described}",
                 fix="enter unshard_params(module, writeback=False) for the step, as ShardedStage in "
                 "examples/clients/pipelining.py does, or take a schedule without zero bubble",
             )
@@ -704,7 +704,7 @@ def _lent(handle: Handle) -> UsageError:
         fix = "leave the context first, or call the module under torch.no_grad(): it is shown in full precision"
     return UsageError(
         "a forward cannot run while unshard_params shows copies or gradients of the parameters",
-        at=f"{place_of_rank()}, module {handle.fqn!r}",
+        at=f"{place_of_rank()}, {handle.described}",
         fix=fix,
     )
 

@@ -2,6 +2,7 @@
 
 from composable.collectives import Started, Told, Transport, Tree
 from composable.runtime.scheduler import Scheduler
+from composable.runtime.settings import RootSettings
 from composable.storage import FlatBuffer
 
 __all__ = ["Standing"]
@@ -13,10 +14,12 @@ class Standing:
     Args:
         name: Of the root's class.
         scheduler: That runs its handles.
+        settings: Of the root.
     """
 
-    def __init__(self, name: str, scheduler: Scheduler) -> None:
+    def __init__(self, name: str, scheduler: Scheduler, settings: RootSettings) -> None:
         self._name = name
+        self._settings = settings
         self._scheduler = scheduler
         self._flats = [(handle, flat) for handle in scheduler.handles for flat in handle.buffers if not flat.is_empty]
 
@@ -41,14 +44,24 @@ class Standing:
             is_backward=is_last,
             was_stopped=is_backward,
             failure=failure,
+            settings=self._set_by_users(),
         )
         return Told(f"{address[0].groups[0].group_name} {address[1]}", tree, address[0])
+
+    def _set_by_users(self) -> dict[str, str]:
+        handles = dict.fromkeys(handle for handle, _ in self._flats)
+        found = {handle.described: text for handle in handles if (text := handle.settings_text())}
+        if not self._settings.ends_backward:
+            found["the whole tree"] = (
+                "finalized by hand" if self._settings.finalizes_by_hand else "not the last backward"
+            )
+        return found
 
     def name_of(self, started: Started) -> str | None:
         """Return whose all-gather or reduce-scatter it is."""
         for handle, flat in self._flats:
             if flat.moves_by(started.transport, started.tag // 2, is_reduction=bool(started.tag % 2)):
-                return f"the {'reduce-scatter' if started.tag % 2 else 'all-gather'} of module {handle.fqn!r}"
+                return f"the {'reduce-scatter' if started.tag % 2 else 'all-gather'} of {handle.described}"
         return None
 
     def is_run_by(self, runner: object) -> bool:

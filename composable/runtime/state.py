@@ -15,7 +15,7 @@ from composable.errors import UsageError, located, place_of_rank
 from composable.planning import ShardPlan, managed_modules, name_modules
 from composable.runtime.account import Account
 from composable.runtime.additions import Additions
-from composable.runtime.agreement import Agreement, find_stale
+from composable.runtime.agreement import Agreement, Comparison, find_stale
 from composable.runtime.notices import notice_offload, notice_plan
 from composable.runtime.readiness import check_not_lent, check_ready
 from composable.runtime.scheduler import Scheduler
@@ -24,6 +24,7 @@ from composable.runtime.standing import Standing
 from composable.runtime.streams import streams_for
 from composable.storage import Handle, move_buffers
 from composable.torch_hooks import at_end_of_backward
+from composable.wording import class_name, module_text
 
 __all__ = ["FullyShardState", "Root", "handle_of_module", "sharded_state_of"]
 
@@ -169,7 +170,7 @@ class Root:
         self.scheduler = scheduler
         self.additions = Additions()
         self._scatters: dict[Ranks, OwnTransport] = {}
-        self.standing = Standing(type(state.modules[0]).__name__.removeprefix("FSDP"), scheduler)
+        self.standing = Standing(class_name(state.modules[0]), scheduler, state.settings)
         notice_tree(self.standing)
 
     @staticmethod
@@ -247,15 +248,24 @@ class Root:
             state.root = None
 
 
-def _make_agreements(states: Sequence[FullyShardState], accounts: Sequence[Account]) -> list[Agreement]:
+def _make_agreements(states: Sequence[FullyShardState], accounts: Sequence[Account]) -> "list[Agreement | Comparison]":
     """Return one agreement for each group of ranks that shares handles. Collective over them."""
     ranks_of = {flat: state for state in states for handle in state._handles for flat in handle.buffers}
     found: dict[Ranks, tuple[str, list[Account]]] = {}
     for account in accounts:
+        state = ranks_of[account.flat]
+        own = found.setdefault(state.grid.everyone, (state.transport_name, []))[1]
         if not account.fills_with_zeros:
-            state = ranks_of[account.flat]
-            found.setdefault(state.grid.everyone, (state.transport_name, []))[1].append(account)
-    return [Agreement(ranks, host_transport_of(ranks, name), own) for ranks, (name, own) in found.items()]
+            own.append(account)
+    handles: dict[Ranks, list[Handle]] = {}
+    for state in states:
+        handles.setdefault(state.grid.everyone, []).extend(state._handles)
+    return [
+        Agreement(ranks, host_transport_of(ranks, name), own, handles[ranks])
+        if own
+        else Comparison(ranks, handles[ranks])
+        for ranks, (name, own) in found.items()
+    ]
 
 
 def _states_below(modules: Sequence[nn.Module]) -> list[FullyShardState]:
@@ -288,10 +298,9 @@ def _compare_plans(states: Sequence[FullyShardState], failure: UsageError | None
         members.setdefault(state.grid.everyone, []).append(state)
     for ranks, own in members.items():
         choices = [
-            f"module {handle.fqn!r}: {text}"
+            f"{handle.described}: {handle.chosen_text() or 'as annotated'}"
             for state in own
             for handle in state._handles
-            if (text := handle.comms.compared_text())
         ]
         ranks.compare(
             "".join([*(state.plan.digest() for state in own), *choices]),
@@ -312,7 +321,7 @@ def _find_failure(
                 if state is not root and state.settings != RootSettings():
                     raise UsageError(
                         "the root's settings were made on a module that a later annotation is around",
-                        at=f"module {names.get(state.modules[0], '')!r}",
+                        at=module_text(names.get(state.modules[0], ""), class_name(state.modules[0])),
                         fix="annotate all first, then make them on the outermost module; set this one's back",
                     )
                 for handle in state._handles:

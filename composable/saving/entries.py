@@ -182,7 +182,7 @@ def _check_moment(model: nn.Module) -> None:
         if handle is not None and handle.held_with is not None:
             raise UsageError(
                 "full values are asked for while unshard_params shows the parameters",
-                at=f"{place_of_rank()}, module {handle.fqn!r}",
+                at=f"{place_of_rank()}, {handle.described}",
                 fix="leave unshard_params first; inside it, state_dict() and load_state_dict() are the plain model's",
             )
 

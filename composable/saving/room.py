@@ -69,5 +69,5 @@ def _bring_back(module: nn.Module, _: Any) -> None:
     """Move what was loaded into the shards, and put parameters that the load replaced back."""
     handle = handle_of_module(module)
     if handle is not None:
-        with located(f"{place_of_rank()}, module {handle.fqn!r}"):
+        with located(f"{place_of_rank()}, {handle.described}"):
             handle.attach()

@@ -87,7 +87,7 @@ def unshard_params(
     options = _Options(writeback, rank0_only, offload_to_cpu, with_grads)
     found = _find(module, recurse=recurse, options=options)
     if with_grads:
-        _check_gradients([handle for handle, _ in found])
+        _check_gradients(found)
     shown = [_Shown(handle, scheduler, options) for handle, scheduler in found]
     entered: list[_Shown] = []
     try:
@@ -147,7 +147,7 @@ def _find(module: nn.Module, *, recurse: bool, options: _Options) -> list[tuple[
         if held is not None and held != options:
             raise UsageError(
                 "unshard_params is entered again with other options",
-                at=f"{place_of_rank()}, module {handle.fqn!r}",
+                at=f"{place_of_rank()}, {handle.described}",
                 fix="use the options of the outer block, or leave it first",
             )
     return [(handle, scheduler) for handle, scheduler in found.items() if handle.held_with is None]
@@ -166,14 +166,20 @@ def _check_owners(module: nn.Module, handles: Iterable[Handle], *, recurse: bool
         )
 
 
-def _check_gradients(handles: Sequence[Handle]) -> None:
-    """Make sure that gathering gradients is the same collectives on every rank."""
+def _check_gradients(found: Sequence[tuple[Handle, Scheduler]]) -> None:
+    """Make sure that gradients are complete, and that gathering them is the same collectives on every rank."""
     members: dict[Ranks, list[tuple[str, ShardedParam]]] = {}
-    for handle in handles:
+    for handle, scheduler in found:
+        if scheduler.is_deferred:
+            raise UsageError(
+                "gradients that wait for the last backward cannot be shown",
+                at=f"{place_of_rank()}, {handle.described}",
+                fix="call finalize_backward() before",
+            )
         if handle.has_unsynced_gradients:
             raise UsageError(
                 "gradients that no_sync left on their ranks cannot be shown",
-                at=f"{place_of_rank()}, module {handle.fqn!r}",
+                at=f"{place_of_rank()}, {handle.described}",
                 fix="run a backward outside of no_sync first",
             )
         for param in handle.params:
@@ -250,7 +256,7 @@ class _Shown:
         if self._versions() != self._before:
             raise UsageError(
                 "sharded parameters were changed while unshard_params showed full ones, which would overwrite them",
-                at=f"{place_of_rank()}, module {self.handle.fqn!r}",
+                at=f"{place_of_rank()}, {self.handle.described}",
                 fix="step the optimizer outside of the block, or pass writeback=False",
             )
         for param, placed in zip(self.params, self._placed or ()):

@@ -1,7 +1,7 @@
 """What owns the memory: shards, unsharded buffers, gradients, and the two faces of a parameter."""
 
 from composable.storage.class_gathers import ClassGatheredBuffer
-from composable.storage.comms import HookFunction, Registration, copied_registrations, nearest
+from composable.storage.comms import CHOICES, HookFunction, Registration, copied_registrations, nearest
 from composable.storage.copy_reach import modules_of_copy, reaches_out
 from composable.storage.first_values import FirstValues, ParamInitFn
 from composable.storage.flat_buffer import FlatBuffer
@@ -27,6 +27,7 @@ from composable.storage.stepping import (
 from composable.storage.unfilled import META_FIX, MarkedMemory, is_unfilled, mark_unfilled
 
 __all__ = [
+    "CHOICES",
     "FIX_COPY",
     "META_FIX",
     "ClassGatheredBuffer",

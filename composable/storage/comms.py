@@ -18,9 +18,19 @@ from composable.errors import ConfigError, UsageError
 from composable.fqns import describe_module
 from composable.storage.copy_reach import modules_of_copy
 
-__all__ = ["DEFAULT_COMMS", "Comms", "HookFunction", "Registration", "copied_registrations", "nearest"]
+__all__ = ["CHOICES", "DEFAULT_COMMS", "Comms", "HookFunction", "Registration", "copied_registrations", "nearest"]
 
 HookFunction: TypeAlias = Callable[..., Any]
+
+
+class _Choices:
+    """Counts what users chose for handles, so that who compares it between ranks knows when to look again."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+
+CHOICES = _Choices()
 
 
 class Registration:

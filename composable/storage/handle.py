@@ -17,13 +17,13 @@ from torch import nn
 from composable.collectives import Pending
 from composable.errors import located
 from composable.planning import HandlePlan
-from composable.storage.comms import DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
+from composable.storage.comms import CHOICES, DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
 from composable.storage.copy_reach import is_part_of_module, modules_of_copy, reaches_out
 from composable.storage.flat_buffer import FlatBuffer
 from composable.storage.gradient_buffer import GRADIENT_BUFFERS
 from composable.storage.sharded_param import ShardedParam, has_own_setattr
 from composable.storage.stepping import Stepper, refuse_steppers
-from composable.wording import join_fqn
+from composable.wording import class_name, join_fqn, module_text
 
 __all__ = ["FIX_COPY", "Handle", "handle_of"]
 
@@ -41,7 +41,7 @@ class ParamLabel:
 
     def __init__(self, annotation: int, param: ShardedParam, handle: "Handle") -> None:
         self._fqn = param.fqn
-        self._kind = type(param.owners[0][0]).__name__
+        self._kind = class_name(param.owners[0][0])
         # What the handle is called changes when the root is known.
         self._handle = weakref.ref(handle)
         self.key = f"{annotation} {handle.fqn} {param.fqn}"
@@ -53,7 +53,7 @@ class ParamLabel:
     @property
     def module(self) -> str:
         """What messages call the module that owns it."""
-        return f"{str(self).rpartition('.')[0]!r} ({self._kind})"
+        return module_text(str(self).rpartition(".")[0], self._kind)
 
 
 class _Managed:
@@ -168,6 +168,11 @@ class Handle:
         """Note what the fully sharded modules are called."""
         self.module_fqns = tuple(fqns)
         self.fqn = self.module_fqns[0]
+
+    @property
+    def described(self) -> str:
+        """What messages call the (first) module."""
+        return module_text(self.fqn, self.plan.class_names[0])
 
     def fqn_of(self, param: ShardedParam) -> str:
         """Return the name of one of the handle's parameters from where its modules are named."""
@@ -292,8 +297,36 @@ class Handle:
     def communicate_by(self, comms: Comms) -> None:
         """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
         self.comms = comms
+        CHOICES.made += 1
         for flat in self.buffers:
             flat.communicate_by(comms)
+
+    def fill_unused(self, *, fills: bool) -> None:
+        """Choose what a parameter gets that no rank used: zeros, or no gradient. Every rank alike."""
+        self.fills_unused = fills
+        CHOICES.made += 1
+
+    def chosen_text(self) -> str:
+        """Return what the user chose of what ranks do to gradients, equal on all of them; empty: as annotated."""
+        texts = [self.comms.compared_text()]
+        if self.fills_unused != (self.plan.unused_gradients == "zero"):
+            texts.append(f"reduce-scatter unused params {self.fills_unused}")
+        return ", ".join(filter(None, texts))
+
+    def settings_text(self) -> str:
+        """Return what else the user set of what decides when ranks communicate; empty: nothing."""
+        chosen = {
+            self.chosen_text(): True,
+            "gradient sync off": not self.requires_gradient_sync,
+            "gradients of a backward without sync": self.requires_gradient_sync and self.has_unsynced_gradients,
+            f"reshard after forward {self.reshard_option}": self.reshard_option != self.plan.reshard_after_forward,
+            "reshard after backward off": not self.reshard_after_backward,
+            "unshard in backward off": not self.unshard_in_backward,
+            "a reduce-scatter group of its own": self.scatters_apart,
+            "forward prefetch by hand": self.forward_prefetch is not None,
+            "backward prefetch by hand": self.backward_prefetch is not None,
+        }
+        return ", ".join(text for text, is_set in chosen.items() if is_set and text)
 
     def register_comm_hooks(self, registrations: Sequence[Registration]) -> None:
         """Let the nearest of ``registrations`` reduce the gradients. Every rank alike.
@@ -308,7 +341,7 @@ class Handle:
 
     def check_comm_hooks(self, registrations: Sequence[Registration]) -> Comms:
         """Return what ``register_comm_hooks`` would choose; raises what it does."""
-        with located(f"module {self.fqn!r}"):
+        with located(self.described):
             if registrations:
                 refuse_steppers(self.steppers, self.fqn_of(self.params[0]))
             return replace(self.comms, hook=nearest(registrations))
@@ -335,6 +368,11 @@ class Handle:
     def params(self) -> list[ShardedParam]:
         """Every parameter of the handle, buffer by buffer."""
         return [param for flat in self.buffers for param in flat.params]
+
+    @property
+    def sharded(self) -> list[torch.Tensor]:
+        """Every sharded parameter."""
+        return [param.sharded for param in self.params]
 
     @property
     def _fqns(self) -> list[str]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from composable import UsageError, fully_shard
 from tests.world import run_threads
@@ -146,3 +147,28 @@ def follow_the_advice() -> None:
 
 def test_what_the_error_advises_works() -> None:
     run_threads(follow_the_advice, 2)
+
+
+def averaged_by_torch(of_groups: bool) -> tuple[str, bool]:
+    model = fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
+    model(INPUT).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [param._local_tensor.clone() for param in model.parameters()]
+    averager = PeriodicModelAverager(period=2, warmup_steps=0)
+    with pytest.raises(UsageError) as caught:
+        averager.average_parameters(optimizer.param_groups if of_groups else model.parameters())
+    return str(caught.value), all(
+        torch.equal(param._local_tensor, was) for param, was in zip(model.parameters(), before, strict=True)
+    )
+
+
+@pytest.mark.parametrize("of_groups", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_torch_s_averagers_of_models_are_told_that_there_is_one_model(of_groups: bool, world_size: int) -> None:
+    for rank, (text, is_unchanged) in enumerate(run_threads(averaged_by_torch, world_size, of_groups)):
+        assert is_unchanged
+        assert text == (
+            "torch's model averagers average whole models that each rank trains apart, and of a sharded one there are "
+            f"no others to average with\n  at:  rank {rank}, parameter '0.weight'\n"
+            "  fix: leave the averager out: every backward averages gradients; or train the whole model on each rank"
+        )

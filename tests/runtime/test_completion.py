@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from composable import UsageError, fully_shard, no_sync, plan, replicate
+from composable.runtime.agreement import Agreement
 from composable.runtime.state import Root
 from tests.counting import CountingTransport
 from tests.models import random_input, seeded
@@ -608,7 +609,11 @@ def zeros_for_unused() -> tuple[list[str], int, bool]:
     counting = CountingTransport.install(root)
     model(model(x_of(0)), 1).sum().backward()
     zero = [fqn for fqn, p in model.named_parameters() if p.grad is not None and not full(p.grad).any()]
-    return zero, counting.counts()["reduce_scatter"], bool(root.scheduler._hand_over._agreements)
+    return (
+        zero,
+        counting.counts()["reduce_scatter"],
+        any(isinstance(one, Agreement) for one in root.scheduler._hand_over._agreements),
+    )
 
 
 def test_unused_gradients_can_be_zeros_without_a_message() -> None:

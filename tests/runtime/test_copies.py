@@ -219,9 +219,9 @@ def copy_parts() -> list[str]:
 
 def test_a_part_is_copied_if_handles_lie_wholly_in_it() -> None:
     for whole, pair, out, replicated in run_threads(copy_parts, 2):
-        assert "handle owns parameters inside and outside" in whole and "deep-copy module FSDPMLP" in whole
-        assert "fix: deep-copy module 'inp' (FSDPLinear) and module 'out' (FSDPLinear)" in pair
-        assert "deep-copy module FSDPMLP" in out
+        assert "handle owns parameters inside and outside" in whole and "deep-copy module MLP" in whole
+        assert "fix: deep-copy module 'inp' (Linear) and module 'out' (Linear)" in pair
+        assert "deep-copy module MLP" in out
         assert "fix: deep-copy module 'inp' (Linear) and module 'out' (Linear)" in replicated
 
 

@@ -88,6 +88,6 @@ def register_wrongly() -> str:
 def test_what_is_no_method_is_refused() -> None:
     assert run_threads(register_wrongly, 1) == [
         "register_fsdp_forward_method got 'scale', which is no method\n"
-        "  at:  rank 0, module FSDPCoder\n"
+        "  at:  rank 0, module Coder\n"
         "  fix: pass the name of a method that its class defines"
     ]

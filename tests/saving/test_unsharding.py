@@ -341,12 +341,12 @@ def no_bool(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("block", "what", "where"),
     [
-        (in_forward, "unshard_params was entered in the middle of a forward or backward", "module FSDPMLP"),
+        (in_forward, "unshard_params was entered in the middle of a forward or backward", "module MLP"),
         (of_a_part, "2 parameters belong to a handle of another module: weight, bias", "module 'blocks.0.up' (Linear)"),
         (with_other_options, "unshard_params is entered again with other options", "module 'blocks.0'"),
         (on_one_rank, "1 parameters have a gradient on some ranks only: blocks.1.up.bias", ""),
-        (unsynced, "gradients that no_sync left on their ranks cannot be shown", "module ''"),
-        (step_inside, "sharded parameters were changed while unshard_params showed full ones", "module ''"),
+        (unsynced, "gradients that no_sync left on their ranks cannot be shown", "module MLP"),
+        (step_inside, "sharded parameters were changed while unshard_params showed full ones", "module MLP"),
         (step_on_one_rank, "sharded parameters were changed while unshard_params showed full ones", "rank 1, module"),
         (fail_on_one_rank, "the user has failed", "here"),
         (replace, "a parameter was replaced while unshard_params showed it", "parameter 'out.weight'"),

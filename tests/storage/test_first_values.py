@@ -428,7 +428,7 @@ def test_conversions_keep_the_shards_or_say_what_to_do() -> None:
     for rank, found in enumerate(run_ranks(convert, 2)):
         assert found["double"] == (
             "a sharded parameter of float32 cannot become float64\n"
-            f"  at:  rank {rank}, module '', parameter 'tokens.weight'\n"
+            f"  at:  rank {rank}, module Zoo, parameter 'tokens.weight'\n"
             "  fix: convert the model before fully_shard; for another dtype in computation pass mp_policy"
         )
         assert "cannot become float16" in found["half"] and "cannot become bfloat16" in found["bfloat16"]

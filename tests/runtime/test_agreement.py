@@ -1,0 +1,189 @@
+"""What users set at any time, and what has to be equal on all ranks: who sets otherwise is told, with all others."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable import DesyncError, fully_shard, set_divergence_timeout
+from tests.models import DIM, MLPBlock, make_model, random_input
+from tests.parity import full
+from tests.world import run_ranks, run_threads
+
+LIMIT_S = 0.3
+
+
+class Identity:
+    """Does nothing, as an all-reduce hook."""
+
+    def __call__(self, shard: torch.Tensor) -> None:
+        return None
+
+
+# A setter, the method on a module with a value of one kind or the other, and what the message calls both.
+SETTERS: dict[str, tuple[Callable[[Any, bool], object], str, str]] = {
+    "divide factor": (
+        lambda m, is_odd: m.set_gradient_divide_factor(3.0 if is_odd else 2.0),
+        "gradient divide factor 2.0",
+        "gradient divide factor 3.0",
+    ),
+    "older name": (
+        lambda m, is_odd: m.set_reduce_scatter_divide_factor(0.5 if is_odd else None),
+        "as annotated",
+        "gradient divide factor 0.5",
+    ),
+    "sums": (lambda m, is_odd: m.set_force_sum_reduction_for_comms(is_odd), "as annotated", "sums forced"),
+    "hook": (
+        lambda m, is_odd: m.set_all_reduce_hook(Identity() if is_odd else None),
+        "as annotated",
+        "an all-reduce hook",
+    ),
+    "unused": (
+        lambda m, is_odd: m.set_reduce_scatter_unused_params(is_odd, recurse=False),
+        "as annotated",
+        "reduce-scatter unused params True",
+    ),
+}
+
+
+def backward(model: nn.Module, seed: int, rank: int, scale: float = 1.0) -> None:
+    (scale * model(random_input(100 * seed + rank, 4, DIM)).square().mean()).backward()
+
+
+def set_otherwise(setter: str, is_first: bool, options: dict[str, Any]) -> str:
+    rank, odd = dist.get_rank(), dist.get_world_size() - 1
+    model: Any = fully_shard(make_model("mlp"), policy={MLPBlock}, **options)
+    if not is_first:
+        backward(model, 0, rank)
+    change, _, _ = SETTERS[setter]
+    change(model.blocks[1], rank == odd)
+    with pytest.raises(DesyncError) as caught:
+        backward(model, 1, rank)
+    # Once they agree, training is right.
+    change(model.blocks[1], False)
+    model.set_gradient_divide_factor(None)
+    model.blocks[1].set_gradient_divide_factor(None)
+    model.zero_grad()
+    backward(model, 2, rank)
+    plain = make_model("mlp")
+    for other in range(dist.get_world_size()):
+        backward(plain, 2, other, 1 / dist.get_world_size())
+    expected = dict(plain.named_parameters())
+    for fqn, param in model.named_parameters():
+        torch.testing.assert_close(full(param.grad), expected[fqn].grad, atol=2e-6, rtol=1e-5)
+    return str(caught.value)
+
+
+def check(text: str, setter: str, world_size: int) -> None:
+    _, even, odd = SETTERS[setter]
+    name = "module 'blocks.1' (MLPBlock)"
+    lines = [f"    rank {rank}: {name}: {odd if rank == world_size - 1 else even}" for rank in range(world_size)]
+    assert "\n".join(lines) in text
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("setter", SETTERS)
+def test_a_choice_that_differs_between_ranks_is_an_error_on_all_that_names_it(
+    setter: str, is_first: bool, world_size: int
+) -> None:
+    for rank, text in enumerate(run_threads(set_otherwise, world_size, setter, is_first, {})):
+        check(text, setter, world_size)
+        assert f"\n  at:  rank {rank}\n  fix: " in text
+
+
+def test_ranks_that_send_no_message_compare_once_all_have_chosen() -> None:
+    for text in run_threads(set_otherwise, 2, "divide factor", False, {"unused_gradients": "zero"}):
+        check(text, "divide factor", 2)
+
+
+def set_alone(name: str, options: dict[str, Any]) -> str:
+    set_divergence_timeout(LIMIT_S)
+    model: Any = fully_shard(make_model("mlp"), policy={MLPBlock}, **options)
+    backward(model, 0, dist.get_rank())
+    if dist.get_rank() == 1:
+        value = {"set_gradient_divide_factor": 3.0}.get(name, False)
+        getattr(model.blocks[1], name)(value)
+
+    def go_on() -> None:
+        for _ in range(2000):
+            backward(model, 1, dist.get_rank())
+
+    with pytest.raises(DesyncError) as caught:
+        go_on()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        (
+            "set_gradient_divide_factor",
+            {"unused_gradients": "zero"},
+            "settings of module 'blocks.1' (MLPBlock) differ: rank 0: as annotated; rank 1: gradient divide factor 3.0",
+        ),
+        (
+            "set_requires_gradient_sync",
+            {},
+            "settings of module 'blocks.1' (MLPBlock) differ: rank 0: as annotated; rank 1: gradient sync off",
+        ),
+        (
+            "set_is_last_backward",
+            {},
+            "settings of the whole tree differ: rank 0: as annotated; rank 1: not the last backward",
+        ),
+    ],
+)
+def test_who_sets_alone_what_others_wait_for_is_named(name: str, options: dict[str, Any], said: str) -> None:
+    for text in run_ranks(set_alone, 2, name, options):
+        assert said in text
+
+
+# -- any choices at any time
+
+
+def any_choices(seed: int) -> None:
+    """Choose at random, at times otherwise on one rank: exactly then backward is an error, else the mean is right."""
+    rng = random.Random(seed)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model: Any = fully_shard(make_model("mlp"), policy={MLPBlock})
+    modules = [model, *model.blocks]
+    # For each module and setter, whether it is the other value on each rank.
+    chosen: dict[tuple[int, str], list[bool]] = {}
+    for step in range(12):
+        for _ in range(rng.randrange(3)):
+            index, setter = rng.randrange(len(modules)), rng.choice(["sums", "hook", "unused", "older name"])
+            value, odd = rng.random() < 0.5, rng.randrange(world_size)
+            differs = rng.random() < 0.3
+            chosen[index, setter] = [value ^ (differs and other == odd) for other in range(world_size)]
+            SETTERS[setter][0](modules[index], chosen[index, setter][rank])
+        if any(len(set(values)) > 1 for values in chosen.values()):
+            with pytest.raises(DesyncError, match=r"reduce gradients in different ways|different plans"):
+                backward(model, step, rank)
+            for (index, setter), values in chosen.items():
+                if len(set(values)) > 1:
+                    chosen[index, setter] = [False] * world_size
+                    SETTERS[setter][0](modules[index], False)
+            model.zero_grad()
+        backward(model, step, rank)
+        plain = make_model("mlp")
+        for other in range(world_size):
+            backward(plain, step, other, 1 / world_size)
+        for index, module in enumerate([plain, *plain.blocks]):
+            own = module.parameters() if index else [*plain.inp.parameters(), *plain.out.parameters()]
+            if chosen.get((index, "older name"), [False])[0]:
+                for param in own:
+                    param.grad *= world_size / 0.5
+        expected = dict(plain.named_parameters())
+        for fqn, param in model.named_parameters():
+            torch.testing.assert_close(full(param.grad), expected[fqn].grad, atol=2e-5, rtol=1e-5)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_ranks_choose_gradients_are_right_or_all_are_told(seed: int) -> None:
+    run_threads(any_choices, 2 + seed % 2, seed)
