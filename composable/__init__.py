@@ -13,6 +13,7 @@ from composable.comm_hooks import (
     fp16_compress_wrapper,
     reduce_scatter_hook,
 )
+from composable.compiled import bucketing_backend
 from composable.contract import contract
 from composable.ddp_view import DDPView, as_ddp
 from composable.errors import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
@@ -86,6 +87,7 @@ __all__ = [
     "as_ddp",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
+    "bucketing_backend",
     "checkpoint",
     "clip_grad_norm_",
     "contract",

@@ -1,7 +1,7 @@
-"""Checks of arguments that many functions take: what is wrong is a ``ConfigError`` before anything happens."""
+"""Checks of arguments that many functions take: what is wrong is an error before anything happens."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path
@@ -10,19 +10,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable.errors import ConfigError, place_of_rank
+from composable.errors import ConfigError, UsageError, place_of_rank
 
 __all__ = [
+    "answer_of",
     "as_path",
     "check_bool",
     "check_device",
     "check_module",
     "check_number",
     "check_optimizer",
+    "check_outside_inference",
     "described",
     "list_of_tensors",
     "readable_twice",
 ]
+
+
+def answer_of(name: str, function: Callable[..., Any], *args: object, at: str, fix: str) -> Any:
+    """Return what a user's function, the argument ``name``, answers; what it raises is a ``ConfigError``."""
+    try:
+        return function(*args)
+    except Exception as error:
+        raise ConfigError(f"{name} raised {type(error).__name__}: {error}", at=at, fix=fix) from error
 
 
 def check_module(name: str, value: object) -> None:
@@ -115,3 +125,12 @@ def described(value: object) -> str:
         return f"the class {value.__name__}"
     kind = type(value)
     return f"a {kind.__name__}" if kind.__module__ in {"builtins", "torch"} else f"a {kind.__module__}.{kind.__name__}"
+
+
+def check_outside_inference(caller: str) -> None:
+    """Raise ``UsageError`` in inference mode: no optimizer could ever write to parameters that are made there."""
+    if torch.is_inference_mode_enabled():
+        raise UsageError(
+            f"{caller} is called in inference mode, and what is made there can never be trained",
+            fix="annotate outside of torch.inference_mode(), and run in it as you like",
+        )

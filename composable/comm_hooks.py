@@ -8,7 +8,9 @@ Sources: the sharded hooks of torch 2.0 (pytorch/pytorch#83254) and the wrappers
 """
 
 import functools
+import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -24,13 +26,18 @@ __all__ = [
     "allreduce_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
+    "check_hook",
     "check_state",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "reduce_scatter_hook",
+    "takes_arguments",
+    "takes_bucket",
 ]
 
 _Hook: TypeAlias = Callable[..., Any]
+
+_HOOKS_OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
 class DefaultState:
@@ -120,7 +127,7 @@ def fp16_compress_wrapper(hook: _Hook) -> _Hook:
         hook: Called as ``hook(state, grad, output)``, or ``hook(state, grad)`` where there is no output.
 
     Raises:
-        ConfigError: ``hook`` is no function.
+        ConfigError: ``hook`` is no function, or one of ``DistributedDataParallel``.
     """
     return _wrapped(hook, torch.float16)
 
@@ -132,7 +139,7 @@ def bf16_compress_wrapper(hook: _Hook) -> _Hook:
         hook: Called as ``hook(state, grad, output)``, or ``hook(state, grad)`` where there is no output.
 
     Raises:
-        ConfigError: ``hook`` is no function.
+        ConfigError: ``hook`` is no function, or one of ``DistributedDataParallel``.
     """
     return _wrapped(hook, torch.bfloat16)
 
@@ -152,6 +159,45 @@ def check_state(hook: object, state: object) -> None:
                 f"{getattr(hook, '__name__', '')} got {described(state)} as its state",
                 fix=f"pass a composable.{needed.__name__}",
             )
+
+
+def check_hook(hook: object) -> None:
+    """Raise ``ConfigError`` if ``hook`` is a wrapper of torch, which hands a bucket on, around a hook of gradients."""
+    if not getattr(hook, "__module__", "").startswith(_HOOKS_OF_TORCH) or not inspect.isfunction(hook):
+        return
+    for inner in inspect.getclosurevars(hook).nonlocals.values():
+        check_hook(inner)
+        signature = _signature_of(inner)
+        if signature is not None and not takes_bucket(signature):
+            raise ConfigError(
+                f"{hook.__qualname__.partition('.')[0]} of torch got a hook of gradients, {_name_of(inner)}",
+                fix="wrap it by composable.fp16_compress_wrapper or composable.bf16_compress_wrapper",
+            )
+
+
+def takes_arguments(signature: inspect.Signature, count: int) -> bool:
+    """Say whether what has ``signature`` can be called with so many arguments."""
+    with suppress(TypeError):
+        signature.bind(*[None] * count)
+        return True
+    return False
+
+
+def takes_bucket(signature: inspect.Signature) -> bool:
+    """Say whether a hook of two arguments or three is one of ``DistributedDataParallel``."""
+    second = list(signature.parameters)[1:2]
+    return second == ["bucket"] or (not takes_arguments(signature, 3) and second != ["grad"])
+
+
+def _signature_of(hook: object) -> inspect.Signature | None:
+    """Return the signature of a function; ``None``: it is none, or a builtin without one."""
+    with suppress(TypeError, ValueError):
+        return inspect.signature(hook) if callable(hook) else None
+    return None
+
+
+def _name_of(hook: object) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__name__))
 
 
 def _predivide_factor(world_size: int) -> float:
@@ -176,13 +222,20 @@ def _default_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor 
 def _wrapped(hook: _Hook, dtype: torch.dtype) -> _Hook:
     if not callable(hook):
         raise ConfigError(f"hook is {described(hook)}", at=place_of_rank(), fix="pass a communication hook")
+    signature = _signature_of(hook)
+    if signature is not None and takes_arguments(signature, 2) and takes_bucket(signature):
+        raise ConfigError(
+            f"{_name_of(hook)} takes a bucket, as hooks of DistributedDataParallel do, and the wrapper gives gradients",
+            at=place_of_rank(),
+            fix="wrap it by torch's wrapper in ddp_comm_hooks.default_hooks; if it takes gradients, call them grad",
+        )
 
     # A copy of it in place of a closure would not be told apart from others when ranks compare.
     @functools.wraps(hook)
     def compress(state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> Any:
         return _compress(hook, dtype, None, state, grad, output)
 
-    compress.__qualname__ = f"{str(dtype)[6:]} around {getattr(hook, '__qualname__', type(hook).__name__)}"
+    compress.__qualname__ = f"{str(dtype)[6:]} around {_name_of(hook)}"
     del compress.__wrapped__  # The signature is this one.
     compress._inner = getattr(hook, "_inner", hook)  # type: ignore[attr-defined]  # read by check_state
     return compress

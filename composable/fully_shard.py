@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.arguments import readable_twice
+from composable.arguments import check_outside_inference, readable_twice
 from composable.collectives import Grid, annotating, choose_transport_for, resolve_mesh
 from composable.contract import contract, set_member
 from composable.errors import ComposableError, ConfigError, UsageError
@@ -144,7 +144,7 @@ def fully_shard(
         ``module``, the same object; it and every fully sharded module is now also an ``FSDPModule``.
 
     Raises:
-        UsageError: No process group is initialised, or parameters have gradients already.
+        UsageError: No process group is initialised, parameters have gradients already, or inference mode is on.
         ConfigError: An argument is wrong, or something else manages a parameter; the message names the module, the
             parameter and the fix. With ``param_init_fn`` or ``sync_module_states`` on every rank, also if it is
             wrong on one only.
@@ -162,6 +162,7 @@ def fully_shard(
     with _collector_paused():
         failure: ComposableError | None = None
         try:
+            check_outside_inference("fully_shard")
             _check_first_values(param_init_fn, sync_module_states)
             options = ShardOptions(
                 world_size=state.grid.shard.size,

@@ -7,22 +7,21 @@ is registered on a module that is nearer.
 import inspect
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from composable.arguments import check_module, described
-from composable.collectives import Ranks
-from composable.comm_hooks import DefaultState, check_state
+from composable.collectives import Ranks, compare_in_each
+from composable.comm_hooks import DefaultState, check_hook, check_state, takes_arguments, takes_bucket
 from composable.contract import get_registry
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward
-from composable.replication import Reducer, ReplicateState
+from composable.replication import Reducer, ReplicateState, check_memory
 from composable.runtime import handle_of_module, sharded_state_of
-from composable.storage import Handle, HookFunction, Registration
+from composable.storage import Handle, HookFunction, Registration, nearest
 from composable.wording import class_name
 
 __all__ = ["CommHookHandle", "register_comm_hook"]
@@ -103,8 +102,11 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
         one: Registration | None = None
         try:
             one = Registration(module, state, hook, takes_bucket=_takes_bucket(hook, units))
+            check_hook(hook)
             check_state(hook, state)
             _check(module, state, units)
+            callers = [unit for unit in units if isinstance(unit, Reducer)]
+            check_memory(state, [unit for unit in callers if nearest([*unit.comm_hooks, one]) is one])
             for unit in units:
                 unit.check_comm_hooks([*unit.comm_hooks, one])
         except ComposableError as error:
@@ -167,8 +169,8 @@ def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:
             f"hook is {described(hook)}, whose arguments are not known", fix="pass a function of Python"
         ) from None
     # torch's hook that quantises by channels has a third argument, which is no output.
-    is_for_buckets = _second_name(signature) == "bucket"
-    has_output, has_none = _binds(signature, 3) and not is_for_buckets, _binds(signature, 2)
+    has_output = takes_arguments(signature, 3) and not takes_bucket(signature)
+    has_none = takes_arguments(signature, 2)
     if not (has_output or has_none):
         raise ConfigError(
             f"the hook cannot be called with a state and gradients: its arguments are {signature}",
@@ -176,7 +178,7 @@ def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:
         )
     sharded = [unit for unit in units if isinstance(unit, Handle)]
     if sharded and not has_output:
-        second = "gradients" if _second_name(signature) == "grad" else "a bucket"
+        second = "a bucket" if takes_bucket(signature) else "gradients"
         raise ConfigError(
             f"the hook takes a state and {second} only, and a sharded module keeps no whole gradients: "
             "it needs a place for this rank's slice",
@@ -188,18 +190,7 @@ def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:
             "the hook needs an output, and a replicated module keeps the whole of its gradients",
             fix="write it as hook(state, grad, output=None), and average in place without an output",
         )
-    return not has_output and _second_name(signature) != "grad"
-
-
-def _binds(signature: inspect.Signature, count: int) -> bool:
-    with suppress(TypeError):
-        signature.bind(*[None] * count)
-        return True
-    return False
-
-
-def _second_name(signature: inspect.Signature) -> str:
-    return "".join(list(signature.parameters)[1:2])
+    return takes_bucket(signature)
 
 
 def _agree(
@@ -218,19 +209,13 @@ def _agree(
     lines = [f"{caller} of {'a wrong hook' if registration is None else registration.name} on {class_name(module)}"]
     lines += [f"for {_params(unit)}" for unit in units]
     text = "\n".join(lines)
-    for ranks in dict.fromkeys(units.values()):
-        try:
-            ranks.compare(
-                text,
-                failure,
-                shown=text,
-                what="the ranks register or remove different communication hooks",
-                fix="do the same on every rank",
-            )
-        except ComposableError as error:
-            failure = error  # The ranks of the next group are to hear of it too.
-    if failure is not None:
-        raise failure
+    compare_in_each(
+        units.values(),
+        text,
+        failure,
+        what="the ranks register or remove different communication hooks",
+        fix="do the same on every rank",
+    )
 
 
 def _params(unit: _Unit) -> Sequence[str]:

@@ -13,10 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from composable.arguments import check_module, readable_twice
+from composable.arguments import check_module, check_outside_inference, readable_twice
 from composable.collectives import Grid, annotating, resolve_ranks
+from composable.comm_hooks import check_hook
 from composable.contract import contract
-from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
+from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.replication import (
     BucketOptions,
@@ -26,6 +27,7 @@ from composable.replication import (
     Reducer,
     ReplicateState,
     broadcast_tensors,
+    check_memory,
     find_tensors,
     register_replicate_hooks,
 )
@@ -82,7 +84,7 @@ def replicate(
         ``module``, the same object.
 
     Raises:
-        UsageError: No process group is initialised.
+        UsageError: No process group is initialised, or inference mode is on, here or on another rank.
         ConfigError: An argument is wrong, here or on another rank; the message names the rank, the module, the
             parameter and the fix.
         DesyncError: The ranks have different modules or options.
@@ -99,6 +101,7 @@ def replicate(
     managed: ManagedTensors = ManagedTensors()
     failure: ComposableError | None = None
     try:
+        check_outside_inference("replicate")
         options = _check_options(bucket_cap_mb, find_unused_parameters, broadcast_buffers, gradient_as_bucket_view)
         managed = find_tensors(modules, ignored, ranks.device.type)
         state.ignored_modules = frozenset(ignored or ())
@@ -165,7 +168,7 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
             The hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` fit.
 
     Raises:
-        ConfigError: ``hook`` is no function, or ``module`` no module.
+        ConfigError: ``hook`` is no function, or ``module`` no module; or a wrapper or a state does not fit.
         UsageError: The module is not replicated, has a hook already, or a backward is running.
     """
     check_module("module", module)
@@ -186,6 +189,9 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
             at=place_of_rank(),
             fix="register one hook, before the first backward",
         )
+    with located(place_of_rank()):
+        check_hook(hook)
+        check_memory(state, [reducer])
     reducer.register_comm_hooks([*reducer.comm_hooks, Registration(module, state, hook, takes_bucket=True)])
 
 

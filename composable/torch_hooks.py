@@ -11,6 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -203,10 +204,13 @@ class _Joined(GradientHook):
     def __init__(self, hooks: list[GradientHook]) -> None:
         self.hooks = hooks
 
-    @opaque
-    def __call__(self, grad: torch.Tensor) -> None:
+    def _call_all(self, grad: torch.Tensor) -> None:
         for hook in self.hooks:
             hook(grad)
+
+    @partial(opaque, traced=_call_all)
+    def __call__(self, grad: torch.Tensor) -> None:
+        self._call_all(grad)
 
 
 def on_gradient(tensor: torch.Tensor, hook: GradientHook) -> None:

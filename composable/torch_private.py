@@ -27,6 +27,7 @@ try:
 
     # -- ragged parameters: composable/ragged/
     from torch import _foreach_copy_ as foreach_copy_  # fills many views in one call; gradients into buffers
+    from torch import _foreach_mul as foreach_mul  # scales many gradients in a graph
     from torch import _foreach_mul_ as foreach_mul_  # scales many views in one call
     from torch import _foreach_norm as foreach_norm  # local norms of a list of pieces
     from torch._C import _disabled_torch_function_impl as disabled_torch_function  # what every DTensor has
@@ -119,12 +120,15 @@ __all__ = [
     "disabled_torch_function",
     "dispatch_rule_holder",
     "dtensor_new",
+    "find_backend",
     "flat_weight_refs",
     "foreach_copy_",
+    "foreach_mul",
     "foreach_mul_",
     "foreach_norm",
     "forget_meshes",
     "functional_call_code",
+    "graph_collectives",
     "groups_of_process",
     "hook_gradient",
     "is_tracing",
@@ -190,9 +194,13 @@ def optimizers_in_backward() -> MutableMapping[torch.Tensor, Any]:
 
 # -- torch.compile: every hook of ours
 
+graph_collectives: Any = torch.ops._c10d_functional  # collectives that a graph can hold
 
-def opaque(fn: _FunctionT) -> _FunctionT:
+
+def opaque(fn: _FunctionT, *, traced: Callable[..., Any] | None = None) -> _FunctionT:
     """Let ``torch.compile`` call ``fn`` as it is: no frame of it, nor of what it calls, is traced or compiled.
+
+    Where ``traced`` is given, that is traced instead, if ``fn`` is met while a graph is made.
 
     What ``torch.compiler.disable`` does, but that imports the compiler, which takes longer than the rest of torch,
     and wraps every call. This costs nothing where nobody compiles.
@@ -203,7 +211,17 @@ def opaque(fn: _FunctionT) -> _FunctionT:
     frame_evaluation.set_code_exec_strategy(function.__code__, strategy)  # for a call outside of a graph
     function._torchdynamo_disable = True  # for a call that is met while a graph is made: the graph ends before it
     function._torchdynamo_disable_msg = "a hook of a data-parallel annotation communicates"
+    if traced is not None:
+        function._torchdynamo_inline = traced  # what stands before all that
     return fn
+
+
+def find_backend(name: str) -> Callable[..., Any] | None:
+    """Return the backend of ``torch.compile`` of this name, if there is one."""
+    # Who asks compiles, and imports the compiler anyway.
+    from torch._dynamo import list_backends, lookup_backend
+
+    return lookup_backend(name) if name in list_backends(exclude_tags=()) else None
 
 
 # -- hooks on gradients: composable/torch_hooks.py

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.activation_checkpoint import check_forward_in_place, restore_forward
 from composable.arguments import check_bool
-from composable.collectives import Grid, Ranks
+from composable.collectives import Grid, Ranks, compare_in_each
 from composable.contract import get_registry, managing_state, remove_annotation, remove_member
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
@@ -273,17 +273,10 @@ def _agree(everyone: Sequence[Ranks], lines: Sequence[str], failure: ComposableE
         ComposableError: ``failure``, or that of another rank.
         DesyncError: The ranks differ.
     """
-    text = "\n".join(lines)
-    for ranks in everyone:
-        try:
-            ranks.compare(
-                text,
-                failure,
-                shown=text,
-                what="the ranks call unannotate on different parameters or gradients",
-                fix="do the same on every rank: the same module, and gradients set or dropped everywhere",
-            )
-        except ComposableError as error:
-            failure = error  # The ranks of the next group are to hear of it too.
-    if failure is not None:
-        raise failure
+    compare_in_each(
+        everyone,
+        "\n".join(lines),
+        failure,
+        what="the ranks call unannotate on different parameters or gradients",
+        fix="do the same on every rank: the same module, and gradients set or dropped everywhere",
+    )

@@ -46,7 +46,7 @@ class CountingTransport(Transport):
         wrapped: dict[Transport, CountingTransport] = {}
         for handle in root.handles:
             for flat in handle.buffers:
-                for path in (flat.gather_path, flat.gradient_path):
+                for path in (flat.routes.gather_path, flat.routes.gradient_path):
                     path.transport = wrapped.setdefault(path.transport, cls(path.transport, records))
         return next(iter(wrapped.values()))
 

@@ -28,6 +28,7 @@ from composable import (
     accelerate_optimizer,
     as_ddp,
     bf16_compress_wrapper,
+    bucketing_backend,
     checkpoint,
     clip_grad_norm_,
     fallback_counts,
@@ -317,6 +318,11 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         composable.register_comm_hook,
         lambda: {"module": sharded(), "state": None, "hook": lambda state, grad, output: None},
         {"module": set(), "hook": {"plain", "class"}},
+    ),
+    "bucketing_backend": (
+        bucketing_backend,
+        lambda: {"backend": "eager"},
+        {"backend": {"plain", "class"}, "bucket_cap_mb": {"3", "1.5", "np.3"}, "form": set()},
     ),
     "DefaultState": (DefaultState, dict, {"process_group": set()}),
     "LowPrecisionState": (

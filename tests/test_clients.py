@@ -5,9 +5,10 @@ The other clients run by ``examples/clients/compare.py``, where their packages a
 
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from torch.distributed.pipelining._backward import stage_backward_input
 
 from composable import fully_shard, load_full_state_dict
 from tests.parity import full, mean_over_ranks
-from tests.world import run_ranks, run_threads, told
+from tests.world import RankErrors, run_ranks, run_threads, told
 
 CLIENTS = Path(__file__).parent.parent / "examples" / "clients"
 STEPS = 4
+
+T = TypeVar("T")
 
 
 def client(name: str) -> ModuleType:
@@ -53,6 +56,24 @@ def losses_of_one_process(ranks: int) -> list[float]:
     return losses
 
 
+def sends_between_stages_of_one_rank() -> None:
+    pipelining = client("pipelining")
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp"))
+    pipelining.train(lambda *_, **__: None, "ScheduleInterleaved1F1B", mesh, pipelining.PipelineStage)
+
+
+def pipeline_ranks(fn: Callable[..., T], world_size: int, *args: str) -> list[T]:
+    """Do what ``run_ranks`` does; skip if torch, without this library, cannot hand over between stages of one rank."""
+    try:
+        return run_ranks(fn, world_size, *args)
+    except RankErrors:
+        try:
+            run_ranks(sends_between_stages_of_one_rank, 1)
+        except RankErrors as error:
+            pytest.skip(f"this torch sends from a rank to itself, which gloo cannot: {str(error)[-200:]}")
+        raise
+
+
 @pytest.mark.parametrize(
     ("schedule", "stage"),
     [
@@ -66,7 +87,7 @@ def losses_of_one_process(ranks: int) -> list[float]:
 )
 def test_a_pipeline_of_sharded_stages_trains_as_one_process(schedule: str, stage: str) -> None:
     expected = losses_of_one_process(2)
-    for losses in run_ranks(losses_of_pipeline, 4, schedule, stage):
+    for losses in pipeline_ranks(losses_of_pipeline, 4, schedule, stage):
         torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -78,7 +99,7 @@ def train_with_a_plain_stage(schedule: str) -> list[str]:
 
 @pytest.mark.parametrize("schedule", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
 def test_a_plain_stage_that_splits_backward_is_told_that_it_would_learn_nothing(schedule: str) -> None:
-    for text in run_ranks(train_with_a_plain_stage, 2, schedule)[0]:
+    for text in pipeline_ranks(train_with_a_plain_stage, 2, schedule)[0]:
         assert text.startswith("UsageError: a pipeline's stage takes gradients of inputs and of parameters apart")
         assert "unshard_params(module, writeback=False)" in text
 

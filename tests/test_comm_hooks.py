@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from composable import (
     ComposableError,
@@ -36,6 +36,7 @@ from composable import (
     unannotate,
 )
 from composable.collectives.watch import explained
+from composable.replicate import register_comm_hook as register_on_replicated
 from tests.counting import CountingTransport
 from tests.models import BATCH, DIM, random_input, seeded
 from tests.parity import full
@@ -735,6 +736,47 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[ComposableError], s
         ConfigError,
         "reduce_scatter_hook got None as its state",
     ),
+    "torch's wrapper around a hook of gradients": (
+        lambda model: register_comm_hook(
+            replicate(make_net()), default_state(), default_hooks.fp16_compress_wrapper(allreduce_hook)
+        ),
+        ConfigError,
+        "fp16_compress_wrapper of torch got a hook of gradients, allreduce_hook",
+    ),
+    "two of torch's wrappers around a hook of gradients": (
+        lambda model: register_comm_hook(
+            replicate(make_net()),
+            default_state(),
+            default_hooks.bf16_compress_wrapper(default_hooks.fp16_compress_wrapper(mean_hook)),
+        ),
+        ConfigError,
+        "fp16_compress_wrapper of torch got a hook of gradients, mean_hook",
+    ),
+    "a wrapper around a hook of DDP": (
+        lambda model: fp16_compress_wrapper(default_hooks.allreduce_hook),
+        ConfigError,
+        "allreduce_hook takes a bucket",
+    ),
+    "a wrapper around a wrapper of torch": (
+        lambda model: bf16_compress_wrapper(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+        ConfigError,
+        "takes a bucket",
+    ),
+    "a memory of buckets for two modules below one": (
+        lambda model: register_comm_hook(two_replicated(), power_state(), powerSGD_hook.powerSGD_hook),
+        ConfigError,
+        "is to serve 2 replicated modules",
+    ),
+    "a memory of buckets for two modules, one by one": (
+        lambda model: register_twice(two_replicated(), power_state()),
+        ConfigError,
+        "is to serve 2 replicated modules",
+    ),
+    "a memory of buckets, not compared": (
+        lambda model: register_twice(two_replicated(), power_state(), register_on_replicated),
+        ConfigError,
+        "is to serve 2 replicated modules",
+    ),
     "a state without a dtype": (
         lambda model: register_comm_hook(model, default_state(), fp16_compress_hook),
         ConfigError,
@@ -763,6 +805,39 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[ComposableError], s
         "a gradient divide factor and a communication hook",
     ),
 }
+
+
+def power_state() -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+
+
+def two_replicated() -> nn.Sequential:
+    return nn.Sequential(*(replicate(nn.Linear(DIM, DIM)) for _ in range(2)))
+
+
+def register_twice(
+    model: nn.Sequential, state: powerSGD_hook.PowerSGDState, register: Callable[..., object] = register_comm_hook
+) -> None:
+    for module in model:
+        register(module, state, powerSGD_hook.powerSGD_hook)
+
+
+def one_memory_at_a_time() -> None:
+    model, state = two_replicated(), power_state()
+    for module in [*model, model[0]]:
+        handle = register_comm_hook(module, state, powerSGD_hook.powerSGD_hook)
+        handle.remove()
+    register_comm_hook(model[0], state, powerSGD_hook.powerSGD_hook)
+    unannotate(model[0])
+    # Of two below it, one has a nearer hook.
+    nearer = two_replicated()
+    register_comm_hook(nearer[0], power_state(), powerSGD_hook.powerSGD_hook)
+    register_comm_hook(nearer, state, powerSGD_hook.powerSGD_hook)
+    nearer(torch.ones(1, DIM)).sum().backward()
+
+
+def test_a_state_may_serve_one_replicated_module_after_the_other() -> None:
+    run_threads(one_memory_at_a_time, 2)
 
 
 def around_a_group() -> list[nn.Module]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from composable import UsageError, accelerate_optimizer, fully_shard, no_sync, replicate
+from composable import accelerate_optimizer, fully_shard, no_sync, replicate
 from composable.torch_private import opaque
 from tests.models import DIM, MLPBlock, random_input, seeded
 from tests.world import run_ranks, run_threads
@@ -338,51 +338,3 @@ def test_an_opaque_function_is_the_function_itself() -> None:
     code = function.__code__
     assert opaque(function) is function
     assert function.__code__ is code
-
-
-# Compiled autograd
-
-
-def train_under_compiled_autograd(annotation: str, way: str) -> str:
-    """Return the error of a backward under compiled autograd; the step after it, without, must be right."""
-    import torch._dynamo.compiled_autograd as compiled_autograd
-
-    warnings.simplefilter("ignore")  # As ``Watch`` does.
-    torch.compiler.reset()
-    rank = torch.distributed.get_rank()
-    model, plain = (seeded(lambda: Net(MLPBlock), 0) for _ in range(2))
-    annotate(model, annotation)
-
-    def step() -> None:
-        model(random_input(rank, 4, DIM)).square().mean().backward()
-
-    def step_compiled() -> None:
-        if way == "enable":
-            with compiled_autograd._enable(torch.compile(backend="eager")):
-                step()
-        else:
-            with torch._dynamo.config.patch(compiled_autograd=True):
-                torch.compile(step, backend="eager")()
-
-    with pytest.raises(UsageError) as caught:
-        step_compiled()
-    model.zero_grad()
-    step()
-    for one in range(2):
-        (plain(random_input(one, 4, DIM)).square().mean() / 2).backward()
-    torch.testing.assert_close(whole(model), whole(plain))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("annotation", "way"),
-    [("fully_shard", "enable"), ("policy", "config"), ("replicate", "enable"), ("replicate blocks", "config")],
-)
-def test_compiled_autograd_is_refused_on_every_rank_and_the_next_step_is_right(annotation: str, way: str) -> None:
-    errors = run_ranks(train_under_compiled_autograd, 2, annotation, way)
-    assert errors == [
-        "compiled autograd runs this backward, and it never says when the backward ends\n"
-        f"  at:  rank {rank}\n"
-        "  fix: leave compiled autograd off: compiled models need it for nothing"
-        for rank in range(2)
-    ]

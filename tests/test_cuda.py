@@ -97,7 +97,7 @@ def test_training_on_a_gpu_equals_a_plain_module(name: str, reshard: bool | None
         root = fully_shard.state(model).lazy_init()
         for handle in root.handles:
             for flat in handle.buffers:
-                for path in (flat.gather_path, flat.gradient_path):
+                for path in (flat.routes.gather_path, flat.routes.gradient_path):
                     path.transport = SlowTransport(path.transport)
     torch.testing.assert_close(train(model, 4), expected, rtol=1e-5, atol=1e-6)
     for (fqn, param), reference in zip(model.named_parameters(), plain.parameters(), strict=True):

@@ -47,7 +47,7 @@ def sharded(policy: OffloadPolicy, name: str = "mlp", *, slow: bool = False, **o
     if slow:
         for handle in fully_shard.state(model).lazy_init().handles:
             for flat in handle.buffers:
-                for path in (flat.gather_path, flat.gradient_path):
+                for path in (flat.routes.gather_path, flat.routes.gradient_path):
                     path.transport = SlowTransport(path.transport)
     return model
 

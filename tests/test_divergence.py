@@ -3,7 +3,9 @@
 import logging
 import random
 import re
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -184,10 +186,13 @@ class Tokens(nn.Module):
         return result
 
 
-def cannot_reduce_on_one_rank() -> str:
+def cannot_reduce_on_one_rank(has_separate_group: bool) -> str:
     set_divergence_timeout(LIMIT_S)
     is_last = dist.get_rank() == dist.get_world_size() - 1
-    model = fully_shard(Tokens(sparse=is_last), unused_gradients="zero")
+    model = fully_shard(Tokens(sparse=False), unused_gradients="zero")
+    model.set_separate_reduce_scatter_group(has_separate_group)
+    model(torch.arange(3)).sum().backward()  # The first reduce-scatter in a group of its own makes the group.
+    model.emb.sparse = is_last
     with pytest.raises(UsageError if is_last else DesyncError) as caught:
         model(torch.arange(3)).sum().backward()
     if is_last:
@@ -195,13 +200,15 @@ def cannot_reduce_on_one_rank() -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_gradient_that_cannot_be_reduced_where_ranks_send_no_message_is_told_to_all(world_size: int) -> None:
-    *told, own = run_ranks(cannot_reduce_on_one_rank, world_size)
+@pytest.mark.parametrize(("world_size", "has_separate_group"), [(2, False), (3, False), (2, True)])
+def test_a_gradient_that_cannot_be_reduced_where_ranks_send_no_message_is_told_to_all(
+    world_size: int, has_separate_group: bool
+) -> None:
+    *told, own = run_ranks(cannot_reduce_on_one_rank, world_size, has_separate_group)
     assert "a gradient is sparse" in own and f"rank {world_size - 1}, parameter 'emb.weight'" in own
     for text in told:
         assert "waits for the reduce-scatter of module Tokens" in text
-        assert f"rank {world_size - 1}: has left backward 1 of Tokens by an exception" in text
+        assert f"rank {world_size - 1}: has left backward 2 of Tokens by an exception" in text
 
 
 def raises_in_a_hook_before_it_tells() -> str:
@@ -401,3 +408,30 @@ def test_plans_that_differ_in_a_parameter_name_it_and_what_differs() -> None:
     assert "rank 1: parameter 'layers.0.weight' [4, 4] bfloat16, requires_grad=True" in half
     assert "rank 0: parameter 'layers.2.weight' [4, 4] float32, requires_grad=True" in frozen
     assert "rank 1: parameter 'layers.2.weight' [4, 4] float32, requires_grad=False" in frozen
+
+
+def read_a_verdict_in_the_next_world() -> float:
+    set_divergence_timeout(1)
+    make("fully_shard")
+    assert dist.group.WORLD is not None
+    store, name, rank = store_of_default_group(), dist.group.WORLD.group_name, dist.get_rank()
+    questions = dist.PrefixStore("composable watch", store)
+    questions.add("0/asked", 1)
+    questions.wait(["0/place/0", "0/place/1"], timedelta(seconds=30))
+    dist.barrier()
+    watches = [thread for thread in threading.enumerate() if thread.name == "composable watch"]
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("next", store), rank=rank, world_size=2)
+    assert dist.group.WORLD.group_name == name
+    dist.barrier()
+    questions.set("0/verdict", f"1\n{name}\nthe last world has diverged")
+    for watch in watches:
+        watch.join(30)
+        assert not watch.is_alive()
+    total = torch.ones(())
+    dist.all_reduce(total)
+    return total.item()
+
+
+def test_a_verdict_that_is_read_in_the_next_world_of_a_process_closes_nothing_there() -> None:
+    assert run_ranks(read_a_verdict_in_the_next_world, 2) == [2.0, 2.0]

@@ -33,6 +33,7 @@ from composable import (
 from composable.runtime.agreement import Agreement
 from composable.runtime.state import Root
 from composable.runtime.streams import DeviceStreams
+from composable.storage import Handle
 from composable.torch_private import top_saved_tensors_hooks
 from tests.counting import CountingTransport
 from tests.fsdp_methods import FUNCTIONS, METHODS, PAGE, with_table
@@ -323,13 +324,17 @@ def saves_a_parameter(within: str) -> str:
     model = sharded()
     model.blocks[1].set_unshard_in_backward(False)
     args = (model, random_input(0, 4, DIM))
-    with pytest.raises(UsageError) as caught:
+    text = ""
+    try:
         checkpoint(*args, use_reentrant=False) if within == "checkpointing" else args[0](args[1])
+    except UsageError as error:
+        # Not the error itself: some releases of torch take the hooks of checkpointing off once it is forgotten.
+        text = str(error)
     assert top_saved_tensors_hooks(False) is None
     model.blocks[1].set_unshard_in_backward(True)
     loss(model, own_seed(0)).backward()
     assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
-    return str(caught.value)
+    return text
 
 
 @pytest.mark.parametrize("within", ["nothing", "checkpointing"])
@@ -517,8 +522,8 @@ def groups_of_scatters(when: str) -> tuple[list[int], dict[str, Any]]:
             model.set_separate_reduce_scatter_group(turn < 2)
         loss(model, own_seed(turn)).backward()
         flats = [flat for handle in root_of(model).handles for flat in handle.buffers]
-        gathers = {group for flat in flats for group in flat.gather_path.transport.groups}
-        scatters = {group for flat in flats for group in flat.gradient_path.transport.groups}
+        gathers = {group for flat in flats for group in flat.routes.gather_path.transport.groups}
+        scatters = {group for flat in flats for group in flat.routes.gradient_path.transport.groups}
         found.append(len(scatters - gathers))
     return found, gradients(model)
 
@@ -938,17 +943,21 @@ REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
 }
 
 
+def options_of(handle: Handle) -> dict[str, Any]:
+    return {name: getattr(handle, name) for name in Handle.__slots__ if name != "__weakref__"}
+
+
 def refused(name: str, runs: bool) -> None:
     model = sharded()
     if runs:
         loss(model, 0).backward()
         model.zero_grad()
     call, kind, text = REFUSED[name]
-    before = [{**vars(handle)} for handle in root_of(model).handles]
+    before = [options_of(handle) for handle in root_of(model).handles]
     with pytest.raises(kind, match=re.escape(text)) as caught:
         call(model)
     assert caught.value.fix and re.search(r"rank 0, module (MLP$|.*\(MLPBlock\)$)", caught.value.at)
-    assert [{**vars(handle)} for handle in root_of(model).handles] == before
+    assert [options_of(handle) for handle in root_of(model).handles] == before
     loss(model, own_seed(0)).backward()
     assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
 

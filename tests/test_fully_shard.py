@@ -21,6 +21,7 @@ import _traversal_utils
 from composable import ConfigError, DesyncError, FSDPModule, ModuleWrapPolicy, UsageError, fully_shard, no_sync, plan
 from composable.ragged.tensor import RaggedDTensor
 from composable.runtime.state import Root, handle_of_module
+from composable.storage import Handle
 from tests.counting import CountingTransport
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model, random_input
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
@@ -55,19 +56,20 @@ def step(model: nn.Module, seed: int = 0) -> torch.Tensor:
 def record_events(root: Root) -> list[str]:
     """Return a list that unshard and reshard are written down in as they happen."""
     events: list[str] = []
+
+    class Recorded(Handle):
+        __slots__ = ()
+
+        def use_unsharded(self) -> None:
+            events.append(f"unshard {self.fqn}")
+            super().use_unsharded()
+
+        def reshard(self, *, frees: bool = True) -> None:
+            events.append(f"reshard {self.fqn}")
+            super().reshard(frees=frees)
+
     for handle in root.handles:
-        use, reshard = handle.use_unsharded, handle.reshard
-
-        def used(fqn: str = handle.fqn, use: Callable[[], None] = use) -> None:
-            events.append(f"unshard {fqn}")
-            use()
-
-        def resharded(fqn: str = handle.fqn, reshard: Callable[..., None] = reshard, **options: bool) -> None:
-            events.append(f"reshard {fqn}")
-            reshard(**options)
-
-        handle.use_unsharded = used  # type: ignore[method-assign]
-        handle.reshard = resharded  # type: ignore[method-assign]
+        handle.__class__ = Recorded
     return events
 
 
@@ -565,7 +567,7 @@ def prefetch(forward: list[int], backward: list[int]) -> tuple[list[int], dict[s
     root = root_of(model)
     counting = CountingTransport.install(root)
     step(model)
-    keys = {handle.buffers[0].gather_path.key: position for position, handle in enumerate(root.handles)}
+    keys = {handle.buffers[0].routes.gather_path.key: position for position, handle in enumerate(root.handles)}
     order = [keys[key] for op, key, _ in counting.records if op == "all_gather"]
     return order, {fqn: full(param.grad) for fqn, param in model.named_parameters()}
 

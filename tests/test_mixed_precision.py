@@ -363,6 +363,55 @@ def test_buffers_of_equal_names_have_the_dtype_of_their_own_module() -> None:
     run_threads(buffers_of_equal_names, 2)
 
 
+class Counting(nn.Module):
+    """Counts its calls in a buffer that the module inside it counts in too, and notes what it reads there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(DIM))
+        self.register_buffer("calls", torch.zeros(()))
+        self.inner: Counting | None = None
+        self.seen: list[float] = []
+
+    def count(self) -> None:
+        self.calls += 1
+        self.seen.append(self.calls.item())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count()
+        x = x * self.weight
+        if self.inner is not None:
+            x = self.inner(x)
+        self.count()
+        return x
+
+
+def share_a_buffer(inner_dtype: torch.dtype | None) -> None:
+    model = Counting()
+    model.inner = Counting()
+    model.inner.calls = model.calls
+    calls = model.calls
+    fully_shard(model.inner, mp_policy=MixedPrecisionPolicy(buffer_dtype=inner_dtype))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(buffer_dtype=BF16))
+    for step in range(2):
+        model(torch.ones(2, DIM)).sum().backward()
+        assert model.calls is calls
+        assert model.inner.calls is calls
+        assert calls.item() == 4 * (step + 1)
+    with torch.no_grad():
+        calls.zero_()
+    model(torch.ones(2, DIM)).sum().backward()
+    assert model.seen == [1, 4, 5, 8, 1, 4]
+    assert model.inner.seen == [2, 3, 6, 7, 2, 3]
+    assert copy.deepcopy(model)(torch.ones(2, DIM)).shape == (2, DIM)
+    assert calls.item() == 4
+
+
+@pytest.mark.parametrize("inner_dtype", [BF16, FP16])
+def test_modules_that_share_a_buffer_see_what_the_others_write(inner_dtype: torch.dtype) -> None:
+    run_threads(share_a_buffer, 2, inner_dtype)
+
+
 class Failing(Buffered):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         super().forward(x)

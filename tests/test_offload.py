@@ -68,14 +68,14 @@ def put_elsewhere(model: nn.Module) -> list[int]:
     for module in model.modules():
         state = fully_shard.state(module)
         for flat in [flat for handle in state._handles for flat in handle.buffers] if state is not None else ():
-            flat.home = home
+            flat.home = flat.routes.home = home
     return results
 
 
 def paths_of(model: nn.Module) -> list[object]:
     root = fully_shard.state(model).lazy_init()
     flats = [flat for handle in root.handles for flat in handle.buffers if not flat.is_empty]
-    return [path for flat in flats for path in (flat.gather_path, flat.gradient_path)]
+    return [path for flat in flats for path in (flat.routes.gather_path, flat.routes.gradient_path)]
 
 
 # On CPUs
@@ -330,7 +330,7 @@ class Programme:
         model, optimizer, results = self.sharded()
         if not is_elsewhere:
             for flat in [flat for handle in fully_shard.state(model)._handles for flat in handle.buffers]:
-                flat.home = RestingPlace(torch.device("cpu"))
+                flat.home = flat.routes.home = RestingPlace(torch.device("cpu"))
         for step in range(self.steps):
             if step == self.saves_at and folder is not None:
                 save_checkpoint(folder, step, model, optimizer).wait()

@@ -92,7 +92,7 @@ def summed(dtype: torch.dtype, is_forced: bool) -> tuple[list[float], dict[str, 
     for module in linears(model):
         module.set_force_sum_reduction_for_comms(is_forced)
     CountingTransport.install(fully_shard.state(model).lazy_init())
-    transport = fully_shard.state(model)._handles[0].buffers[0].gradient_path.transport
+    transport = fully_shard.state(model)._handles[0].buffers[0].routes.gradient_path.transport
     begin, scales = transport.begin_reduce_scatter, []
 
     def noted(source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0) -> Any:

@@ -7,7 +7,7 @@ from composable.collectives.mesh import Grid, resolve_mesh, resolve_ranks
 from composable.collectives.own_groups import OwnTransport, make_host_ranks
 from composable.collectives.places import Told, described, notice_tree
 from composable.collectives.process_group import DONE
-from composable.collectives.ranks import Ranks
+from composable.collectives.ranks import Ranks, compare_in_each
 from composable.collectives.verdict import Tree
 from composable.collectives.watch import annotating, set_divergence_timeout, watch_ranks
 
@@ -24,6 +24,7 @@ __all__ = [
     "all_reduce_in",
     "annotating",
     "choose_transport_for",
+    "compare_in_each",
     "described",
     "host_transport_of",
     "make_host_ranks",

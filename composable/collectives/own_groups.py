@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from composable.collectives.base import Pending, Transport
+from composable.collectives.base import Pending, Started, Transport
 from composable.collectives.process_group import ProcessGroupTransport
 from composable.collectives.ranks import Ranks
 from composable.torch_private import timeout_of
@@ -82,6 +82,9 @@ class OwnTransport(Transport):
 
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
         return self.connect().begin_broadcast(tensor, source_rank, key)
+
+    def has_started(self, started: Started) -> bool:
+        return self._made is not None and self._made.has_started(started)
 
     def settle(self) -> None:
         if self._made is not None:

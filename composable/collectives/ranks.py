@@ -10,7 +10,7 @@ messages are global ones: what the launcher, the logs and ``dist.get_rank()`` ca
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,7 +25,7 @@ from composable.collectives.watch import explained
 from composable.errors import ComposableError, ConfigError, DesyncError, place_of_rank
 from composable.torch_private import is_tracing, traceable_collectives
 
-__all__ = ["Ranks", "device_for", "device_of"]
+__all__ = ["Ranks", "compare_in_each", "device_for", "device_of"]
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -362,3 +362,21 @@ def _as_told(failure: Exception | None) -> ComposableError | None:
     return type(failure)(
         failure.what, at=at if at.startswith("rank ") else ", ".join(filter(None, [place, at])), fix=failure.fix
     )
+
+
+def compare_in_each(
+    groups: Iterable[Ranks], text: str, failure: ComposableError | None = None, *, what: str, fix: str
+) -> None:
+    """Do what ``Ranks.compare`` does, in each of ``groups``: a failure in one is told to those that follow. Collective.
+
+    Raises:
+        ComposableError: ``failure``, or that of another rank.
+        DesyncError: The texts differ.
+    """
+    for ranks in dict.fromkeys(groups):
+        try:
+            ranks.compare(text, failure, shown=text, what=what, fix=fix)
+        except ComposableError as error:
+            failure = error
+    if failure is not None:
+        raise failure

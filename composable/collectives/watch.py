@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -190,7 +190,7 @@ class _Thread(threading.Thread):
     def run(self) -> None:
         try:
             self._skip_old_questions()
-            while not self._is_ended and self.group() is not None and dist.group.WORLD is self.group():
+            while not self._is_ended and not self._is_over():
                 self._look()
                 with self._looked:
                     self._looks += 1
@@ -204,6 +204,10 @@ class _Thread(threading.Thread):
             with self._looked:
                 self._is_ended = True
                 self._looked.notify_all()
+
+    def _is_over(self) -> bool:
+        """Say whether the process group was destroyed."""
+        return self.group() is None or dist.group.WORLD is not self.group()
 
     def _skip_old_questions(self) -> None:
         while self._store.check([self._key("verdict")]):
@@ -238,9 +242,13 @@ class _Thread(threading.Thread):
     def _answer(self, *, is_asker: bool) -> None:
         """Tell where this process is, and do what the ranks are told."""
         self._store.set(self._key(f"place/{self._rank}"), text_of(self._place()))
+        # By the time that the verdict is read there may be another world, whose groups have the same names.
+        groups = groups_of_process()
+        if self._is_over():
+            return
         if is_asker:
             places = self._collect()
-            verdict = judge(places)
+            verdict = Verdict(False, (), ()) if self._is_over() else judge(places)
             self._store.set(self._key("verdict"), _written(verdict))
         elif not self._has_come(self._key("verdict"), 4 * self._patience_s):
             # Who asked has ended.
@@ -248,7 +256,7 @@ class _Thread(threading.Thread):
         verdict = _read(self._store.get(self._key("verdict")).decode())
         self._question += 1
         if verdict.is_diverged:
-            self._close(verdict)
+            self._close(verdict, groups)
         elif self._since and verdict.lines:
             _LOG.warning("a rank has waited long for others\n%s\n  at:  %s", "\n".join(verdict.lines), place_of_rank())
 
@@ -276,15 +284,15 @@ class _Thread(threading.Thread):
             time.sleep(min(self._pause_s, 0.02))
         return True
 
-    def _close(self, verdict: Verdict) -> None:
-        """End every wait in the groups of the verdict, and let nobody start anything in them."""
-        groups = {name: group for name, group in groups_of_process().items() if name in verdict.groups}
+    def _close(self, verdict: Verdict, known: Mapping[str, dist.ProcessGroup]) -> None:
+        """End every wait in the groups of the verdict, of those ``known``, and let nobody start anything in them."""
+        groups = {name: group for name, group in known.items() if name in verdict.groups}
         if groups and not self._is_heard and not waiting_threads():
             # Who does not wait learns of it at the next collective.
             _LOG.error("%s", _diverged(verdict.lines))
         self._watch.closed.update(dict.fromkeys(groups.values(), verdict.lines))
         for transport in transports():
-            if any(group.group_name in groups for group in transport.groups):
+            if any(group is groups.get(group.group_name) for group in transport.groups):
                 _refuse(transport, verdict.lines)
         for group in groups.values():
             _end_waits(group)

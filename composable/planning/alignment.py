@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from composable.arguments import described
+from composable.arguments import answer_of, described
 from composable.errors import ConfigError
 from composable.planning.cut import order_of
 from composable.planning.layout import Align, Promise, check_align
@@ -167,19 +167,7 @@ def _joined(found: FoundParam, align: Align | None, dim: int) -> Align:
 
 
 def _ask(function: Callable[..., Any], name: str, found: FoundParam, *args: object) -> Any:
-    """Return what a user's function answers.
-
-    Raises:
-        ConfigError: It raised.
-    """
-    try:
-        return function(*args)
-    except Exception as error:
-        raise ConfigError(
-            f"{name} raised {type(error).__name__}: {error}",
-            at=_place(found),
-            fix="return None for parameters that it has no wish for",
-        ) from error
+    return answer_of(name, function, *args, at=_place(found), fix="return None for parameters that it has no wish for")
 
 
 def _place(found: FoundParam) -> str:

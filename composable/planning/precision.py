@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from composable.arguments import check_bool
+from composable.arguments import answer_of, check_bool
 from composable.errors import ConfigError
 from composable.wording import dtype_text
 
@@ -166,15 +166,10 @@ def skipped_modules(managed: Collection[nn.Module], policy: MixedPrecisionPolicy
 
 
 def _call(function: Callable[[nn.Parameter], torch.dtype | None], param: nn.Parameter, fqn: str) -> torch.dtype | None:
-    fix = "return a dtype, or None for param_dtype"
-    try:
-        asked = function(param)
-    except Exception as error:
-        raise ConfigError(
-            f"param_dtype_override_fn raised {type(error).__name__}: {error}", at=f"parameter {fqn!r}", fix=fix
-        ) from error
+    at, fix = f"parameter {fqn!r}", "return a dtype, or None for param_dtype"
+    asked: torch.dtype | None = answer_of("param_dtype_override_fn", function, param, at=at, fix=fix)
     if asked is not None and asked not in _DTYPES:
-        raise ConfigError(f"param_dtype_override_fn returned {asked!r:.80}", at=f"parameter {fqn!r}", fix=fix)
+        raise ConfigError(f"param_dtype_override_fn returned {asked!r:.80}", at=at, fix=fix)
     return asked
 
 

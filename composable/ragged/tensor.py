@@ -6,7 +6,7 @@ propagation with its placement, which knows no such cut; it has its own rules
 (``ragged_dispatch.py``), so optimizers and gradient clipping run without a gather.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from hashlib import sha256
 from typing import Any
@@ -365,6 +365,6 @@ def was_zeroed(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, RaggedDTensor) and bool(getattr(tensor._local_tensor, "_composable_zeroed", False))
 
 
-def hand_over_grad(param: torch.Tensor, grad: RaggedDTensor) -> None:
-    """Assign to ``param`` a gradient that is known to have its spec, without checking it again."""
-    _GRAD.__set__(param, grad)
+# Assigns to a parameter a gradient that is known to have its spec, without checking it again: ``(param, grad)``.
+# Torch's own C function, for it runs once for each parameter of a model.
+hand_over_grad: Callable[[torch.Tensor, torch.Tensor], None] = _GRAD.__set__

@@ -2,12 +2,15 @@
 
 from composable.replication.broadcasts import BufferSync, broadcast_tensors
 from composable.replication.bucket import BucketOptions, ReducedParam
+from composable.replication.bucket_memory import check_memory
+from composable.replication.fusion import FORMS, join_all_reduces
 from composable.replication.hooks import register_replicate_hooks
 from composable.replication.reducer import Reducer
 from composable.replication.state import ReplicateState
 from composable.replication.tensors import ManagedTensors, find_tensors
 
 __all__ = [
+    "FORMS",
     "BucketOptions",
     "BufferSync",
     "ManagedTensors",
@@ -15,6 +18,8 @@ __all__ = [
     "Reducer",
     "ReplicateState",
     "broadcast_tensors",
+    "check_memory",
     "find_tensors",
+    "join_all_reduces",
     "register_replicate_hooks",
 ]

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,10 @@ class _ReplicateHooks:
                 on_gradient(tensor, hook)
 
 
+def _nothing(_: "_OutputHook", grad: torch.Tensor) -> None:
+    """In a graph there are no rounds: see ``traced.py``."""
+
+
 class _OutputHook(GradientHook):
     """Runs when the gradient of an output arrives; equal to those of the module's other calls."""
 
@@ -69,7 +74,7 @@ class _OutputHook(GradientHook):
     def __init__(self, before_backward: Callable[[], None]) -> None:
         self._before_backward = before_backward
 
-    @opaque
+    @partial(opaque, traced=_nothing)
     def __call__(self, grad: torch.Tensor) -> None:
         self._before_backward()
 

@@ -16,6 +16,7 @@ Source: PyTorch Distributed, arXiv 2006.15704.
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ from torch import nn
 from composable.collectives import Grid, Transport
 from composable.replication.arrangement import Arrangement
 from composable.replication.bucket import Bucket, BucketOptions, ReducedParam
+from composable.replication.bucket_memory import note_caller
 from composable.replication.complaints import after_close, backward_error, copied_inside, hook_failed, second_gradient
 from composable.replication.round import Round
 from composable.replication.sender import Sender
 from composable.replication.tail import Report, Tail
+from composable.replication.traced import traced_arrival
 from composable.storage import (
     Registration,
     Stepper,
@@ -62,6 +65,8 @@ class Reducer:
         requires_gradient_sync: Whether the next backward is a round; if not, gradients stay local.
         sync_after_context: What that is after the ``no_sync`` that runs; ``None``: none runs.
         rounds: How many backwards there were, the running one included.
+        scale: Of a gradient before it is added to those of the other ranks.
+        group_name: Of the process group that averages in a graph; "": one rank.
         comm_hooks: Registrations of communication hooks that reach the parameters; the nearest holds.
         steppers: Get parameters that have their averages, and step them inside backward.
     """
@@ -84,7 +89,9 @@ class Reducer:
         self.steppers: tuple[Stepper, ...] = ()
         self._transport = transport
         self._grid = grid
-        self._scale = 1.0 / grid.divisor
+        self.scale = 1.0 / grid.divisor
+        ranks = grid.everyone
+        self.group_name = "" if ranks.is_alone else ranks.process_group.group_name
         self._after_backward = after_backward
         self._lock = threading.RLock()
         self._is_closed = False
@@ -122,6 +129,21 @@ class Reducer:
     def hook(self) -> Registration | None:
         """The communication hook that holds."""
         return self._sender.hook
+
+    # What a graph of compiled autograd reads.
+
+    @property
+    def untraceable(self) -> str:
+        """Why a graph cannot average the gradients; "": it can."""
+        if self._sender.hook is not None:
+            return "a communication hook cannot run"
+        if self.options.find_unused:
+            return "ranks cannot tell each other which parameters they used (find_unused_parameters=True)"
+        if self.steppers:
+            return "an optimizer cannot step inside of it"
+        if self._is_closed:
+            return "a module of before unannotate cannot run"
+        return ""
 
     @property
     def round(self) -> Round:
@@ -190,7 +212,7 @@ class Reducer:
                     item.param.grad = torch.zeros_like(item.param)
                 grad = item.param.grad.detach()
                 whole = grad.contiguous()
-                self._transport.begin_all_reduce(whole.view(-1), self._order_key, scale=self._scale).finish()
+                self._transport.begin_all_reduce(whole.view(-1), self._order_key, scale=self.scale).finish()
                 if whole is not grad:
                     grad.copy_(whole)
         self._forget_kept()
@@ -218,6 +240,8 @@ class Reducer:
         """
         self._sender.hook = self.check_comm_hooks(registrations)
         self.comm_hooks = tuple(registrations)
+        if self.hook is not None:
+            note_caller(self.hook.state, self)
 
     def check_comm_hooks(self, registrations: Sequence[Registration]) -> Registration | None:
         """Return what ``register_comm_hooks`` would choose; raises what it does."""
@@ -296,7 +320,7 @@ class Reducer:
 
     def divide_by(self, divisor: int | None) -> None:
         """Divide sums of gradients by this in place of the number of ranks; ``None``: by that again."""
-        self._scale = 1.0 / (divisor or self._grid.divisor)
+        self.scale = 1.0 / (divisor or self._grid.divisor)
 
     def shadow(self) -> None:
         """Do what a backward does, with zeros in place of gradients: the other ranks run one. Collective.
@@ -331,7 +355,7 @@ class Reducer:
         own_round, find_reducer = self._round, weakref.ref(self)
         seen, order = own_round.seen, own_round.order
 
-        @opaque
+        @partial(opaque, traced=traced_arrival(find_reducer, self.params[index].fqn))
         def arrive(_: torch.Tensor) -> None:
             reducer = find_reducer()
             if reducer is None:
@@ -428,7 +452,7 @@ class Reducer:
         Streams: gradients are copied on the current one, which the collective waits for.
         """
         # A communication hook averages by itself.
-        scale = self._scale if self._sender.hook is None else 1.0
+        scale = self.scale if self._sender.hook is None else 1.0
         bucket.pack(scale, grads_as_views=self._grads_as_views)
         self._send(bucket)
 

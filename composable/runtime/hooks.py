@@ -151,11 +151,12 @@ class _CastingHooks(_ModuleHooks):
         dtype = state.plan.mp_policy.casts_inputs(is_root=is_root)
         if dtype is not None:
             args, kwargs = (args, kwargs) if changed is None else changed
-            changed = cast_floats(args, dtype), cast_floats(kwargs, dtype)
+            changed = cast_floats(args, dtype), cast_floats(kwargs, dtype) if kwargs else kwargs
         if self._buffers is not None:
             if self._modules is None:
                 self._modules = state.modules_around(module)
-            self._buffers.enter(self._modules, is_outermost=root.scheduler.is_outermost(module))
+            is_outermost = root.scheduler.is_outermost(module)
+            self._buffers.enter(self._modules, root.lent_buffers, is_outermost=is_outermost)
         return changed
 
     @opaque

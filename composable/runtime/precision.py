@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from composable.torch_hooks import GradientHook, around_forward, at_end_of_backward, next_ending_number
 from composable.torch_private import opaque, tree_map
 
-__all__ = ["CastBuffers", "LendHook", "cast_floats", "keep_dtype"]
+__all__ = ["CastBuffers", "LendHook", "LentBuffers", "cast_floats", "keep_dtype"]
 
 T = TypeVar("T")
 
@@ -75,6 +76,81 @@ def _cast_fields(value: Any, dtype: torch.dtype) -> Any:
     return changed
 
 
+class LentBuffers:
+    """The copies of buffers that the modules of a tree hold while they run.
+
+    Modules that share a buffer share its copies: what one of them writes, the others read as soon as it has run.
+    """
+
+    __slots__ = ("_lent",)
+
+    def __init__(self) -> None:
+        self._lent: dict[int, _Lent] = {}
+
+    def lend(self, own: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a copy of ``own`` in ``dtype``, the one that is lent already if there is one."""
+        lent = self._lent.setdefault(id(own), _Lent(own))
+        lent.settle()
+        return lent.take(dtype)
+
+    def take_back(self, own: torch.Tensor, dtype: torch.dtype) -> None:
+        """Undo one ``lend``; ``own`` has then what was written to the copy."""
+        lent = self._lent[id(own)]
+        lent.settle()
+        lent.give_back(dtype)
+        if not lent.is_lent:
+            del self._lent[id(own)]
+
+
+class _Lent:
+    """One buffer and its copies."""
+
+    __slots__ = ("_copies", "_own", "_users", "_versions")
+
+    def __init__(self, own: torch.Tensor) -> None:
+        self._own = own
+        self._copies: dict[torch.dtype, torch.Tensor] = {}
+        self._users: Counter[torch.dtype] = Counter()
+        self._versions: list[int] = []
+
+    @property
+    def is_lent(self) -> bool:
+        return bool(self._copies)
+
+    def take(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self._copies:
+            # A first forward may be one in inference mode, and what is made there could never be written to again.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self._copies[dtype] = self._own.to(dtype)
+            self._note()
+        self._users[dtype] += 1
+        return self._copies[dtype]
+
+    def give_back(self, dtype: torch.dtype) -> None:
+        self._users[dtype] -= 1
+        if not self._users[dtype]:
+            del self._copies[dtype]
+            self._note()
+
+    def settle(self) -> None:
+        """Let all have what was written to one of them since; the buffer's own values count last."""
+        everyone = [*self._copies.values(), self._own]
+        written = [one for one, version in zip(everyone, self._versions) if _version_of(one) != version]
+        if written:
+            with torch.no_grad():
+                for one in everyone:
+                    if one is not written[0]:
+                        one.copy_(written[0])
+            self._note()
+
+    def _note(self) -> None:
+        self._versions = [_version_of(one) for one in (*self._copies.values(), self._own)]
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class CastBuffers:
     """Lets modules hold their floating-point buffers in another dtype while one of them runs, forward or backward.
 
@@ -88,26 +164,30 @@ class CastBuffers:
         number: As of all that end a backward.
     """
 
-    __slots__ = ("__weakref__", "_depth", "_dtype", "_end", "_lent", "number")
+    __slots__ = ("__weakref__", "_depth", "_dtype", "_end", "_lender", "_lent", "number")
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.number = next_ending_number()
         self._dtype = dtype
         self._depth = 0
         self._end: Callable[[], object] = lambda: None
-        self._lent: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor, int]] = []
+        self._lender = LentBuffers()
+        self._lent: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
 
-    def enter(self, modules: Sequence[nn.Module], *, is_outermost: bool) -> None:
+    def enter(self, modules: Sequence[nn.Module], lender: LentBuffers, *, is_outermost: bool) -> None:
         """Lend the buffers of ``modules``.
 
         Args:
             modules: That the buffers belong to.
+            lender: Of the tree that they are in.
             is_outermost: No other call of theirs is running: one that was cut short is over.
         """
         if is_outermost:
             self._depth = 0
             self._restore()
         self._depth += 1
+        if not self._lent:
+            self._lender = lender
         self._lend(modules)
 
     def leave(self) -> None:
@@ -136,30 +216,23 @@ class CastBuffers:
     def _lend(self, modules: Sequence[nn.Module]) -> None:
         if self._lent:
             return
-        copies: dict[int, torch.Tensor] = {}
-        # A first forward may be one in inference mode, and what is made there could never be written to again.
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for module in modules:
-                for name, own in module._buffers.items():
-                    if own is None or isinstance(own, DTensor):
-                        continue
-                    if not own.is_floating_point() or own.dtype is self._dtype:
-                        continue
-                    lent = copies.setdefault(id(own), own.to(self._dtype))
-                    self._lent.append((module, name, own, lent, lent._version))
-        for module, name, _, lent, _ in self._lent:
+        for module in modules:
+            for name, own in module._buffers.items():
+                if own is None or isinstance(own, DTensor):
+                    continue
+                if own.is_floating_point() and own.dtype is not self._dtype:
+                    self._lent.append((module, name, own, self._lender.lend(own, self._dtype)))
+        for module, name, _, lent in self._lent:
             module._buffers[name] = lent
 
     def _restore(self) -> None:
         if self._depth or self._end() is not None:
             return
-        for module, name, own, lent, version in self._lent:
+        for module, name, own, lent in self._lent:
             # A buffer that was assigned meanwhile is the user's.
             if module._buffers.get(name) is lent:
                 module._buffers[name] = own
-            if lent._version != version:
-                with torch.no_grad():
-                    own.copy_(lent)
+            self._lender.take_back(own, self._dtype)
         self._lent = []
 
 

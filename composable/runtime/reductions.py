@@ -72,7 +72,7 @@ class Reductions:
             ConfigError: A hook of the user gave no such gradients, and no message would tell the other ranks.
         """
         flat = account.flat
-        path, to_host = flat.gradient_path, flat.home.is_elsewhere
+        path, to_host = flat.routes.gradient_path, flat.home.is_elsewhere
         assert path is not None, "connected when the root was decided"
         if autograd_profiler._is_profiler_enabled:
             start = functools.partial(self._streams.begin_reduction, path, gradient, to_host=to_host)
@@ -80,7 +80,7 @@ class Reductions:
         else:
             reduction = self._streams.begin_reduction(path, gradient, to_host=to_host)
         self._under_way.append((reduction, account, gradient))
-        comms = flat.comms
+        comms = flat.routes.comms
         if comms.hook is not None or comms.all_reduce_hook is not None:
             self._look_for_failure(account)
 
@@ -89,7 +89,7 @@ class Reductions:
         try:
             handle = handle_of(account.flat.params[0].sharded)
             with located(f"{place_of_rank()}, {handle.described}" if handle is not None else place_of_rank()):
-                account.flat.check_hook()
+                account.flat.routes.check_hook()
         except ConfigError as error:
             if account.fills_with_zeros:
                 raise

@@ -56,6 +56,39 @@ class Scheduler:
         is_closed: Another annotation took the place of this one.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_armed",
+        "_at_end",
+        "_clock",
+        "_end",
+        "_finalizing",
+        "_first_nodes",
+        "_hand_over",
+        "_is_ending",
+        "_is_threaded",
+        "_last_armed",
+        "_last_backward",
+        "_last_forward",
+        "_makes_graph",
+        "_queue",
+        "_reductions",
+        "_running",
+        "_settings",
+        "_streams",
+        "_thread",
+        "_turns",
+        "_unsharded",
+        "backward_id",
+        "backwards_before",
+        "failure",
+        "forward_id",
+        "handles",
+        "is_backward",
+        "is_closed",
+        "number",
+    )
+
     def __init__(
         self,
         handles: Sequence[Handle],

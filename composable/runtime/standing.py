@@ -60,7 +60,7 @@ class Standing:
     def name_of(self, started: Started) -> str | None:
         """Return whose all-gather or reduce-scatter it is."""
         for handle, flat in self._flats:
-            if flat.moves_by(started.transport, started.tag // 2, is_reduction=bool(started.tag % 2)):
+            if flat.routes.has_started(started):
                 return f"the {'reduce-scatter' if started.tag % 2 else 'all-gather'} of {handle.described}"
         return None
 
@@ -70,5 +70,5 @@ class Standing:
 
 
 def _address(flat: FlatBuffer) -> tuple[Transport, int] | None:
-    path = flat.gather_path
+    path = flat.routes.gather_path
     return None if path is None else (path.transport, path.key)

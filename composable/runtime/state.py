@@ -17,6 +17,7 @@ from composable.runtime.account import Account
 from composable.runtime.additions import Additions
 from composable.runtime.agreement import Agreement, Comparison, find_stale
 from composable.runtime.notices import notice_offload, notice_plan
+from composable.runtime.precision import LentBuffers
 from composable.runtime.readiness import check_not_lent, check_ready
 from composable.runtime.scheduler import Scheduler
 from composable.runtime.settings import RootSettings
@@ -158,6 +159,7 @@ class Root:
         states: Every state of the tree, in the same order.
         scheduler: Runs the handles.
         additions: Notices parameters that come after the annotation.
+        lent_buffers: What modules hold in place of their buffers while they run.
         standing: Tells other ranks that wait where the tree is.
     """
 
@@ -169,6 +171,7 @@ class Root:
         self.states = states
         self.scheduler = scheduler
         self.additions = Additions()
+        self.lent_buffers = LentBuffers()
         self._scatters: dict[Ranks, OwnTransport] = {}
         self.standing = Standing(class_name(state.modules[0]), scheduler, state.settings)
         notice_tree(self.standing)
@@ -195,7 +198,7 @@ class Root:
             transport = transport_of(found.grid.shard.process_group, found.transport_name)
             for handle in found._handles:
                 for flat in handle.buffers:
-                    flat.connect(transport, found.grid.divisor)
+                    flat.routes.connect(transport, found.grid.divisor)
             if any(handle.is_offloaded for handle in found._handles):
                 # ``to_empty`` has made them where the parameters rest.
                 managed = managed_modules(found.modules, found.ignored_modules)
@@ -237,7 +240,7 @@ class Root:
                 if handle.scatters_apart and ranks not in apart:
                     apart[ranks] = self._scatters.get(ranks) or OwnTransport(ranks)
                 for flat in handle.buffers:
-                    flat.scatter_by(apart[ranks] if handle.scatters_apart else None)
+                    flat.routes.scatter_by(apart[ranks] if handle.scatters_apart else None)
         self._scatters = apart
 
     def close(self) -> None:

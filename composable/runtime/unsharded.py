@@ -51,7 +51,8 @@ class Unsharded:
             if handle.is_hidden:
                 handle.show()
             return
-        self.begin_unshard(handle)
+        if not handle.is_gathering:
+            self.begin_unshard(handle)
         if autograd_profiler._is_profiler_enabled:
             in_region("wait for gather", handle.fqn, self._streams.wait_for_unshard, handle)
         else:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -257,8 +257,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
         checkpoint = _read(folder, manifest)
     if manifest.hook_states is not None:
         # What one rank leaves alone all do.
-        for notices in ranks.objects(hook_load.notices):
-            hook_load = hook_load.without(notices)
+        hook_load = hook_load.together_with(ranks.objects(replace(hook_load, loads={})), folder)
     with _as_ours(failure), _alone_is_fine():
         load(flat, storage_reader=CheckedReader(folder, metadata), planner=DataPlanner(folder))
     try:

@@ -8,7 +8,7 @@ Nothing here communicates.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,6 +30,8 @@ from composable.wording import plain_fqn
 __all__ = ["HookLoad", "HookState", "find_hook_states", "pack_hook_states", "plan_hook_load"]
 
 _Unit: TypeAlias = Handle | Reducer
+_OrderKey: TypeAlias = tuple[HookName, int, tuple[int, ...]]
+_Order: TypeAlias = Sequence[int] | None
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ class HookState:
         """Those of the units whose buckets follow the order of gradients."""
         return [unit for _, unit, _ in self.units if isinstance(unit, Reducer)]
 
+    @property
+    def reducer_ranks(self) -> list[tuple[int, ...]]:
+        """The global ranks that each of these averages over."""
+        return [ranks.numbers for _, unit, ranks in self.units if isinstance(unit, Reducer)]
+
     def layout(self) -> str:
         """Return a digest of all that decides what the hook is called with on this rank."""
         kind = _kind_of(self.state)
@@ -107,15 +114,39 @@ class HookLoad:
     Attributes:
         loads: Each changes the state of a hook.
         notices: Why a state is left alone, or left out.
+        orders: Of the gradients in the buckets of each replicated module, by its position among those that call the
+            hook, and by its ranks, which have to have the same.
     """
 
     loads: Mapping[HookName, Callable[[], None]]
     notices: Mapping[HookName, str]
+    orders: Mapping[_OrderKey, _Order]
 
     def without(self, notices: Mapping[HookName, str]) -> "HookLoad":
         """Return the same where another rank leaves these alone."""
         kept = {name: load for name, load in self.loads.items() if name not in notices}
-        return HookLoad(kept, {**notices, **self.notices})
+        orders = {key: order for key, order in self.orders.items() if key[0] not in notices}
+        return HookLoad(kept, {**notices, **self.notices}, orders)
+
+    def together_with(self, others: Sequence["HookLoad"], folder: Path) -> "HookLoad":
+        """Return what all ranks load, given what each would.
+
+        Raises:
+            ConfigError: They would reduce the gradients of a module in different orders; on every rank.
+        """
+        agreed = self
+        orders: dict[_OrderKey, _Order] = {}
+        for other in others:
+            agreed = agreed.without(other.notices)
+        for other in others:
+            for key, order in other.orders.items():
+                if key[0] not in agreed.notices and orders.setdefault(key, order) != order:
+                    raise ConfigError(
+                        f"{folder} does not hold {_state_of(key[0])}: ranks have different orders of gradients",
+                        at=place_of_rank(),
+                        fix="load another checkpoint, and do not trust where this one is from",
+                    )
+        return agreed
 
 
 def find_hook_states(model: nn.Module) -> tuple[list[HookState], list[str]]:
@@ -199,6 +230,7 @@ def plan_hook_load(folder: Path, manifest: Manifest, states: Collection[HookStat
         if name not in here
     }
     loads: dict[HookName, Callable[[], None]] = {}
+    orders: dict[_OrderKey, _Order] = {}
     common = [one for one in states if one.name in saved.hooks]
     for one in states:
         if one.name not in saved.hooks:
@@ -209,13 +241,15 @@ def plan_hook_load(folder: Path, manifest: Manifest, states: Collection[HookStat
                 "the hook goes on with what it has"
             )
     if not common or saved.ranks != ranks.size:
-        return HookLoad(loads, notices)
+        return HookLoad(loads, notices, orders)
     path = folder / hook_file(ranks.rank)
     packed = read_data(path, str(path), device="cpu")
     for one in common:
         try:
             if packed[one.name.module]["layout"] == one.layout():
                 loads[one.name] = _load_of(one, packed[one.name.module])
+                for index, order in enumerate(packed[one.name.module]["orders"]):
+                    orders[one.name, index, one.reducer_ranks[index]] = order
                 continue
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise ConfigError(
@@ -227,7 +261,7 @@ def plan_hook_load(folder: Path, manifest: Manifest, states: Collection[HookStat
             f"{_state_of(one.name)} is for other ranks, cuts, buckets or settings in {folder}: "
             "the hook goes on with what it has"
         )
-    return HookLoad(loads, notices)
+    return HookLoad(loads, notices, orders)
 
 
 def _units_of(module: nn.Module) -> Iterator[tuple[_Unit, Ranks]]:

@@ -14,6 +14,7 @@ import secrets
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
@@ -29,7 +30,7 @@ _FIX = "save to another folder, or end the other run first"
 
 
 class Owner:
-    """The right of this process to write to one folder.
+    """The right of this process to write to one folder. Who got it by ``own`` calls ``keep`` or ``leave`` once.
 
     Attributes:
         partials: Folders that saves of this process are writing now.
@@ -45,9 +46,9 @@ class Owner:
         self._file_id = file_id
         self._descriptor = descriptor
         self._token = secrets.token_hex(8)
+        self._callers = 0
         self._is_kept = False
-        # A lock of this kind is the process's: closing any descriptor of the file would end it.
-        self._close = finalize(self, os.close, descriptor)
+        self._close = finalize(self, _close, descriptor, file_id)
 
     def check(self) -> None:
         """Raise if another run has begun to write here, which can happen only where a disk keeps no locks.
@@ -69,20 +70,29 @@ class Owner:
 
     def keep(self, model: nn.Module) -> None:
         """Hold the right for as long as ``model`` lives."""
-        _OWNERS_OF_MODELS.setdefault(model, {})[self._file_id] = self
-        self._is_kept = True
+        with _GUARD:
+            _OWNERS_OF_MODELS.setdefault(model, {})[self._file_id] = self
+            self._is_kept = True
+            self._callers -= 1
 
     def leave(self) -> None:
-        """Give the right up now, unless an earlier save keeps it."""
-        if not self._is_kept:
-            _OWNERS.pop(self._file_id, None)
-            self._close()
+        """Give the right up now, unless an earlier save keeps it, or another one has just begun."""
+        with _GUARD:
+            self._callers -= 1
+            if not self._is_kept and not self._callers:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        _OWNERS.pop(self._file_id, None)
+        self._close()
 
 
 # By the file, which a folder has under whatever name.
 _OWNERS: "WeakValueDictionary[tuple[int, int], Owner]" = WeakValueDictionary()
 # What keeps an owner alive: the models that it saved.
 _OWNERS_OF_MODELS: "WeakKeyDictionary[nn.Module, dict[tuple[int, int], Owner]]" = WeakKeyDictionary()
+# Held by who reads or changes the two; the collector may run a finalizer in the thread that does.
+_GUARD = threading.RLock()
 
 
 def own(run: Path) -> Owner:
@@ -94,33 +104,57 @@ def own(run: Path) -> Owner:
         OSError: The folder cannot be written to.
     """
     run.mkdir(parents=True, exist_ok=True)
-    owner = _OWNERS.get(_file_id(run / LOCK) or (0, 0))
-    # A fork has a copy of this table, but not the lock.
-    if owner is None or owner.pid != os.getpid():
-        owner = _take(run)
-    else:
-        owner.check()
+    with _GUARD:
+        owner = _OWNERS.get(_file_id(run / LOCK) or (0, 0))
+        # A fork has a copy of this table, but not the lock.
+        if owner is None or owner.pid != os.getpid():
+            owner = _take(run)
+        else:
+            owner.check()
+        owner._callers += 1
     return owner
 
 
 def _take(run: Path) -> Owner:
     descriptor = os.open(run / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
+        _lock(descriptor, run)
+        found = os.fstat(descriptor)
+        if found.st_size and not _holder(descriptor):
+            raise ConfigError(f"{run / LOCK} was not written by save_checkpoint", fix="move it away")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    owner = Owner(run, descriptor, (found.st_dev, found.st_ino))
+    _OWNERS[owner._file_id] = owner
+    try:
+        # Once more: the collector may have closed the file for an owner before this one.
+        _lock(descriptor, run)
+        owner.sign()
+    except BaseException:
+        owner._give_up()
+        raise
+    return owner
+
+
+def _lock(descriptor: int, run: Path) -> None:
+    try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        holder = _holder(descriptor)
         if error.errno in _TAKEN:
-            os.close(descriptor)
-            raise _another(run, holder) from None
+            raise _another(run, _holder(descriptor)) from None
         # This disk keeps no locks: the signature has to do.
-    found = os.fstat(descriptor)
-    if found.st_size and not _holder(descriptor):
+
+
+def _close(descriptor: int, file_id: tuple[int, int]) -> None:
+    """Close a file that an owner had open."""
+    with _GUARD:
         os.close(descriptor)
-        raise ConfigError(f"{run / LOCK} was not written by save_checkpoint", fix="move it away")
-    owner = Owner(run, descriptor, (found.st_dev, found.st_ino))
-    owner.sign()
-    _OWNERS[owner._file_id] = owner
-    return owner
+        # A lock of this kind is the process's: closing any descriptor of the file has ended it.
+        later = _OWNERS.get(file_id)
+        if later is not None and later._descriptor != descriptor:
+            with suppress(OSError):
+                fcntl.lockf(later._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _another(run: Path, holder: dict[str, object]) -> UsageError:

@@ -53,11 +53,11 @@ class ClassGatheredBuffer(FlatBuffer):
             if len(parts) == 1:
                 landing = self._outputs[0].view(torch.uint8)
             else:
-                assert self._transport is not None, "connected when the root was decided"
-                landing = torch.empty(shard.numel() * self._transport.world_size, dtype=torch.uint8, device=self.device)
-            assert self.gather_path is not None and self._transport is not None, "connected when the root was decided"
+                landing = torch.empty(shard.numel() * self._world_size, dtype=torch.uint8, device=self.device)
+            path = self.routes.gather_path
+            assert path is not None, "connected when the root was decided"
             # As bytes, which no path casts.
-            pending = self.gather_path.begin(landing, shard)
+            pending = path.begin(landing, shard)
         return _Gathering(self, pending, instance, metadata, landing, shard)
 
     def _rows(self) -> torch.Tensor:

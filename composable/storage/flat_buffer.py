@@ -19,24 +19,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.collectives import Pending, Transport
+from composable.collectives import Pending
 from composable.errors import UsageError, place_of_rank
 from composable.frames import will_get_gradient
 from composable.planning import NO_CASTS, BufferPlan, HandleMembers, MixedPrecisionPolicy, local_shape
 from composable.ragged import HOOKS, RaggedDTensor, hand_over_grad, ragged_spec
-from composable.storage.comms import DEFAULT_COMMS, Comms
-from composable.storage.gather_path import CommGather, CopyGather, Gather, GatherPath
 from composable.storage.gradient_buffer import GradientBuffer
-from composable.storage.gradient_path import (
-    CommScatterPath,
-    GradientPath,
-    HookPath,
-    PathHome,
-    ScatterPath,
-    SumPath,
-    ThenHookPath,
-)
 from composable.storage.resting_place import RestingPlace
+from composable.storage.routes import Routes
 from composable.storage.sharded_param import ShardedParam
 from composable.storage.stepping import Stepper
 from composable.storage.unfilled import META_FIX
@@ -66,13 +56,42 @@ class FlatBuffer:
         compute_dtype: Of the buffer, and of the gradients that autograd makes.
         gradient_dtype: Of reduced gradients.
         all_bits: A bit for each parameter, as other numbers whose bits are some of them.
-        home: Where the shard and its gradient rest, until connected.
+        home: Where the shard and its gradient rest.
         is_away: The shard is elsewhere: on the meta device, or where torch has moved it.
         holds_instances: Some unsharded parameter is more than a view of the buffer: of a class that packs or gathers.
         is_marked: Part of the shard may hold the mark of memory that nobody has written to.
-        comms: How bytes travel where the user chose.
+        routes: How bytes travel between the ranks.
         steppers: Get sharded parameters whose gradients are whole, and step them.
     """
+
+    __slots__ = (
+        "_buffer",
+        "_buffer_bytes",
+        "_gradient_like",
+        "_has_hooks",
+        "_hooks_known",
+        "_is_allocated",
+        "_piece_sizes",
+        "_pieces",
+        "_storage",
+        "_sums",
+        "all_bits",
+        "compute_dtype",
+        "device",
+        "dtype",
+        "gradient_dtype",
+        "holds_instances",
+        "home",
+        "is_away",
+        "is_empty",
+        "is_marked",
+        "params",
+        "plan",
+        "pool_key",
+        "routes",
+        "shard",
+        "steppers",
+    )
 
     def __init__(
         self,
@@ -111,14 +130,13 @@ class FlatBuffer:
         self._pieces = list(zip(self.params, split.indices, strict=True))
         self.all_bits = (1 << len(self.params)) - 1
         self._hooks_known, self._has_hooks = -1, False
-        self.gather_path: GatherPath | None = None
-        self.gradient_path: GradientPath | None = None
-        self.comms = DEFAULT_COMMS
-        self._transport: Transport | None = None
-        self._group = mesh.get_group()
-        self._key, self._divisor = -1, 1
-        self._scatter_transport: Transport | None = None
-        self._scatter_key = -1
+        self.routes = Routes(
+            mesh.get_group(),
+            self.home,
+            self.gradient_dtype,
+            self.params[0].fqn,
+            casts_params=self.compute_dtype != self.dtype,
+        )
         self._buffer: torch.Tensor | None = None
         self._storage: torch.UntypedStorage | None = None
         self._is_allocated = False
@@ -150,77 +168,6 @@ class FlatBuffer:
         """The shard does not rest where the buffer is."""
         return self.home.is_elsewhere
 
-    def connect(self, transport: Transport, divisor: int) -> None:
-        """Choose who moves the bytes, and over how many ranks gradients are averaged.
-
-        All ranks of the shard group, same order.
-        """
-        if self._transport is not transport:
-            self._key, self._divisor = transport.allocate_key(), divisor
-            self._scatter_transport, self._scatter_key = transport, self._key
-            self._choose_gather_path(transport)
-            self._choose_gradient_path(transport)
-            # Last: what was cut short is done again.
-            self._transport = transport
-
-    def scatter_by(self, transport: Transport | None) -> None:
-        """Let reduce-scatters go through another transport than gathers, ``None``: the same. After ``connect``.
-
-        All ranks of the shard group, same order.
-        """
-        chosen = transport or self._transport
-        assert chosen is not None, "connected"
-        if chosen is not self._scatter_transport:
-            self._scatter_key = self._key if transport is None else transport.allocate_key()
-            self._choose_gradient_path(chosen)
-            self._scatter_transport = chosen
-
-    def moves_by(self, transport: Transport, key: int, *, is_reduction: bool) -> bool:
-        """Say whether its all-gathers, or reduce-scatters, are those of ``transport`` under ``key``."""
-        own = (self._scatter_transport, self._scatter_key) if is_reduction else (self._transport, self._key)
-        return own == (transport, key)
-
-    def communicate_by(self, comms: Comms) -> None:
-        """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
-        self.comms = comms
-        if self._transport is not None:
-            self._choose_gather_path(self._transport)
-            assert self._scatter_transport is not None, "connected with the other"
-            self._choose_gradient_path(self._scatter_transport)
-
-    def check_hook(self) -> None:
-        """Raise what is wrong with what the hooks gave last, if anything.
-
-        Raises:
-            ConfigError: Its dtype, shape or device; or the all-reduce hook returned something.
-        """
-        failure = getattr(self.gradient_path, "failure", None)
-        if failure is not None:
-            self.gradient_path.failure = None  # type: ignore[union-attr]  # it has one
-            raise failure
-
-    def _choose_gather_path(self, transport: Transport) -> None:
-        if self.comms.all_gather is not None:
-            self.gather_path = CommGather(transport, self._key, self.comms.all_gather, self._group, self.params[0].fqn)
-        else:
-            makes_copy = self.is_offloaded or self.compute_dtype != self.dtype
-            key = self._key
-            self.gather_path = CopyGather(transport, key, self.home) if makes_copy else Gather(transport, key)
-
-    def _choose_gradient_path(self, transport: Transport) -> None:
-        comms, dtype, key = self.comms, self.gradient_dtype, self._scatter_key
-        divisor = comms.divide_factor or self._divisor
-        path: GradientPath
-        if comms.hook is not None:
-            path = HookPath(transport, comms.hook, dtype)
-        elif comms.reduce_scatter is not None:
-            path = CommScatterPath(transport, comms.reduce_scatter, self._group, divisor, dtype, self.params[0].fqn)
-        else:
-            path = (SumPath if comms.sums_only else ScatterPath)(transport, key, divisor, dtype)
-        if comms.all_reduce_hook is not None:
-            path = ThenHookPath(path, comms.all_reduce_hook, comms.all_reduce_stream)
-        self.gradient_path = PathHome(path, self.home) if self.is_offloaded else path
-
     def begin_unshard(self) -> Pending:
         """Allocate the buffer and start the all-gather into it, on the current stream; the shard is usable."""
         if self._storage is None:
@@ -229,14 +176,9 @@ class FlatBuffer:
             # What was kept stays where it is: to resize it would move it.
             self._storage.resize_(self._buffer_bytes)
         self._is_allocated = True
-        assert self._buffer is not None and self.gather_path is not None
-        return self.gather_path.begin(self._buffer, self.shard)
-
-    def settle(self) -> None:
-        """Wait for all that its transport has started, also where an exception cut that short."""
-        for transport in {self._transport, self._scatter_transport}:
-            if transport is not None:
-                transport.settle()
+        path = self.routes.gather_path
+        assert path is not None and self._buffer is not None, "connected when the root was decided"
+        return path.begin(self._buffer, self.shard)
 
     @property
     def is_usable(self) -> bool:
@@ -458,7 +400,7 @@ class FlatBuffer:
         twin._pieces = [(param, index) for param, (_, index) in zip(twin.params, self._pieces, strict=True)]
         twin._hooks_known = -1
         twin.steppers = ()
-        twin.gather_path = twin.gradient_path = twin._transport = twin._scatter_transport = None
+        twin.routes = self.routes.unconnected()
         twin._buffer = twin._storage = None
         twin._is_allocated = False
         if with_kept_gradients and self.has_gradients():
@@ -522,10 +464,8 @@ class FlatBuffer:
 
     def make_gradient_buffer(self) -> GradientBuffer:
         """Allocate what ``take_gradients`` fills, on the current stream."""
-        assert self._scatter_transport is not None, "connected when the root was decided"
-        return GradientBuffer(
-            self.plan.layout, self._scatter_transport.empty(self.plan.layout.numel, self._gradient_like)
-        )
+        layout = self.plan.layout
+        return GradientBuffer(layout, self.routes.scatter_transport.empty(layout.numel, self._gradient_like))
 
     def accumulate(self, reduced: torch.Tensor, bits: int, *, with_hooks: bool = False) -> None:
         """Make ``reduced`` [S] the gradient of some sharded parameters, or add it to what they have.

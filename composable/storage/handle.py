@@ -135,6 +135,48 @@ class Handle:
         comm_hooks: Registrations of communication hooks that reach the handle; the nearest holds.
     """
 
+    # More than the 30 attributes for which Python keeps a class's dicts compact; a step reads them hundreds of times.
+    __slots__ = (
+        "__weakref__",
+        "_copies",
+        "_gathers",
+        "_places",
+        "_plain_owners",
+        "_swaps",
+        "_watched",
+        "backward_prefetch",
+        "buffers",
+        "casts_gradients",
+        "casts_params",
+        "comm_hooks",
+        "comms",
+        "copy_key",
+        "fills_unused",
+        "forward_prefetch",
+        "fqn",
+        "gradient_buffers",
+        "has_unsynced_gradients",
+        "held_with",
+        "is_gathering",
+        "is_hidden",
+        "is_lent",
+        "is_shared",
+        "is_shown_whole",
+        "is_unsharded",
+        "keeps_gradients",
+        "keeps_storage",
+        "module_fqns",
+        "modules",
+        "plan",
+        "requires_gradient_sync",
+        "reshard_after_backward",
+        "reshard_after_forward",
+        "reshard_option",
+        "scatters_apart",
+        "sync_after_context",
+        "unshard_in_backward",
+    )
+
     def __init__(self, plan: HandlePlan, modules: Sequence[nn.Module], buffers: Sequence[FlatBuffer]) -> None:
         self.plan = plan
         self.name_modules(plan.module_fqns)
@@ -299,7 +341,7 @@ class Handle:
         self.comms = comms
         CHOICES.made += 1
         for flat in self.buffers:
-            flat.communicate_by(comms)
+            flat.routes.communicate_by(comms)
 
     def fill_unused(self, *, fills: bool) -> None:
         """Choose what a parameter gets that no rank used: zeros, or no gradient. Every rank alike."""
@@ -424,7 +466,7 @@ class Handle:
     def settle(self) -> None:
         """Wait for all that was started for this handle, also by a call that an exception cut short."""
         for flat in self.buffers:
-            flat.settle()
+            flat.routes.settle()
 
     def use_unsharded(self) -> None:
         """Make the modules hold the unsharded parameters; the gathers are finished."""

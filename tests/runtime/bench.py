@@ -43,7 +43,7 @@ class Bench:
         assert state is not None
         if self.home is not None:
             for flat in [flat for handle in state._handles for flat in handle.buffers]:
-                flat.home = self.home
+                flat.home = flat.routes.home = self.home
                 self.recorder.put_on_host(flat.shard)
         root = state.lazy_init()
         put_on_device(root, self.recorder, self.runtime)

@@ -34,7 +34,7 @@ def put_on_device(root: Root, recorder: Recorder, runtime: Runtime = REAL) -> No
             name = repr(handle.fqn) if len(handle.buffers) == 1 else f"{handle.fqn!r} [{index}]"
             if flat.is_offloaded:
                 recorder.call(flat.shard, f"the shard of {name}")
-            for path in (flat.gather_path, flat.gradient_path):
+            for path in (flat.routes.gather_path, flat.routes.gradient_path):
                 path.transport = RecordedTransport(path.transport, recorder, name)
 
 

@@ -280,7 +280,7 @@ class Fails:
 
 def exception_in_a_reduction(bench: Bench) -> None:
     flat = bench.root.handles[1].buffers[-1]
-    flat.gradient_path = Fails(flat.gradient_path)
+    flat.routes.gradient_path = Fails(flat.routes.gradient_path)
     with pytest.raises(Broken):
         bench.forward().backward()
     bench.update()
@@ -302,7 +302,7 @@ class FailsToGather:
 
 def exception_in_a_gather(bench: Bench) -> None:
     flat = bench.root.handles[1].buffers[-1]
-    flat.gather_path = FailsToGather(flat.gather_path)
+    flat.routes.gather_path = FailsToGather(flat.routes.gather_path)
     with pytest.raises(Broken):
         bench.forward()
     with torch.no_grad():

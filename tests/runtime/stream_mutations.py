@@ -409,7 +409,7 @@ OFFLOADED = [
     ),
     Mutation(
         "reductions do not say that their results lie on the host",
-        [("flat.gradient_path, flat.home.is_elsewhere", "flat.gradient_path, False")],
+        [("flat.routes.gradient_path, flat.home.is_elsewhere", "flat.routes.gradient_path, False")],
         "offloaded, train, ",
         "race of a tensor: clone reads on host, not ordered after: copy_ writes on reduce",
     ),

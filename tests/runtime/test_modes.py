@@ -4,6 +4,7 @@ import random
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from composable import fully_shard, replicate
 from tests.models import DIM, MLP, loss_of, random_input, seeded
-from tests.world import run_ranks, run_threads
+from tests.world import run_ranks, run_threads, told
 
 MODES: dict[str, Callable[[], Any]] = {
     "inference": torch.inference_mode,
@@ -116,3 +117,29 @@ def test_transforms_with_respect_to_inputs_are_right_and_harm_no_step(
 ) -> None:
     # Processes: threads share torch's level of forward-mode differentiation.
     run_ranks(transform, 2, name, how, is_warm=is_warm, reshard=reshard)
+
+
+def annotated_in_inference_mode(call: Callable[[nn.Module], object]) -> list[str]:
+    model = seeded(MLP, 0)
+    plain = dict(model.named_parameters())
+    with torch.inference_mode():
+        messages = told(lambda: call(model))
+        assert all(param is plain[name] for name, param in model.named_parameters())
+        with torch.inference_mode(mode=False):
+            call(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        loss_of(model(random_input(step, 4, DIM))).backward()
+        optimizer.step()
+    return messages
+
+
+@pytest.mark.parametrize(
+    "call",
+    [fully_shard, partial(fully_shard, sync_module_states=True), replicate],
+    ids=["fully_shard", "with the values of the first rank", "replicate"],
+)
+def test_an_annotation_in_inference_mode_is_an_error_and_changes_nothing(call: Callable[[nn.Module], object]) -> None:
+    for rank, message in enumerate(run_threads(annotated_in_inference_mode, 2, call)[0]):
+        assert "is called in inference mode" in message
+        assert f"at:  rank {rank}" in message and "fix: annotate outside of torch.inference_mode()" in message

@@ -563,6 +563,20 @@ def test_a_file_that_was_made_up_is_an_error_and_changes_nothing(tmp_path: Path,
         assert is_as_before
 
 
+@pytest.mark.parametrize("change", [lambda order: order[::-1], lambda order: None], ids=["reversed", "none"])
+def test_orders_that_differ_between_ranks_are_an_error_on_every_rank(
+    tmp_path: Path, change: Callable[[list[int]], list[int] | None]
+) -> None:
+    run_threads(save_power, 2, str(tmp_path))
+    folder = tmp_path / "step-000002"
+    [order] = torch.load(folder / "hooks-00001.pt", weights_only=True)[""]["orders"]
+    replaced(folder, "hooks-00001.pt", in_entry("orders", [change(order)]))
+    for rank, (text, is_as_before) in enumerate(run_threads(told_load, 2, str(tmp_path), power=True)):
+        assert text.startswith(f"ConfigError: {folder} does not hold the state of communication hook ")
+        assert f"ranks have different orders of gradients\n  at:  rank {rank}" in text
+        assert is_as_before
+
+
 def test_a_changed_file_is_damage(tmp_path: Path) -> None:
     run_threads(save_with, 2, str(tmp_path))
     path = tmp_path / "step-000002" / "hooks-00001.pt"

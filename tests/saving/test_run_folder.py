@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -38,7 +40,7 @@ from composable import (
 from composable.saving import checkpoint, run_folder
 from composable.saving.manifest import MANIFEST, FileSum, parse_manifest
 from composable.saving.run_folder import SummedFiles, new_partial, write_summed
-from composable.saving.run_owner import own
+from composable.saving.run_owner import Owner, own
 from tests.world import run_ranks, run_threads, told
 
 
@@ -388,6 +390,32 @@ def test_a_refused_save_takes_no_right(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, 1, refused)
     assert run_ranks(meet_another_run, 1, tmp_path)[0] == ["no error"]
     assert caught.value is not None and refused is not None  # neither holds it, alive
+
+
+def test_threads_that_begin_at_once_have_one_right(tmp_path: Path) -> None:
+    begin, lockf = threading.Barrier(4), fcntl.lockf
+
+    def own_at_once() -> Owner:
+        begin.wait(30)
+        return own(tmp_path)
+
+    def lock_slowly(*args: int) -> None:
+        time.sleep(0.05)  # others come in meanwhile
+        lockf(*args)
+
+    with mock.patch.object(fcntl, "lockf", lock_slowly), ThreadPoolExecutor(4) as threads:
+        found = [future.result() for future in [threads.submit(own_at_once) for _ in range(4)]]
+    assert len({*map(id, found)}) == 1
+
+
+def test_a_right_that_one_save_gives_up_stays_with_another_that_has_begun(tmp_path: Path) -> None:
+    kept, refused = own(tmp_path), own(tmp_path)
+    refused.leave()
+    kept.check()
+    [message] = run_ranks(meet_another_run, 1, tmp_path)[0]
+    assert "another run writes to" in message
+    kept.leave()
+    assert run_ranks(meet_another_run, 1, tmp_path)[0] == ["no error"]
 
 
 def test_without_locks_the_run_that_was_overtaken_is_told(tmp_path: Path) -> None:

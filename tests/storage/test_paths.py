@@ -112,12 +112,14 @@ def flats_of(model: nn.Module) -> list:
 def train_in_half_precision() -> tuple[Run, dict[str, int], dict[str, int]]:
     model = annotated()
     for flat in flats_of(model):
-        flat.gradient_path = HalfPrecision(flat.gradient_path)
+        flat.routes.gradient_path = HalfPrecision(flat.routes.gradient_path)
     records: list[Collective] = []
     for flat in flats_of(model):
-        flat.gradient_path.inner.transport = CountingTransport(flat.gradient_path.inner.transport, records)
+        flat.routes.gradient_path.inner.transport = CountingTransport(
+            flat.routes.gradient_path.inner.transport, records
+        )
     run = train(model, steps=1)
-    sent = {flat.gradient_path.inner.key: flat.plan.buffer_bytes for flat in flats_of(model)}
+    sent = {flat.routes.gradient_path.inner.key: flat.plan.buffer_bytes for flat in flats_of(model)}
     return run, {record.key: record.bytes for record in records}, sent
 
 
@@ -148,7 +150,7 @@ def train_on_two_dims(with_replicas: bool) -> tuple[Run, int]:
     if with_replicas:
         replicas = make_transport("process_group", state.grid.replicas.process_group)
         for flat in flats_of(model):
-            flat.gradient_path = ThenAllReduce(flat.gradient_path, replicas)
+            flat.routes.gradient_path = ThenAllReduce(flat.routes.gradient_path, replicas)
     return train(model), state.grid.divisor
 
 
@@ -168,8 +170,8 @@ def test_a_second_path_reduces_over_the_replicas_and_divides_once() -> None:
 def train_from_afar() -> tuple[Run, list[int]]:
     model = annotated()
     for flat in flats_of(model):
-        flat.gather_path = FromAfar(flat.gather_path)
-    return train(model), [flat.gather_path.fetched for flat in flats_of(model)]
+        flat.routes.gather_path = FromAfar(flat.routes.gather_path)
+    return train(model), [flat.routes.gather_path.fetched for flat in flats_of(model)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -205,7 +207,7 @@ class FailsOnce:
 def fail_once() -> Run:
     model = annotated()
     flat = flats_of(model)[-1]
-    flat.gradient_path = FailsOnce(flat.gradient_path)
+    flat.routes.gradient_path = FailsOnce(flat.routes.gradient_path)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     args, kwargs = inputs_of(model, 0, dist.get_rank())
     with pytest.raises(ConnectionError):

@@ -1,0 +1,190 @@
+"""Joins the all-reduces of gradients in a graph of compiled autograd into buckets.
+
+A graph has one for each gradient, as ``traced.py`` put it there. They are known by what they are: the sum over a
+group of a scaled gradient, copied back into it. So other collectives, of tensor parallelism say, stay as they are.
+What a bucket waits for goes to the end of the graph, or before the first that reads one of its gradients.
+
+Source: bucketing, PyTorch Distributed, arXiv 2006.15704.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from composable.torch_private import foreach_mul, graph_collectives
+
+__all__ = ["FORMS", "join_all_reduces"]
+
+
+@dataclass(frozen=True)
+class _Average:
+    """One gradient's average: ``grad.copy_(wait(all_reduce(grad * scale)))``, as nodes of a graph."""
+
+    grad: fx.Node
+    scaled: fx.Node
+    reduced: fx.Node
+    waited: fx.Node
+    copied: fx.Node
+
+    @property
+    def scale(self) -> Any:
+        return self.scaled.args[1]
+
+    @property
+    def group_name(self) -> Any:
+        return self.reduced.args[2]
+
+    @property
+    def key(self) -> object:
+        """What those that travel together have in common."""
+        like = self._like
+        return self.group_name, self.scale, like.dtype, like.device
+
+    @property
+    def numel_bytes(self) -> int:
+        return int(self._like.numel()) * self._like.element_size()
+
+    @property
+    def _like(self) -> torch.Tensor:
+        example: torch.Tensor = self.grad.meta["example_value"]
+        return example
+
+    @property
+    def gives(self) -> set[fx.Node]:
+        """Nodes whose value the average is."""
+        viewed = _made_by(self.grad, torch.view_as_real)
+        return {self.grad, self.copied, *(viewed.all_input_nodes if viewed is not None else ())}
+
+
+class _Bucket:
+    """Averages that travel together."""
+
+    def __init__(self) -> None:
+        self.averages: list[_Average] = []
+        self.numel_bytes = 0
+        self.gives: set[fx.Node] = set()
+
+    def add(self, average: _Average) -> None:
+        self.averages.append(average)
+        self.numel_bytes += average.numel_bytes
+        self.gives |= average.gives
+
+
+def join_all_reduces(graph: fx.Graph, cap_bytes: int, form: str) -> int:
+    """Join the averages of gradients in ``graph``; returns how many all-reduces there are now.
+
+    Args:
+        graph: As the compiler hands it to a backend.
+        cap_bytes: Most bytes of gradients in one bucket that holds more than one.
+        form: A key of ``FORMS``.
+    """
+    averages = {average.copied: average for average in _averages(graph)}
+    own = {node for average in averages.values() for node in (average.scaled, average.copied)}
+    buckets: list[_Bucket] = []
+    filling: dict[object, _Bucket] = {}
+    for node in graph.nodes:
+        if node not in own:
+            # What reads an average waits for its bucket: nothing that comes later can be in that.
+            filling = {key: one for key, one in filling.items() if one.gives.isdisjoint(node.all_input_nodes)}
+        average = averages.get(node)
+        if average is not None:
+            bucket = filling.get(average.key)
+            if bucket is None or bucket.numel_bytes + average.numel_bytes > cap_bytes:
+                bucket = filling[average.key] = _Bucket()
+                buckets.append(bucket)
+            bucket.add(average)
+    for bucket in buckets:
+        _join(graph, bucket, *FORMS[form])
+    graph.lint()
+    return len(buckets)
+
+
+def _averages(graph: fx.Graph) -> list[_Average]:
+    """Return the averages in ``graph``, in order."""
+    found = []
+    for copied in graph.nodes:
+        if not (copied.op == "call_method" and copied.target == "copy_" and len(copied.args) == 2):
+            continue
+        waited = _made_by(copied.args[1], graph_collectives.wait_tensor)
+        reduced = waited and _made_by(waited.args[0], graph_collectives.all_reduce)
+        scaled = reduced and _made_by(reduced.args[0], operator.mul)
+        if not (waited and reduced and scaled) or reduced.args[1] != "sum":
+            continue
+        grad = copied.args[0]
+        if (
+            scaled.args[0] is grad
+            and isinstance(grad, fx.Node)
+            and all(len(one.users) == 1 for one in (waited, reduced, scaled))
+        ):
+            found.append(_Average(grad, scaled, reduced, waited, copied))
+    return found
+
+
+def _made_by(node: Any, target: object) -> fx.Node | None:
+    if isinstance(node, fx.Node) and node.op == "call_function" and node.target is target and node.args:
+        return node
+    return None
+
+
+_Start = Callable[..., Any]
+_End = Callable[..., None]
+
+
+def _join(graph: fx.Graph, bucket: _Bucket, start: _Start, end: _End) -> None:
+    last = bucket.averages[-1]
+    grads = [average.grad for average in bucket.averages]
+    with graph.inserting_before(last.scaled):
+        started = graph.call_function(start, (grads, last.scale, last.group_name))
+    with graph.inserting_before(_first_reader(graph, bucket)):
+        graph.call_function(end, (grads, started))
+    for average in bucket.averages:
+        # Who reads the result of the copy reads the gradient.
+        average.copied.replace_all_uses_with(average.grad)
+        for node in (average.copied, average.waited, average.reduced, average.scaled):
+            graph.erase_node(node)
+
+
+def _first_reader(graph: fx.Graph, bucket: _Bucket) -> fx.Node:
+    """Return the first node after the last of its gradients that reads an average, or the end."""
+    node = bucket.averages[-1].copied.next
+    while node.op != "output" and bucket.gives.isdisjoint(node.all_input_nodes):
+        node = node.next
+    return node
+
+
+# As functions, which the compiler traces in its turn.
+
+
+def _sum_of_concatenated(grads: Sequence[torch.Tensor], scale: float, group_name: str) -> torch.Tensor:
+    flat = torch.cat([grad.reshape(-1) for grad in grads]) if len(grads) > 1 else grads[0].reshape(-1)
+    summed: torch.Tensor = graph_collectives.all_reduce(flat * scale, "sum", group_name)
+    return summed
+
+
+def _take_apart(grads: Sequence[torch.Tensor], summed: torch.Tensor) -> None:
+    parts = graph_collectives.wait_tensor(summed).split([grad.numel() for grad in grads])
+    for grad, part in zip(grads, parts, strict=True):
+        grad.copy_(part.view(grad.shape))
+
+
+def _sums_of_coalesced(grads: Sequence[torch.Tensor], scale: float, group_name: str) -> list[torch.Tensor]:
+    summed: list[torch.Tensor] = graph_collectives.all_reduce_coalesced(
+        foreach_mul(list(grads), scale), "sum", group_name
+    )
+    return summed
+
+
+def _take_each(grads: Sequence[torch.Tensor], summed: Sequence[torch.Tensor]) -> None:
+    for grad, part in zip(grads, summed, strict=True):
+        grad.copy_(graph_collectives.wait_tensor(part))
+
+
+# How a bucket travels: what starts it, and what ends it.
+FORMS: dict[str, tuple[_Start, _End]] = {
+    "concatenated": (_sum_of_concatenated, _take_apart),
+    "coalesced": (_sums_of_coalesced, _take_each),
+}

@@ -1,0 +1,169 @@
+"""How the bytes of one flat buffer travel: by which transports, under which keys, on which two paths.
+
+Chosen when the root is known, from what the plan casts, where the shard rests and what the user asked for; again
+when the user asks for something else. Nothing is moved here.
+"""
+
+import torch
+import torch.distributed as dist
+
+from composable.collectives import Started, Transport
+from composable.storage.comms import DEFAULT_COMMS, Comms
+from composable.storage.gather_path import CommGather, CopyGather, Gather, GatherPath
+from composable.storage.gradient_path import (
+    CommScatterPath,
+    GradientPath,
+    HookPath,
+    PathHome,
+    ScatterPath,
+    SumPath,
+    ThenHookPath,
+)
+from composable.storage.resting_place import RestingPlace
+
+__all__ = ["Routes"]
+
+
+class Routes:
+    """The ways of one flat buffer between ranks.
+
+    Args:
+        group: The shard group.
+        home: Where the shard and its gradient rest.
+        gradient_dtype: Of reduced gradients.
+        fqn: Of a parameter of the buffer.
+        casts_params: What is gathered has another dtype than the shard.
+
+    Attributes:
+        home: Where the shard and its gradient rest, until connected.
+        gather_path: How the shard becomes the whole buffer; ``None`` until connected.
+        gradient_path: How the gradients become this rank's shard of their mean; ``None`` until connected.
+        comms: What the user chose.
+    """
+
+    __slots__ = (
+        "_casts_params",
+        "_divisor",
+        "_fqn",
+        "_gradient_dtype",
+        "_group",
+        "_key",
+        "_scatter_key",
+        "_scatter_transport",
+        "_transport",
+        "comms",
+        "gather_path",
+        "gradient_path",
+        "home",
+    )
+
+    def __init__(
+        self, group: dist.ProcessGroup, home: RestingPlace, gradient_dtype: torch.dtype, fqn: str, *, casts_params: bool
+    ) -> None:
+        self._group = group
+        self.home = home
+        self._gradient_dtype = gradient_dtype
+        self._fqn = fqn
+        self._casts_params = casts_params
+        self.comms = DEFAULT_COMMS
+        self.gather_path: GatherPath | None = None
+        self.gradient_path: GradientPath | None = None
+        self._transport: Transport | None = None
+        self._scatter_transport: Transport | None = None
+        self._key = self._scatter_key = -1
+        self._divisor = 1
+
+    def unconnected(self) -> "Routes":
+        """Return others for a copy of the buffer, by the same choices of the user, not connected yet."""
+        twin = Routes(self._group, self.home, self._gradient_dtype, self._fqn, casts_params=self._casts_params)
+        twin.comms = self.comms
+        return twin
+
+    @property
+    def transport(self) -> Transport:
+        """What all-gathers go through."""
+        assert self._transport is not None, "connected when the root was decided"
+        return self._transport
+
+    @property
+    def scatter_transport(self) -> Transport:
+        """What reduce-scatters go through."""
+        assert self._scatter_transport is not None, "connected when the root was decided"
+        return self._scatter_transport
+
+    def connect(self, transport: Transport, divisor: int) -> None:
+        """Choose who moves the bytes, and over how many ranks gradients are averaged.
+
+        All ranks of the shard group, same order.
+        """
+        if self._transport is not transport:
+            self._key, self._divisor = transport.allocate_key(), divisor
+            self._scatter_transport, self._scatter_key = transport, self._key
+            self._choose_gather_path(transport)
+            self._choose_gradient_path(transport)
+            # Last: what was cut short is done again.
+            self._transport = transport
+
+    def scatter_by(self, transport: Transport | None) -> None:
+        """Let reduce-scatters go through another transport than gathers, ``None``: the same. After ``connect``.
+
+        All ranks of the shard group, same order.
+        """
+        chosen = transport or self.transport
+        if chosen is not self._scatter_transport:
+            self._scatter_key = self._key if transport is None else transport.allocate_key()
+            self._choose_gradient_path(chosen)
+            self._scatter_transport = chosen
+
+    def communicate_by(self, comms: Comms) -> None:
+        """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
+        self.comms = comms
+        if self._transport is not None:
+            self._choose_gather_path(self._transport)
+            self._choose_gradient_path(self.scatter_transport)
+
+    def has_started(self, started: Started) -> bool:
+        """Say whether a collective is an all-gather or a reduce-scatter of the buffer."""
+        key, is_reduction = divmod(started.tag, 2)
+        transport = self._scatter_transport if is_reduction else self._transport
+        own = self._scatter_key if is_reduction else self._key
+        return key == own and transport is not None and transport.has_started(started)
+
+    def check_hook(self) -> None:
+        """Raise what is wrong with what the hooks gave last, if anything.
+
+        Raises:
+            ConfigError: Its dtype, shape or device; or the all-reduce hook returned something.
+        """
+        failure = getattr(self.gradient_path, "failure", None)
+        if failure is not None:
+            self.gradient_path.failure = None  # type: ignore[union-attr]  # it has one
+            raise failure
+
+    def settle(self) -> None:
+        """Wait for all that the transports have started, also where an exception cut that short."""
+        for transport in {self._transport, self._scatter_transport}:
+            if transport is not None:
+                transport.settle()
+
+    def _choose_gather_path(self, transport: Transport) -> None:
+        if self.comms.all_gather is not None:
+            self.gather_path = CommGather(transport, self._key, self.comms.all_gather, self._group, self._fqn)
+        elif self._casts_params or self.home.is_elsewhere:
+            self.gather_path = CopyGather(transport, self._key, self.home)
+        else:
+            self.gather_path = Gather(transport, self._key)
+
+    def _choose_gradient_path(self, transport: Transport) -> None:
+        comms, dtype, key = self.comms, self._gradient_dtype, self._scatter_key
+        divisor = comms.divide_factor or self._divisor
+        path: GradientPath
+        if comms.hook is not None:
+            path = HookPath(transport, comms.hook, dtype)
+        elif comms.reduce_scatter is not None:
+            path = CommScatterPath(transport, comms.reduce_scatter, self._group, divisor, dtype, self._fqn)
+        else:
+            path = (SumPath if comms.sums_only else ScatterPath)(transport, key, divisor, dtype)
+        if comms.all_reduce_hook is not None:
+            path = ThenHookPath(path, comms.all_reduce_hook, comms.all_reduce_stream)
+        self.gradient_path = PathHome(path, self.home) if self.home.is_elsewhere else path
