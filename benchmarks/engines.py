@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from composable import MixedPrecisionPolicy, ModuleWrapPolicy, fully_shard, replicate
 
@@ -140,6 +141,39 @@ def _fully_shard_in_bf16(model: nn.Module, unit: type[nn.Module], keeps: bool) -
     )
 
 
+class _DoneEvent:
+    """An event of a stream on which everything is done: the CPU has no events."""
+
+    def record(self, stream: object = None) -> None:
+        """Do nothing."""
+
+    def wait(self, stream: object = None) -> None:
+        """Do nothing."""
+
+
+class _OnlyStream:
+    """The one stream of the CPU."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Do nothing."""
+
+
+def _ddp_in_bf16(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
+    """DDP's own mixed precision, which needs streams and events: on the CPU ones that do nothing.
+
+    Its weights are wrong there (torch 2.13): only its time says something.
+    """
+    if not torch.accelerator.is_available():
+        torch.Event = _DoneEvent  # type: ignore[misc,assignment]
+        torch.accelerator.current_stream = _OnlyStream  # type: ignore[assignment]
+    low = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    return DistributedDataParallel(model, mixed_precision=low)
+
+
+def _replicate_in_bf16(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
+    return replicate(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+
+
 def _fully_shard_with_zeros(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
     """Without the message in which ranks agree at the end of backward: what that costs."""
     option = False if keeps else None
@@ -156,6 +190,8 @@ ENGINES: dict[str, Callable[[nn.Module, type[nn.Module], bool], nn.Module]] = {
     "fully_shard_zeros": _fully_shard_with_zeros,
     "fsdp2_bf16": _fsdp2_in_bf16,
     "fully_shard_bf16": _fully_shard_in_bf16,
+    "ddp_bf16": _ddp_in_bf16,
+    "replicate_bf16": _replicate_in_bf16,
 }
 DEFAULT_ENGINES = ["plain", "ddp", "fsdp1", "fsdp2", "fully_shard", "replicate"]
 

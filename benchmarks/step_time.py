@@ -4,6 +4,7 @@
     python benchmarks/step_time.py --configs 128/24/2/64 --rounds 60 --engines fsdp2 fully_shard
     python benchmarks/step_time.py --configs 64/64/2/32 --rounds 60 --engines fully_shard_zeros fully_shard
     python benchmarks/step_time.py --engines fsdp2_bf16 fully_shard_bf16 fsdp2 fully_shard
+    python benchmarks/step_time.py --engines ddp_bf16 replicate_bf16
 
 Every engine has a model and an AdamW(foreach=True) of its own and trains on the same batches;
 in each round each engine makes one step, in an order that rotates. Wall time is what a user
@@ -31,6 +32,7 @@ TARGETS: dict[tuple[str, str], dict[str, float]] = {
     ("fully_shard", "fsdp2"): {"512/8/4/128": 0.90, "128/24/2/64": 0.60, "64/64/2/32": 0.60},
     ("fully_shard", "ddp"): {"512/8/4/128": 1.05, "128/24/2/64": 1.25, "64/64/2/32": 1.75},
     ("fully_shard_bf16", "fsdp2_bf16"): {"512/8/4/128": 0.85, "128/24/2/64": 0.60, "64/64/2/32": 0.50},
+    ("replicate_bf16", "ddp_bf16"): {"512/8/4/128": 1.00, "128/24/2/64": 1.00, "64/64/2/32": 1.00},
     ("replicate", "ddp"): {"512/8/4/128": 1.05, "128/24/2/64": 1.05, "64/64/2/32": 1.05},
 }
 

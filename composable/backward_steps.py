@@ -264,6 +264,12 @@ def _check(optimizer: torch.optim.Optimizer, units: Iterable[_Unit]) -> None:
     if in_backward():
         raise UsageError("a backward is running", fix="call step_in_backward between two steps")
     for unit in units:
+        if isinstance(unit, Reducer) and unit.options.has_policy:
+            raise ConfigError(
+                "an optimizer cannot step inside backward where modules compute with copies (mp_policy of replicate)",
+                at=f"parameter {_params_in(unit)[0]!r}",
+                fix="step after backward, or replicate without mp_policy",
+            )
         if unit.comm_hooks:
             raise UsageError(
                 "a communication hook reduces these gradients, which goes with no step inside backward",

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable.arguments import check_outside_inference, readable_twice
+from composable.casts import keep_dtype
 from composable.collectives import Grid, annotating, choose_transport_for, resolve_mesh
 from composable.contract import contract, set_member
 from composable.errors import ComposableError, ConfigError, UsageError
@@ -38,7 +39,7 @@ from composable.planning import (
 )
 from composable.policies import PolicyLike
 from composable.registrations import take_charge
-from composable.runtime import FullyShardState, keep_dtype, register_fully_shard_hooks
+from composable.runtime import FullyShardState, register_fully_shard_hooks
 from composable.saving import register_load_check, register_room
 from composable.storage import (
     ClassGatheredBuffer,

@@ -6,6 +6,7 @@ that order: an error leaves the module as it was, on every rank.
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -19,16 +20,21 @@ from composable.comm_hooks import check_hook
 from composable.contract import contract
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
+from composable.planning import MixedPrecisionPolicy, as_mixed_precision
 from composable.replication import (
+    NO_PRECISION,
     BucketOptions,
     BufferSync,
     ManagedTensors,
+    Precision,
+    PrecisionPlan,
     ReducedParam,
     Reducer,
     ReplicateState,
     broadcast_tensors,
     check_memory,
     find_tensors,
+    plan_precision,
     register_replicate_hooks,
 )
 from composable.saving import register_load_check
@@ -52,6 +58,7 @@ def replicate(
     find_unused_parameters: bool = False,
     broadcast_buffers: bool = True,
     gradient_as_bucket_view: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
 ) -> ModuleT:
     """Train ``module`` on every rank with its own data, as one process would on all of it.
 
@@ -79,6 +86,8 @@ def replicate(
         gradient_as_bucket_view: After backward ``param.grad`` is a view of a bucket, which
             the next backward overwrites. If false, it is a tensor of its own, at the price
             of that much memory and of a copy.
+        mp_policy: In which dtypes to compute and to average. While a module runs, forward or backward, it holds
+            copies of its parameters; the parameters themselves stay what optimizers and state dicts see.
 
     Returns:
         ``module``, the same object.
@@ -99,12 +108,14 @@ def replicate(
     ranks = resolve_ranks(mesh, process_group, [param for module in modules for param in module.parameters()])
     options = BucketOptions()
     managed: ManagedTensors = ManagedTensors()
+    precision: PrecisionPlan = NO_PRECISION
     failure: ComposableError | None = None
     try:
         check_outside_inference("replicate")
         options = _check_options(bucket_cap_mb, find_unused_parameters, broadcast_buffers, gradient_as_bucket_view)
         managed = find_tensors(modules, ignored, ranks.device.type)
         state.ignored_modules = frozenset(ignored or ())
+        precision = plan_precision(modules, state.ignored_modules, managed, as_mixed_precision(mp_policy))
     except ComposableError as error:
         # The other ranks are about to communicate: they must hear of it first.
         failure = error
@@ -112,7 +123,7 @@ def replicate(
         f"options: bucket_cap_mb={bucket_cap_mb}, find_unused_parameters={find_unused_parameters}, "
         f"broadcast_buffers={broadcast_buffers}"
     )
-    text = "\n".join([settings, *managed.lines])
+    text = "\n".join([settings, *managed.lines, *precision.lines])
     ranks.compare(
         text,
         failure,
@@ -121,12 +132,17 @@ def replicate(
         fix="build the same model and call replicate with the same arguments on every rank",
     )
     state.use(Grid.whole(ranks))
-    _execute(state, managed, options, broadcast_buffers=broadcast_buffers)
+    _execute(state, managed, options, precision, broadcast_buffers=broadcast_buffers)
     return module
 
 
 def _execute(
-    state: ReplicateState, managed: ManagedTensors, options: BucketOptions, *, broadcast_buffers: bool
+    state: ReplicateState,
+    managed: ManagedTensors,
+    options: BucketOptions,
+    precision: PrecisionPlan,
+    *,
+    broadcast_buffers: bool,
 ) -> None:
     transport, device = state.transport, state.grid.everyone.device
     transport.connect()
@@ -135,22 +151,32 @@ def _execute(
         buffers = [tensor for owner, name in managed.buffers if (tensor := owner[name]) is not None]
         broadcast_tensors(buffers, transport, device)
         state.buffers = BufferSync(managed.buffers, transport, device)
-    trainable = [ReducedParam(fqn, param, index) for fqn, param, index in managed.params if param.requires_grad]
+    trainable = [
+        ReducedParam(fqn, param, index, precision.reduce_dtype(param))
+        for fqn, param, index in managed.params
+        if param.requires_grad
+    ]
     state.frozen = [(fqn, param) for fqn, param, _ in managed.params if not param.requires_grad]
+    options = replace(options, has_policy=precision is not NO_PRECISION)
     state.reducer = Reducer(trainable, transport, state.grid, options, at_end_of_backward)
+    if state.reducer.options.has_policy:
+        state.precision = Precision(precision, state.modules, state.ignored_modules, trainable)
     state.follow()
     state.take_over_optimizers()
     state.hook_handles = after_gradients([item.param for item in trainable], state.reducer.arrivals())
     for index, module in enumerate(state.modules):
         state.hook_handles += _register_module_hooks(state, module, index)
         state.hook_handles += register_load_check(module)
+    if state.precision is not None:
+        state.hook_handles += state.precision.keep_skipped()
     state.watch()
 
 
 def _register_module_hooks(state: ReplicateState, module: nn.Module, index: int) -> list[RemovableHandle]:
-    return register_replicate_hooks(
-        module, state.before_forward, state.after_forward, functools.partial(state.before_backward, index)
-    )
+    before_backward = functools.partial(state.before_backward, index)
+    if state.precision is not None:
+        return state.precision.register(module, index, state.before_forward, state.after_forward, before_backward)
+    return register_replicate_hooks(module, state.before_forward, state.after_forward, before_backward)
 
 
 def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> None:

@@ -8,7 +8,7 @@ place. ``tests/test_torch_private.py`` holds the list against the installed torc
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import CodeType
@@ -20,6 +20,9 @@ from torch.distributed import ProcessGroup, ReduceScatterOptions, Work
 from composable.errors import UsageError, place_of_rank
 
 try:
+    # -- mixed precision of replicated modules: composable/replication/
+    _alias = torch.ops.aten._unsafe_view.default  # the only operation that gives its input's memory, and no view of it
+
     # -- transport: composable/collectives/
     from torch._C._distributed_c10d import AllgatherOptions  # the only options torch.distributed does not export
 
@@ -111,6 +114,7 @@ __all__ = [
     "TensorMeta",
     "TorchDispatchMode",
     "TorchWorld",
+    "alias_of",
     "all_gather_into",
     "autograd_profiler",
     "backward_code",
@@ -144,6 +148,7 @@ __all__ = [
     "real_backend",
     "reduce_scatter_into",
     "register_group",
+    "replace_flat_weights",
     "running_transform",
     "split_backward_code",
     "started_in",
@@ -250,6 +255,23 @@ def dispatch_rule_holder() -> Any:
 
 
 # -- parameters with two faces: composable/storage/
+
+
+def alias_of(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return ``values``, of any dtype, as a tensor whose gradient goes to ``leaf`` and is cast to its dtype.
+
+    ``values`` have the shape of ``leaf``; nothing is computed, and nothing saved for backward.
+    """
+    alias: torch.Tensor = _alias(leaf, leaf.shape)
+    alias.data = values
+    return alias
+
+
+def replace_flat_weights(module: torch.nn.Module, others: Mapping[int, torch.Tensor]) -> None:
+    """Let ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU``, which keep a list of their weights, compute with others, by id."""
+    weights = module.__dict__.get("_flat_weights")
+    if weights:
+        module._flat_weights = [others.get(id(one), one) for one in weights]  # type: ignore[assignment]  # a list
 
 
 def flat_weight_refs(module: torch.nn.Module) -> Any:

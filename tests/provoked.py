@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from composable import (
+    MixedPrecisionPolicy,
     fully_shard,
     load_checkpoint,
     replicate,
@@ -249,6 +250,11 @@ def annotate_with_both(_: str) -> None:
     replicate(fully_shard(make_model()))
 
 
+def write_to_a_copy_in_low_precision(_: str) -> None:
+    model = replicate(nn.Embedding(8, 4, max_norm=0.1), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    model(torch.arange(8))
+
+
 def register_two_hooks(_: str) -> None:
     model = replicate(make_model())
     for _ in range(2):
@@ -288,6 +294,7 @@ MISTAKES = [
     replicate_a_list_of_modules,
     replicate_sparse_gradients,
     annotate_with_both,
+    write_to_a_copy_in_low_precision,
     register_two_hooks,
 ]
 

@@ -25,6 +25,7 @@ EDGES: dict[str, set[str]] = {
     "torch_hooks": {"torch_private"},
     "frames": {"torch_private"},
     "tracing": {"torch_private"},
+    "casts": {"torch_hooks", "torch_private"},
     "claims": set(),
     "rivals": {"claims"},
     "registrations": BASE | {"claims", "rivals"},
@@ -36,9 +37,11 @@ EDGES: dict[str, set[str]] = {
     "planning": BASE | {"claims", "rivals", "fqns", "policies", "contract"},
     "ragged": BASE | {"planning", "collectives"},
     "storage": BASE | {"fqns", "planning", "collectives", "ragged"},
-    "replication": BASE | MARKS | {"fqns", "contract", "collectives", "planning", "storage"},
+    "replication": BASE | MARKS | {"casts", "fqns", "contract", "collectives", "planning", "storage"},
     "optim": BASE | {"fqns", "contract", "_traversal_utils", "collectives", "planning", "ragged", "storage"},
-    "runtime": BASE | MARKS | {"fqns", "contract", "_traversal_utils", "collectives", "planning", "ragged", "storage"},
+    "runtime": BASE
+    | MARKS
+    | {"casts", "fqns", "contract", "_traversal_utils", "collectives", "planning", "ragged", "storage"},
     "saving": BASE
     | {"fqns", "contract", "_traversal_utils", "collectives", "planning", "ragged", "storage"}
     | {"optim", "replication", "runtime"},

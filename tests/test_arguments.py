@@ -175,6 +175,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "find_unused_parameters": SWITCH,
             "broadcast_buffers": SWITCH,
             "gradient_as_bucket_view": SWITCH,
+            "mp_policy": OPTIONAL,
         },
     ),
     "checkpoint": (

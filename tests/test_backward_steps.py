@@ -15,6 +15,7 @@ from torch import nn
 
 from composable import (
     ComposableError,
+    MixedPrecisionPolicy,
     UsageError,
     accelerate_optimizer,
     allreduce_hook,
@@ -482,6 +483,8 @@ def refusals() -> Iterator[tuple[Callable[[], Any], str]]:
         yield lambda optimizer=optimizer: step_in_backward(optimizer), "a communication hook reduces these gradients"
     model, optimizer = built(make=lambda params: torch.optim.LBFGS(list(params)))
     yield lambda: step_in_backward(optimizer), "needs a closure"
+    low = replicate(make_model("mlp"), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    yield lambda: step_in_backward(sgd(low.parameters())), "where modules compute with copies"
     plain = make_model("mlp")
     yield lambda: step_in_backward(sgd(plain.parameters())), "no parameter of the optimizer is annotated"
     model, optimizer = built(make=lambda params: torch.optim.SGD(params, lr=0.1, differentiable=True))
@@ -519,7 +522,7 @@ def refuse_all() -> int:
 
 
 def test_what_does_not_go_with_it_is_refused() -> None:
-    assert run_threads(refuse_all, 2)[0] == 25
+    assert run_threads(refuse_all, 2)[0] == 26
 
 
 def different_ranks() -> None:

@@ -5,7 +5,13 @@ from composable.planning.layout import FlatLayout
 from composable.planning.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn
 from composable.planning.planner import HandleMembers, make_plan, plan
-from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, skipped_modules
+from composable.planning.precision import (
+    NO_CASTS,
+    MixedPrecisionPolicy,
+    ParamDtypes,
+    as_mixed_precision,
+    skipped_modules,
+)
 from composable.planning.replaced import first_replacement, mark_replaced, marks_made, replacement_of
 from composable.planning.shard_plan import BufferPlan, HandlePlan, ShardPlan
 from composable.planning.subclasses import Form
@@ -23,11 +29,13 @@ __all__ = [
     "HandlePlan",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ParamDtypes",
     "RaggedShard",
     "ShardOptions",
     "ShardPlacementFn",
     "ShardPlan",
     "ShardingStrategy",
+    "as_mixed_precision",
     "boxes",
     "first_replacement",
     "in_memory_order",

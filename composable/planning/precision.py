@@ -21,7 +21,7 @@ __all__ = ["NO_CASTS", "MixedPrecisionPolicy", "ParamDtypes", "as_mixed_precisio
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _NAMES = ", ".join(map(str, _DTYPES))
 
-_OTHER_CLASSES = ("MixedPrecisionPolicy", "MixedPrecision")
+_OTHER_CLASSES = ("MixedPrecisionPolicy", "MixedPrecision", "_MixedPrecision")
 # Options of torch's own policies by their names here; what is not named has the same name.
 _OTHER_NAMES = {"_module_classes_to_ignore": "skipped_module_classes"}
 
@@ -35,23 +35,24 @@ class ParamDtypes(NamedTuple):
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of computation and of gradient reduction for the modules of one ``fully_shard`` call.
+    """Dtypes of computation and of gradient reduction for the modules of one ``fully_shard`` or ``replicate`` call.
 
-    Sharded parameters, optimizer state and reduced gradients keep the parameter's own dtype. Only
+    Parameters between steps, optimizer state and reduced gradients keep the parameter's own dtype. Only
     floating-point parameters, tensors and buffers are ever cast, and only where their dtype differs: a policy
     that asks for the dtypes that are there changes nothing.
 
     Attributes:
-        param_dtype: Of unsharded parameters, and so of all-gathers, forward and backward. ``None``: their own.
-        reduce_dtype: Of gradients in reduce-scatters, and of those that ``no_sync`` keeps between backwards.
-            ``None``: that in which the parameter is computed with, ``param_dtype`` where it is given.
-        output_dtype: Floating-point outputs of the fully sharded modules are cast to it.
-        cast_forward_inputs: Cast floating-point inputs of the fully sharded modules to ``param_dtype``;
-            autograd takes the gradient back through the cast.
+        param_dtype: Of unsharded parameters, or of the copies that replicated modules compute with, and so of
+            all-gathers, forward and backward. ``None``: their own.
+        reduce_dtype: Of gradients in reduce-scatters and all-reduces, and of those that ``no_sync`` keeps in
+            sharded modules. ``None``: that in which the parameter is computed with, ``param_dtype`` where it is given.
+        output_dtype: Floating-point outputs of the annotated modules are cast to it.
+        cast_forward_inputs: Cast floating-point inputs of the annotated modules to ``param_dtype``;
+            autograd takes the gradient back through the cast. Of ``fully_shard``, these are all that have a handle.
         cast_root_forward_inputs: The same for the module where forward starts; ``None``: as for all others.
-        buffer_dtype: Floating-point buffers are cast to it while the fully sharded module around them runs, and
+        buffer_dtype: Floating-point buffers are cast to it while the annotated module around them runs, and
             are their own before and after: state dicts and checkpoints never see the cast.
-        keep_low_precision_grads: Gradients of sharded parameters stay in the dtype in which they were
+        keep_low_precision_grads: Gradients stay in the dtype in which they were
             reduced. Few optimizers take them; it saves memory where something else consumes them.
         skipped_module_classes: Modules of these classes, with all below, keep the dtype of their parameters and
             buffers; their inputs are cast to it, and their outputs back. Such as ``nn.LayerNorm``.

@@ -7,7 +7,7 @@ device; from then on they follow that order.
 from collections.abc import Sequence
 
 from composable.collectives import Transport
-from composable.replication.bucket import FIRST_CAP_BYTES, Bucket, ReducedParam, plan_buckets
+from composable.replication.bucket import FIRST_CAP_BYTES, Bucket, ReducedParam, grad_dtype_of, plan_buckets
 
 __all__ = ["Arrangement"]
 
@@ -101,10 +101,11 @@ class Arrangement:
             for index, view in zip(bucket.param_indices, bucket.views, strict=True):
                 param = self._params[index].param
                 if param.grad is None and used[index] > 0:
-                    param.grad = view if grads_as_views else view.clone()
+                    dtype = grad_dtype_of(param)
+                    param.grad = view if grads_as_views and dtype is view.dtype else view.to(dtype, copy=True)
 
     def _keys(self) -> list[object]:
-        return [(item.param.dtype.to_real(), item.param.is_complex(), item.param.device) for item in self._params]
+        return [(item.bucket_dtype, item.param.is_complex(), item.param.device) for item in self._params]
 
     def _rebuild(self, order: Sequence[int]) -> None:
         """Make buckets in order of arrival, and move the gradients that lie in the old ones."""
@@ -121,7 +122,7 @@ class Arrangement:
             plan_buckets(
                 order,
                 self._keys(),
-                [item.param.nbytes for item in self._params],
+                [item.bucket_bytes for item in self._params],
                 first_cap_bytes=FIRST_CAP_BYTES,
                 cap_bytes=self._cap_bytes,
             )
@@ -144,6 +145,7 @@ class Arrangement:
                     is_last=is_last,
                     key=self._transport.allocate_key(),
                     is_lazy=self.is_lazy,
+                    dtype=self._params[group[0]].bucket_dtype,
                 )
             )
         holder = {index: bucket for bucket in buckets for index in bucket.param_indices}

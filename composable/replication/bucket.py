@@ -12,7 +12,7 @@ from torch import nn
 from composable.errors import UsageError, place_of_rank
 from composable.torch_private import foreach_copy_, foreach_mul_
 
-__all__ = ["FIRST_CAP_BYTES", "Bucket", "BucketOptions", "ReducedParam", "plan_buckets"]
+__all__ = ["FIRST_CAP_BYTES", "Bucket", "BucketOptions", "ReducedParam", "grad_dtype_of", "plan_buckets"]
 
 FIRST_CAP_BYTES = 2**20
 # Every parameter starts at a multiple of this: vectorised kernels want 16, cache lines 64.
@@ -31,11 +31,23 @@ class ReducedParam:
         fqn: Its name below the annotated module.
         param: The parameter itself.
         module_index: Which of the annotated modules it belongs to.
+        reduce_dtype: In which its gradient travels; ``None``: that of the parameter.
     """
 
     fqn: str
     param: nn.Parameter
     module_index: int = 0
+    reduce_dtype: torch.dtype | None = None
+
+    @property
+    def bucket_dtype(self) -> torch.dtype:
+        """Of the bucket that holds its gradient."""
+        return self.reduce_dtype or self.param.dtype.to_real()
+
+    @property
+    def bucket_bytes(self) -> int:
+        """What its gradient takes in the bucket."""
+        return self.param.nbytes // self.param.dtype.to_real().itemsize * self.bucket_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -46,11 +58,13 @@ class BucketOptions:
         cap_bytes: Most bytes of a bucket that holds more than one parameter.
         find_unused: Parameters without a gradient are no error.
         grads_as_views: After backward ``param.grad`` is a view of its bucket, not a copy.
+        has_policy: There is a mixed precision policy.
     """
 
     cap_bytes: int = 25 * 2**20
     find_unused: bool = False
     grads_as_views: bool = True
+    has_policy: bool = False
 
 
 def plan_buckets(
@@ -101,6 +115,7 @@ class Bucket:
         tail: ``tail_numel`` elements behind the gradients.
         key: Of its all-reduce.
         is_released: There is no memory until the next gradients come.
+        casts: Some gradients rest in another dtype than they travel in.
     """
 
     def __init__(
@@ -112,6 +127,7 @@ class Bucket:
         is_last: bool,
         key: int,
         is_lazy: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.param_indices = [param_index for param_index, _ in members]
         self._params = [param for _, param in members]
@@ -119,7 +135,8 @@ class Bucket:
         self._is_last = is_last
         self.key = key
         self.pending = len(members)
-        dtype = self._params[0].dtype.to_real()
+        dtype = dtype or self._params[0].dtype.to_real()
+        self.casts = any(grad_dtype_of(param).to_real() is not dtype for param in self._params)
         step = _ALIGN_BYTES // dtype.itemsize
         starts = []
         gaps = []
@@ -237,7 +254,9 @@ class Bucket:
             raise
         if grads_as_views:
             for param, view in zip(fresh_params, fresh_views, strict=True):
-                param.grad = view
+                # One that rests in another dtype gets the average when all is reduced.
+                if param.grad is not None and param.grad.dtype is view.dtype:
+                    param.grad = view
 
     def clear_gaps(self) -> None:
         """Have zeros between the gradients, where a communication hook may have left something in the last round."""
@@ -256,6 +275,11 @@ class Bucket:
         grads = [grad for grad, view in pairs if grad is not None and grad is not view]
         if grads:
             foreach_copy_(grads, [view for grad, view in pairs if grad is not None and grad is not view])
+
+
+def grad_dtype_of(param: nn.Parameter) -> torch.dtype:
+    """Return the dtype in which the parameter's gradient rests."""
+    return param.grad_dtype or param.dtype  # None: any
 
 
 def _view_for(flat: torch.Tensor, start: int, param: nn.Parameter) -> torch.Tensor:

@@ -13,7 +13,7 @@ from composable.frames import in_backward
 from composable.torch_hooks import GradientHook, beside_forward, differentiable_tensors, on_gradient
 from composable.torch_private import opaque
 
-__all__ = ["register_replicate_hooks"]
+__all__ = ["ReplicateHooks", "register_replicate_hooks"]
 
 
 def register_replicate_hooks(
@@ -28,11 +28,11 @@ def register_replicate_hooks(
     backward: that is no forward here. A deep copy of the module gets deep copies of the three: pass bound methods,
     not closures.
     """
-    hooks = _ReplicateHooks(before_forward, after_forward, before_backward)
+    hooks = ReplicateHooks(before_forward, after_forward, before_backward)
     return beside_forward(module, hooks.pre_forward, hooks.post_forward)
 
 
-class _ReplicateHooks:
+class ReplicateHooks:
     """The hooks of one replicated module."""
 
     __slots__ = ("_after_forward", "_before_backward", "_before_forward")
@@ -53,7 +53,7 @@ class _ReplicateHooks:
             self._before_forward(module)
 
     @opaque
-    def post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not in_backward():
             self._after_forward(sys.exc_info()[1] if output is None else None)
         if torch.is_grad_enabled():

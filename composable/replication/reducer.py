@@ -23,8 +23,9 @@ import torch
 from torch import nn
 
 from composable.collectives import Grid, Transport
+from composable.errors import ConfigError, place_of_rank
 from composable.replication.arrangement import Arrangement
-from composable.replication.bucket import Bucket, BucketOptions, ReducedParam
+from composable.replication.bucket import Bucket, BucketOptions, ReducedParam, grad_dtype_of
 from composable.replication.bucket_memory import note_caller
 from composable.replication.complaints import after_close, backward_error, copied_inside, hook_failed, second_gradient
 from composable.replication.round import Round
@@ -141,6 +142,8 @@ class Reducer:
             return "ranks cannot tell each other which parameters they used (find_unused_parameters=True)"
         if self.steppers:
             return "an optimizer cannot step inside of it"
+        if self.options.has_policy:
+            return "nothing tells modules when to hold their own parameters again (mp_policy)"
         if self._is_closed:
             return "a module of before unannotate cannot run"
         return ""
@@ -209,7 +212,7 @@ class Reducer:
         for item, is_there in zip(self.params, has_grad, strict=True):
             if is_any and is_there:
                 if item.param.grad is None:
-                    item.param.grad = torch.zeros_like(item.param)
+                    item.param.grad = torch.zeros_like(item.param, dtype=grad_dtype_of(item.param))
                 grad = item.param.grad.detach()
                 whole = grad.contiguous()
                 self._transport.begin_all_reduce(whole.view(-1), self._order_key, scale=self.scale).finish()
@@ -221,6 +224,12 @@ class Reducer:
 
     def step_by(self, steppers: Sequence[Stepper]) -> None:
         """Let these step the parameters, from the next backward on."""
+        if steppers and self.options.has_policy:
+            raise ConfigError(
+                "an optimizer cannot step inside backward where modules compute with copies (mp_policy)",
+                at=f"{place_of_rank()}, parameter {self.params[0].fqn!r}",
+                fix="step after backward, or replicate without mp_policy",
+            )
         self.steppers = tuple(steppers)
         self._arrangement.is_lazy = bool(steppers)
         for bucket in self.buckets:
@@ -476,8 +485,8 @@ class Reducer:
     def _finish_round(self) -> Report | None:
         """Wait for all buckets, and give every parameter its average; returns what ``Tail.read`` does."""
         self._sender.finish()
-        if not self._grads_as_views:
-            for bucket in self.buckets:
+        for bucket in self.buckets:
+            if bucket.casts or not self._grads_as_views:
                 bucket.unpack()
         tail = self.buckets[-1].tail
         report = self._tail.read(tail)

@@ -22,6 +22,7 @@ from composable.registrations import (
     watch_registrations,
 )
 from composable.replication.broadcasts import BufferSync
+from composable.replication.precision import Precision
 from composable.replication.reducer import Reducer
 from composable.replication.standing import Standing
 from composable.replication.tensors import own_modules, unmanaged_params
@@ -49,6 +50,7 @@ class ReplicateState:
         reducer: Averages the gradients.
         ignored_modules: What the annotation leaves alone, with all below.
         buffers: Makes the buffers equal before a forward; ``None`` if there are none or it was not asked for.
+        precision: What its mixed precision policy asks for; ``None``: nothing.
         frozen: Parameters that did not require a gradient when they were last looked at, with their FQNs.
         grid: The ranks, which all hold every parameter.
         transport: In a group of its own; a copied state makes it at its first forward that a backward may follow.
@@ -69,6 +71,7 @@ class ReplicateState:
         self.modules = ()
         self.ignored_modules: frozenset[nn.Module] = frozenset()
         self.buffers = None
+        self.precision: Precision | None = None
         self.frozen = []
         self.hook_handles: list[RemovableHandle] = []
         self._seen = (-1, 0)
@@ -171,11 +174,15 @@ class ReplicateState:
     def abandon_step(self) -> None:
         """Put things right after a backward that an exception stopped; see ``Reducer.prepare``."""
         self.reducer.prepare()
+        if self.precision is not None:
+            self.precision.put_back()
 
     def close(self) -> None:
         """Make the modules plain ones again. Collective; no forward or backward is running."""
         self.transport.connect()
         self.reducer.close()
+        if self.precision is not None:
+            self.precision.close()
         release([*(item.param for item in self.reducer.params), *(param for _, param in self.frozen)])
         leave_alone(self._own_modules())
         for hook in self.hook_handles:
@@ -196,6 +203,8 @@ class ReplicateState:
         twin.use(self.grid)
         for item in self.reducer.params:
             copied = copy.deepcopy(item.param, memo)
+            if copied.grad_dtype is not item.param.grad_dtype:
+                copied.grad_dtype = item.param.grad_dtype
             if item.param.grad is not None and self.reducer.has_sound_gradients:
                 copied.grad = item.param.grad.detach().clone()
         params = [replace(item, param=memo[id(item.param)]) for item in self.reducer.params]
@@ -205,6 +214,8 @@ class ReplicateState:
             slots = [(copy.deepcopy(owner, memo), name) for owner, name in self.buffers.slots]
             twin.buffers = BufferSync(slots, twin.transport, self.grid.everyone.device)
         twin.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
+        if self.precision is not None:
+            twin.precision = self.precision.copied(params, memo)
         for hook in twin.reducer.comm_hooks:
             hook.place_copy(memo)
         twin.ignored_modules = frozenset(

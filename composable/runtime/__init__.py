@@ -4,7 +4,6 @@ from composable.runtime.copies import copy_module
 from composable.runtime.hooks import call_as_forward, register_fully_shard_hooks
 from composable.runtime.notices import notice_hook_states
 from composable.runtime.part import AnnotatedPart
-from composable.runtime.precision import keep_dtype
 from composable.runtime.scheduler import Scheduler
 from composable.runtime.state import FullyShardState, Root, handle_of_module, sharded_state_of
 from composable.runtime.streams import streams_for
@@ -17,7 +16,6 @@ __all__ = [
     "call_as_forward",
     "copy_module",
     "handle_of_module",
-    "keep_dtype",
     "notice_hook_states",
     "register_fully_shard_hooks",
     "sharded_state_of",

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from composable.casts import CastBuffers, LendHook, cast_floats
 from composable.collectives import described
 from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.frames import run_as_call
-from composable.runtime.precision import CastBuffers, LendHook, cast_floats
 from composable.runtime.readiness import check_not_lent
 from composable.runtime.saved_tensors import SavingForbidden
 from composable.runtime.scheduler import Scheduler
@@ -156,7 +156,8 @@ class _CastingHooks(_ModuleHooks):
             if self._modules is None:
                 self._modules = state.modules_around(module)
             is_outermost = root.scheduler.is_outermost(module)
-            self._buffers.enter(self._modules, root.lent_buffers, is_outermost=is_outermost)
+            self._buffers.take_from(root.lent_buffers)
+            self._buffers.enter(self._modules, is_outermost=is_outermost)
         return changed
 
     @opaque

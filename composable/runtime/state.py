@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 import _traversal_utils
+from composable.casts import LentBuffers
 from composable.collectives import Grid, OwnTransport, Ranks, host_transport_of, notice_tree, transport_of
 from composable.contract import get_registry, managing_state
 from composable.errors import UsageError, located, place_of_rank
@@ -17,7 +18,6 @@ from composable.runtime.account import Account
 from composable.runtime.additions import Additions
 from composable.runtime.agreement import Agreement, Comparison, find_stale
 from composable.runtime.notices import notice_offload, notice_plan
-from composable.runtime.precision import LentBuffers
 from composable.runtime.readiness import check_not_lent, check_ready
 from composable.runtime.scheduler import Scheduler
 from composable.runtime.settings import RootSettings

@@ -1,12 +1,13 @@
-"""Casts at the border of a fully sharded module, as its mixed precision policy asks: inputs, buffers, outputs.
+"""Casts at the border of an annotated module, as its mixed precision policy asks: inputs, buffers, outputs.
 
-Parameters and gradients are cast on their way through the collectives, see ``storage/``.
+Parameters and gradients are cast on their way through the collectives, see ``storage/`` and ``replication/``.
 """
 
 import copy
 import dataclasses
 import operator
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from composable.torch_hooks import GradientHook, around_forward, at_end_of_backward, next_ending_number
 from composable.torch_private import opaque, tree_map
 
-__all__ = ["CastBuffers", "LendHook", "LentBuffers", "cast_floats", "keep_dtype"]
+__all__ = ["CastBuffers", "LendHook", "Lending", "LentBuffers", "cast_floats", "keep_dtype"]
 
 T = TypeVar("T")
 
@@ -151,57 +152,54 @@ def _version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class CastBuffers:
-    """Lets modules hold their floating-point buffers in another dtype while one of them runs, forward or backward.
+def _nothing() -> None:
+    return None
 
-    Before and after they hold their own, with what the computation wrote into the others: nothing that
-    reads a model between steps knows of this.
 
-    Args:
-        dtype: The other dtype.
+class Lending(ABC):
+    """Lets modules hold other tensors while one of them runs, forward or backward; else they hold their own.
 
     Attributes:
         number: As of all that end a backward.
     """
 
-    __slots__ = ("__weakref__", "_depth", "_dtype", "_end", "_lender", "_lent", "number")
+    __slots__ = ("__weakref__", "_depth", "_end", "number")
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self) -> None:
         self.number = next_ending_number()
-        self._dtype = dtype
         self._depth = 0
-        self._end: Callable[[], object] = lambda: None
-        self._lender = LentBuffers()
-        self._lent: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
+        self._end: Callable[[], object] = _nothing
 
-    def enter(self, modules: Sequence[nn.Module], lender: LentBuffers, *, is_outermost: bool) -> None:
-        """Lend the buffers of ``modules``.
+    def enter(self, modules: Sequence[nn.Module], *, is_outermost: bool) -> None:
+        """Lend what ``modules`` are to hold.
 
         Args:
-            modules: That the buffers belong to.
-            lender: Of the tree that they are in.
+            modules: That the tensors belong to.
             is_outermost: No other call of theirs is running: one that was cut short is over.
         """
         if is_outermost:
             self._depth = 0
-            self._restore()
+            self._restore_idle()
         self._depth += 1
-        if not self._lent:
-            self._lender = lender
         self._lend(modules)
 
     def leave(self) -> None:
         """Undo ``enter``."""
         # A hook before `enter` may have raised.
         self._depth = max(self._depth - 1, 0)
-        self._restore()
+        self._restore_idle()
 
     def enter_backward(self, modules: Sequence[nn.Module]) -> None:
-        """Lend them until the running backward ends, in any way: checkpointing runs parts of forward in it."""
+        """Lend until the running backward ends, in any way: checkpointing runs parts of forward in it."""
         if self._end() is None:
             held = at_end_of_backward(self)
             self._end = weakref.ref(held, self._leave_backward)
             self._lend(modules)
+
+    def put_back(self) -> None:
+        """Let the modules hold their own after a call that was cut short; one that runs backward keeps them."""
+        self._depth = 0
+        self._restore_idle()
 
     def start(self) -> None:
         """Do nothing: no rank waits for this one."""
@@ -209,9 +207,50 @@ class CastBuffers:
     def finish(self) -> None:
         """Do nothing: autograd says when backward has ended."""
 
+    @property
+    def is_in_backward(self) -> bool:
+        """They are lent for a backward that is running."""
+        return self._end() is not None
+
     def _leave_backward(self, _: object) -> None:
-        self._end = lambda: None
-        self._restore()
+        self._end = _nothing
+        self._restore_idle()
+
+    def _restore_idle(self) -> None:
+        if not self._depth and self._end() is None:
+            self._restore()
+
+    @abstractmethod
+    def _lend(self, modules: Sequence[nn.Module]) -> None:
+        """Put the other tensors in place; do nothing where they are."""
+
+    @abstractmethod
+    def _restore(self) -> None:
+        """Put the modules' own back."""
+
+
+class CastBuffers(Lending):
+    """Lets modules hold their floating-point buffers in another dtype while one of them runs, forward or backward.
+
+    Before and after they hold their own, with what the computation wrote into the others: nothing that
+    reads a model between steps knows of this.
+
+    Args:
+        dtype: The other dtype.
+    """
+
+    __slots__ = ("_dtype", "_lender", "_lent")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._lender = LentBuffers()
+        self._lent: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
+
+    def take_from(self, lender: LentBuffers) -> None:
+        """Let modules hold the copies of ``lender``, that of the tree that they are in."""
+        if not self._lent:
+            self._lender = lender
 
     def _lend(self, modules: Sequence[nn.Module]) -> None:
         if self._lent:
@@ -226,8 +265,6 @@ class CastBuffers:
             module._buffers[name] = lent
 
     def _restore(self) -> None:
-        if self._depth or self._end() is not None:
-            return
         for module, name, own, lent in self._lent:
             # A buffer that was assigned meanwhile is the user's.
             if module._buffers.get(name) is lent:
@@ -237,17 +274,17 @@ class CastBuffers:
 
 
 class LendHook(GradientHook):
-    """Runs when the gradient of an output arrives: lends buffers for the rest of the backward."""
+    """Runs when the gradient of an output arrives: lends for the rest of the backward."""
 
-    __slots__ = ("_buffers", "_modules")
+    __slots__ = ("_lending", "_modules")
 
-    def __init__(self, buffers: CastBuffers, modules: Sequence[nn.Module]) -> None:
-        self._buffers = buffers
+    def __init__(self, lending: Lending, modules: Sequence[nn.Module]) -> None:
+        self._lending = lending
         self._modules = modules
 
     @opaque
     def __call__(self, grad: torch.Tensor) -> None:
-        self._buffers.enter_backward(self._modules)
+        self._lending.enter_backward(self._modules)
 
 
 def keep_dtype(module: nn.Module) -> list[RemovableHandle]:

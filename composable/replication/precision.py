@@ -1,0 +1,375 @@
+"""Mixed precision of replicated modules: which dtype each parameter has where, and what their hooks cast.
+
+Parameters stay what they are, for optimizers and state dicts. While a module runs it holds copies of them,
+see ``low_params.py``; gradients travel in buckets of the dtype of the reduction, and rest in that of the parameter.
+"""
+
+import copy
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from composable.casts import CastBuffers, cast_floats, keep_dtype
+from composable.claims import claim_of
+from composable.contract import get_registry
+from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.fqns import describe_module
+from composable.frames import is_called_again, modules_in_call
+from composable.planning import NO_CASTS, MixedPrecisionPolicy, ParamDtypes, skipped_modules
+from composable.replication.bucket import ReducedParam, grad_dtype_of
+from composable.replication.hooks import ReplicateHooks, register_replicate_hooks
+from composable.replication.low_params import LowPrecisionParams, ParamSlot
+from composable.replication.tensors import ManagedTensors, own_modules
+from composable.torch_hooks import GradientHook, around_forward, around_state_dict, differentiable_tensors, on_gradient
+from composable.torch_private import opaque
+from composable.wording import dtype_text
+
+__all__ = ["NO_PRECISION", "Precision", "PrecisionPlan", "plan_precision"]
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """What a policy asks of the parameters of one annotation.
+
+    Attributes:
+        policy: The user's.
+        dtypes: Of each parameter, by id.
+        skipped: Modules that keep their dtype, each with the outermost of them around it.
+        lines: The policy, and one text for each parameter that is cast, to compare between ranks.
+    """
+
+    policy: MixedPrecisionPolicy = NO_CASTS
+    dtypes: Mapping[int, ParamDtypes] = field(default_factory=dict)
+    skipped: Mapping[nn.Module, nn.Module] = field(default_factory=dict)
+    lines: Sequence[str] = ()
+
+    def reduce_dtype(self, param: nn.Parameter) -> torch.dtype | None:
+        """Return the dtype in which a gradient travels, if it is not the parameter's."""
+        found = self.dtypes.get(id(param))
+        return None if found is None or found.reduce is param.dtype else found.reduce
+
+    @property
+    def casts_at_border(self) -> bool:
+        """Whether a forward has anything to do."""
+        policy = self.policy
+        return any(dtype is not None for dtype in (policy.param_dtype, policy.buffer_dtype, policy.output_dtype)) or (
+            policy.param_dtype_override_fn is not None
+        )
+
+
+NO_PRECISION = PrecisionPlan()
+
+
+def plan_precision(
+    modules: Sequence[nn.Module], ignored: Iterable[nn.Module], managed: ManagedTensors, policy: MixedPrecisionPolicy
+) -> PrecisionPlan:
+    """Return what ``policy`` asks of what is managed, and of what annotations inside manage that is used here too.
+
+    Raises:
+        ConfigError: ``param_dtype_override_fn`` raised or returned no dtype, or a module computes in C++.
+    """
+    if not str(policy):
+        return NO_PRECISION
+    skipped = skipped_modules(managed.modules, policy)
+    names = {id(param): fqn for fqn, param, _ in managed.params}
+    keeps: set[int] = set()
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    left = frozenset(ignored)
+    for root in modules:
+        for path, visited in own_modules(root, left, modules):
+            if isinstance(visited, torch.jit.ScriptModule) and visited not in skipped:
+                raise ConfigError(
+                    "a scripted module computes with parameters that cannot be lent in another dtype",
+                    at=f"module {path!r}",
+                    fix="add torch.jit.ScriptModule to skipped_module_classes, or script nothing",
+                )
+            for name, param in visited._parameters.items():
+                if param is not None and (id(param) in names or claim_of(param) is not None):
+                    found.setdefault(id(param), (names.get(id(param)) or f"{path}.{name}".strip("."), param))
+                    if visited in skipped:
+                        keeps.add(id(param))
+    dtypes, lines = {}, [f"precision: {policy}"]
+    for key, (fqn, param) in found.items():
+        chosen = policy.dtypes_of(param, fqn, is_skipped=key in keeps)
+        dtypes[key] = chosen
+        if chosen != (param.dtype, param.dtype):
+            lines.append(f"{fqn!r} as {dtype_text(chosen.compute)} reduced in {dtype_text(chosen.reduce)}")
+    return PrecisionPlan(policy, dtypes, skipped, lines)
+
+
+class Precision:
+    """What the modules of one annotation do in mixed precision.
+
+    Args:
+        plan: What is asked.
+        modules: The annotated modules.
+        ignored: Modules that are left alone.
+        params: Whose gradients are averaged.
+    """
+
+    def __init__(
+        self,
+        plan: PrecisionPlan,
+        modules: Sequence[nn.Module],
+        ignored: Iterable[nn.Module],
+        params: Sequence[ReducedParam],
+    ) -> None:
+        self._policy = plan.policy
+        self._skipped = tuple(dict.fromkeys(plan.skipped.values()))
+        left = frozenset(ignored)
+        self._parts = [_part_of(plan, root, left, modules) for root in modules] if plan.casts_at_border else []
+        self._rest_grads(params)
+
+    def copied(self, params: Sequence[ReducedParam], memo: dict[int, Any]) -> "Precision":
+        """Return that of a copy of the modules, whose parameters are ``params``."""
+        twin = copy.copy(self)
+        twin._skipped = tuple(copy.deepcopy(module, memo) for module in self._skipped)
+        twin._parts = [copy.deepcopy(part, memo) for part in self._parts]
+        twin._rest_grads(params)
+        return twin
+
+    def register(
+        self,
+        module: nn.Module,
+        index: int,
+        before_forward: Callable[[nn.Module], None],
+        after_forward: Callable[[BaseException | None], None],
+        before_backward: Callable[[], None],
+    ) -> list[RemovableHandle]:
+        """Do what ``register_replicate_hooks`` does for the annotated module ``index``, and cast."""
+        if not self._parts:
+            return register_replicate_hooks(module, before_forward, after_forward, before_backward)
+        hooks = _CastingHooks(before_forward, after_forward, before_backward, self._parts[index], self._policy)
+        # Outside of all others, which run between the casts.
+        return [
+            *around_forward(module, hooks.pre_forward, hooks.post_forward),
+            *around_state_dict(module, before_save=[hooks.before_state_dict], before_load=[hooks.before_state_dict]),
+        ]
+
+    def keep_skipped(self) -> list[RemovableHandle]:
+        """Let skipped modules run in their own dtype."""
+        return [handle for module in self._skipped for handle in keep_dtype(module)]
+
+    def put_back(self) -> None:
+        """Let modules hold their own after a forward that was cut short."""
+        for part in self._parts:
+            part.put_back()
+
+    def close(self) -> None:
+        """Let gradients rest in their parameters' dtypes, as those of plain parameters."""
+        self.put_back()
+        for item in self._params:
+            _rest_grad_in(item.param, item.param.dtype)
+
+    def _rest_grads(self, params: Sequence[ReducedParam]) -> None:
+        self._params = params
+        if self._policy.keep_low_precision_grads:
+            for item in params:
+                if item.reduce_dtype is not None:
+                    _rest_grad_in(item.param, item.reduce_dtype)
+
+
+class _Part:
+    """What is lent while one annotated module runs.
+
+    Args:
+        module: The annotated module.
+        slots: The places of the parameters that are cast.
+        buffer_dtype: Of buffers meanwhile; ``None``: their own.
+        modules: Whose buffers.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        slots: Sequence[ParamSlot],
+        buffer_dtype: torch.dtype | None,
+        modules: Sequence[nn.Module],
+    ) -> None:
+        self._module = module
+        self._slots = slots
+        self._buffer_dtype = buffer_dtype
+        self._modules = modules
+        self._params = LowPrecisionParams(slots)
+        self._buffers = None if buffer_dtype is None else CastBuffers(buffer_dtype)
+        # What lives as long as the frame of each call that is running: Ctrl-C skips the hooks after forward.
+        self._calls: list[weakref.ref[_Arguments]] = []
+
+    def enter(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Lend for a call; returns its keyword arguments, to be held by its frame."""
+        is_outermost = not self._calls or not is_called_again(self._module)
+        if is_outermost:
+            self._calls.clear()
+        held = _Arguments(kwargs)
+        self._calls.append(weakref.ref(held, self._cut_short))
+        self._params.enter(self._modules, is_outermost=is_outermost)
+        if self._buffers is not None:
+            self._buffers.enter(self._modules, is_outermost=is_outermost)
+        return held
+
+    def leave(self) -> None:
+        """Undo ``enter``."""
+        if self._calls:
+            self._calls.pop()
+            self._params.leave()
+            if self._buffers is not None:
+                self._buffers.leave()
+
+    def check_not_written(self) -> None:
+        """Refuse what a forward wrote to a copy.
+
+        Raises:
+            UsageError: It would be lost.
+        """
+        slot = self._params.written()
+        if slot is not None:
+            raise UsageError(
+                f"a forward wrote to a parameter, of which it held a copy in {dtype_text(slot.dtype)}",
+                at=f"{place_of_rank()}, parameter {slot.name!r} of {describe_module(slot.module)}",
+                fix="write to it between two steps, or add the class of its module to skipped_module_classes",
+            )
+
+    def forget(self) -> None:
+        """Free the copies: no backward is to come."""
+        self._params.forget()
+
+    def enter_backward(self) -> None:
+        """Lend for the running backward, in which parts of forward may run again."""
+        self._params.enter_backward(self._modules)
+        if self._buffers is not None:
+            self._buffers.enter_backward(self._modules)
+
+    def put_back(self) -> None:
+        """Let the modules hold their own, unless the module is running."""
+        if self._module not in modules_in_call():
+            self._calls.clear()
+            self._params.put_back()
+            if self._buffers is not None:
+                self._buffers.put_back()
+
+    def _cut_short(self, call: "weakref.ref[_Arguments]") -> None:
+        if call in self._calls:
+            del self._calls[self._calls.index(call) :]
+            if not self._calls:
+                self.put_back()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Part":
+        slots = [ParamSlot(copy.deepcopy(slot.module, memo), slot.name, slot.dtype) for slot in self._slots]
+        modules = [copy.deepcopy(module, memo) for module in self._modules]
+        return _Part(copy.deepcopy(self._module, memo), slots, self._buffer_dtype, modules)
+
+
+class _Arguments(dict[str, Any]):
+    """Keyword arguments of a call that something waits for the end of."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _CastingHooks(ReplicateHooks):
+    """The hooks of one replicated module that has a mixed precision policy."""
+
+    __slots__ = ("_part", "_policy")
+
+    def __init__(
+        self,
+        before_forward: Callable[[nn.Module], None],
+        after_forward: Callable[[BaseException | None], None],
+        before_backward: Callable[[], None],
+        part: _Part,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        super().__init__(before_forward, after_forward, before_backward)
+        self._part = part
+        self._policy = policy
+
+    @opaque
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # Buffers are broadcast before they are cast.
+        super().pre_forward(module)
+        held = self._part.enter(kwargs)
+        policy = self._policy
+        dtype = policy.casts_inputs(is_root=policy.cast_root_forward_inputs is not None and _is_root(module))
+        if dtype is not None:
+            args = cast_floats(args, dtype)
+            held.update(cast_floats(kwargs, dtype))
+        return args, held
+
+    @opaque
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        part = self._part
+        part.leave()
+        has_failed = output is None and sys.exc_info()[1] is not None
+        found = output
+        if not has_failed:
+            part.check_not_written()
+            if self._policy.output_dtype is not None:
+                found = cast_floats(output, self._policy.output_dtype)
+        super().post_forward(module, args, found)
+        has_graph = False
+        if torch.is_grad_enabled() and not has_failed:
+            hook = _LendHook(part)
+            for tensor in differentiable_tensors(found):
+                has_graph = True
+                if tensor.grad_fn is not None:
+                    on_gradient(tensor, hook)
+        if not has_graph:
+            part.forget()
+        return None if found is output else found
+
+    @opaque
+    def before_state_dict(self, *_: Any) -> None:
+        self._part.put_back()
+
+
+def _nothing(_: "_LendHook", grad: torch.Tensor) -> None:
+    """In a graph of compiled autograd: the first gradient that arrives is refused."""
+
+
+class _LendHook(GradientHook):
+    """Runs when the gradient of an output arrives; equal to those of the module's other calls."""
+
+    __slots__ = ("_part",)
+
+    def __init__(self, part: _Part) -> None:
+        self._part = part
+
+    @partial(opaque, traced=_nothing)
+    def __call__(self, grad: torch.Tensor) -> None:
+        self._part.enter_backward()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _LendHook and other._part is self._part
+
+    def __hash__(self) -> int:
+        return hash(self._part)
+
+
+def _part_of(plan: PrecisionPlan, root: nn.Module, ignored: frozenset[nn.Module], roots: Sequence[nn.Module]) -> _Part:
+    slots, modules = [], []
+    for _, module in own_modules(root, ignored, roots):
+        if module not in plan.skipped:
+            modules.append(module)
+            for name, param in module._parameters.items():
+                chosen = None if param is None else plan.dtypes.get(id(param))
+                if param is not None and chosen is not None and chosen.compute is not param.dtype:
+                    slots.append(ParamSlot(module, name, chosen.compute))
+    return _Part(root, slots, plan.policy.buffer_dtype, modules)
+
+
+def _is_root(module: nn.Module) -> bool:
+    """Say whether the running call of ``module`` is in none of another annotated module."""
+    return not any(get_registry(other) for other in modules_in_call() if other is not module)
+
+
+def _rest_grad_in(param: nn.Parameter, dtype: torch.dtype) -> None:
+    if grad_dtype_of(param) is not dtype:
+        grad, param.grad = param.grad, None
+        param.grad_dtype = dtype
+        param.grad = None if grad is None else grad.to(dtype)

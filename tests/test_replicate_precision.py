@@ -1,0 +1,967 @@
+"""Mixed precision of ``replicate``: parity with one process that makes the same casts, and parameters that stay."""
+
+import copy
+import gc
+import itertools
+import random
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.func import functional_call
+from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint as run_with_checkpoint
+
+from composable import (
+    ConfigError,
+    DesyncError,
+    MixedPrecisionPolicy,
+    UsageError,
+    fully_shard,
+    load_checkpoint,
+    no_sync,
+    replicate,
+    save_checkpoint,
+    unannotate,
+)
+from composable.replicate import register_comm_hook
+from tests.counting import CountingTransport
+from tests.live_bytes import LiveBytes
+from tests.low_precision import BF16, DIM, FP16, FP32, batch_of, make_net, train_in_one_process
+from tests.models import seeded
+from tests.world import run_ranks, run_threads, told
+
+TINY_CAP_MB = 300 / 2**20
+
+
+def train(
+    policy: Any, *, steps: int, micros: int, dtype: torch.dtype, make: type, **options: Any
+) -> dict[str, torch.Tensor]:
+    model = make_net(dtype)
+    params = list(model.parameters())
+    replicate(model, mp_policy=policy, find_unused_parameters=True, **options)
+    optimizer = make((param for param in model.parameters() if param.requires_grad), lr=0.05)
+    for step in range(steps):
+        for micro in range(micros):
+            batch = batch_of(step, dist.get_rank(), micro, dtype)
+            if micro < micros - 1:
+                with no_sync(model):
+                    model(batch).float().square().mean().backward()
+            else:
+                model(batch).float().square().mean().backward()
+        for held, param in zip(model.parameters(), params, strict=True):
+            assert held is param
+            assert param.dtype is dtype and (param.grad is None or param.grad.dtype is dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
+
+
+POLICIES = [
+    MixedPrecisionPolicy(),
+    MixedPrecisionPolicy(BF16),
+    MixedPrecisionPolicy(BF16, FP32),
+    MixedPrecisionPolicy(FP16),
+    MixedPrecisionPolicy(FP16, FP32),
+    MixedPrecisionPolicy(None, BF16),
+    MixedPrecisionPolicy(FP32, FP32),
+]
+
+
+def tolerance_of(policy: MixedPrecisionPolicy) -> float:
+    """Sums over ranks, and those of micro-batches in one process, round in the dtype of the reduction."""
+    return 1e-6 if policy.reduce_dtype is FP32 or not str(policy) else 2e-3
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_training_is_that_of_one_process_with_the_same_casts(policy: MixedPrecisionPolicy, world_size: int) -> None:
+    cases = [{}, {"bucket_cap_mb": TINY_CAP_MB}, {"gradient_as_bucket_view": False}]
+    for micros, options in itertools.product([1, 3], cases):
+        run: dict[str, Any] = {"steps": 3, "micros": micros, "dtype": FP32, "make": torch.optim.SGD}
+        expected = train_in_one_process(policy, world_size, **run)
+        allowed = tolerance_of(policy)
+        for found in run_threads(train, world_size, policy, **run, **options):
+            torch.testing.assert_close(found, expected, rtol=allowed, atol=allowed)
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(FP32), MixedPrecisionPolicy(None, FP32)], ids=str)
+def test_a_model_in_low_precision_is_computed_and_averaged_in_full(policy: MixedPrecisionPolicy) -> None:
+    run: dict[str, Any] = {"steps": 1, "micros": 1, "dtype": BF16, "make": torch.optim.SGD}
+    expected = train_in_one_process(policy, 2, **run)
+    for found in run_threads(train, 2, policy, **run):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+
+
+# Random trees
+
+
+class Tree(nn.Module):
+    """Parts that are run once, twice, with checkpointing or not at all; some are frozen, some share a weight."""
+
+    def __init__(self, draw: random.Random, depth: int, pool: list[nn.Linear]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList()
+        self.ways: list[str] = []
+        for _ in range(draw.randint(1, 3)):
+            self.parts.append(self._part(draw, depth, pool))
+            self.ways.append(draw.choice(["once", "once", "twice", "checkpointed", "unused"]))
+        self.ways[0] = "once"
+        self.recomputes = True
+        self.scale = nn.Parameter(torch.ones(()))
+
+    @staticmethod
+    def _part(draw: random.Random, depth: int, pool: list[nn.Linear]) -> nn.Module:
+        kind = draw.choice(
+            ["linear", "tied", "frozen", "norm", "tree", "tree"] if depth else ["linear", "tied", "norm"]
+        )
+        if kind == "tree":
+            return Tree(draw, depth - 1, pool)
+        if kind == "norm":
+            return nn.LayerNorm(DIM)
+        linear = nn.Linear(DIM, DIM)
+        if kind == "tied" and pool:
+            linear.weight = draw.choice(pool).weight
+        linear.bias.requires_grad_(kind != "frozen")
+        pool.append(linear)
+        return linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part, way in zip(self.parts, self.ways, strict=True):
+            if way == "checkpointed" and self.recomputes:
+                x = x + torch.tanh(run_with_checkpoint(part, x, use_reentrant=False))
+            elif way != "unused":
+                x = x + torch.tanh(part(part(x) if way == "twice" else x))
+        return x * self.scale
+
+
+def make_tree(seed: int) -> Tree:
+    return seeded(lambda: Tree(random.Random(seed), 2, []), seed)
+
+
+def policy_of(seed: int) -> MixedPrecisionPolicy:
+    draw = random.Random(seed + 1000)
+    return MixedPrecisionPolicy(
+        draw.choice([BF16, BF16, FP16]),
+        draw.choice([None, FP32, BF16]),
+        skipped_module_classes=draw.choice([(), (nn.LayerNorm,)]),
+    )
+
+
+def train_tree(seed: int, *, steps: int, micros: int) -> dict[str, torch.Tensor]:
+    draw = random.Random(seed + 2000)
+    model = make_tree(seed)
+    replicate(
+        model,
+        mp_policy=policy_of(seed),
+        find_unused_parameters=True,
+        bucket_cap_mb=draw.choice([TINY_CAP_MB, 25]),
+        gradient_as_bucket_view=draw.choice([True, False]),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(steps):
+        for micro in range(micros - 1):
+            with no_sync(model):
+                model(batch_of(step, dist.get_rank(), micro)).float().square().mean().backward()
+        model(batch_of(step, dist.get_rank(), micros - 1)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
+
+
+def train_tree_alone(seed: int, world_size: int, *, steps: int, micros: int) -> dict[str, torch.Tensor]:
+    """Train in one process, with casts that autograd makes."""
+    model, policy = make_tree(seed), policy_of(seed)
+    for module in model.modules():
+        module.recomputes = False  # in backward a functional call is over
+    kept: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, policy.skipped_module_classes):
+            kept |= {id(param) for param in module.parameters()}
+            module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+            module.register_forward_hook(lambda _, args, out: out.to(policy.param_dtype))
+    reduce_dtype = policy.reduce_dtype or policy.param_dtype
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(steps):
+        total: dict[str, torch.Tensor] = {}
+        for rank in range(world_size):
+            for micro in range(micros):
+                low = {
+                    fqn: param if id(param) in kept else param.to(policy.param_dtype)
+                    for fqn, param in model.named_parameters()
+                }
+                batch = batch_of(step, rank, micro).to(policy.param_dtype)
+                functional_call(model, low, batch).float().square().mean().backward()
+            for fqn, param in model.named_parameters():
+                if param.grad is not None:
+                    travels = FP32 if id(param) in kept and policy.reduce_dtype is None else reduce_dtype
+                    total[fqn] = total.get(fqn, torch.zeros(())) + (param.grad / world_size).to(travels).float()
+            optimizer.zero_grad()
+        for fqn, param in model.named_parameters():
+            param.grad = total.get(fqn)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_trees_train_as_one_process_with_the_same_casts(seed: int) -> None:
+    run = {"steps": 2, "micros": 1 + seed % 2}
+    world_size = 1 + seed % 3
+    expected = train_tree_alone(seed, world_size, **run)
+    # What is used twice adds up its gradients in full precision, in one process in low precision.
+    allowed = 1e-3 if policy_of(seed).reduce_dtype is FP32 else 2e-2
+    found = run_threads(train_tree, world_size, seed, **run)
+    for one in found:
+        torch.testing.assert_close(one, found[0], rtol=0, atol=0)
+        torch.testing.assert_close(one, expected, rtol=allowed, atol=allowed)
+
+
+# What modules hold, and when
+
+
+class Spy(nn.Module):
+    """Tells what it is called with and what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(DIM))
+        self.register_buffer("table", torch.linspace(0, 1, DIM))
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen: list[tuple[torch.dtype, ...]] = []
+        self.holds_params = True
+        self.error: BaseException | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.holds_params &= isinstance(self.weight, nn.Parameter)
+        self.seen.append((x.dtype, self.weight.dtype, next(self.parameters()).dtype, self.table.dtype))
+        if self.error is not None:
+            raise self.error
+        return x * self.weight * self.table.to(x.dtype)
+
+
+def is_itself(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
+    now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return now.keys() == before.keys() and all(now[fqn] is tensor for fqn, tensor in before.items())
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def hold_copies() -> None:
+    model = nn.Sequential(Spy(), Spy())
+    model[1].weight.requires_grad_(False)
+    before = tensors_of(model)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, buffer_dtype=FP16, output_dtype=torch.float64))
+    for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with context():
+            out = model(torch.ones(2, DIM))
+        assert out.dtype is torch.float64
+        assert model[0].seen.pop() == model[1].seen.pop() == (BF16, BF16, BF16, FP16)
+        assert is_itself(model, before)
+    x = torch.ones(2, DIM, requires_grad=True)
+    out = model(x)
+    seen: list[torch.dtype] = []
+    out.grad_fn.register_prehook(lambda grads: seen.append(model[0].weight.dtype))  # type: ignore[union-attr]
+    out.sum().backward()
+    assert is_itself(model, before)
+    assert model[0].holds_params
+    assert model[0].calls.item() == 4  # what was written into the cast buffer
+    assert x.grad is not None and x.grad.dtype is FP32
+    assert model[0].weight.grad.dtype is FP32 and model[1].weight.grad is None
+
+
+def test_modules_hold_copies_while_they_run_and_their_own_before_and_after() -> None:
+    run_threads(hold_copies, 2)
+
+
+def read_in_backward() -> tuple[torch.dtype, torch.dtype]:
+    model = nn.Sequential(Spy())
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    seen: list[torch.dtype] = []
+    x = torch.ones(2, DIM, requires_grad=True)
+    y = x * 1
+    y.register_hook(lambda grad: seen.append(model[0].weight.dtype))
+    model(y).sum().backward()
+    return seen[0], model[0].weight.dtype
+
+
+def test_copies_are_held_until_backward_ends() -> None:
+    assert run_threads(read_in_backward, 2) == [(BF16, FP32)] * 2
+
+
+def be_cut_short(error: BaseException) -> None:
+    model = nn.Sequential(Spy())
+    before = tensors_of(model)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, buffer_dtype=BF16), broadcast_buffers=False)
+    for _ in range(2):
+        model[0].error = error
+        try:
+            model(torch.ones(2, DIM))
+        except type(error):
+            # Where a script saves what it has, with the frames of the forward still alive.
+            assert {value.dtype for value in model.state_dict().values()} == {FP32}
+            assert is_itself(model, before)
+        else:
+            pytest.fail("nothing was raised")
+        model[0].error = None
+        model(torch.ones(2, DIM)).float().sum().backward()
+        assert is_itself(model, before)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_forward_that_is_cut_short_leaves_the_module_with_its_own(error: type[BaseException]) -> None:
+    run_threads(be_cut_short, 1, error())
+
+
+def interrupt_and_look() -> None:
+    model = nn.Sequential(Spy())
+    before = tensors_of(model)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    model[0].error = KeyboardInterrupt()
+    try:
+        model(torch.ones(2, DIM))
+    except KeyboardInterrupt:
+        model[0].error.__traceback__ = None
+    assert is_itself(model, before)
+
+
+def test_ctrl_c_in_a_forward_leaves_parameters_also_if_nothing_is_called_after_it() -> None:
+    run_threads(interrupt_and_look, 1)
+
+
+def raise_in_backward() -> None:
+    model = nn.Sequential(Spy())
+    before = tensors_of(model)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, buffer_dtype=BF16))
+    out = model(torch.ones(2, DIM, requires_grad=True))
+    out.register_hook(fail)
+    with pytest.raises(ValueError, match="in backward"):
+        out.sum().backward()
+    assert is_itself(model, before)
+
+
+def fail(grad: torch.Tensor) -> None:
+    raise ValueError("in backward")
+
+
+def test_an_exception_in_backward_leaves_the_module_with_its_own() -> None:
+    run_threads(raise_in_backward, 1)
+
+
+def resident_bytes(policy: MixedPrecisionPolicy | None) -> tuple[int, int]:
+    """Return what lives after each of two steps, while the loss of the last one is held."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    replicate(model, mp_policy=policy)
+    counts = []
+    with LiveBytes() as live:
+        for _ in range(2):
+            loss = model(torch.ones(1, 64)).float().sum()
+            loss.backward()
+            model.zero_grad()
+            counts.append(live.now)
+    return counts[0], counts[1]
+
+
+def test_between_steps_there_is_nothing_but_parameters_and_buckets() -> None:
+    (_, plain), (_, low), (_, mixed) = (
+        run_threads(resident_bytes, 1, policy)[0]
+        for policy in (None, MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, FP32))
+    )
+    gradients = 4 * (64 * 64 + 64) * 4
+    assert gradients <= mixed <= plain + 1024
+    assert low <= plain - gradients // 2 + 1024
+
+
+class Recomputed(nn.Module):
+    """Runs its part again in backward."""
+
+    def __init__(self, *, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.part = nn.Sequential(Spy(), nn.Linear(DIM, DIM))
+        self.use_reentrant = use_reentrant
+        # By the reentrant way a part that runs twice has two gradients, of which the first is sent.
+        self.runs = 1 if use_reentrant else 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        again = self.use_reentrant
+        for _ in range(self.runs):
+            x = self.part(x) if again is None else run_with_checkpoint(self.part, x, use_reentrant=again)
+        return x
+
+
+def run_again(*, use_reentrant: bool) -> dict[str, torch.Tensor]:
+    model = seeded(lambda: Recomputed(use_reentrant=use_reentrant), 0)
+    before = tensors_of(model)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, FP32))
+    for _ in range(2):
+        model.zero_grad()
+        # Two graphs: the first backward must not take what the second needs.
+        losses = [model(batch_of(0, 0, micro).requires_grad_()).float().square().sum() for micro in range(2)]
+        for loss in losses:
+            loss.backward()
+    assert {dtypes[:3] for dtypes in model.part[0].seen} == {(BF16, BF16, BF16)}
+    assert model.part[0].holds_params
+    assert is_itself(model, before)
+    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_runs_again_in_backward_sees_the_copies(*, use_reentrant: bool) -> None:
+    plain = seeded(lambda: Recomputed(use_reentrant=None), 0)
+    plain.runs = 1 if use_reentrant else 2
+    for micro in range(2):
+        low = {fqn: param.to(BF16) for fqn, param in plain.named_parameters()}
+        functional_call(plain, low, batch_of(0, 0, micro).to(BF16)).float().square().sum().backward()
+    for found in run_threads(run_again, 1, use_reentrant=use_reentrant):
+        expected = {fqn: param.grad for fqn, param in plain.named_parameters()}
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+# Modules that read parameters in their own way
+
+
+class Reads(nn.Module):
+    """Reads weights of a module that is never called, keeps lists of weights, and has a head that is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(DIM, DIM)
+        self.attention = nn.MultiheadAttention(DIM, 2, batch_first=True)
+        self.recurrent = nn.GRU(DIM, DIM, batch_first=True)
+        self.never_called = nn.Linear(DIM, DIM)
+        self.weights = nn.ParameterList([torch.ones(DIM)])
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(DIM, DIM))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.normed(self.recurrent(x)[0]) * self.weights[0]
+        x = nn.functional.linear(x, self.never_called.weight, self.never_called.bias)
+        return x @ self.tokens.weight.T
+
+
+def read_in_many_ways() -> tuple[dict[str, torch.Tensor], bool]:
+    model = seeded(Reads, 0)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, FP32))
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.arange(DIM).view(2, -1)).float().square().sum().backward()
+    is_listed = all(any(weight is param for param in model.parameters()) for weight in model.recurrent._flat_weights)
+    return {fqn: param.grad for fqn, param in model.named_parameters()}, is_listed
+
+
+def test_parameters_are_low_however_a_module_reads_them() -> None:
+    low = seeded(Reads, 0).to(BF16)
+    low(torch.arange(DIM).view(2, -1)).float().square().sum().backward()
+    found, is_listed = run_threads(read_in_many_ways, 1)[0]
+    expected = {fqn: param.grad.float() for fqn, param in low.named_parameters()}
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert is_listed
+
+
+def write_in_forward() -> str:
+    model = nn.Sequential(nn.Embedding(3, DIM, max_norm=0.1))
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    return told(lambda: model(torch.arange(3)))[0]
+
+
+def test_what_a_forward_writes_to_a_copy_is_an_error() -> None:
+    assert "a forward wrote to a parameter, of which it held a copy in bfloat16" in run_threads(write_in_forward, 1)[0]
+
+
+def lend_parameters() -> None:
+    model = nn.Linear(DIM, 1, bias=False)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    other = torch.full((1, DIM), 2.0, requires_grad=True)
+    out = functional_call(model, {"weight": other}, torch.ones(1, DIM))
+    assert (out.dtype, out.item()) == (BF16, 2 * DIM)
+    (grad,) = torch.autograd.grad(out, other)
+    assert grad.dtype is FP32
+    slopes = torch.func.grad(lambda weight: functional_call(model, {"weight": weight}, torch.ones(1, DIM)).sum())(other)
+    torch.testing.assert_close(slopes, torch.ones(1, DIM))
+
+
+def test_parameters_that_a_functional_call_lends_are_cast_too() -> None:
+    run_threads(lend_parameters, 1)
+
+
+def watch_parameters() -> None:
+    model = nn.Linear(DIM, 1, bias=False)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    seen: list[torch.dtype] = []
+    model.weight.register_hook(lambda grad: seen.append(grad.dtype))
+    model.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.dtype))
+    loss = model(torch.ones(1, DIM)).sum()
+    (own,) = torch.autograd.grad(loss, model.weight, retain_graph=True)
+    loss.backward()
+    assert own.dtype is FP32 and seen == [FP32] * 3
+
+
+def test_hooks_on_parameters_and_autograd_grad_see_the_parameters() -> None:
+    run_threads(watch_parameters, 1)
+
+
+# Options
+
+
+def skip_norms() -> list[Any]:
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Sequential(nn.BatchNorm1d(DIM)), nn.Linear(DIM, DIM))
+    policy = MixedPrecisionPolicy(BF16, buffer_dtype=BF16, skipped_module_classes=(nn.BatchNorm1d,))
+    replicate(model, mp_policy=policy)
+    seen: list[Any] = []
+    norm = model[1][0]
+    norm.register_forward_hook(lambda module, args, out: seen.extend([module.weight.dtype, module.running_mean.dtype]))
+    model[2].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    for one in (model, copy.deepcopy(model)):
+        one(torch.randn(4, DIM)).float().sum().backward()
+    assert norm.num_batches_tracked.item() == 1
+    return seen[:3]
+
+
+def test_skipped_classes_compute_in_their_own_dtype_and_give_back_what_they_got() -> None:
+    assert run_threads(skip_norms, 2) == [[FP32, FP32, BF16]] * 2
+
+
+def dtypes_of(*, inner: MixedPrecisionPolicy | None, outer: MixedPrecisionPolicy) -> list[tuple[torch.dtype, ...]]:
+    model = nn.Sequential(Spy(), Spy())
+    if inner is not None:
+        replicate(model[1], mp_policy=inner)
+    replicate(model, mp_policy=outer)
+    model(torch.ones(2, DIM))
+    return [spy.seen[0][:2] for spy in model]
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "expected"),
+    [
+        (None, MixedPrecisionPolicy(BF16), [(BF16, BF16), (BF16, BF16)]),
+        (MixedPrecisionPolicy(FP32), MixedPrecisionPolicy(BF16), [(BF16, BF16), (FP32, FP32)]),
+        (MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(), [(FP32, FP32), (BF16, BF16)]),
+        (
+            MixedPrecisionPolicy(BF16, cast_forward_inputs=False),
+            MixedPrecisionPolicy(FP16, cast_forward_inputs=False, cast_root_forward_inputs=True),
+            [(FP16, FP16), (FP16, BF16)],
+        ),
+        (
+            MixedPrecisionPolicy(BF16, cast_root_forward_inputs=False),
+            MixedPrecisionPolicy(FP16, cast_root_forward_inputs=False),
+            [(FP32, FP16), (BF16, BF16)],
+        ),
+    ],
+)
+def test_each_annotation_casts_its_inputs_and_parameters(
+    inner: MixedPrecisionPolicy | None, outer: MixedPrecisionPolicy, expected: list[tuple[torch.dtype, ...]]
+) -> None:
+    assert run_threads(dtypes_of, 1, inner=inner, outer=outer) == [expected]
+
+
+def leave_ignored() -> list[torch.dtype]:
+    model = nn.Sequential(Spy(), Spy())
+    replicate(model, ignored_modules=[model[1]], mp_policy=MixedPrecisionPolicy(BF16))
+    model(torch.ones(2, DIM))
+    return [spy.seen[0][1] for spy in model]
+
+
+def test_ignored_modules_are_left_in_their_dtype() -> None:
+    assert run_threads(leave_ignored, 2) == [[BF16, FP32]] * 2
+
+
+def share_between_annotations() -> list[torch.dtype]:
+    model = nn.Sequential(Spy(), Spy())
+    model[1].weight = model[0].weight
+    replicate(model[0], mp_policy=MixedPrecisionPolicy(FP16))
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    model(torch.ones(2, DIM)).sum().backward()
+    assert model[0].weight.grad.dtype is FP32
+    return [spy.seen[0][1] for spy in model]
+
+
+def test_a_parameter_of_an_annotation_inside_is_cast_where_it_is_used_outside() -> None:
+    assert run_threads(share_between_annotations, 1) == [[FP16, BF16]]
+
+
+def annotate_a_list() -> dict[str, torch.Tensor]:
+    model = make_net()
+    model.unused.requires_grad_(False)
+    parts = [model.first, *model.blocks, model.last]
+    replicate(parts, mp_policy=MixedPrecisionPolicy(BF16, FP32))
+    model(batch_of(0, dist.get_rank(), 0)).float().square().mean().backward()
+    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
+
+
+def annotate_the_whole() -> dict[str, torch.Tensor]:
+    model = make_net()
+    model.unused.requires_grad_(False)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, FP32))
+    model(batch_of(0, dist.get_rank(), 0)).float().square().mean().backward()
+    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}
+
+
+def test_modules_of_one_call_cast_as_the_module_around_them() -> None:
+    torch.testing.assert_close(run_threads(annotate_a_list, 2), run_threads(annotate_the_whole, 2))
+
+
+def nest_in_fully_shard() -> list[Any]:
+    model = nn.Sequential(Spy(), nn.Linear(DIM, 1))
+    replicate(model[0], mp_policy=MixedPrecisionPolicy(BF16, output_dtype=FP16))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(FP16, FP32))
+    model(torch.ones(2, DIM)).sum().backward()
+    return [model[0].seen[0][:2], model[0].weight.grad.dtype]
+
+
+def test_both_annotations_have_policies_of_their_own() -> None:
+    assert run_threads(nest_in_fully_shard, 2) == [[(BF16, BF16), FP32]] * 2
+
+
+def keep_low() -> None:
+    model = nn.Linear(DIM, 2)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, keep_low_precision_grads=True))
+    for rounds in (1, 2):
+        with no_sync(model):
+            model(torch.ones(1, DIM)).sum().backward()
+        model(torch.ones(1, DIM)).sum().backward()
+        assert model.weight.grad.dtype is BF16
+        assert model.weight.grad.unique().tolist() == [2 * rounds]
+    copied = copy.deepcopy(model)
+    assert copied.weight.grad.dtype is BF16
+    copied(torch.ones(1, DIM)).sum().backward()
+    assert copied.weight.grad.unique().tolist() == [5]
+    unannotate(model)
+    assert model.weight.grad.dtype is FP32
+    model(torch.ones(1, DIM)).sum().backward()
+    assert model.weight.grad.unique().tolist() == [5]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_may_stay_in_low_precision(world_size: int) -> None:
+    run_threads(keep_low, world_size)
+
+
+def scale_losses(world_size: int) -> list[Any]:
+    model = nn.Linear(DIM, 1, bias=False)
+    nn.init.ones_(model.weight)
+    replicate(model, mp_policy=MixedPrecisionPolicy(FP16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    found = []
+    for _ in range(8):
+        # Of the last rank alone the scaled gradient overflows, until the scale has gone down.
+        x = torch.full((1, DIM), 1.0 if dist.get_rank() == world_size - 1 else 1e-4)
+        scaler.scale(model(x).float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append((scaler.get_scale(), model.weight.detach().clone()))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_scaler_of_fp16_skips_on_all_ranks_or_on_none(world_size: int) -> None:
+    runs = run_threads(scale_losses, world_size, world_size)
+    scales = [scale for scale, _ in runs[0]]
+    assert scales[0] == 2.0**19 and scales[-1] == scales[-2] <= 2.0**16
+    for run in runs:
+        torch.testing.assert_close(run, runs[0], rtol=0, atol=0)
+    assert not torch.equal(runs[0][-1][1], torch.ones(1, DIM))
+
+
+def hook_dtypes(hook: Callable[..., Any] | None) -> tuple[list[torch.dtype], float]:
+    model = nn.Linear(DIM, 1, bias=False)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    seen: list[torch.dtype] = []
+
+    def spying(state: Any, bucket: Any) -> Any:
+        seen.append(bucket.buffer().dtype)
+        return (hook or default_hooks.allreduce_hook)(state, bucket)
+
+    register_comm_hook(model, None, spying)
+    model(torch.full((1, DIM), 1.0 + dist.get_rank())).sum().backward()
+    assert model.weight.grad.dtype is FP32
+    return seen, model.weight.grad[0, 0].item()
+
+
+@pytest.mark.parametrize("hook", [None, default_hooks.fp16_compress_hook])
+def test_communication_hooks_get_the_bucket_in_low_precision(hook: Callable[..., Any] | None) -> None:
+    assert run_ranks(hook_dtypes, 2, hook) == [([BF16], 1.5)] * 2
+
+
+# What travels
+
+
+def bytes_sent(policy: MixedPrecisionPolicy | None) -> tuple[list[int], list[int]]:
+    """Return the bytes of the all-reduces of a step, and of the buckets without what follows the gradients."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    replicate(model, mp_policy=policy)
+    reducer = replicate.state(model).reducer
+    counting = CountingTransport(reducer._transport)
+    reducer._transport = reducer._sender._transport = counting
+    for _ in range(2):
+        counting.records.clear()
+        model(torch.ones(1, 64)).float().sum().backward()
+    sent = [record.bytes for record in counting.records if record.op == "all_reduce"]
+    return sent, [bucket.flat.nbytes - bucket.tail.nbytes for bucket in reducer.buckets]
+
+
+@pytest.mark.parametrize(
+    ("policy", "width"),
+    [
+        (None, 4),
+        (MixedPrecisionPolicy(BF16), 2),
+        (MixedPrecisionPolicy(BF16, FP32), 4),
+        (MixedPrecisionPolicy(None, FP16), 2),
+    ],
+    ids=str,
+)
+def test_gradients_travel_in_the_dtype_of_the_reduction(policy: MixedPrecisionPolicy | None, width: int) -> None:
+    for sent, buckets in run_threads(bytes_sent, 2, policy):
+        assert buckets == [2 * 64 * 64 * width]
+        assert [count - (2 + 2) * width for count in sent] == buckets
+
+
+# Life
+
+
+def copy_and_undo() -> None:
+    rank = dist.get_rank()
+    model = make_net()
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, FP32), find_unused_parameters=True)
+    model(batch_of(0, rank, 0)).float().square().mean().backward()
+    copied = copy.deepcopy(model)
+    for one in (model, copied):
+        one.zero_grad()
+        one(batch_of(1, rank, 0)).float().square().mean().backward()
+    for own, other in zip(model.parameters(), copied.parameters(), strict=True):
+        assert own is not other and other.dtype is FP32
+        torch.testing.assert_close(own.grad, other.grad, rtol=0, atol=0)
+    before = dict(model.named_parameters())
+    unannotate(model)
+    assert is_itself(model, before)
+    assert model(batch_of(0, rank, 0)).dtype is FP32
+    assert copied(batch_of(0, rank, 0)).dtype is BF16
+    replicate(model, mp_policy=MixedPrecisionPolicy(FP16), find_unused_parameters=True)
+    assert model(batch_of(0, rank, 0)).dtype is FP16
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_copies_cast_too_and_what_is_undone_does_not(world_size: int) -> None:
+    run_threads(copy_and_undo, world_size)
+
+
+def die_with_the_model() -> bool:
+    model = nn.Sequential(Spy())
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, buffer_dtype=BF16))
+    model(torch.ones(2, DIM)).sum().backward()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    return gone() is None
+
+
+def test_a_model_is_freed_with_its_copies() -> None:
+    assert run_threads(die_with_the_model, 1) == [True]
+
+
+def save_and_load(folder: Any, policy: MixedPrecisionPolicy) -> dict[str, torch.Tensor]:
+    model = make_net()
+    replicate(model, mp_policy=policy, find_unused_parameters=True)
+    model(batch_of(0, dist.get_rank(), 0)).float().square().mean().backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1e-4)
+    values = {key: value.clone() for key, value in model.state_dict().items()}
+    save_checkpoint(folder, 1, model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    load_checkpoint(folder, model)
+    torch.testing.assert_close(dict(model.state_dict()), values, rtol=0, atol=0)
+    plain = make_net()
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+    low = copy.deepcopy(plain).to(BF16)
+    torch.testing.assert_close(model(batch_of(0, 0, 0)), low(batch_of(0, 0, 0, BF16)), rtol=0, atol=0)
+    return values
+
+
+def test_checkpoints_and_state_dicts_are_in_full_precision(tmp_path: Any) -> None:
+    for values in run_threads(save_and_load, 2, tmp_path / "run", MixedPrecisionPolicy(BF16)):
+        assert {value.dtype for value in values.values()} == {FP32}
+
+
+def write_past_autograd() -> list[float]:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    found = []
+    for _ in range(3):
+        found.append(model(torch.ones(1, 1)).item())
+        model.weight.data.mul_(2)  # counted by no version
+    return found
+
+
+def test_every_forward_computes_with_the_parameters_as_they_are() -> None:
+    assert run_threads(write_past_autograd, 1) == [[1, 2, 4]]
+
+
+def compiled_gradients(when: str) -> tuple[dict[str, torch.Tensor], int]:
+    warnings.simplefilter("ignore")  # dynamo looks for gradients of what is no leaf
+    torch._dynamo.reset()
+    model = make_net()
+    model.unused.requires_grad_(False)
+    if when == "before":
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, FP32))
+    run: Any = model
+    if when == "after":
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+    elif when == "whole":
+        run = torch.compile(model, backend="aot_eager")
+    graphs = []
+    for _ in range(3):
+        model.zero_grad()
+        run(batch_of(0, dist.get_rank(), 0)).float().square().mean().backward()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[1] == graphs[2], "nothing is compiled again"
+    return {fqn: param.grad.clone() for fqn, param in model.named_parameters() if param.grad is not None}, graphs[2]
+
+
+@pytest.mark.parametrize("when", ["before", "after", "whole"])
+def test_compiled_blocks_compute_with_the_copies(when: str) -> None:
+    expected = run_threads(annotate_the_whole, 1)[0]
+    found, graphs = run_ranks(compiled_gradients, 1, when)[0]
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)
+    assert graphs > 0
+
+
+def run_compiled_autograd() -> str:
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    model = nn.Sequential(Spy())
+    before = tensors_of(model)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    loss = model(torch.ones(2, DIM)).sum()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")), pytest.raises(UsageError) as caught:
+        loss.backward()
+    assert is_itself(model, before)
+    return str(caught.value)
+
+
+def test_compiled_autograd_is_refused() -> None:
+    for found in run_ranks(run_compiled_autograd, 2):
+        assert "compiled autograd runs this backward" in found
+
+
+# A policy that asks for nothing, and what is refused
+
+
+def hooks_of(policy: Any) -> list[Any]:
+    model = make_net()
+    replicate(model, mp_policy=policy, find_unused_parameters=True)
+    state = replicate.state(model)
+    assert state.precision is None
+    return [[len(module._forward_pre_hooks), len(module._forward_hooks)] for module in model.modules()]
+
+
+def test_a_policy_of_nothing_is_no_policy() -> None:
+    assert run_threads(hooks_of, 1, MixedPrecisionPolicy()) == run_threads(hooks_of, 1, None)
+
+
+def lends_with(policy: MixedPrecisionPolicy) -> bool:
+    spy = Spy()
+    weight = spy.weight
+    replicate(spy, mp_policy=policy)
+    held = []
+    spy.register_forward_pre_hook(lambda module, args: held.append(module.weight is weight))
+    spy(torch.ones(2, DIM)).sum().backward()
+    assert replicate.state(spy).reducer.buckets[0].flat.dtype is FP32
+    return held[0] and spy.weight.grad is replicate.state(spy).reducer.buckets[0].views[0]
+
+
+def test_a_policy_of_the_dtypes_that_are_there_lends_nothing() -> None:
+    assert run_threads(lends_with, 1, MixedPrecisionPolicy(FP32, FP32, FP32, buffer_dtype=FP32)) == [True]
+
+
+def bad_answer(param: nn.Parameter) -> torch.dtype | None:
+    return torch.int32
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (BF16, "mp_policy is torch.bfloat16"),
+        ({"param_dtype": BF16}, "mp_policy is"),
+        (MixedPrecisionPolicy(BF16, param_dtype_override_fn=bad_answer), "returned torch.int32"),
+    ],
+    ids=["dtype", "dict", "answer"],
+)
+def test_what_is_no_policy_is_refused_on_every_rank_and_changes_nothing(policy: Any, text: str) -> None:
+    for found in run_threads(annotate_wrongly, 2, policy):
+        assert text in found
+
+
+def annotate_wrongly(policy: Any) -> str:
+    model = make_net()
+    given = policy if dist.get_rank() == 1 else None
+    with pytest.raises(ConfigError) as caught:
+        replicate(model, mp_policy=given)
+    assert replicate.state(model) is None
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    model(batch_of(0, 0, 0)).sum().backward()
+    return str(caught.value)
+
+
+def differ(policies: Sequence[MixedPrecisionPolicy | None]) -> str:
+    model = make_net()
+    with pytest.raises(DesyncError) as caught:
+        replicate(model, mp_policy=policies[dist.get_rank()])
+    assert replicate.state(model) is None
+    return str(caught.value)
+
+
+def answer_by_rank(param: nn.Parameter) -> torch.dtype | None:
+    return BF16 if dist.get_rank() else None
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [
+        (MixedPrecisionPolicy(BF16), None),
+        (MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, FP32)),
+        (MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, output_dtype=FP32)),
+        (MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, skipped_module_classes=(nn.LayerNorm,))),
+        (MixedPrecisionPolicy(param_dtype_override_fn=answer_by_rank),) * 2,
+    ],
+    ids=["one", "reduce", "output", "skipped", "answers"],
+)
+def test_ranks_with_different_policies_are_told_at_the_annotation(policies: Any) -> None:
+    for text in run_threads(differ, 2, policies):
+        assert "the ranks call replicate on different modules or with different options" in text
+
+
+def script_a_part() -> str:
+    warnings.simplefilter("ignore", DeprecationWarning)
+    model = nn.Sequential(torch.jit.trace(nn.Linear(DIM, DIM), torch.ones(1, DIM)))
+    with pytest.raises(ConfigError) as caught:
+        replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    return str(caught.value)
+
+
+def test_a_scripted_module_is_refused() -> None:
+    assert "a scripted module computes with parameters that cannot be lent" in run_threads(script_a_part, 1)[0]
+
+
+def test_torchs_policies_are_taken() -> None:
+    run: dict[str, Any] = {"steps": 1, "micros": 1, "dtype": FP32, "make": torch.optim.SGD}
+    theirs = run_threads(train, 1, _MixedPrecision(param_dtype=BF16, reduce_dtype=FP32), **run)
+    torch.testing.assert_close(theirs, run_threads(train, 1, MixedPrecisionPolicy(BF16, FP32), **run))
