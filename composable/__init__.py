@@ -1,6 +1,7 @@
 """Data parallelism as an annotation: how a plain module trains on many ranks, without wrapping it."""
 
 from composable.activation_checkpoint import checkpoint
+from composable.backward_steps import BackwardSteps, step_in_backward
 from composable.collectives import set_divergence_timeout
 from composable.comm_hooks import (
     DefaultState,
@@ -14,6 +15,7 @@ from composable.comm_hooks import (
 )
 from composable.compiled import bucketing_backend
 from composable.contract import contract
+from composable.ddp_view import DDPView, as_ddp
 from composable.errors import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
 from composable.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from composable.fsdp_settings import GradientReductionHandle, share_comm_ctx
@@ -55,12 +57,14 @@ from composable.saving import (
 from composable.unannotate import unannotate
 
 __all__ = [
+    "BackwardSteps",
     "BucketLayout",
     "CPUOffloadPolicy",
     "CommHookHandle",
     "ComposableError",
     "ConfigError",
     "CustomPolicy",
+    "DDPView",
     "DefaultState",
     "DesyncError",
     "FSDPModule",
@@ -84,6 +88,7 @@ __all__ = [
     "UsageError",
     "accelerate_optimizer",
     "allreduce_hook",
+    "as_ddp",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "bucketing_backend",
@@ -115,6 +120,7 @@ __all__ = [
     "save_safetensors",
     "set_divergence_timeout",
     "share_comm_ctx",
+    "step_in_backward",
     "strict_mode",
     "unannotate",
     "unshard_params",

@@ -168,7 +168,7 @@ def check_hook(hook: object) -> None:
     for inner in inspect.getclosurevars(hook).nonlocals.values():
         check_hook(inner)
         signature = _signature_of(inner)
-        if signature is not None and (takes_arguments(signature, 3) or _names_gradients(signature)):
+        if signature is not None and not takes_bucket(signature):
             raise ConfigError(
                 f"{hook.__qualname__.partition('.')[0]} of torch got a hook of gradients, {_name_of(inner)}",
                 fix="wrap it by composable.fp16_compress_wrapper or composable.bf16_compress_wrapper",
@@ -185,11 +185,8 @@ def takes_arguments(signature: inspect.Signature, count: int) -> bool:
 
 def takes_bucket(signature: inspect.Signature) -> bool:
     """Say whether a hook of two arguments or three is one of ``DistributedDataParallel``."""
-    return not takes_arguments(signature, 3) and not _names_gradients(signature)
-
-
-def _names_gradients(signature: inspect.Signature) -> bool:
-    return list(signature.parameters)[1:2] == ["grad"]
+    second = list(signature.parameters)[1:2]
+    return second == ["bucket"] or (not takes_arguments(signature, 3) and second != ["grad"])
 
 
 def _signature_of(hook: object) -> inspect.Signature | None:

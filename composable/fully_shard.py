@@ -49,9 +49,12 @@ from composable.storage import (
     ParamInitFn,
     RestingPlace,
     describe_buffers,
+    give_torch_optimizers,
+    has_stepped,
     move_buffers,
+    step_torch_optimizers,
+    stepper_of,
 )
-from composable.torch_private import optimizers_in_backward
 from composable.wording import list_text
 
 __all__ = ["fully_shard"]
@@ -182,7 +185,7 @@ def fully_shard(
             state.skipped_modules = skipped_modules(_managed(state), state.plan.mp_policy)
             state.ignored_slots = _slots_of(state, ignored_params or ())
             _check_no_gradients(members)
-            _check_no_optimizers(members)
+            _check_optimizers(members)
             _check_state_is_not_sent(members, is_synced=sync_module_states)
         except ComposableError as error:
             if not is_collective:
@@ -228,15 +231,20 @@ def _check_no_gradients(members: Sequence[HandleMembers]) -> None:
         )
 
 
-def _check_no_optimizers(members: Sequence[HandleMembers]) -> None:
-    """Refuse parameters with an optimizer of their own, which would step on what is no parameter any more."""
-    stepped = optimizers_in_backward()
-    names = [fqn for one in members for fqn, param in one.originals.items() if param in stepped] if stepped else []
-    if names:
+def _check_optimizers(members: Sequence[HandleMembers]) -> None:
+    """Refuse parameters with an optimizer in backward that could not follow to the sharded ones."""
+    originals = [(fqn, param) for one in members for fqn, param in one.originals.items()]
+    if names := [fqn for fqn, param in originals if stepper_of(param) is not None]:
         raise ConfigError(
-            "an optimizer steps on a parameter inside backward, which fully_shard is about to replace",
+            "step_in_backward steps on a parameter that fully_shard is about to replace",
             at=f"parameter {list_text(names)}",
-            fix="step after backward, or in a hook of param.register_post_accumulate_grad_hook after fully_shard",
+            fix="call fully_shard first, then build the optimizer and call step_in_backward",
+        )
+    if names := [fqn for fqn, param in originals if has_stepped(param)]:
+        raise ConfigError(
+            "an optimizer has stepped on a parameter inside backward, and its state is not sharded",
+            at=f"parameter {list_text(names)}",
+            fix="call fully_shard before the first backward after _apply_optimizer_in_backward",
         )
 
 
@@ -348,7 +356,11 @@ def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Se
         handle.label_params(number)
         state._handles.append(handle)
         for fqn, original in member.originals.items():
-            mark_replaced(original, fqn, *member.owners[fqn][0])
+            owner, name = member.owners[fqn][0]
+            mark_replaced(original, fqn, owner, name)
+            new = owner._parameters[name]
+            if new is not None and give_torch_optimizers(original, new):
+                handle.step_by([step_torch_optimizers])
         for module in member.modules:
             state._module_to_handle[module] = handle
             if module not in state.modules:

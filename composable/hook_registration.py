@@ -168,7 +168,9 @@ def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:
         raise ConfigError(
             f"hook is {described(hook)}, whose arguments are not known", fix="pass a function of Python"
         ) from None
-    has_output, has_none = takes_arguments(signature, 3), takes_arguments(signature, 2)
+    # torch's hook that quantises by channels has a third argument, which is no output.
+    has_output = takes_arguments(signature, 3) and not takes_bucket(signature)
+    has_none = takes_arguments(signature, 2)
     if not (has_output or has_none):
         raise ConfigError(
             f"the hook cannot be called with a state and gradients: its arguments are {signature}",

@@ -27,6 +27,7 @@ from composable.planning import MixedPrecisionPolicy, as_mixed_precision
 from composable.replicate_module import add_replicate_mixin
 from composable.replication import (
     NO_PRECISION,
+    BucketOptions,
     BufferSync,
     Choices,
     Delay,
@@ -39,6 +40,7 @@ from composable.replication import (
     broadcast_tensors,
     check_device_of,
     check_memory,
+    check_steppable,
     choose_delay,
     choose_device,
     find_ignored,
@@ -49,7 +51,7 @@ from composable.replication import (
     register_replicate_hooks,
 )
 from composable.saving import register_load_check
-from composable.storage import HookFunction, Registration
+from composable.storage import HookFunction, Registration, has_torch_optimizer
 from composable.torch_hooks import after_gradients, at_end_of_backward
 
 __all__ = ["register_comm_hook", "replicate"]
@@ -153,6 +155,8 @@ def replicate(
     managed: ManagedTensors = ManagedTensors()
     device: torch.device | None = None
     delay: tuple[tuple[str, ...], str] | None = None
+    trainable: list[ReducedParam] = []
+    options = BucketOptions()
     precision: PrecisionPlan = NO_PRECISION
     failure: ComposableError | None = None
     try:
@@ -173,6 +177,11 @@ def replicate(
         _check_policy(managed, has_policy=precision is not NO_PRECISION)
         bucketed = [(fqn, p) for fqn, p, _ in managed.params if p.requires_grad and id(p) not in managed.sparse]
         delay = choose_delay(delayed, param_to_hook_all_reduce, bucketed)
+        trainable = _trainable(managed, precision)
+        options = choices.bucket_options(None if delay is None else _delay_of(trainable, *delay))
+        options = replace(options, has_policy=precision is not NO_PRECISION)
+        if any(has_torch_optimizer(item.param) for item in trainable):
+            check_steppable(trainable, options)
         if device is not None:
             check_device_of([(fqn, param) for fqn, param, _ in managed.params], device)
     except ComposableError as error:
@@ -189,7 +198,7 @@ def replicate(
     state.use(Grid.whole(ranks))
     if static_graph:
         _LOG.info("replicate of %s with static_graph=True", describe_module(modules[0]))
-    _execute(state, managed, choices, delay, device, precision)
+    _execute(state, managed, choices, trainable, options, device, precision)
     return module
 
 
@@ -197,7 +206,8 @@ def _execute(
     state: ReplicateState,
     managed: ManagedTensors,
     choices: Choices,
-    delay: tuple[tuple[str, ...], str] | None,
+    trainable: Sequence[ReducedParam],
+    options: BucketOptions,
     device: torch.device | None,
     precision: PrecisionPlan,
 ) -> None:
@@ -210,18 +220,12 @@ def _execute(
         broadcast_tensors(buffers, transport, device_of_ranks)
     if choices.keeps_buffers_equal and buffers:
         state.buffers = BufferSync(managed.buffers, transport, device_of_ranks)
-    trainable = [
-        ReducedParam(fqn, param, index, precision.reduce_dtype(param), is_sparse=id(param) in managed.sparse)
-        for fqn, param, index in managed.params
-        if param.requires_grad
-    ]
-    options = choices.bucket_options(None if delay is None else _delay_of(trainable, *delay))
     state.frozen = [(fqn, param) for fqn, param, _ in managed.params if not param.requires_grad]
-    options = replace(options, has_policy=precision is not NO_PRECISION)
     state.reducer = Reducer(trainable, transport, state.grid, options, at_end_of_backward)
     if state.reducer.options.has_policy:
         state.precision = Precision(precision, state.modules, state.ignored.modules, trainable)
     state.follow()
+    state.take_over_optimizers()
     state.hook_handles = after_gradients([item.param for item in trainable], state.reducer.arrivals())
     for index, module in enumerate(state.modules):
         state.hook_handles += _register_module_hooks(state, module, index)
@@ -236,6 +240,14 @@ def _execute(
         # Set before, it hides behind the property that the module has now.
         if not vars(module).pop("require_backward_grad_sync", True):
             state.reducer.requires_gradient_sync = False
+
+
+def _trainable(managed: ManagedTensors, precision: PrecisionPlan) -> list[ReducedParam]:
+    return [
+        ReducedParam(fqn, param, index, precision.reduce_dtype(param), is_sparse=id(param) in managed.sparse)
+        for fqn, param, index in managed.params
+        if param.requires_grad
+    ]
 
 
 def _check_policy(managed: ManagedTensors, *, has_policy: bool) -> None:

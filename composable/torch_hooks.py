@@ -47,6 +47,7 @@ __all__ = [
     "before_every_step",
     "before_forward",
     "before_gradients",
+    "before_step",
     "beside_forward",
     "differentiable_tensors",
     "in_backward_of_nothing",
@@ -280,6 +281,12 @@ def around_state_dict(
 def before_every_step(check: Callable[..., None]) -> RemovableHandle:
     """Call ``check(optimizer, args, kwargs)`` before each step of every optimizer of the process."""
     registered: RemovableHandle = register_optimizer_step_pre_hook(check)
+    return registered
+
+
+def before_step(optimizer: torch.optim.Optimizer, check: Callable[..., None]) -> RemovableHandle:
+    """Call ``check(optimizer, args, kwargs)`` before each step of ``optimizer``."""
+    registered: RemovableHandle = optimizer.register_step_pre_hook(check)
     return registered
 
 

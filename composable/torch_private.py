@@ -8,7 +8,7 @@ place. ``tests/test_torch_private.py`` holds the list against the installed torc
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import CodeType
@@ -190,7 +190,7 @@ def queue_callback(callback: Callable[[], None]) -> None:
 # -- replication: composable/replication/
 
 
-def optimizers_in_backward() -> Mapping[torch.Tensor, Any]:
+def optimizers_in_backward() -> MutableMapping[torch.Tensor, Any]:
     """Return the hooks of torch's ``_apply_optimizer_in_backward``, by parameter."""
     # Who has not used it has not imported it.
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")

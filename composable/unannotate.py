@@ -127,6 +127,7 @@ class _Removal:
             if not all(module in modules for module in annotation.modules):
                 raise reaches_out("unannotated", annotation.modules, _FIX_PART)
         self._check_idle(modules)
+        self._check_steppers()
         for module in self._checkpointed:
             check_forward_in_place(module)
         for one in states:
@@ -163,6 +164,17 @@ class _Removal:
                     at=f"{place_of_rank()}, {describe_module(state.modules[0])}",
                     fix="call finalize_backward(), or reset_iter_state() to drop them",
                 )
+
+    def _check_steppers(self) -> None:
+        stepped = [handle.fqn_of(handle.params[0]) for handle in self._handles() if handle.steppers]
+        stepped += [state.reducer.params[0].fqn for state in self._replicated if state.reducer.steppers]
+        if stepped:
+            raise UsageError(
+                "unannotate while an optimizer steps inside backward",
+                at=f"{place_of_rank()}, parameter {stepped[0]!r}",
+                fix="remove() what step_in_backward returned; what torch's _apply_optimizer_in_backward "
+                "has registered stays for good",
+            )
 
     def lines(self) -> list[str]:
         """Return one text per parameter, equal on all ranks if they can go on together."""

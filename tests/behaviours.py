@@ -402,16 +402,17 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "`_optimizer_overlap`",
-            "An optimizer steps inside backward: in hooks of sharded parameters, and by `register_ddp` on replicated "
-            "modules, which need an object with `register_comm_hook`. `_apply_optimizer_in_backward` is refused.",
+            "An optimizer steps inside backward: by `step_in_backward`, `_apply_optimizer_in_backward`, hooks of sharded "
+            "parameters, or `register_ddp` on what `as_ddp` gives of a replicated module.",
             (
                 *proved("test_algorithms.py", "test_an_optimizer_may_step_where_the_reduced_gradient_arrives"),
                 *proved(
-                    "test_additions.py",
-                    "test_an_optimizer_inside_backward_is_refused_before_and_after_the_annotation",
+                    "test_backward_steps.py",
+                    "test_parameters_are_those_of_an_optimizer_that_steps_after_backward",
+                    "test_torchs_optimizer_in_backward_steps_on_averages",
                 ),
             ),
-            gap="`register_fsdp`: not yet, in torch neither; `_apply_optimizer_in_backward`: not yet",
+            gap="not here: `register_fsdp` raises, as in torch; `step_in_backward` does it",
         ),
         Row(
             "`_quantization`",
@@ -444,7 +445,17 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "modules. A sharded model is one model: there is nothing to average.",
             proved("test_algorithms.py", "test_models_that_train_apart_are_averaged_as_copies_in_one_process"),
         ),
-        Row("`join`", "Ranks with uneven inputs.", gap=f"{WITH_REPLICATE}; give every rank as many steps"),
+        Row(
+            "`join`",
+            "Ranks with uneven inputs: `Join([as_ddp(model), ...])`, with the wrapper's numbers.",
+            proved(
+                "test_ddp_view.py",
+                "test_ranks_with_uneven_inputs_train_as_below_the_wrapper",
+                "test_several_modules_and_a_sharded_optimizer_join",
+                "test_ranks_throw_where_one_has_no_inputs_left",
+            ),
+            gap="not here: `fully_shard`, whose parameters every rank gathers; give every rank as many steps",
+        ),
     ),
     "Further": (
         Row(

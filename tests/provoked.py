@@ -7,7 +7,6 @@ import pickle
 import re
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from composable import (
     replicate,
     save_checkpoint,
     set_divergence_timeout,
+    step_in_backward,
 )
 from composable.replicate import register_comm_hook
 
@@ -140,10 +140,8 @@ def shard_with_gradients(_: str) -> None:
 
 def step_inside_backward(_: str) -> None:
     model = make_model()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit, on import
-        from torch.distributed.optim import _apply_optimizer_in_backward
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    replicate(model[0])
+    step_in_backward(torch.optim.SGD(model.parameters()))
     replicate(model)
 
 

@@ -26,6 +26,7 @@ from composable import (
     RaggedShard,
     SizePolicy,
     accelerate_optimizer,
+    as_ddp,
     bf16_compress_wrapper,
     bucketing_backend,
     checkpoint,
@@ -52,6 +53,7 @@ from composable import (
     save_safetensors,
     set_divergence_timeout,
     share_comm_ctx,
+    step_in_backward,
     unannotate,
     unshard_params,
     update_process_group,
@@ -212,6 +214,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         },
     ),
     "accelerate_optimizer": (accelerated, dict, {"optimizer": set(), "flat": SWITCH}),
+    "as_ddp": (as_ddp, lambda: {"module": replicate(nn.Linear(2, 2))}, {"module": set()}),
+    "step_in_backward": (step_in_backward, lambda: {"optimizer": optimizer_of(sharded())}, {"optimizer": set()}),
     "accelerate_optimizer of a model": (
         accelerate_optimizer,
         lambda: {"optimizer": optimizer_of(sharded())},
@@ -425,16 +429,19 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
 }
 # Tested elsewhere, or no function that takes arguments of users.
 ELSEWHERE = {
+    *("ComposableError", "ConfigError", "DesyncError", "StateDictError", "UsageError"),
     *(
+        "BackwardSteps",
+        "CommHookHandle",
+        "DDPView",
+        "FSDPModule",
+        "GradientReductionHandle",
+        "ParamBucket",
+        "RaggedDTensor",
         "ReductionStats",
         "ReplicateModule",  # tests/test_replicate_module.py
-        "ComposableError",
-        "ConfigError",
-        "DesyncError",
-        "StateDictError",
-        "UsageError",
+        "SaveHandle",
     ),
-    *("CommHookHandle", "FSDPModule", "GradientReductionHandle", "ParamBucket", "RaggedDTensor", "SaveHandle"),
     *("SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
     *("contract", "strict_mode"),
     # Called by the library, with what it has.

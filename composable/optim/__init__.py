@@ -1,6 +1,6 @@
 """A torch optimizer's step on local tensors, and what it needs to know of parameters."""
 
-from composable.optim.checks import check_every_step
+from composable.optim.checks import CHECKS_ITSELF, check_every_step, check_replaced
 from composable.optim.clip import clip_grad_norm_, get_total_norm
 from composable.optim.local_step import accelerate_optimizer
 from composable.optim.names import (
@@ -14,10 +14,12 @@ from composable.optim.names import (
 from composable.optim.rebind import rebind_optimizer
 
 __all__ = [
+    "CHECKS_ITSELF",
     "GroupNames",
     "OptimizerNames",
     "accelerate_optimizer",
     "check_every_step",
+    "check_replaced",
     "clip_grad_norm_",
     "describe_optimizer",
     "get_total_norm",

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.arguments import check_bool, check_number, list_of_tensors
 from composable.collectives import Ranks
-from composable.errors import ConfigError, UsageError
+from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.optim.local_step import LocalGradients, local_gradients
 from composable.ragged import (
     LIVE_SOURCES,
@@ -31,6 +31,7 @@ from composable.ragged import (
     mark_stale,
     summed_in,
 )
+from composable.storage import has_torch_optimizer, stepper_of
 from composable.torch_private import Placement, foreach_mul_, foreach_norm
 from composable.wording import count_text
 
@@ -104,7 +105,8 @@ def clip_grad_norm_(
 
     Raises:
         ConfigError: As ``get_total_norm``; or ``max_norm`` is negative or NaN.
-        UsageError: The norm is not finite, and ``error_if_nonfinite``.
+        UsageError: The norm is not finite, and ``error_if_nonfinite``; or a parameter is stepped inside backward,
+            before there is a norm.
         DesyncError: On every rank, where ranks that share parameters do something else with ragged tensors, or list
             another number of them.
     """
@@ -114,6 +116,7 @@ def clip_grad_norm_(
     pieces = _Pieces("clip_grad_norm_")
     every = _params_of(parameters)
     check_finished("clip_grad_norm_", every)
+    _refuse_stepped(every)
     params, accelerated = _listed(parameters, every)
     for parameter in params:
         pieces.expect(parameter)
@@ -138,6 +141,17 @@ def clip_grad_norm_(
     if LIVE_SOURCES:
         mark_stale([parameter.grad for parameter in every if isinstance(parameter.grad, RaggedDTensor)])
     return norm
+
+
+def _refuse_stepped(params: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters whose gradients are gone: each was stepped on before that of the others was there."""
+    for parameter in params:
+        if stepper_of(parameter) is not None or has_torch_optimizer(parameter):
+            raise UsageError(
+                "clipping by the norm of all gradients, while an optimizer steps inside backward",
+                at=f"{place_of_rank()}, parameter of shape {list(parameter.shape)}",
+                fix="remove() what step_in_backward returned, clip, and step after backward",
+            )
 
 
 def _params_of(parameters: torch.Tensor | Iterable[torch.Tensor] | torch.optim.Optimizer) -> list[torch.Tensor]:

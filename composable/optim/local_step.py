@@ -26,6 +26,7 @@ from composable.optim.step_plan import State, StepPlan, plan_step
 from composable.optim.units import homes_of, sharded_params_of
 from composable.optim.watch import WatchedEntry
 from composable.ragged import RaggedLayout
+from composable.storage import stepper_of
 from composable.torch_hooks import around_optimizer
 
 __all__ = ["accelerate_optimizer", "local_gradients"]
@@ -68,7 +69,7 @@ def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module, *, flat: bool 
 
     Raises:
         ConfigError: The optimizer is of another class or differentiable, or holds no sharded parameter of ``model``.
-        UsageError: It is accelerated already, or holds parameters that were replaced.
+        UsageError: It is accelerated already, or steps inside backward, or holds parameters that were replaced.
 
     Source: the flat step of ZeRO, arXiv 1910.02054.
     """
@@ -82,6 +83,12 @@ def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module, *, flat: bool 
         )
     if _local_step_of(optimizer) is not None:
         raise UsageError("the optimizer is accelerated already", fix="call accelerate_optimizer once")
+    if any(stepper_of(param) is not None for group in optimizer.param_groups for param in group["params"]):
+        raise UsageError(
+            "the optimizer steps inside backward, on some of its parameters at a time",
+            at=place_of_rank(),
+            fix="leave accelerate_optimizer out, or remove() what step_in_backward returned",
+        )
     check_replaced(optimizer)
     _check_options(optimizer)
     own = sharded_params_of(model)

@@ -1,7 +1,7 @@
 """The gradient buckets of ``replicate``, and their averaging."""
 
 from composable.replication.broadcasts import BufferSync, broadcast_tensors
-from composable.replication.bucket import Delay, ReducedParam
+from composable.replication.bucket import BucketOptions, Delay, ReducedParam, check_steppable
 from composable.replication.bucket_memory import check_memory
 from composable.replication.fusion import FORMS, join_all_reduces
 from composable.replication.hooks import move_inputs, register_replicate_hooks
@@ -18,6 +18,7 @@ __all__ = [
     "FORMS",
     "NO_PRECISION",
     "BackwardTiming",
+    "BucketOptions",
     "BufferSync",
     "Choices",
     "Delay",
@@ -30,6 +31,7 @@ __all__ = [
     "broadcast_tensors",
     "check_device_of",
     "check_memory",
+    "check_steppable",
     "choose_delay",
     "choose_device",
     "find_ignored",

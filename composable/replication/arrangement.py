@@ -34,6 +34,7 @@ class Arrangement:
         bucket_of: That of each parameter; the list is changed in place.
         delayed: Those that wait for the gradient of a parameter in another one.
         order: The order in which gradients are expected; ``None``: not known.
+        is_lazy: New buckets get memory with their first gradients.
     """
 
     __slots__ = (
@@ -48,6 +49,7 @@ class Arrangement:
         "bucket_of",
         "buckets",
         "delayed",
+        "is_lazy",
         "order",
     )
 
@@ -58,6 +60,7 @@ class Arrangement:
         self.bucket_of: list[Bucket | Outside] = []
         self.delayed: list[Bucket] = []
         self.order: list[int] | None = None
+        self.is_lazy = False
         self._params = params
         self._transport = transport
         self._options = options
@@ -166,6 +169,8 @@ class Arrangement:
                 cap_bytes=self._options.cap_bytes,
             )
         )
+        if self.is_lazy:
+            return  # Gradients in old buckets are copied as those that autograd made.
         new_views = {i: v for bucket in self.buckets for i, v in zip(bucket.param_indices, bucket.views, strict=True)}
         for param, index, view in kept:
             param.grad = new_views[index].copy_(view) if index in new_views else view
@@ -184,6 +189,7 @@ class Arrangement:
                 tail_numel=self._tail_numel if is_last else 0,
                 is_last=is_last,
                 key=self._transport.allocate_key(),
+                is_lazy=self.is_lazy,
                 device=self._params[0].param.device,
                 dtype=self._params[group[0]].bucket_dtype if group else None,
             )

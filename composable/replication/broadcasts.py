@@ -34,15 +34,15 @@ class BufferSync:
         self._key = transport.allocate_key()
         self._packed: _Packed | None = None
 
-    def broadcast(self) -> None:
-        """Overwrite the buffers, all in one broadcast. Collective."""
+    def broadcast(self, source_rank: int = 0) -> None:
+        """Overwrite the buffers with those of one rank, all in one broadcast. Collective."""
         if self._transport.world_size == 1:
             return
         # Through `data`, since a backward may still need what a buffer was saved for.
         tensors = [buffers.data for owner, name in self.slots if (buffers := owner[name]) is not None]
         if self._packed is None or not self._packed.fits(tensors):
             self._packed = _Packed.like(tensors, self._device)
-        self._packed.broadcast(tensors, self._transport, self._key)
+        self._packed.broadcast(tensors, self._transport, self._key, source_rank)
 
 
 @dataclass
@@ -72,18 +72,20 @@ class _Packed:
             for tensor, view in zip(tensors, self.views, strict=True)
         )
 
-    def broadcast(self, tensors: list[torch.Tensor], transport: Transport, key: int) -> None:
+    def broadcast(self, tensors: list[torch.Tensor], transport: Transport, key: int, source_rank: int = 0) -> None:
         if not self.flat.numel():
             return
-        if transport.rank == 0:
+        if transport.rank == source_rank:
             foreach_copy_(self.views, tensors)
-        transport.begin_broadcast(self.flat, 0, key).finish()
-        if transport.rank != 0:
+        transport.begin_broadcast(self.flat, source_rank, key).finish()
+        if transport.rank != source_rank:
             foreach_copy_(tensors, self.views)
 
 
-def broadcast_tensors(tensors: Sequence[torch.Tensor], transport: Transport, device: torch.device) -> None:
-    """Overwrite ``tensors`` with those of the first rank, holding few bytes at a time. Collective."""
+def broadcast_tensors(
+    tensors: Sequence[torch.Tensor], transport: Transport, device: torch.device, source_rank: int = 0
+) -> None:
+    """Overwrite ``tensors`` with those of one rank, holding few bytes at a time. Collective."""
     if transport.world_size == 1:
         return
     key = transport.allocate_key()
@@ -97,10 +99,10 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], transport: Transport, dev
             small.append(data)
             small_bytes += data.nbytes
             if small_bytes >= _PACKED_BYTES:
-                _Packed.like(small, device).broadcast(small, transport, key)
+                _Packed.like(small, device).broadcast(small, transport, key, source_rank)
                 small, small_bytes = [], 0
             continue
-        in_flight.append(transport.begin_broadcast(data.view(-1).view(torch.uint8), 0, key))
+        in_flight.append(transport.begin_broadcast(data.view(-1).view(torch.uint8), source_rank, key))
         in_flight_bytes += data.nbytes
         if in_flight_bytes >= _BROADCAST_BYTES:
             for pending in in_flight:
@@ -109,4 +111,4 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], transport: Transport, dev
     for pending in in_flight:
         pending.finish()
     if small:
-        _Packed.like(small, device).broadcast(small, transport, key)
+        _Packed.like(small, device).broadcast(small, transport, key, source_rank)

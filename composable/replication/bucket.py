@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from composable.errors import UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.replication.locals import local_gradient, local_of, wrapped_like
 from composable.torch_private import foreach_copy_, foreach_mul_
+from composable.wording import list_text
 
 __all__ = [
     "FIRST_CAP_BYTES",
@@ -104,6 +105,28 @@ class BucketOptions:
     has_policy: bool = False
 
 
+def check_steppable(params: Sequence[ReducedParam], options: BucketOptions) -> None:
+    """Raise unless an optimizer can step these parameters inside backward, bucket by bucket.
+
+    Raises:
+        ConfigError: Not every gradient comes once, in a bucket, for the parameter that modules compute with.
+    """
+    sparse = [item.fqn for item in params if item.is_sparse]
+    if options.has_policy:
+        why, fix = "where modules compute with copies (mp_policy)", "replicate without mp_policy"
+    elif options.static_graph or options.delay is not None:
+        why, fix = "where gradients come several times, or late (static_graph, a delayed all-reduce)", "leave that out"
+    elif sparse:
+        why, fix = f"beside sparse gradients, of {list_text(sparse, 3)}", "build embeddings with sparse=False"
+    else:
+        return
+    raise ConfigError(
+        f"an optimizer cannot step inside backward {why}",
+        at=f"{place_of_rank()}, parameter {params[0].fqn!r}",
+        fix=f"step after backward, or {fix}",
+    )
+
+
 def plan_buckets(
     order: Sequence[int],
     keys: Sequence[object],
@@ -153,6 +176,7 @@ class Bucket:
         flat: All of it, the tail included.
         tail: ``tail_numel`` elements behind the gradients.
         key: Of its all-reduce.
+        is_released: There is no memory until the next gradients come.
         casts: Some gradients rest in another dtype than they travel in.
     """
 
@@ -164,6 +188,7 @@ class Bucket:
         tail_numel: int,
         is_last: bool,
         key: int,
+        is_lazy: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -186,19 +211,40 @@ class Bucket:
             end = stop + param.numel() * (2 if param.is_complex() else 1)
             stop += -(-(end - stop) // step) * step
             gaps.append((end, stop))
-        # Zeros, since what lies between the gradients is reduced too.
-        self.flat = torch.zeros(
-            stop + tail_numel, dtype=dtype, device=self._params[0].device if self._params else device
-        )
-        self._data = self.flat[:stop]
-        self.tail = self.flat[stop:]
-        self._hook_buffer = self._data
-        self._views = [_view_for(self.flat, start, param) for start, param in zip(starts, local, strict=True)]
         self._has_split = any(one is not param for one, param in zip(local, self._params, strict=True))
-        self.views = [wrapped_like(view, param) for view, param in zip(self._views, self._params, strict=True)]
+        self._stop, self._tail_numel = stop, tail_numel
         self._starts = starts
-        self._gaps = [self._data[end:following] for end, following in gaps if end < following]
+        self._gap_ends = [(end, following) for end, following in gaps if end < following]
         self._is_large = stop >= _LARGE_NUMEL * len(self._params)
+        self._gaps: list[torch.Tensor] = []
+        self.flat = torch.empty(0, dtype=dtype, device=self._params[0].device if self._params else device)
+        self.release()
+        if not is_lazy:
+            self.clear()
+
+    def _allocate(self) -> None:
+        self.is_released = False
+        self.flat = self.flat.new_empty(self._stop + self._tail_numel)
+        self._data = self.flat[: self._stop]
+        self.tail = self.flat[self._stop :]
+        self._hook_buffer = self._data
+        starts_of_params = zip(self._starts, self._params, strict=True)
+        self._views = [_view_for(self.flat, start, local_of(param)) for start, param in starts_of_params]
+        self.views = [wrapped_like(view, param) for view, param in zip(self._views, self._params, strict=True)]
+        self._gaps = [self._data[end:following] for end, following in self._gap_ends]
+
+    def release(self) -> None:
+        """Free the memory until the next gradients come, but for what somebody else still holds of it."""
+        self.is_released = True
+        self.flat = self._data = self.tail = self._hook_buffer = self.flat.new_empty(0)
+        self._views = self.views = [self.flat] * len(self._params)
+        self._gaps = []
+
+    def clear(self) -> None:
+        """Make all gradients in the buffer zero."""
+        if self.is_released:
+            self._allocate()
+        self.flat.zero_()
 
     def index(self) -> int:
         """Return the place of this bucket in the order of reduction."""
@@ -239,6 +285,9 @@ class Bucket:
         Raises:
             UsageError: A gradient is sparse.
         """
+        if self.is_released:
+            self._allocate()
+            self.clear_gaps()  # which are reduced too
         fresh: list[torch.Tensor] = []
         fresh_views: list[torch.Tensor] = []
         fresh_params: list[nn.Parameter] = []

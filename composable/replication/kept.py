@@ -20,8 +20,8 @@ def average_kept(
     sparse: SparseGradients,
     *,
     is_any: bool,
-) -> None:
-    """Replace gradients by their means, one at a time, if any rank has kept some. Collective.
+) -> bool:
+    """Replace gradients by their means, one at a time, if any rank has kept some, and say whether. Collective.
 
     Args:
         params: Equal on all ranks; at least one.
@@ -37,7 +37,7 @@ def average_kept(
     transport.begin_all_reduce(flags, key).finish()
     is_anywhere, *has_grad = flags.tolist()
     if not is_anywhere:
-        return
+        return False
     for item, is_there in zip(params, has_grad, strict=True):
         if is_there and not item.is_sparse:
             if item.param.grad is None:
@@ -50,3 +50,4 @@ def average_kept(
             if whole is not grad:
                 grad.copy_(whole)
     sparse.average()
+    return True

@@ -20,11 +20,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.collectives import Grid, Transport
 from composable.replication.arrangement import Arrangement
-from composable.replication.bucket import Bucket, BucketOptions, ReducedParam
+from composable.replication.bucket import Bucket, BucketOptions, ReducedParam, check_steppable
 from composable.replication.bucket_memory import note_caller
 from composable.replication.complaints import (
     after_close,
@@ -43,7 +44,14 @@ from composable.replication.static_graph import StaticGraph
 from composable.replication.tail import Report, Tail
 from composable.replication.timing import Stopwatch
 from composable.replication.traced import traced_arrival
-from composable.storage import Registration, copied_registrations, nearest
+from composable.storage import (
+    Registration,
+    Stepper,
+    copied_registrations,
+    nearest,
+    refuse_graph_of_backward,
+    refuse_steppers,
+)
 from composable.torch_hooks import Ending, next_ending_number
 from composable.torch_private import opaque
 from composable.wording import list_text
@@ -76,6 +84,7 @@ class Reducer:
         group_name: Of the process group that averages in a graph; "": one rank.
         comm_hooks: Registrations of communication hooks that reach the parameters; the nearest holds.
         stopwatch: Measures some backwards.
+        steppers: Get parameters that have their averages, and step them inside backward.
     """
 
     scale: float
@@ -98,6 +107,7 @@ class Reducer:
         self.rounds = 0
         self.comm_hooks: tuple[Registration, ...] = ()
         self.stopwatch = Stopwatch(grid.everyone.device)
+        self.steppers: tuple[Stepper, ...] = ()
         self._after_backward = after_backward
         self._lock = threading.RLock()
         self._is_closed = False
@@ -173,6 +183,8 @@ class Reducer:
             return "gradients are averaged one by one (static_graph, a delayed all-reduce, set_is_last_backward(False))"
         if any(item.is_sparse or isinstance(item.param, DTensor) for item in self.params):
             return "gradients that are sparse, or that tensor parallelism has split, cannot be averaged"
+        if self.steppers:
+            return "an optimizer cannot step inside of it"
         if self.options.has_policy:
             return "nothing tells modules when to hold their own parameters again (mp_policy)"
         if self._is_closed:
@@ -234,10 +246,27 @@ class Reducer:
 
     def average_kept_gradients(self) -> None:
         """Do what the next round would have done, one gradient at a time. Collective."""
-        if self.params:
-            is_any = any(self._kept)
-            average_kept(self.params, self._transport, self._order_key, self.scale, self._sparse, is_any=is_any)
-            self._forget_kept()
+        if not self.params:
+            return
+        is_any = any(self._kept)
+        order_key, sparse = self._order_key, self._sparse
+        is_any = average_kept(self.params, self._transport, order_key, self.scale, sparse, is_any=is_any)
+        self._forget_kept()
+        if is_any:
+            self._step([item.param for item in self.params])
+
+    def step_by(self, steppers: Sequence[Stepper]) -> None:
+        """Let these step the parameters, from the next backward on.
+
+        Raises:
+            ConfigError: See ``check_steppable``.
+        """
+        if steppers:
+            check_steppable(self.params, self.options)
+        self.steppers = tuple(steppers)
+        self._arrangement.is_lazy = bool(steppers)
+        for bucket in self.buckets:
+            bucket.release()  # Gradients in it keep their memory, and are copied.
 
     @property
     def is_running(self) -> bool:
@@ -249,6 +278,7 @@ class Reducer:
 
         Raises:
             ConfigError: None of them is the nearest.
+            UsageError: An optimizer steps inside backward.
         """
         self._sender.hook = self.check_comm_hooks(registrations)
         self.comm_hooks = tuple(registrations)
@@ -257,6 +287,8 @@ class Reducer:
 
     def check_comm_hooks(self, registrations: Sequence[Registration]) -> Registration | None:
         """Return what ``register_comm_hooks`` would choose; raises what it does."""
+        if registrations and self.steppers:
+            refuse_steppers(self.steppers, self.params[0].fqn)
         return nearest(registrations)
 
     # What forward and backward call, in this order.
@@ -330,6 +362,45 @@ class Reducer:
         if missing or self._round.complaint or (report is not None and any(report.complaints)):
             raise self._error_of(missing, report or Report((), ()))
 
+    def share(self, number: float) -> list[float]:
+        """Return the number of each rank, in the order of the transport. Collective; no backward is running."""
+        numbers = torch.zeros(self._transport.world_size, device=self._grid.everyone.device)
+        numbers[self._transport.rank] = number
+        self._transport.begin_all_reduce(numbers, self._order_key).finish()
+        shared: list[float] = numbers.tolist()
+        return shared
+
+    def divide_by(self, divisor: int | None) -> None:
+        """Divide sums of gradients by this in place of the number of ranks; ``None``: by that again."""
+        self.scale = 1.0 / (divisor or self._grid.divisor)
+
+    def shadow(self) -> None:
+        """Do what a backward does, with zeros in place of gradients: the other ranks run one. Collective.
+
+        Parameters that a rank has a gradient for get the average.
+
+        Raises:
+            UsageError: Of another rank.
+        """
+        if not self.params:
+            return
+        with torch.no_grad():
+            for item in self.params:
+                item.param.grad = None
+            self._arrangement.prepare()
+            self._round.clear(self.buckets, synchronises=True)
+            self.rounds += 1
+            for bucket in self.buckets:
+                bucket.clear()
+                self._send(bucket)
+            report = self._finish_round()
+        failure, self._sender.failure = self._sender.failure, None
+        self._round.close()
+        if failure is not None:
+            raise hook_failed(failure, self.params[0].fqn)
+        if report is not None and any(report.complaints):
+            raise self._error_of([], report)
+
     def _make_arrival(self, index: int) -> Callable[[torch.Tensor], None]:
         # Runs once per parameter and backward: what it reads most is a local of this call. What leads to the
         # parameters is held weakly: Python's collector does not see that a parameter holds its hooks.
@@ -394,6 +465,8 @@ class Reducer:
                 raise after_close()
             if self._round.was_stopped:
                 self._recover()
+            if self.steppers and torch.is_grad_enabled():
+                raise refuse_graph_of_backward(self.params[0].fqn)
             with torch.no_grad():
                 self._arrangement.prepare()
             self._round.clear(self.buckets, synchronises=self.requires_gradient_sync and self.is_last_backward)
@@ -415,13 +488,26 @@ class Reducer:
             self._round.complaint = _STOPPED
             with torch.no_grad():
                 for bucket in self.buckets[self._round.sent :]:
-                    bucket.flat.zero_()
+                    bucket.clear()
                     self._send(bucket)
                 self._sender.finish()
                 self._sparse.average(is_stopped=True)
+                if self.steppers:
+                    self._close_stopped()
+                    return
                 for bucket in self.buckets:
-                    bucket.flat.zero_()
+                    bucket.clear()
                 self._end_round()
+        self._forget_round()
+
+    def _close_stopped(self) -> None:
+        """Step as the other ranks have done, or do when they hear of this: else parameters would differ."""
+        used = self.buckets[-1].tail.tolist()
+        self._end_round()
+        self._forget_round()
+        self._step_rest(used)
+
+    def _forget_round(self) -> None:
         self._sender.forget()
         self._missing = None
         self._round.close()
@@ -433,6 +519,9 @@ class Reducer:
         with self._lock, torch.no_grad():
             while own_round.sent < len(buckets) and not buckets[own_round.sent].pending:
                 self._launch(buckets[own_round.sent])
+                if self.steppers:
+                    # One is on its way while the next one fills.
+                    self._step_sent(own_round.sent - 1)
 
     def _launch(self, bucket: Bucket) -> None:
         """Start the reduction of the next bucket.
@@ -441,7 +530,7 @@ class Reducer:
         """
         # A communication hook averages by itself.
         scale = self.scale if self._sender.hook is None else 1.0
-        bucket.pack(scale, grads_as_views=self.options.grads_as_views)
+        bucket.pack(scale, grads_as_views=self._grads_as_views)
         self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
@@ -458,7 +547,11 @@ class Reducer:
             complaint = _HOOK_FAILED
         used = None
         if complaint or not self._round.is_complete:
-            used = [item.param.grad is not None for item in self.params]
+            stepped = self._round.stepped  # and their gradients dropped
+            used = [
+                item.param.grad is not None or bucket.index() < stepped
+                for item, bucket in zip(self.params, self._bucket_of, strict=True)
+            ]
         self._tail.write(tail, used, complaint)
 
     def _finish_round(self) -> Report | None:
@@ -466,15 +559,18 @@ class Reducer:
         self._sender.finish()
         self._sparse.average()
         for bucket in self.buckets:
-            if bucket.casts or not self.options.grads_as_views:
+            if bucket.casts or not self._grads_as_views:
                 bucket.unpack()
         tail = self.buckets[-1].tail
         report = self._tail.read(tail)
-        if not self._round.is_complete:
-            self._arrangement.adopt_averages(tail.tolist(), grads_as_views=self.options.grads_as_views)
+        used = None if self._round.is_complete else tail.tolist()
+        if used is not None and not self.steppers:
+            self._arrangement.adopt_averages(used, grads_as_views=self._grads_as_views)
         self._end_round()
         if self._static is not None and self._static.counts is None:
             self._learn_graph(tail)
+        if self.steppers:
+            self._step_rest(used)
         return report
 
     def _learn_graph(self, tail: torch.Tensor) -> None:
@@ -484,6 +580,45 @@ class Reducer:
         if not any(values[len(self.params) :]):
             self._static.learn(self._round.seen, values[: len(self.params)])
             self._arrangement.narrow(self._round.seen.copy(), self._static.unused())
+
+    @property
+    def _grads_as_views(self) -> bool:
+        # What is stepped inside backward is dropped there: a copy would be for nothing.
+        return self.options.grads_as_views or bool(self.steppers)
+
+    def _step_sent(self, stop: int) -> None:
+        """Step the parameters of the buckets before ``stop``, which were full, as soon as their averages are there."""
+        own_round = self._round
+        while own_round.stepped < stop:
+            bucket = self.buckets[own_round.stepped]
+            self._sender.finish_first()
+            own_round.stepped += 1
+            self._step_bucket(bucket)
+            if not bucket.is_last():
+                bucket.release()
+
+    def _step_rest(self, used: Sequence[float] | None) -> None:
+        """Step the others, by averages that are there, and free all buckets.
+
+        Args:
+            used: Of each parameter, how many ranks had a gradient; ``None``: all had one.
+        """
+        buckets, self._round.stepped = self.buckets[self._round.stepped :], len(self.buckets)
+        for bucket in buckets:
+            for index, view in zip(bucket.param_indices, bucket.views, strict=True):
+                if used is None or used[index] > 0:
+                    self.params[index].param.grad = view
+        for bucket in buckets:
+            self._step_bucket(bucket)
+            bucket.release()
+
+    def _step_bucket(self, bucket: Bucket) -> None:
+        self._step([self.params[index].param for index in bucket.param_indices])
+
+    def _step(self, params: Sequence[nn.Parameter]) -> None:
+        complete = [param for param in params if param.grad is not None] if self.steppers else []
+        for step in self.steppers:
+            step(complete)
 
     def _end_round(self) -> None:
         self._forget_kept()

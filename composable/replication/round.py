@@ -26,6 +26,7 @@ class Round:
         seen: For each parameter, how many gradients of it arrived.
         order: Parameters in the order of arrival.
         sent: How many buckets were started, which is the index of the next.
+        stepped: How many of them had their parameters stepped, inside backward.
         accumulates: Gradients are added to those of the parameters, which ``torch.autograd.grad`` does not do.
         complaint: What this rank tells the others: parameters without a gradient, -1 for a backward that was stopped.
     """
@@ -40,6 +41,7 @@ class Round:
         "order",
         "seen",
         "sent",
+        "stepped",
         "synchronises",
         "was_stopped",
     )
@@ -51,6 +53,7 @@ class Round:
         self.seen = [0] * numel
         self.order: list[int] = []
         self.sent = 0
+        self.stepped = 0
         self.accumulates = False
         self.complaint = 0
         self._armed_modules: set[int] = set()
@@ -68,6 +71,7 @@ class Round:
         self.order.clear()
         self._armed_modules.clear()
         self.sent = 0
+        self.stepped = 0
         self.accumulates = False
         self.complaint = 0
         for bucket in buckets:

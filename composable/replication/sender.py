@@ -97,6 +97,11 @@ class Sender:
         else:
             self._finish()
 
+    def finish_first(self) -> None:
+        """Wait for the first of what was started and not waited for; no hook runs."""
+        if self._pendings:
+            self._pendings.pop(0).finish()
+
     def _finish(self) -> None:
         for pending in self._pendings:
             pending.finish()

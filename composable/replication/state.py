@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -22,17 +22,32 @@ from composable.registrations import (
     watch_registrations,
 )
 from composable.replication.broadcasts import BufferSync
+from composable.replication.bucket import check_steppable
 from composable.replication.ignored import Ignored
 from composable.replication.precision import Precision
 from composable.replication.reducer import Reducer
 from composable.replication.standing import Standing
 from composable.replication.tensors import own_modules, unmanaged_params
-from composable.storage import modules_of_copy
+from composable.storage import (
+    forget_torch_hooks,
+    has_torch_optimizer,
+    modules_of_copy,
+    refuse_steppers,
+    step_torch_optimizers,
+)
 from composable.torch_hooks import after_gradients
 from composable.torch_private import optimizers_in_backward
 from composable.wording import class_name, list_text
 
 __all__ = ["ReplicateState"]
+
+
+class UnevenInputs(Protocol):
+    """What is to be told of each forward that a backward may follow."""
+
+    def begin_forward(self, *, broadcasts: bool) -> None:
+        """Meet the ranks without inputs; ``broadcasts``: buffers are to be made equal."""
+        ...
 
 
 class ReplicateState:
@@ -49,6 +64,8 @@ class ReplicateState:
         transport: In a group of its own; a copied state makes it at its first forward that a backward may follow.
         hook_handles: Remove them, and the modules run as plain ones again.
         standing: Tells other ranks that wait where the modules are.
+        view: What ``as_ddp`` has made.
+        uneven: Told of each forward, while ranks may run out of inputs; ``None``: they do not.
     """
 
     modules: tuple[nn.Module, ...]
@@ -66,6 +83,8 @@ class ReplicateState:
         self.frozen = []
         self.hook_handles: list[RemovableHandle] = []
         self._seen = (-1, 0)
+        self.uneven: UnevenInputs | None = None
+        self.view: object = None
         self.standing = Standing()
 
     def before_forward(self, module: nn.Module) -> None:
@@ -73,14 +92,14 @@ class ReplicateState:
 
         Raises:
             UsageError: A parameter that was frozen at annotation requires a gradient now, or was added since; or
-                something else averages gradients, or steps inside backward.
+                something else averages gradients, or an optimizer in backward is beside a hook.
         """
         self.standing.enter_forward()
         if not torch.is_grad_enabled():
             return
-        if self._seen != (seen := (count_registrations(), len(optimizers_in_backward()))) and not is_functional_call():
+        if self._seen != (count_registrations(), len(optimizers_in_backward())) and not is_functional_call():
             self._look_again()
-            self._seen = seen
+            self._seen = (count_registrations(), len(optimizers_in_backward()))
         for fqn, param in self.frozen:
             if param.requires_grad:
                 raise UsageError(
@@ -90,7 +109,10 @@ class ReplicateState:
                 )
         self.transport.connect()
         self.reducer.prepare()
-        if self.buffers is not None and module.training and self.reducer.requires_gradient_sync:
+        broadcasts = self.buffers is not None and module.training and self.reducer.requires_gradient_sync
+        if self.uneven is not None:
+            self.uneven.begin_forward(broadcasts=broadcasts)
+        elif self.buffers is not None and broadcasts:
             self.buffers.broadcast()
 
     def after_forward(self, error: BaseException | None) -> None:
@@ -123,16 +145,25 @@ class ReplicateState:
                 at=f"{place_of_rank()}, {list_text(names)}",
                 fix="add modules first; or call replicate on the added module too; or unannotate, and annotate anew",
             )
-        for item in self.reducer.params:
-            if item.param in optimizers_in_backward():
-                raise UsageError(
-                    "an optimizer steps on a parameter inside backward, before its gradient is averaged",
-                    at=f"{place_of_rank()}, parameter {item.fqn!r}",
-                    fix="step after backward: replicate does not support _apply_optimizer_in_backward",
-                )
+        self.take_over_optimizers()
         self.frozen += added
         self._claim()
         watch_registrations(self._own_modules())
+
+    def take_over_optimizers(self) -> None:
+        """Step where the averages arrive, by the optimizers of ``_apply_optimizer_in_backward``.
+
+        Raises:
+            UsageError: There is a communication hook.
+            ConfigError: See ``check_steppable``.
+        """
+        reducer = self.reducer
+        if any(has_torch_optimizer(item.param) for item in reducer.params):
+            check_steppable(reducer.params, reducer.options)
+        if forget_torch_hooks(item.param for item in reducer.params) and step_torch_optimizers not in reducer.steppers:
+            if reducer.comm_hooks:
+                refuse_steppers([step_torch_optimizers], reducer.params[0].fqn)
+            reducer.step_by([*reducer.steppers, step_torch_optimizers])
 
     def use(self, grid: Grid) -> None:
         """Choose the ranks; the transport between them is made when it is needed."""

@@ -17,7 +17,7 @@ from composable.registrations import is_left_alone
 from composable.replication.ignored import Ignored
 from composable.replication.locals import is_split_elsewhere
 from composable.rivals import rival_on
-from composable.torch_private import optimizers_in_backward
+from composable.storage import has_torch_optimizer, stepper_of
 from composable.wording import class_name, join_fqn
 
 __all__ = ["ManagedTensors", "find_tensors", "own_modules", "unmanaged_params"]
@@ -88,6 +88,7 @@ def find_tensors(
                     managed.lines.append(
                         f"parameter {fqn!r} {list(param.shape)} {param.dtype}, requires_grad={param.requires_grad}"
                         f"{f', {param.placements}' if isinstance(param, DTensor) else ''}"
+                        f"{', with an optimizer in backward' if has_torch_optimizer(param) else ''}"
                     )
             for name, buffer in visited._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
@@ -179,9 +180,9 @@ def _check_free(fqn: str, param: nn.Parameter, modules: Sequence[nn.Module]) -> 
             f"fully_shard has taken and sharded this parameter, as {fqn if replacement is None else replacement.fqn!r}"
         )
         fix = "let one annotation have all modules that share it: call fully_shard on the module around them"
-    elif param in optimizers_in_backward():
-        what = "an optimizer steps on this parameter inside backward, before its gradient is averaged"
-        fix = "step after backward: replicate does not support _apply_optimizer_in_backward"
+    elif stepper_of(param) is not None:
+        what = "step_in_backward steps on this parameter, before its gradient is averaged"
+        fix = "call replicate first, then step_in_backward"
     else:
         return
     raise ConfigError(what, at=f"{place_of_rank()}, parameter {fqn!r} of {_names(modules)}", fix=fix)

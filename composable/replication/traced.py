@@ -22,6 +22,7 @@ class Traced(Protocol):
     requires_gradient_sync: bool
     scale: float
     group_name: str
+    steppers: tuple[Callable[..., None], ...]
 
     @property
     def untraceable(self) -> str:
@@ -34,7 +35,7 @@ def traced_arrival(reducer: Callable[[], Traced | None], fqn: str) -> Callable[[
 
     def arrive(param: torch.Tensor) -> None:
         found = reducer()
-        if found is None or not found.requires_gradient_sync or not found.group_name:
+        if found is None or not found.requires_gradient_sync or not (found.group_name or found.steppers):
             return
         if found.untraceable:
             _refuse(found.untraceable, fqn)

@@ -15,7 +15,7 @@ from composable.errors import UsageError, place_of_rank
 from composable.frames import is_functional_call
 from composable.planning import name_modules
 from composable.registrations import check_callers, count_registrations, is_left_alone, watch_registrations
-from composable.storage import Handle
+from composable.storage import Handle, forget_torch_hooks, refuse_steppers, step_torch_optimizers
 from composable.torch_private import optimizers_in_backward
 from composable.wording import join_fqn, list_text
 
@@ -47,7 +47,7 @@ class Additions:
             states: Every state of the tree.
 
         Raises:
-            UsageError: It names them, or what else averages gradients, or an optimizer that would never step.
+            UsageError: It names them, or what else averages gradients; or an optimizer in backward beside a hook.
         """
         seen = (count_registrations(), len(optimizers_in_backward()))
         if self._seen == seen and not any(param.requires_grad for param in self._frozen):
@@ -58,7 +58,7 @@ class Additions:
         for state in states:
             for handle in state._handles:
                 handle.attach()  # What was assigned in the place of a sharded parameter is a value for it.
-                _check_stepped_later(handle)
+                _take_over_optimizers(handle)
         added = dict(_unmanaged(module, states))
         names = [fqn for fqn, param in added.items() if param.requires_grad]
         if names:
@@ -69,19 +69,15 @@ class Additions:
             )
         self._frozen = list(added.values())
         watch_registrations(_traversal_utils._get_modules(module))
-        self._seen = seen
+        self._seen = (seen[0], len(optimizers_in_backward()))
 
 
-def _check_stepped_later(handle: Handle) -> None:
-    """Refuse optimizers that wait for autograd to reach a sharded parameter, which it never does."""
-    stepped = optimizers_in_backward()
-    names = [handle.fqn_of(param) for param in handle.params if param.sharded in stepped] if stepped else []
-    if names:
-        raise UsageError(
-            "an optimizer is to step on a sharded parameter inside backward, where autograd never gets to it",
-            at=f"{place_of_rank()}, parameter {list_text(names)}",
-            fix="step after backward, or in a hook of param.register_post_accumulate_grad_hook",
-        )
+def _take_over_optimizers(handle: Handle) -> None:
+    """Step where the reduced gradients arrive, for optimizers that wait for autograd to reach a sharded parameter."""
+    if forget_torch_hooks(param.sharded for param in handle.params) and step_torch_optimizers not in handle.steppers:
+        if handle.comm_hooks:
+            refuse_steppers([step_torch_optimizers], handle.fqn_of(handle.params[0]))
+        handle.step_by([*handle.steppers, step_torch_optimizers])
 
 
 def _unmanaged(root: nn.Module, states: Collection[_Annotated]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -116,7 +116,11 @@ class HandOver:
                 "a gradient arrived after its module was reduced: a parameter was used outside its forward",
                 at=f"{place_of_rank()}, {', '.join(handle.described for handle in stray)}",
                 fix="use them in the forward of their own module, let the module above own them, "
-                "or annotate with unused_gradients='none'",
+                + (
+                    "or step after backward"
+                    if any(handle.steppers for handle in stray)
+                    else "or annotate with unused_gradients='none'"
+                ),
             )
 
     def abandon(self) -> None:
@@ -143,7 +147,8 @@ class HandOver:
                 if not account.has_more:
                     continue
                 account.has_more = False
-                if account.fills_with_zeros:
+                # What has been stepped cannot take another part of its gradient.
+                if account.fills_with_zeros or account.flat.steppers:
                     stray.append(handle)
                     handle.drop_gradients()
                 else:

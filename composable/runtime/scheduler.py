@@ -30,7 +30,7 @@ from composable.runtime.settings import RootSettings
 from composable.runtime.streams import Streams
 from composable.runtime.turn import Turn
 from composable.runtime.unsharded import Unsharded
-from composable.storage import Handle
+from composable.storage import Handle, refuse_graph_of_backward
 from composable.torch_hooks import Ending, in_backward_of_nothing, next_ending_number
 from composable.torch_private import next_node_number
 
@@ -361,6 +361,8 @@ class Scheduler:
         self._end = weakref.ref(self._at_end(self), self._note_end)
         self.backward_id += 1
         self._makes_graph = torch.is_grad_enabled()
+        if self._makes_graph or not self._settings.ends_backward:
+            self._check_steppers()
         armed = self._armed or self._last_armed
         # Of a forward that had its backward: only these are armed without a first forward.
         again: set[Turn] = set() if self._armed else set(self._last_armed)
@@ -395,6 +397,17 @@ class Scheduler:
                 fix="enter unshard_params(module, writeback=False) for the step, as ShardedStage in "
                 "examples/clients/pipelining.py does, or take a schedule without zero bubble",
             )
+
+    def _check_steppers(self) -> None:
+        for handle in self.handles:
+            if handle.steppers:
+                if self._makes_graph:
+                    raise refuse_graph_of_backward(handle.fqn)
+                raise UsageError(
+                    "gradients are to wait for a later backward, and an optimizer steps inside this one",
+                    at=f"{place_of_rank()}, module {handle.fqn!r}",
+                    fix="accumulate in no_sync instead, or remove() what step_in_backward returned",
+                )
 
     def _queue_late(self, turn: Turn) -> None:
         """Let the end of backward complete what was not expected in it, or is complete already."""
@@ -441,6 +454,8 @@ class Scheduler:
         for turn in self._turns.values():
             if turn.is_late:
                 turn.is_late = False
+                if turn.handle.steppers:
+                    raise _stepped_already(turn.handle)
                 self._complete(turn, is_early=False)
 
     def finish(self) -> None:
@@ -724,6 +739,14 @@ def _lent(handle: Handle) -> UsageError:
         "a forward cannot run while unshard_params shows copies or gradients of the parameters",
         at=f"{place_of_rank()}, {handle.described}",
         fix=fix,
+    )
+
+
+def _stepped_already(handle: Handle) -> UsageError:
+    return UsageError(
+        "more of a gradient arrives in the backward that has stepped on the rest of it",
+        at=f"{place_of_rank()}, module {handle.fqn!r}",
+        fix="run one backward for each forward, or step after backward",
     )
 
 

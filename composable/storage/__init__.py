@@ -11,6 +11,19 @@ from composable.storage.handle import FIX_COPY, Handle, handle_of
 from composable.storage.module_buffers import describe_buffers, move_buffers
 from composable.storage.resting_place import RestingPlace
 from composable.storage.sharded_param import ShardedParam
+from composable.storage.stepping import (
+    Stepper,
+    forget_torch_hooks,
+    give_torch_optimizers,
+    has_stepped,
+    has_torch_optimizer,
+    mark_stepped,
+    refuse_graph_of_backward,
+    refuse_steppers,
+    step_torch_optimizers,
+    stepper_of,
+    unmark_stepped,
+)
 from composable.storage.unfilled import META_FIX, MarkedMemory, is_unfilled, mark_unfilled
 
 __all__ = [
@@ -31,14 +44,25 @@ __all__ = [
     "Registration",
     "RestingPlace",
     "ShardedParam",
+    "Stepper",
     "copied_registrations",
     "describe_buffers",
+    "forget_torch_hooks",
+    "give_torch_optimizers",
     "handle_of",
+    "has_stepped",
+    "has_torch_optimizer",
     "is_unfilled",
+    "mark_stepped",
     "mark_unfilled",
     "modules_of_copy",
     "move_buffers",
     "nearest",
     "reaches_out",
     "reduced_otherwise",
+    "refuse_graph_of_backward",
+    "refuse_steppers",
+    "step_torch_optimizers",
+    "stepper_of",
+    "unmark_stepped",
 ]

@@ -28,6 +28,7 @@ from composable.storage.gradient_buffer import GradientBuffer
 from composable.storage.resting_place import RestingPlace
 from composable.storage.routes import Routes
 from composable.storage.sharded_param import ShardedParam
+from composable.storage.stepping import Stepper
 from composable.storage.unfilled import META_FIX
 from composable.torch_private import foreach_copy_
 
@@ -60,6 +61,7 @@ class FlatBuffer:
         holds_instances: Some unsharded parameter is more than a view of the buffer: of a class that packs or gathers.
         is_marked: Part of the shard may hold the mark of memory that nobody has written to.
         routes: How bytes travel between the ranks.
+        steppers: Get sharded parameters whose gradients are whole, and step them.
     """
 
     __slots__ = (
@@ -88,6 +90,7 @@ class FlatBuffer:
         "pool_key",
         "routes",
         "shard",
+        "steppers",
     )
 
     def __init__(
@@ -141,6 +144,7 @@ class FlatBuffer:
         # What gradients are collected in: its dtype and device.
         self._gradient_like = torch.empty(0, dtype=plan.reduce_dtype, device=device)
         self._sums = False
+        self.steppers: tuple[Stepper, ...] = ()
 
     def _take_values(self, originals: Sequence[nn.Parameter]) -> None:
         """Keep this rank's pieces of the originals; without a shard, in memory of their own where there are values."""
@@ -395,6 +399,7 @@ class FlatBuffer:
         twin.params = [param.copied(twin.shard, memo) for param in self.params]
         twin._pieces = [(param, index) for param, (_, index) in zip(twin.params, self._pieces, strict=True)]
         twin._hooks_known = -1
+        twin.steppers = ()
         twin.routes = self.routes.unconnected()
         twin._buffer = twin._storage = None
         twin._is_allocated = False
@@ -493,6 +498,10 @@ class FlatBuffer:
                 sharded.grad = held + grad
             if with_hooks:
                 param.run_post_hooks()
+        if self.steppers:
+            complete = [param.sharded for param, _ in chosen if param.sharded.grad is not None]
+            for step in self.steppers:
+                step(complete)
 
     def _make_buffer(self) -> None:
         layout = self.plan.layout

@@ -22,6 +22,7 @@ from composable.storage.copy_reach import is_part_of_module, modules_of_copy, re
 from composable.storage.flat_buffer import FlatBuffer
 from composable.storage.gradient_buffer import GRADIENT_BUFFERS
 from composable.storage.sharded_param import ShardedParam, has_own_setattr
+from composable.storage.stepping import Stepper, refuse_steppers
 from composable.wording import class_name, join_fqn, module_text
 
 __all__ = ["FIX_COPY", "Handle", "handle_of"]
@@ -374,7 +375,7 @@ class Handle:
 
         Raises:
             ConfigError: None of them is the nearest.
-            UsageError: The handle has another way to reduce.
+            UsageError: The handle has another way to reduce, or an optimizer steps inside backward.
         """
         comms = self.check_comm_hooks(registrations)
         self.comm_hooks = tuple(registrations)
@@ -383,7 +384,19 @@ class Handle:
     def check_comm_hooks(self, registrations: Sequence[Registration]) -> Comms:
         """Return what ``register_comm_hooks`` would choose; raises what it does."""
         with located(self.described):
+            if registrations:
+                refuse_steppers(self.steppers, self.fqn_of(self.params[0]))
             return replace(self.comms, hook=nearest(registrations))
+
+    @property
+    def steppers(self) -> tuple[Stepper, ...]:
+        """What steps the parameters inside backward."""
+        return self.buffers[0].steppers if self.buffers else ()
+
+    def step_by(self, steppers: Sequence[Stepper]) -> None:
+        """Let these step the parameters, from the next backward on."""
+        for flat in self.buffers:
+            flat.steppers = tuple(steppers)
 
     def close(self) -> None:
         """Let go of modules and shards for good. Nothing is left to gather: unsharding does nothing from now on."""

@@ -1,0 +1,317 @@
+"""An optimizer that steps inside backward: each parameter as soon as its averaged gradient is there.
+
+Then the gradient is dropped, so that those of one bucket or handle are alive, and not those of the model. Who hands
+parameters over, and when, is the business of ``replication/reducer.py`` and ``storage/flat_buffer.py``.
+
+Source: fusing the step into backward, arXiv 2306.09782.
+"""
+
+import inspect
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from composable.arguments import check_optimizer
+from composable.claims import claim_of
+from composable.collectives import Ranks
+from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
+from composable.frames import in_backward
+from composable.optim import CHECKS_ITSELF, check_replaced
+from composable.replication import Reducer, ReplicateState
+from composable.storage import (
+    Handle,
+    handle_of,
+    has_torch_optimizer,
+    mark_stepped,
+    refuse_graph_of_backward,
+    stepper_of,
+    unmark_stepped,
+)
+from composable.torch_hooks import after_gradients, before_step
+from composable.torch_private import opaque
+
+__all__ = ["BackwardSteps", "step_in_backward"]
+
+_Unit: TypeAlias = Handle | Reducer
+
+
+def step_in_backward(optimizer: torch.optim.Optimizer) -> "BackwardSteps":
+    """Let ``optimizer`` step each of its parameters inside backward, as soon as its averaged gradient is there.
+
+    The gradient is dropped then, so that ``param.grad`` is ``None`` after backward and no more gradients are alive
+    than those of a bucket or a handle and the next one. Backwards in ``no_sync`` add up as ever, and the one that
+    synchronises steps. Parameters that no annotation manages are stepped when autograd has their gradient.
+
+    All parameters of a bucket or a handle are stepped in one call of ``optimizer.step``, with the options that their
+    param groups have then; hooks on the optimizer's steps run in each. ``optimizer.step()`` by hand is an error.
+    A copy of the model, or of the optimizer, does not step in backward.
+
+    Collective: all ranks of the annotations, same order, between two steps, after annotating.
+
+    Args:
+        optimizer: Any whose step treats each parameter by itself and needs no closure.
+
+    Returns:
+        What ends it; also a context manager, which ends it when it is left.
+
+    Raises:
+        ConfigError: ``optimizer`` is none, or one that cannot step part of its parameters, or no parameter of it is
+            annotated; here or on another rank.
+        UsageError: It or another one steps these parameters inside backward already; or they have a communication
+            hook; or were replaced by an annotation; or a backward is running.
+        DesyncError: The ranks differ in optimizer or parameters.
+    """
+    check_optimizer("optimizer", optimizer)
+    with located(place_of_rank()):
+        units = _units_of(optimizer)
+        if not units:
+            raise ConfigError(
+                "no parameter of the optimizer is annotated",
+                fix="call fully_shard or replicate first, and build the optimizer of model.parameters()",
+            )
+        failure: ComposableError | None = None
+        try:
+            _check(optimizer, units)
+        except ComposableError as error:
+            # The other ranks are about to communicate: they must hear of it first.
+            failure = error
+        _agree(optimizer, units, failure)
+    return BackwardSteps(optimizer, list(units))
+
+
+class BackwardSteps:
+    """The result of ``step_in_backward``: steps parameters, and ends it.
+
+    Attributes:
+        optimizer: What steps.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[_Unit]) -> None:
+        self.optimizer = optimizer
+        self._units = units
+        self._group_of = {id(param): i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
+        self._params = list(_params_of(optimizer))
+        self._lock = threading.Lock()
+        self._is_stepping = False
+        plain = [param for param in self._params if _unit_of(param) is None]
+        self._hooks = _hook_plain(plain, self._make_arrival())
+        self._hooks.append(before_step(optimizer, self._refuse_by_hand))
+        for param in self._params:
+            mark_stepped(param, self)
+        self._stepper = self._step
+        for unit in units:
+            unit.step_by([*unit.steppers, self._stepper])
+
+    def remove(self) -> None:
+        """Step by hand again from now on; no error if that is so already. Every rank alike, between two steps.
+
+        Raises:
+            UsageError: A backward is running.
+        """
+        if not self._units:
+            return
+        if in_backward():
+            raise UsageError("a backward is running", at=place_of_rank(), fix="call remove() between two steps")
+        for unit in self._units:
+            unit.step_by([one for one in unit.steppers if one != self._stepper])
+        for hook in self._hooks:
+            hook.remove()
+        unmark_stepped(self._params)
+        self._units, self._params, self._hooks = [], [], []
+        self._group_of.clear()
+
+    def __enter__(self) -> "BackwardSteps":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _make_arrival(self) -> Any:
+        # Held weakly: Python's collector does not see that a parameter holds its hooks.
+        find = weakref.WeakMethod(self._step_plain)
+
+        @opaque
+        def arrive(param: torch.Tensor) -> None:
+            step = find()
+            if step is not None:
+                step(param)
+
+        return arrive
+
+    def _step_plain(self, param: Any) -> None:
+        """Step a parameter that nobody averages."""
+        if torch.is_grad_enabled():
+            raise refuse_graph_of_backward(f"of shape {list(param.shape)}")
+        if all(unit.requires_gradient_sync for unit in self._units):
+            self._step([param])
+
+    def _step(self, params: Sequence[nn.Parameter]) -> None:
+        """Step those of ``params`` that are the optimizer's, and drop their gradients."""
+        group_of = self._group_of
+        chosen: dict[int, list[nn.Parameter]] = {}
+        for param in params:
+            index = group_of.get(id(param))
+            if index is not None:
+                chosen.setdefault(index, []).append(param)
+        if not chosen:
+            return
+        with self._lock:  # Each device has a thread of its own in backward.
+            self._step_groups(chosen)
+        for several in chosen.values():
+            for param in several:
+                param.grad = None
+
+    def _step_groups(self, chosen: dict[int, list[nn.Parameter]]) -> None:
+        optimizer = self.optimizer
+        groups = optimizer.param_groups
+        if sum(len(group["params"]) for group in groups) != len(group_of := self._group_of):
+            raise UsageError(
+                f"the optimizer has {sum(len(group['params']) for group in groups)} parameters, and had "
+                f"{len(group_of)} when step_in_backward was called",
+                at=place_of_rank(),
+                fix="remove() what step_in_backward returned, then call it again",
+            )
+        # Groups are the optimizer's own: schedulers, and the step itself, write to them.
+        stepped = [groups[index] for index in chosen]
+        whole = [group["params"] for group in stepped]
+        try:
+            self._is_stepping = True
+            optimizer.param_groups = stepped
+            for group, several in zip(stepped, chosen.values(), strict=True):
+                group["params"] = several
+            optimizer.step()
+        finally:
+            for group, params in zip(stepped, whole, strict=True):
+                group["params"] = params
+            optimizer.param_groups = groups
+            self._is_stepping = False
+
+    @opaque
+    def _refuse_by_hand(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_stepping:
+            raise UsageError(
+                "step() of an optimizer that steps inside backward",
+                at=place_of_rank(),
+                fix="leave the call out, with scaling and clipping of gradients: backward has stepped already; "
+                "or remove() what step_in_backward returned",
+            )
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _unit_of(param: nn.Parameter) -> tuple[_Unit, Ranks] | None:
+    """Return what averages the gradient of ``param``, with the ranks that do."""
+    handle = handle_of(param)
+    if handle is not None:
+        return handle, handle.params[0].layout.ranks
+    claim = claim_of(param)
+    if claim is not None and isinstance(claim.owner, ReplicateState):
+        return claim.owner.reducer, claim.owner.grid.everyone
+    return None
+
+
+def _units_of(optimizer: torch.optim.Optimizer) -> dict[_Unit, Ranks]:
+    return dict(found for param in _params_of(optimizer) if (found := _unit_of(param)) is not None)
+
+
+def _hook_plain(params: Sequence[nn.Parameter], arrive: Any) -> list[Any]:
+    """Call ``arrive`` after the gradient of each of ``params``, also of those that are frozen now."""
+    hooks = []
+    for param in params:
+        was_trained = param.requires_grad
+        param.requires_grad_(True)
+        hooks += after_gradients([param], [arrive])
+        param.requires_grad_(was_trained)
+    return hooks
+
+
+def _check(optimizer: torch.optim.Optimizer, units: Iterable[_Unit]) -> None:
+    check_replaced(optimizer)
+    kind = type(optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS) or _needs_closure(optimizer):
+        raise ConfigError(
+            f"the step of {kind.__name__} needs a closure that runs backward",
+            fix="step it by hand, after backward",
+        )
+    if kind.__module__.startswith("torch.distributed."):
+        raise ConfigError(
+            f"{kind.__name__} steps or communicates for all of its parameters together",
+            fix="pass the optimizer inside of it, or step by hand, after backward",
+        )
+    if CHECKS_ITSELF in vars(optimizer):
+        raise ConfigError(
+            "the optimizer is accelerated for steps on all of its parameters",
+            fix="leave accelerate_optimizer out",
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigError("the optimizer is differentiable", fix="step it by hand, after backward")
+    for param in _params_of(optimizer):
+        if stepper_of(param) is not None or has_torch_optimizer(param):
+            raise UsageError(
+                "an optimizer steps inside backward on one of the parameters already",
+                at=f"parameter of shape {list(param.shape)}",
+                fix="call step_in_backward once for each parameter",
+            )
+    if in_backward():
+        raise UsageError("a backward is running", fix="call step_in_backward between two steps")
+    for unit in units:
+        if isinstance(unit, Reducer) and unit.options.has_policy:
+            raise ConfigError(
+                "an optimizer cannot step inside backward where modules compute with copies (mp_policy of replicate)",
+                at=f"parameter {_params_in(unit)[0]!r}",
+                fix="step after backward, or replicate without mp_policy",
+            )
+        if unit.comm_hooks:
+            raise UsageError(
+                "a communication hook reduces these gradients, which goes with no step inside backward",
+                at=f"parameter {_params_in(unit)[0]!r}",
+                fix="remove() the hook, or step after backward",
+            )
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is parameter.empty
+
+
+def _params_in(unit: _Unit) -> list[str]:
+    if isinstance(unit, Handle):
+        return [unit.fqn_of(param) for param in unit.params]
+    return [item.fqn for item in unit.params]
+
+
+def _agree(optimizer: torch.optim.Optimizer, units: dict[_Unit, Ranks], failure: ComposableError | None) -> None:
+    """Go on only if every rank does the same. Collective.
+
+    Raises:
+        ComposableError: ``failure``, or that of another rank.
+        DesyncError: The ranks differ.
+    """
+    shapes = [list(param.shape) for param in _params_of(optimizer)]
+    text = "\n".join(
+        [f"step_in_backward of {type(optimizer).__name__} with {len(shapes)} parameters"]
+        + [f"steps {fqn}" for unit in units for fqn in _params_in(unit)]
+        + [f"shape {shape}" for shape in shapes]
+    )
+    for ranks in dict.fromkeys(units.values()):
+        try:
+            ranks.compare(
+                text,
+                failure,
+                shown=text,
+                what="the ranks let different optimizers step inside backward",
+                fix="call step_in_backward alike on every rank",
+            )
+        except ComposableError as error:
+            failure = error  # The ranks of the next group are to hear of it too.
+    if failure is not None:
+        raise failure

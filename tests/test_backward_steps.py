@@ -1,0 +1,645 @@
+"""An optimizer that steps inside backward: the same parameters as one that steps after it, and few gradients alive."""
+
+import copy
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable import (
+    ComposableError,
+    MixedPrecisionPolicy,
+    UsageError,
+    accelerate_optimizer,
+    allreduce_hook,
+    clip_grad_norm_,
+    find_checkpoint,
+    fully_shard,
+    load_checkpoint,
+    no_sync,
+    reduce_gradients,
+    register_comm_hook,
+    replicate,
+    save_checkpoint,
+    step_in_backward,
+    unannotate,
+)
+from composable.comm_hooks import DefaultState
+from tests.live_bytes import LiveBytes
+from tests.models import BLOCK_CLASSES, Block, MLPBlock, loss_of, make_model
+from tests.parity import assert_equal_params, full_params, global_inputs, inputs_of
+from tests.world import RankErrors, run_threads
+
+ANNOTATIONS = ("fully_shard", "replicate", "mixed")
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def annotated(model: nn.Module, api: str) -> nn.Module:
+    if api == "replicate":
+        return replicate(model, bucket_cap_mb=0.001)
+    if api == "mixed":
+        replicate(next(module for module in model.modules() if isinstance(module, MLPBlock | Block)))
+    picked = BLOCK_CLASSES & {type(module) for module in model.modules()}
+    return fully_shard(model, policy=set(picked) or None)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, eps=1e-3)
+
+
+def fused(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.05, eps=1e-3, fused=True)
+
+
+def adafactor(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(params, lr=0.05)
+
+
+MAKES: dict[str, Make] = {"SGD": sgd, "AdamW": adam, "fused Adam": fused, "Adafactor": adafactor}
+
+
+def train(name: str, api: str, make: Make, *, steps: int = 4, syncs: tuple[bool, ...] = (True,)) -> Any:
+    """Train with an optimizer that steps in backward; ``syncs``: of each micro-batch, whether backward synchronises."""
+    model = annotated(make_model(name), api)
+    optimizer = make(model.parameters())
+    step_in_backward(optimizer)
+    for number in range(steps):
+        args, kwargs = inputs_of(model, number, dist.get_rank())
+        if syncs[number % len(syncs)]:
+            loss_of(model(*args, **kwargs)).backward()
+            assert all(param.grad is None for param in model.parameters())
+        else:
+            with no_sync(model):
+                loss_of(model(*args, **kwargs)).backward()
+    return full_params(model)
+
+
+def train_alone(name: str, make: Make, world_size: int, *, steps: int = 4, syncs: tuple[bool, ...] = (True,)) -> Any:
+    model = make_model(name)
+    optimizer = make(model.parameters())
+    for number in range(steps):
+        args, kwargs = global_inputs(model, number, world_size)
+        loss_of(model(*args, **kwargs)).backward()
+        if syncs[number % len(syncs)]:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("api", ANNOTATIONS)
+@pytest.mark.parametrize("name", list(MAKES))
+def test_parameters_are_those_of_an_optimizer_that_steps_after_backward(name: str, api: str, world_size: int) -> None:
+    if name == "Adafactor" and api != "replicate":
+        pytest.skip("needs whole matrices")
+    expected = train_alone("mlp", MAKES[name], world_size)
+    for params in run_threads(train, world_size, "mlp", api, MAKES[name]):
+        assert_equal_params(params, expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("api", ANNOTATIONS)
+def test_backwards_without_synchronisation_add_up_and_the_next_one_steps(api: str) -> None:
+    syncs = (False, False, True)
+    expected = train_alone("mlp", sgd, 2, steps=6, syncs=syncs)
+    for params in run_threads(train, 2, "mlp", api, sgd, steps=6, syncs=syncs):
+        assert_equal_params(params, expected, tolerance=1e-5)
+
+
+def step_both_ways(name: str, api: str, make: Make, syncs: tuple[bool, ...]) -> None:
+    """Train in both ways, and compare to the bit."""
+    steps = 2 * len(syncs)
+    stepped = train(name, api, make, steps=steps, syncs=syncs)
+    model = annotated(make_model(name), api)
+    optimizer = make(model.parameters())
+    for number in range(steps):
+        args, kwargs = inputs_of(model, number, dist.get_rank())
+        if syncs[number % len(syncs)]:
+            loss_of(model(*args, **kwargs)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            with no_sync(model):
+                loss_of(model(*args, **kwargs)).backward()
+    for fqn, param in full_params(model).items():
+        assert torch.equal(stepped[fqn], param), fqn
+
+
+NAMES = (
+    "mlp",
+    "gpt",
+    "tied_across",
+    "tied_within",
+    "uneven",
+    "called_twice",
+    "mixed_dtypes",
+    "frozen_mixed",
+    "scalars",
+)
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("STEP_CASES", "12"))))
+def test_random_models_optimizers_and_accumulation_step_as_after_backward(seed: int) -> None:
+    chance = random.Random(seed)
+    syncs = (*(chance.random() < 0.5 for _ in range(chance.randrange(3))), True)
+    name, api, make = chance.choice(NAMES), chance.choice(ANNOTATIONS[:2]), chance.choice([sgd, adam, fused])
+    run_threads(step_both_ways, chance.choice([1, 2, 3]), name, api, make, syncs)
+
+
+def reduce_after_all() -> Any:
+    model = annotated(make_model("mlp"), "mixed")
+    step_in_backward(sgd(model.parameters()))
+    with no_sync(model):
+        args, kwargs = inputs_of(model, 0, dist.get_rank())
+        loss_of(model(*args, **kwargs)).backward()
+    before = full_params(model)
+    reduce_gradients(model)
+    assert any(not torch.equal(before[fqn], value) for fqn, value in full_params(model).items())
+    assert all(param.grad is None for param in model.parameters())
+    return full_params(model)
+
+
+def test_reduce_gradients_steps_what_no_sync_left() -> None:
+    expected = train_alone("mlp", sgd, 2, steps=1)
+    for params in run_threads(reduce_after_all, 2):
+        assert_equal_params(params, expected, tolerance=1e-6)
+
+
+class _Branches(nn.Module):
+    """A module of which each rank uses another part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common = nn.Linear(4, 4)
+        self.parts = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor, part: int) -> torch.Tensor:
+        return self.parts[part](self.common(x))
+
+
+def use_one_branch(api: str, *, in_backward: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model: nn.Module = _Branches()
+    if api == "replicate":
+        replicate(model, find_unused_parameters=True, bucket_cap_mb=0.0001)
+    else:
+        fully_shard(model)
+    optimizer = adam(model.parameters())
+    if in_backward:
+        step_in_backward(optimizer)
+    for step in range(4):
+        # In the first two steps the ranks use different parts; nobody ever uses the last one.
+        part = dist.get_rank() if step < 2 else 2
+        model(torch.ones(2, 4) * (1 + step + dist.get_rank()), part).square().mean().backward()
+        if not in_backward:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.state.get(model.parts[3].weight) is None  # type: ignore[union-attr,index]
+    return full_params(model)
+
+
+@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
+def test_parameters_without_a_gradient_are_stepped_where_another_rank_has_one_only(api: str) -> None:
+    stepped, after = (run_threads(use_one_branch, 2, api, in_backward=one) for one in (True, False))
+    for found, expected in zip(stepped, after, strict=True):
+        assert_equal_params(found, expected, tolerance=0)
+    assert_equal_params(stepped[0], stepped[1], tolerance=0)
+
+
+# Memory
+
+DIM, DEPTH = 256, 8
+
+
+def peak_of_gradients(api: str, *, in_backward: bool) -> int:
+    """Return what is alive at most in the third backward, beyond what was before it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(DEPTH)))
+    if api == "replicate":
+        replicate(model, bucket_cap_mb=DIM * DIM * 4 / 2**20)
+    else:
+        fully_shard(model, policy={nn.Linear})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if in_backward:
+        step_in_backward(optimizer)
+    for _ in range(2):
+        model(torch.ones(1, DIM)).sum().backward()
+        if not in_backward:
+            optimizer.step()
+            optimizer.zero_grad()
+    loss = model(torch.ones(1, DIM)).sum()
+    with LiveBytes() as live:
+        loss.backward()
+    return live.peak
+
+
+@pytest.mark.parametrize(("api", "world_size"), [("fully_shard", 2), ("replicate", 2), ("replicate", 1)])
+def test_gradients_of_one_bucket_or_handle_and_the_next_are_alive(api: str, world_size: int) -> None:
+    layer_bytes = DIM * DIM * 4
+    (stepped, *_), (after, *_) = (
+        run_threads(peak_of_gradients, world_size, api, in_backward=one) for one in (True, False)
+    )
+    assert stepped < 5.5 * layer_bytes  # an unsharded layer or two, its gradient, and the bucket on its way
+    if api == "fully_shard":
+        # All shards of gradients, beside what both have.
+        assert after - stepped > (DEPTH / world_size - 2) * layer_bytes
+
+
+def buckets_at_rest() -> int:
+    model = replicate(make_model("mlp"))
+    step_in_backward(sgd(model.parameters()))
+    for number in range(3):
+        args, kwargs = inputs_of(model, number, dist.get_rank())
+        loss_of(model(*args, **kwargs)).backward()
+    reducer = replicate.state(model).reducer  # type: ignore[union-attr]
+    return sum(bucket.flat.numel() for bucket in reducer.buckets)
+
+
+def test_replicated_modules_keep_no_buckets_between_steps() -> None:
+    assert run_threads(buckets_at_rest, 2) == [0, 0]
+
+
+# With what belongs to training
+
+
+def follow_schedule(api: str) -> Any:
+    model = annotated(make_model("mlp"), api)
+    optimizer = sgd(model.parameters())
+    step_in_backward(optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for number in range(3):
+        args, kwargs = inputs_of(model, number, dist.get_rank())
+        loss_of(model(*args, **kwargs)).backward()
+        schedule.step()
+    return full_params(model)
+
+
+@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
+def test_a_scheduler_changes_the_rate_of_the_next_backward(api: str) -> None:
+    model = make_model("mlp")
+    optimizer = sgd(model.parameters())
+    for number in range(3):
+        args, kwargs = global_inputs(model, number, 2)
+        loss_of(model(*args, **kwargs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] /= 2
+    expected = {fqn: param.detach() for fqn, param in model.named_parameters()}
+    for params in run_threads(follow_schedule, 2, api):
+        assert_equal_params(params, expected, tolerance=1e-6)
+
+
+def save_and_go_on(api: str, folder: Path) -> None:
+    def run(model: nn.Module, number: int) -> None:
+        args, kwargs = inputs_of(model, number, dist.get_rank())
+        loss_of(model(*args, **kwargs)).backward()
+
+    model, other = (annotated(make_model("mlp"), api) for _ in range(2))
+    optimizers = [adam(one.parameters()) for one in (model, other)]
+    for optimizer in optimizers:
+        step_in_backward(optimizer)
+    run(model, 0)
+    save_checkpoint(folder, 1, model, optimizers[0]).wait()
+    run(model, 1)
+    load_checkpoint(find_checkpoint(folder).path, other, optimizers[1])
+    run(other, 1)
+    assert_equal_params(full_params(other), full_params(model), tolerance=0)
+
+
+@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
+def test_a_checkpoint_holds_its_state(api: str, tmp_path: Path) -> None:
+    run_threads(save_and_go_on, 2, api, tmp_path / "run")
+
+
+def groups_and_plain() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    plain = nn.Parameter(torch.ones(4))
+    frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+    twin, twin_plain = copy.deepcopy(model), nn.Parameter(torch.ones(4))
+    fully_shard(model[1])
+    replicate(model)
+    optimizer, after = (
+        torch.optim.SGD([{"params": [*one[:2].parameters(), beside], "lr": 0.1}, {"params": one[2].parameters()}], 0.5)
+        for one, beside in ((model, plain), (twin, twin_plain))
+    )
+    optimizer.add_param_group({"params": [frozen]})
+    step_in_backward(optimizer)
+    for number in range(4):
+        (model(torch.ones(2, 4)) * plain).sum().backward()
+        (twin(torch.ones(2, 4)) * twin_plain).sum().backward()
+        after.step()
+        after.zero_grad()
+        with no_sync(model):
+            (model(torch.ones(2, 4)) * plain).sum().backward()
+        assert plain.grad is not None, number
+        (twin(torch.ones(2, 4)) * twin_plain).sum().backward()
+    assert len(optimizer.param_groups[0]["params"]) == 5
+    assert_equal_params(full_params(model), dict(twin.named_parameters()), tolerance=1e-5)
+    torch.testing.assert_close(plain, twin_plain)
+
+
+def test_param_groups_and_parameters_beside_the_model_are_stepped() -> None:
+    run_threads(groups_and_plain, 2)
+
+
+# Ends
+
+
+def end_it() -> Any:
+    model = annotated(make_model("mlp"), "mixed")
+    optimizer = sgd(model.parameters())
+    handle = step_in_backward(optimizer)
+    for number in range(4):
+        if number == 1:
+            handle.remove()
+            handle.remove()
+        args, kwargs = inputs_of(model, number, dist.get_rank())
+        if number == 2:
+            with step_in_backward(optimizer):
+                loss_of(model(*args, **kwargs)).backward()
+            continue
+        loss_of(model(*args, **kwargs)).backward()
+        if number:
+            assert any(param.grad is not None for param in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    unannotate(model)
+    return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
+
+
+def test_remove_and_the_end_of_the_context_go_back_to_steps_by_hand() -> None:
+    expected = train_alone("mlp", sgd, 2)
+    for params in run_threads(end_it, 2):
+        assert_equal_params(params, expected, tolerance=1e-6)
+
+
+def copy_it(api: str) -> None:
+    model = annotated(make_model("mlp"), api)
+    step_in_backward(sgd(model.parameters()))
+    twin = copy.deepcopy(model)
+    args, kwargs = inputs_of(model, 0, dist.get_rank())
+    before = full_params(twin)
+    loss_of(twin(*args, **kwargs)).backward()
+    assert all(param.grad is not None for param in twin.parameters())
+    assert_equal_params(full_params(twin), before, tolerance=0)
+    loss_of(model(*args, **kwargs)).backward()
+    assert not torch.equal(full_params(model)["inp.weight"], before["inp.weight"])
+    step_in_backward(sgd(twin.parameters()))
+
+
+@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
+def test_a_deep_copy_does_not_step(api: str) -> None:
+    run_threads(copy_it, 2, api)
+
+
+def stop_in_backward(api: str, ranks: list[int]) -> Any:
+    model = annotated(make_model("mlp"), api)
+    optimizer = sgd(model.parameters())
+    step_in_backward(optimizer)
+    first = next(model.parameters())
+    for number in range(4):
+        args, kwargs = inputs_of(model, number, dist.get_rank())
+        is_stopped = number == 2 and dist.get_rank() in ranks
+        # In the middle: what comes after it in the forward has been stepped by then.
+        hook = model.get_submodule("blocks.1").register_forward_pre_hook(_stop) if is_stopped else None
+        output = model(*args, **kwargs)
+        if hook is not None:
+            hook.remove()
+            with pytest.raises(ZeroDivisionError):
+                loss_of(output).backward()
+        elif number == 2:
+            with pytest.raises(UsageError, match="did not finish backward"):
+                loss_of(output).backward()
+        else:
+            loss_of(output).backward()
+        optimizer.zero_grad()
+    assert first.isfinite().all()
+    return full_params(model)
+
+
+def _stop(_: nn.Module, args: tuple[Any, ...]) -> Any:
+    return _Stop.apply(args[0])
+
+
+class _Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("api", "ranks"), [("fully_shard", [0, 1]), ("replicate", [0, 1]), ("replicate", [0]), ("replicate", [1])]
+)
+def test_after_an_exception_in_backward_ranks_are_equal_and_train_on(api: str, ranks: list[int]) -> None:
+    one, other = run_threads(stop_in_backward, 2, api, ranks)
+    assert_equal_params(one, other, tolerance=0)
+
+
+# What goes with it, and what not
+
+
+def refusals() -> Iterator[tuple[Callable[[], Any], str]]:
+    def built(api: str = "fully_shard", make: Make = sgd) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = annotated(make_model("mlp"), api)
+        return model, make(model.parameters())
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        args, kwargs = inputs_of(model, 0, 0)
+        return loss_of(model(*args, **kwargs))
+
+    for api in ("fully_shard", "replicate"):
+        model, optimizer = built(api)
+        handle = step_in_backward(optimizer)
+        yield optimizer.step, "step\\(\\) of an optimizer that steps inside backward"
+        yield lambda optimizer=optimizer: step_in_backward(optimizer), "steps inside backward on one of the parameters"
+        yield lambda model=model: clip_grad_norm_(model.parameters(), 1.0), "clipping by the norm of all gradients"
+        yield lambda optimizer=optimizer: clip_grad_norm_(optimizer, 1.0), "clipping by the norm of all gradients"
+        state = DefaultState(dist.group.WORLD)
+        hook = allreduce_hook if api == "replicate" else _hook
+        yield lambda m=model, h=hook, s=state: register_comm_hook(m, s, h), "goes with no communication hook"
+        yield lambda model=model: unannotate(model), "unannotate while an optimizer steps inside backward"
+        yield lambda model=model: loss(model).backward(create_graph=True), "create_graph=True"
+        loss(model).backward()
+        handle.remove()
+        register_comm_hook(model, state, hook)
+        yield lambda optimizer=optimizer: step_in_backward(optimizer), "a communication hook reduces these gradients"
+    model, optimizer = built(make=lambda params: torch.optim.LBFGS(list(params)))
+    yield lambda: step_in_backward(optimizer), "needs a closure"
+    low = replicate(make_model("mlp"), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    yield lambda: step_in_backward(sgd(low.parameters())), "where modules compute with copies"
+    plain = make_model("mlp")
+    yield lambda: step_in_backward(sgd(plain.parameters())), "no parameter of the optimizer is annotated"
+    model, optimizer = built(make=lambda params: torch.optim.SGD(params, lr=0.1, differentiable=True))
+    yield lambda: step_in_backward(optimizer), "is differentiable"
+    model, optimizer = built()
+    step_in_backward(optimizer)
+    yield lambda: accelerate_optimizer(optimizer, model), "steps inside backward"
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    yield lambda: loss(model).backward(), "parameters, and had"
+    model, optimizer = built()
+    accelerate_optimizer(optimizer, model)
+    yield lambda: step_in_backward(optimizer), "accelerated for steps on all"
+    model, optimizer = built()
+    step_in_backward(optimizer)
+    model.set_is_last_backward(False)  # type: ignore[operator]
+    yield lambda: loss(model).backward(), "wait for a later backward"
+    outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    replicate(outer[0])
+    step_in_backward(sgd(outer.parameters()))
+    yield lambda: replicate(outer), "call replicate first, then step_in_backward"
+    yield lambda: fully_shard(outer), "call fully_shard first"
+
+
+def _hook(state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+    raise AssertionError("never called")
+
+
+def refuse_all() -> int:
+    count = 0
+    for call, text in refusals():
+        with pytest.raises(ComposableError, match=text):
+            call()
+        count += 1
+    return count
+
+
+def test_what_does_not_go_with_it_is_refused() -> None:
+    assert run_threads(refuse_all, 2)[0] == 26
+
+
+def different_ranks() -> None:
+    model = replicate(nn.Linear(2, 2))
+    step_in_backward((sgd if dist.get_rank() else adam)(model.parameters()))
+
+
+def test_ranks_with_different_optimizers_are_told_on_every_rank() -> None:
+    with pytest.raises(RankErrors, match="the ranks let different optimizers step inside backward") as caught:
+        run_threads(different_ranks, 2)
+    assert len(caught.value.errors) == 2
+
+
+def scale_gradients() -> None:
+    model = replicate(nn.Linear(2, 2))
+    optimizer = sgd(model.parameters())
+    step_in_backward(optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises((AssertionError, UsageError)):
+        scaler.step(optimizer)
+
+
+def test_a_scaler_of_gradients_finds_none() -> None:
+    run_threads(scale_gradients, 1)
+
+
+def use_outside() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model, policy={nn.Linear})
+    step_in_backward(sgd(model.parameters()))
+    held: list[torch.Tensor] = []
+    model[1].register_forward_pre_hook(lambda module, _: held.append(module.weight.sum()))
+    for _ in range(2):
+        held.clear()
+        output = model(held_input := torch.ones(1, 2))
+        # Its gradient arrives when its module was reduced, and stepped.
+        with pytest.raises(UsageError, match="a gradient arrived after its module was reduced"):
+            (output.sum() + _AtTheEnd.apply(held[0], held_input)).backward()
+
+
+class _AtTheEnd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+# torch's own
+
+
+def in_backward_api() -> Callable[..., None]:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    return _apply_optimizer_in_backward
+
+
+def step_by_torch(api: str, *, before: bool) -> Any:
+    apply = in_backward_api()
+    model = make_model("mlp")
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+    if before:
+        apply(torch.optim.SGD, model.parameters(), options)
+    annotated(model, api)
+    if not before:
+        apply(torch.optim.SGD, model.parameters(), options)
+    for number in range(4):
+        args, kwargs = inputs_of(model, number, dist.get_rank())
+        loss_of(model(*args, **kwargs)).backward()
+        is_kept = os.environ.get("DDP_OVERLAPPED_OPTIM_SET_GRADS_TO_NONE") == "0"
+        assert all((param.grad is not None) == is_kept for param in model.parameters())
+        model.zero_grad()
+    from torch.distributed.optim.apply_optimizer_in_backward import _get_in_backward_optimizers
+
+    held = [group["params"][0] for one in _get_in_backward_optimizers(model) for group in one.param_groups]
+    assert all(one is param for one, param in zip(held, model.parameters(), strict=True))
+    return full_params(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("api", ANNOTATIONS)
+def test_torchs_optimizer_in_backward_steps_on_averages(api: str, before: bool, world_size: int) -> None:
+    expected = train_alone("mlp", sgd, world_size)
+    for params in run_threads(step_by_torch, world_size, api, before=before):
+        assert_equal_params(params, expected, tolerance=1e-6)
+
+
+def test_torchs_switch_keeps_the_gradients() -> None:
+    expected = train_alone("mlp", sgd, 2)
+    with mock.patch.dict(os.environ, {"DDP_OVERLAPPED_OPTIM_SET_GRADS_TO_NONE": "0"}):
+        for params in run_threads(step_by_torch, 2, "replicate", before=True):
+            assert_equal_params(params, expected, tolerance=1e-6)
+
+
+def refuse_hooks(api: str) -> None:
+    model = annotated(make_model("mlp"), api)
+    state, hook = DefaultState(dist.group.WORLD), allreduce_hook if api == "replicate" else _hook
+    register_comm_hook(model, state, hook)
+    in_backward_api()(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    args, kwargs = inputs_of(model, 0, 0)
+    with pytest.raises(UsageError, match="goes with no communication hook"):
+        model(*args, **kwargs)
+    other = make_model("mlp")
+    in_backward_api()(torch.optim.SGD, other.parameters(), {"lr": 0.1})
+    annotated(other, api)
+    with pytest.raises(UsageError, match="goes with no communication hook"):
+        register_comm_hook(other, state, hook)
+
+
+@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
+def test_torchs_optimizer_in_backward_is_refused_beside_a_hook(api: str) -> None:
+    run_threads(refuse_hooks, 2, api)

@@ -1,0 +1,266 @@
+"""torch's algorithms that want its wrapper, given ``as_ddp`` of a replicated module: the same numbers."""
+
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    DDPCommHookType,
+    default_hooks,
+    quantization_hooks,
+    register_ddp_comm_hook,
+)
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from composable import UsageError, as_ddp, fully_shard, no_sync, replicate, step_in_backward
+from tests.models import make_model, random_input, seeded
+from tests.parity import assert_equal_params, full_params
+from tests.test_algorithms import adam, torch_optim, train_alone, train_with
+from tests.world import RankErrors, run_ranks, run_threads
+
+# Hooks
+
+DIM = 32
+
+
+def try_hook(name: str, *, as_wrapper: bool) -> tuple[str, list[torch.Tensor]]:
+    """Return the gradients of four steps; or the kind of error, if torch's hook raises."""
+    model = seeded(lambda: nn.Linear(DIM, DIM, bias=False), 0)
+    module: nn.Module = DistributedDataParallel(model) if as_wrapper else replicate(model)
+    target: Any = module if as_wrapper else as_ddp(model)
+    options = {"start_powerSGD_iter": 2} if "SGD" in name else {}
+    found = []
+    try:
+        if options:
+            DDPCommHookType[name].value(model=target, state=None, **options)
+        else:
+            register_ddp_comm_hook(DDPCommHookType[name], target, None)
+        for step in range(4):
+            model.zero_grad()
+            module(random_input(10 * step + dist.get_rank(), 4, DIM)).square().mean().backward()
+            assert model.weight.grad is not None
+            found.append(model.weight.grad.clone())
+    except (RuntimeError, TypeError, AssertionError, AttributeError, ValueError) as error:
+        return f"{type(error).__name__}: {str(error)[:60]}", []
+    return "", found
+
+
+# The others raise below the wrapper too.
+RUNS_ON_GLOO = ("ALLREDUCE", "FP16_COMPRESS", "POWER_SGD", "POWER_SGD_RANK2", "NOOP")
+
+
+@pytest.mark.parametrize("name", [one.name for one in DDPCommHookType])
+def test_every_hook_of_torchs_list_does_what_it_does_below_the_wrapper(name: str) -> None:
+    ours, theirs = (run_ranks(try_hook, 2, name, as_wrapper=one) for one in (False, True))
+    if name == "BF16_COMPRESS":
+        # The wrapper refuses it without CUDA; gloo itself sums bfloat16.
+        assert all(kind.startswith("TypeError") for kind, _ in theirs)
+        exact = run_ranks(try_hook, 2, "ALLREDUCE", as_wrapper=False)
+        torch.testing.assert_close(ours[0][1], exact[0][1], rtol=2e-2, atol=1e-4)
+        return
+    assert [kind for kind, _ in ours] == [kind for kind, _ in theirs]
+    torch.testing.assert_close([found for _, found in ours], [found for _, found in theirs], rtol=0, atol=0)
+    if name in RUNS_ON_GLOO:
+        assert len(ours[0][1]) == 4
+
+
+def gather_stacked(rows: list[torch.Tensor], row: torch.Tensor, **options: Any) -> Any:
+    """Gather, with a result in the one tensor that these hooks read."""
+    work = ALL_GATHER(rows, row, **options)
+    if work is None:
+        return None
+    work.wait()
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result([torch.stack(rows)])
+    return mock.Mock(get_future=lambda: future)
+
+
+ALL_GATHER = dist.all_gather
+
+
+def quantise(name: str, *, as_wrapper: bool) -> list[torch.Tensor]:
+    with mock.patch.object(quantization_hooks.dist, "all_gather", gather_stacked), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.ao
+        error, found = try_hook(name, as_wrapper=as_wrapper)
+    assert not error
+    return found
+
+
+@pytest.mark.parametrize("name", ["QUANTIZE_PER_TENSOR", "QUANTIZE_PER_CHANNEL"])
+def test_quantised_gradients_are_those_below_the_wrapper(name: str) -> None:
+    ours, theirs = (run_ranks(quantise, 2, name, as_wrapper=one) for one in (False, True))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    exact = run_ranks(try_hook, 2, "ALLREDUCE", as_wrapper=False)
+    difference = (ours[0][0] - exact[0][1][0]).abs().max()
+    assert 0 < difference < 0.05 * exact[0][1][0].abs().max()
+
+
+def try_other_hooks() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit
+        from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+    model = replicate(make_model("mlp"))
+    zero = torch_optim("ZeroRedundancyOptimizer")(model.parameters(), torch.optim.AdamW, lr=0.05, overlap_with_ddp=True)
+    for make in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
+        # What torch says of its wrapper on gloo, before it looks at anything else.
+        with pytest.raises(RuntimeError, match="Gloo backend using Overlapping DDP with ZeRO may meet hangs"):
+            make(default_hooks.allreduce_hook, as_ddp(model), zero)
+
+
+def test_overlap_with_a_sharded_optimizer_raises_on_gloo_as_below_the_wrapper() -> None:
+    run_ranks(try_other_hooks, 2)
+
+
+def overlapped(kind: str) -> dict[str, torch.Tensor]:
+    model = replicate(make_model("mlp"))
+    optimizer = torch_optim("_as_overlapped_optim")(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
+    if kind == "register_fsdp":
+        with pytest.raises(NotImplementedError):
+            optimizer.register_fsdp(model)
+        optimizer.register_ddp(as_ddp(model))
+    else:
+        optimizer.register_ddp(as_ddp(model))
+    return train_with(None, model)
+
+
+@pytest.mark.parametrize("kind", ["register_ddp", "register_fsdp"])
+def test_an_overlapped_optimizer_registers_with_a_view(kind: str) -> None:
+    expected = train_alone(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), 2)
+    for params in run_threads(overlapped, 2, kind):
+        assert_equal_params(params, expected, tolerance=1e-6)
+
+
+# Uneven inputs
+
+
+class Normed(nn.Module):
+    """A module with buffers that follow the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.inp(x)).relu())
+
+
+def train_unevenly(
+    counts: list[int], *, as_wrapper: bool, divides_by_all: bool, accumulates: bool = False
+) -> dict[str, torch.Tensor]:
+    """Train with as many inputs as ``counts`` has for this rank; returns parameters and buffers."""
+    model = seeded(Normed, 0)
+    module: nn.Module = DistributedDataParallel(model) if as_wrapper else replicate(model)
+    joinable: Any = module if as_wrapper else as_ddp(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rank = dist.get_rank()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Join([joinable], divide_by_initial_world_size=divides_by_all):
+            for step in range(counts[rank]):
+                if accumulates and step % 2 == 0:
+                    with module.no_sync() if as_wrapper else no_sync(model):
+                        module(random_input(10 * step + rank, 3, 4)).square().mean().backward()
+                    continue
+                module(random_input(10 * step + rank, 3, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("divides_by_all", [True, False])
+@pytest.mark.parametrize("counts", [[2, 5], [5, 2], [4, 4], [6, 0], [1, 3, 5], [5, 1, 1]])
+def test_ranks_with_uneven_inputs_train_as_below_the_wrapper(counts: list[int], divides_by_all: bool) -> None:
+    ours, theirs = (
+        run_ranks(train_unevenly, len(counts), counts, as_wrapper=one, divides_by_all=divides_by_all)
+        for one in (False, True)
+    )
+    for found, expected in zip(ours, theirs, strict=True):
+        assert_equal_params(found, expected, tolerance=1e-6)
+    assert_equal_params(ours[0], ours[-1], tolerance=0)
+
+
+def test_ranks_with_uneven_inputs_accumulate_as_below_the_wrapper() -> None:
+    ours, theirs = (
+        run_ranks(train_unevenly, 2, [2, 6], as_wrapper=one, divides_by_all=True, accumulates=True)
+        for one in (False, True)
+    )
+    for found, expected in zip(ours, theirs, strict=True):
+        assert_equal_params(found, expected, tolerance=1e-6)
+
+
+def join_with_zero(*, is_sharded: bool) -> dict[str, torch.Tensor]:
+    model, other = replicate(make_model("mlp")), replicate(seeded(lambda: nn.Linear(2, 2), 1))
+    joinables: list[Any] = [as_ddp(model), as_ddp(other)]
+    optimizer: Any = adam(model.parameters())
+    if is_sharded:
+        optimizer = torch_optim("ZeroRedundancyOptimizer")(model.parameters(), torch.optim.AdamW, lr=0.05, eps=1e-3)
+        # In the order of a step: those of ranks without inputs follow it.
+        joinables.insert(1, optimizer)
+    with Join(joinables):
+        for _ in range(2 + dist.get_rank()):
+            # A step reads the inputs of step 0: what differs is how many there are.
+            train_with(optimizer, model, steps=1)
+            other(torch.ones(1, 2)).sum().backward()
+    # Outside of the context all is as before.
+    train_with(None, model, steps=1)
+    return full_params(model)
+
+
+def test_several_modules_and_a_sharded_optimizer_join() -> None:
+    sharded, whole = (run_ranks(join_with_zero, 3, is_sharded=one) for one in (True, False))
+    for found, expected in zip(sharded, whole, strict=True):
+        assert_equal_params(found, expected, tolerance=1e-6)
+
+
+def join_and_step_in_backward() -> dict[str, torch.Tensor]:
+    model = replicate(make_model("mlp"))
+    step_in_backward(adam(model.parameters()))
+    with Join([as_ddp(model)]):
+        for _ in range(2 + dist.get_rank()):
+            train_with(None, model, steps=1)
+    return full_params(model)
+
+
+def test_a_rank_without_inputs_steps_in_backward_as_the_others() -> None:
+    found, expected = run_ranks(join_and_step_in_backward, 3), run_ranks(join_with_zero, 3, is_sharded=False)
+    for one in found:
+        assert_equal_params(one, expected[2], tolerance=1e-6)
+
+
+def throw() -> None:
+    model = replicate(nn.Linear(2, 1))
+    with Join([as_ddp(model)], throw_on_early_termination=True):
+        for _ in range(2 + dist.get_rank()):
+            model(torch.ones(1, 2)).sum().backward()
+
+
+def test_ranks_throw_where_one_has_no_inputs_left() -> None:
+    with pytest.raises(RankErrors, match="exhausted") as caught:
+        run_ranks(throw, 2)
+    assert len(caught.value.errors) == 2
+
+
+def refuse() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="as_ddp found no replicate"):
+        as_ddp(model)
+    fully_shard(model[0])
+    replicate(model)
+    with pytest.raises(UsageError, match="uneven inputs of a module with an annotated one below"):
+        Join([as_ddp(model)])
+    pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    replicate(pair)
+    with pytest.raises(UsageError, match="shares buckets with others"):
+        as_ddp(pair[0])
+    assert as_ddp(model) is as_ddp(model)
+
+
+def test_what_has_no_view_says_why() -> None:
+    run_threads(refuse, 1)
