@@ -19,7 +19,7 @@ from composable.collectives import Pending, Ranks, Transport
 from composable.runtime.account import Account
 from composable.storage import CHOICES, Handle
 
-__all__ = ["Agreement", "Comparison", "find_stale"]
+__all__ = ["Agreement", "Choices", "Comparison", "find_stale"]
 
 
 _DIGEST_BYTES = 8
@@ -46,7 +46,11 @@ class Choices:
         return self._digest
 
     def text(self) -> str:
-        """Return the choices, a line for each handle."""
+        """Return the choices, a line for each handle; classes of modules are each rank's own business."""
+        return "\n".join(f"{handle.fqn}: {handle.chosen_text()}" for handle in self._handles)
+
+    def shown(self) -> str:
+        """Return the same for people."""
         return "\n".join(f"{handle.described}: {handle.chosen_text() or 'as annotated'}" for handle in self._handles)
 
 
@@ -87,7 +91,7 @@ class Comparison:
         self._agreed = None
         text = self._choices.text()
         if not self._ranks.are_alike(text):
-            self._ranks.compare(text, shown=text, what=_WHAT, fix=_FIX)
+            self._ranks.compare(text, shown=self._choices.shown(), what=_WHAT, fix=_FIX)
         self._agreed = self._choices.digest()
         if failure is not None:
             raise failure
@@ -164,8 +168,7 @@ class Agreement:
             self._ranks.raise_together(failure)
             return
         self._differs = False
-        text = self._choices.text()
-        self._ranks.compare(text, failure, shown=text, what=_WHAT, fix=_FIX)
+        self._ranks.compare(self._choices.text(), failure, shown=self._choices.shown(), what=_WHAT, fix=_FIX)
 
 
 def find_stale(ranks_of: Mapping[Handle, Ranks], kept: Sequence[Handle]) -> list[Handle]:

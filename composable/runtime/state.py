@@ -16,7 +16,7 @@ from composable.errors import UsageError, located, place_of_rank
 from composable.planning import ShardPlan, managed_modules, name_modules
 from composable.runtime.account import Account
 from composable.runtime.additions import Additions
-from composable.runtime.agreement import Agreement, Comparison, find_stale
+from composable.runtime.agreement import Agreement, Choices, Comparison, find_stale
 from composable.runtime.notices import notice_offload, notice_plan
 from composable.runtime.readiness import check_not_lent, check_ready
 from composable.runtime.scheduler import Scheduler
@@ -300,15 +300,11 @@ def _compare_plans(states: Sequence[FullyShardState], failure: UsageError | None
     for state in states:
         members.setdefault(state.grid.everyone, []).append(state)
     for ranks, own in members.items():
-        choices = [
-            f"{handle.described}: {handle.chosen_text() or 'as annotated'}"
-            for state in own
-            for handle in state._handles
-        ]
+        choices = Choices([handle for state in own for handle in state._handles])
         ranks.compare(
-            "".join([*(state.plan.digest() for state in own), *choices]),
+            "".join([*(state.plan.digest() for state in own), choices.text()]),
             failure,
-            shown="\n".join([*(state.plan.compared_text() for state in own), *choices]),
+            shown="\n".join([*(state.plan.compared_text() for state in own), choices.shown()]),
             what="the ranks annotated different plans",
             fix="build the same model and call fully_shard with the same arguments on every rank",
         )

@@ -143,6 +143,25 @@ def test_who_sets_alone_what_others_wait_for_is_named(name: str, options: dict[s
         assert said in text
 
 
+# -- what may differ
+
+
+def train_with_own_class(unused_gradients: str) -> None:
+    rank, model = dist.get_rank(), make_model("mlp")
+    if rank == 0:
+        for block in model.blocks:
+            block.__class__ = type("Logged", (MLPBlock,), {})
+    sharded: Any = fully_shard(model, policy={MLPBlock}, unused_gradients=unused_gradients)
+    backward(sharded, 0, rank)
+    sharded.set_gradient_divide_factor(3.0)
+    backward(sharded, 1, rank)
+
+
+@pytest.mark.parametrize("unused_gradients", ["none", "zero"])
+def test_a_rank_may_have_modules_of_classes_of_its_own(unused_gradients: str) -> None:
+    run_threads(train_with_own_class, 2, unused_gradients)
+
+
 # -- any choices at any time
 
 
