@@ -223,7 +223,6 @@ class Bucket:
             self.clear()
 
     def _allocate(self) -> None:
-        self.is_released = False
         self.flat = self.flat.new_empty(self._stop + self._tail_numel)
         self._data = self.flat[: self._stop]
         self.tail = self.flat[self._stop :]
@@ -232,6 +231,8 @@ class Bucket:
         self._views = [_view_for(self.flat, start, local_of(param)) for start, param in starts_of_params]
         self.views = [wrapped_like(view, param) for view, param in zip(self._views, self._params, strict=True)]
         self._gaps = [self._data[end:following] for end, following in self._gap_ends]
+        # Last: what was cut short is done again.
+        self.is_released = False
 
     def release(self) -> None:
         """Free the memory until the next gradients come, but for what somebody else still holds of it."""
