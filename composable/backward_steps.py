@@ -38,6 +38,8 @@ from composable.torch_private import opaque
 __all__ = ["BackwardSteps", "step_in_backward"]
 
 _Unit: TypeAlias = Handle | Reducer
+_Groups: TypeAlias = list[dict[str, Any]]
+_Narrowed: TypeAlias = tuple[_Groups, _Groups, list[list[nn.Parameter]]]
 
 
 def step_in_backward(optimizer: torch.optim.Optimizer) -> "BackwardSteps":
@@ -98,14 +100,21 @@ class BackwardSteps:
         self._params = list(_params_of(optimizer))
         self._lock = threading.Lock()
         self._is_stepping = False
-        plain = [param for param in self._params if _unit_of(param) is None]
-        self._hooks = _hook_plain(plain, self._make_arrival())
-        self._hooks.append(before_step(optimizer, self._refuse_by_hand))
-        for param in self._params:
-            mark_stepped(param, self)
+        # While it steps on part of its parameters: all groups, those of the step, and their whole lists.
+        self._narrowed: _Narrowed | None = None
+        self._hooks: list[Any] = []
         self._stepper = self._step
-        for unit in units:
-            unit.step_by([*unit.steppers, self._stepper])
+        try:
+            self._hook_plain([param for param in self._params if _unit_of(param) is None], self._make_arrival())
+            self._hooks.append(before_step(optimizer, self._refuse_by_hand))
+            for param in self._params:
+                mark_stepped(param, self)
+            for unit in units:
+                unit.step_by([*unit.steppers, self._stepper])
+        except BaseException:
+            # Ctrl-C: nobody has got what would remove the rest.
+            self._let_go()
+            raise
 
     def remove(self) -> None:
         """Step by hand again from now on; no error if that is so already. Every rank alike, between two steps.
@@ -117,6 +126,10 @@ class BackwardSteps:
             return
         if in_backward():
             raise UsageError("a backward is running", at=place_of_rank(), fix="call remove() between two steps")
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._widen()
         for unit in self._units:
             unit.step_by([one for one in unit.steppers if one != self._stepper])
         for hook in self._hooks:
@@ -132,6 +145,14 @@ class BackwardSteps:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.remove()
+
+    def _hook_plain(self, params: Sequence[nn.Parameter], arrive: Any) -> None:
+        """Call ``arrive`` after the gradient of each of ``params``, also of those that are frozen now."""
+        for param in params:
+            was_trained = param.requires_grad
+            param.requires_grad_(True)
+            self._hooks += after_gradients([param], [arrive])
+            param.requires_grad_(was_trained)
 
     def _make_arrival(self) -> Any:
         # Held weakly: Python's collector does not see that a parameter holds its hooks.
@@ -169,6 +190,7 @@ class BackwardSteps:
                 param.grad = None
 
     def _step_groups(self, chosen: dict[int, list[nn.Parameter]]) -> None:
+        self._widen()
         optimizer = self.optimizer
         groups = optimizer.param_groups
         if sum(len(group["params"]) for group in groups) != len(group_of := self._group_of):
@@ -180,7 +202,7 @@ class BackwardSteps:
             )
         # Groups are the optimizer's own: schedulers, and the step itself, write to them.
         stepped = [groups[index] for index in chosen]
-        whole = [group["params"] for group in stepped]
+        self._narrowed = (groups, stepped, [group["params"] for group in stepped])
         try:
             self._is_stepping = True
             optimizer.param_groups = stepped
@@ -188,10 +210,17 @@ class BackwardSteps:
                 group["params"] = several
             optimizer.step()
         finally:
+            self._is_stepping = False
+            self._widen()
+
+    def _widen(self) -> None:
+        """Let the optimizer have all of its parameters; Ctrl-C may have cut this short."""
+        if self._narrowed is not None:
+            groups, stepped, whole = self._narrowed
             for group, params in zip(stepped, whole, strict=True):
                 group["params"] = params
-            optimizer.param_groups = groups
-            self._is_stepping = False
+            self.optimizer.param_groups = groups
+            self._narrowed = None
 
     @opaque
     def _refuse_by_hand(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -221,17 +250,6 @@ def _unit_of(param: nn.Parameter) -> tuple[_Unit, Ranks] | None:
 
 def _units_of(optimizer: torch.optim.Optimizer) -> dict[_Unit, Ranks]:
     return dict(found for param in _params_of(optimizer) if (found := _unit_of(param)) is not None)
-
-
-def _hook_plain(params: Sequence[nn.Parameter], arrive: Any) -> list[Any]:
-    """Call ``arrive`` after the gradient of each of ``params``, also of those that are frozen now."""
-    hooks = []
-    for param in params:
-        was_trained = param.requires_grad
-        param.requires_grad_(True)
-        hooks += after_gradients([param], [arrive])
-        param.requires_grad_(was_trained)
-    return hooks
 
 
 def _check(optimizer: torch.optim.Optimizer, units: Iterable[_Unit]) -> None:

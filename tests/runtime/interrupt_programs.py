@@ -74,6 +74,8 @@ class Program:
         dim: Of the model.
         world_size: Ranks.
         accumulates: A step has a backward without synchronisation, then one with it.
+        defers: The first of two backwards does not end their reductions; the second one does, or the user by hand.
+        steps: An optimizer steps inside backward.
         is_first: The step that is interrupted is the first one.
     """
 
@@ -83,6 +85,8 @@ class Program:
     dim: int = 4
     world_size: int = 2
     accumulates: bool = False
+    defers: str = ""
+    steps: bool = False
     is_first: bool = False
 
     def make(self) -> Net:
@@ -98,7 +102,24 @@ class Program:
             quiet: AbstractContextManager[None] = nullcontext() if is_plain else no_sync(model)
             with quiet:
                 self._backward(model, rank, seed + 500, scale)
+        if self.defers:
+            return self._deferred(model, rank, seed, scale)
         return self._backward(model, rank, seed, scale)
+
+    def _deferred(self, model: nn.Module, rank: int, seed: int, scale: float) -> torch.Tensor:
+        own = model if isinstance(model, FSDPModule) else None
+        is_by_hand = self.defers == "by hand"
+        if own is not None:
+            own.reset_iter_state()
+            own.set_manual_backward_finalization(is_by_hand)
+            own.set_is_last_backward(False)
+        self._backward(model, rank, seed + 500, scale)
+        if own is not None:
+            own.set_is_last_backward(True)
+        loss = self._backward(model, rank, seed, scale)
+        if own is not None and is_by_hand:
+            own.finalize_backward(async_op=True).wait()
+        return loss
 
     def _backward(self, model: nn.Module, rank: int, seed: int, scale: float) -> torch.Tensor:
         loss = self.forward(model, rank, seed).square().mean()
@@ -192,6 +213,12 @@ PROGRAMS = [
     Program("unused parameters as zeros", with_zeros),
     Program("hooks on parameters", with_hooks, UNUSED),
     Program("no_sync", by_policy, UNUSED, accumulates=True),
+    Program("deferred", by_policy, UNUSED, defers="to the second"),
+    Program("deferred, hooks on parameters", with_hooks, UNUSED, defers="to the second"),
+    Program("finalized by hand", by_policy, UNUSED, defers="by hand"),
+    Program("steps in backward", by_policy, UNUSED, steps=True),
+    Program("steps in backward, no_sync", by_policy, UNUSED, steps=True, accumulates=True),
+    Program("steps in backward, hooks on parameters", with_hooks, UNUSED, steps=True),
     Program("checkpointing", by_policy, (("checkpoints", True),)),
     Program("side channel", by_policy, (("leaks", True),)),
     Program("first step", by_policy, is_first=True),
@@ -200,7 +227,9 @@ PROGRAMS = [
     Program("replicate, communication hook", by_communication_hook),
     Program("replicate, no_sync", in_buckets, accumulates=True),
     Program("replicate, first step", in_buckets, is_first=True),
+    Program("replicate, steps in backward", in_buckets, steps=True),
     Program("nested", nested, UNUSED),
+    Program("nested, steps in backward", nested, UNUSED, steps=True),
     Program("nested otherwise", nested_otherwise),
     Program("nested, no_sync", nested, UNUSED, accumulates=True),
 ]

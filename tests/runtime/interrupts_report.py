@@ -1,4 +1,4 @@
-"""Interrupts every program at all its points: ``python -m tests.runtime.interrupts_report [most per program]``."""
+"""Interrupts every program at all its points: ``python -m tests.runtime.interrupts_report [most per program [part of their names]]``."""
 
 import faulthandler
 import sys
@@ -17,7 +17,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     total = wrong = 0
-    for program in PROGRAMS:
+    name = sys.argv[2] if len(sys.argv) > 2 else ""
+    for program in [one for one in PROGRAMS if name in one.name]:
         points = points_of(program)
         lines = {(point.file, point.line) for point in points}
         if len(sys.argv) > 1:

@@ -15,8 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from composable.backward_steps import BackwardSteps
 from composable.collectives.base import Transport
 from composable.collectives.choose import make_transport
+from composable.replication.bucket import Bucket
 from composable.replication.reducer import Reducer
 from composable.storage import Handle
 from tests.runtime.interrupt_programs import PROGRAMS, Program
@@ -51,6 +53,27 @@ def test_ranks_that_use_other_parameters_are_stopped_wherever_a_gradient_arrives
     arrives = range(first, first + len(lines))
     points = [one for one in points_of(program) if one.file.endswith("/reducer.py") and one.line in arrives]
     assert len(points) > 20
+    tried = try_points(program, points)
+    assert not tried.wrong, {str(point): what for point, what in tried.wrong.items()}
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (BackwardSteps._step_groups, "steps in backward"),
+        (BackwardSteps._widen, "steps in backward"),
+        (Bucket._allocate, "replicate, steps in backward"),
+    ],
+)
+def test_a_step_inside_backward_is_stopped_at_any_line(function: Callable[..., None], name: str) -> None:
+    program = program_named(name)
+    lines, first = inspect.getsourcelines(function)
+    file = inspect.getfile(function)
+    points = [
+        one for one in points_of(program) if file.endswith(one.file) and one.line in range(first, first + len(lines))
+    ]
+    points = [one for one in points if one.nth <= 2]
+    assert len(points) > 10
     tried = try_points(program, points)
     assert not tried.wrong, {str(point): what for point, what in tried.wrong.items()}
 
