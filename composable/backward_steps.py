@@ -20,7 +20,7 @@ from composable.arguments import check_optimizer
 from composable.claims import claim_of
 from composable.collectives import Ranks
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
-from composable.frames import in_backward
+from composable.frames import in_backward, will_get_gradient
 from composable.optim import CHECKS_ITSELF, check_replaced
 from composable.replication import Reducer, ReplicateState
 from composable.storage import (
@@ -102,6 +102,8 @@ class BackwardSteps:
         self._is_stepping = False
         # While it steps on part of its parameters: all groups, those of the step, and their whole lists.
         self._narrowed: _Narrowed | None = None
+        # Plain parameters with gradients of backwards without synchronisation.
+        self._kept: dict[int, nn.Parameter] = {}
         self._hooks: list[Any] = []
         self._stepper = self._step
         try:
@@ -137,6 +139,7 @@ class BackwardSteps:
         unmark_stepped(self._params)
         self._units, self._params, self._hooks = [], [], []
         self._group_of.clear()
+        self._kept.clear()
 
     def __enter__(self) -> "BackwardSteps":
         return self
@@ -170,11 +173,25 @@ class BackwardSteps:
         """Step a parameter that nobody averages."""
         if torch.is_grad_enabled():
             raise refuse_graph_of_backward(f"of shape {list(param.shape)}")
-        if all(unit.requires_gradient_sync for unit in self._units):
+        if self._synchronises():
+            self._kept.pop(id(param), None)
             self._step([param])
+        else:
+            self._kept[id(param)] = param
+
+    def _synchronises(self) -> bool:
+        return all(unit.requires_gradient_sync for unit in self._units)
+
+    def _pop_kept(self) -> list[nn.Parameter]:
+        """Return the plain parameters that ``no_sync`` left, and that get no more in the backward that runs, if any."""
+        is_over = not in_backward()
+        found = [param for param in list(self._kept.values()) if is_over or not will_get_gradient(param)]
+        return [param for param in found if self._kept.pop(id(param), None) is not None and param.grad is not None]
 
     def _step(self, params: Sequence[nn.Parameter]) -> None:
         """Step those of ``params`` that are the optimizer's, and drop their gradients."""
+        if self._kept and self._synchronises():
+            params = [*params, *self._pop_kept()]
         group_of = self._group_of
         chosen: dict[int, list[nn.Parameter]] = {}
         for param in params:

@@ -356,6 +356,45 @@ def test_param_groups_and_parameters_beside_the_model_are_stepped() -> None:
     run_threads(groups_and_plain, 2)
 
 
+def keep_plain(api: str, way: str) -> None:
+    """Two backwards in ``no_sync`` leave gradients on a plain parameter too, which no other backward gets to."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, twin = annotated(make_model("mlp"), api), make_model("mlp")
+    plain, twin_plain = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer, after = (sgd([*one.parameters(), beside]) for one, beside in ((model, plain), (twin, twin_plain)))
+    step_in_backward(optimizer)
+
+    def loss(one: nn.Module, seed: int, of_rank: int) -> torch.Tensor:
+        args, kwargs = inputs_of(model, seed, of_rank)
+        return loss_of(one(*args, **kwargs))
+
+    for step in range(3):
+        for number in range(2):
+            with no_sync(model):
+                # As all ranks do alike, it needs no average.
+                (loss(model, 10 * step + number, rank) + plain.square().sum()).backward()
+            for other in range(size):
+                ((loss(twin, 10 * step + number, other) + twin_plain.square().sum()) / size).backward()
+        if way == "reduce_gradients":
+            reduce_gradients(model)
+        else:
+            loss(model, 10 * step + 2, rank).backward()
+            for other in range(size):
+                (loss(twin, 10 * step + 2, other) / size).backward()
+        assert plain.grad is None
+        after.step()
+        after.zero_grad()
+        torch.testing.assert_close(plain, twin_plain)
+        assert_equal_params(full_params(model), dict(twin.named_parameters()), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("way", ["reduce_gradients", "a backward"])
+@pytest.mark.parametrize("api", ANNOTATIONS)
+def test_what_no_sync_left_on_parameters_beside_the_model_is_stepped_too(api: str, way: str, world_size: int) -> None:
+    run_threads(keep_plain, world_size, api, way)
+
+
 # Ends
 
 
