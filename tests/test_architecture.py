@@ -296,6 +296,12 @@ def test_only_the_hooks_file_registers_hooks(name: str) -> None:
     assert hook_registrations(name, TREES[name]) == []
 
 
+@pytest.mark.parametrize("name", [name for name in FILES if room_of(name) != "saving"])
+def test_no_file_asks_a_collective_for_its_result(name: str) -> None:
+    # torch deprecates `Work.result`: what a collective gives is in the tensors that it was given. Threads have results too.
+    assert [node for node in ast.walk(TREES[name]) if isinstance(node, ast.Attribute) and node.attr == "result"] == []
+
+
 # The rules above are only as good as what they can see, so each is shown a file that breaks it.
 
 
