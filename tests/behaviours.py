@@ -548,7 +548,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             proved(
                 GRAPHS,
                 "test_delayed_gradients_are_sent_when_that_of_the_chosen_parameter_is_there",
-                "test_a_delayed_all_reduce_gives_the_gradients_of_torchs_wrapper",
+                "test_gradients_with_a_delayed_all_reduce_equal_those_of_one_process",
                 "test_a_delay_that_cannot_be_is_an_error_on_every_rank",
             ),
         ),
