@@ -8,7 +8,7 @@ import dataclasses
 import operator
 import weakref
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -88,64 +88,66 @@ class LentBuffers:
     def __init__(self) -> None:
         self._lent: dict[int, _Lent] = {}
 
-    def lend(self, own: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a copy of ``own`` in ``dtype``, the one that is lent already if there is one."""
+    def lend(self, own: torch.Tensor, dtype: torch.dtype, user: object) -> torch.Tensor:
+        """Return a copy of ``own`` in ``dtype`` for ``user``, the one that is lent already if there is one."""
         lent = self._lent.setdefault(id(own), _Lent(own))
         lent.settle()
-        return lent.take(dtype)
+        return lent.take(dtype, user)
 
-    def take_back(self, own: torch.Tensor, dtype: torch.dtype) -> None:
-        """Undo one ``lend``; ``own`` has then what was written to the copy."""
-        lent = self._lent[id(own)]
-        lent.settle()
-        lent.give_back(dtype)
-        if not lent.is_lent:
-            del self._lent[id(own)]
+    def take_back(self, own: torch.Tensor, dtype: torch.dtype, user: object) -> None:
+        """Undo every ``lend`` to ``user``, if there was one; ``own`` has then what was written to the copy."""
+        lent = self._lent.get(id(own))
+        if lent is not None:
+            lent.settle()
+            lent.give_back(dtype, user)
+            if not lent.is_lent:
+                del self._lent[id(own)]
 
 
 class _Lent:
     """One buffer and its copies."""
 
-    __slots__ = ("_copies", "_own", "_users", "_versions")
+    __slots__ = ("_copies", "_own", "_settled", "_users")
 
     def __init__(self, own: torch.Tensor) -> None:
         self._own = own
         self._copies: dict[torch.dtype, torch.Tensor] = {}
-        self._users: Counter[torch.dtype] = Counter()
-        self._versions: list[int] = []
+        # Sets: what Ctrl-C has cut short is done again.
+        self._users: defaultdict[torch.dtype, set[object]] = defaultdict(set)
+        # With their versions when all had the same values.
+        self._settled: list[tuple[torch.Tensor, int]] = []
 
     @property
     def is_lent(self) -> bool:
         return bool(self._copies)
 
-    def take(self, dtype: torch.dtype) -> torch.Tensor:
+    def take(self, dtype: torch.dtype, user: object) -> torch.Tensor:
         if dtype not in self._copies:
             # A first forward may be one in inference mode, and what is made there could never be written to again.
             with torch.inference_mode(mode=False), torch.no_grad():
                 self._copies[dtype] = self._own.to(dtype)
-            self._note()
-        self._users[dtype] += 1
+        self._note()
+        self._users[dtype].add(user)
         return self._copies[dtype]
 
-    def give_back(self, dtype: torch.dtype) -> None:
-        self._users[dtype] -= 1
+    def give_back(self, dtype: torch.dtype, user: object) -> None:
+        self._users[dtype].discard(user)
         if not self._users[dtype]:
-            del self._copies[dtype]
+            self._copies.pop(dtype, None)
             self._note()
 
     def settle(self) -> None:
         """Let all have what was written to one of them since; the buffer's own values count last."""
-        everyone = [*self._copies.values(), self._own]
-        written = [one for one, version in zip(everyone, self._versions) if _version_of(one) != version]
+        written = [one for one, version in self._settled if _version_of(one) != version]
         if written:
             with torch.no_grad():
-                for one in everyone:
+                for one in (*self._copies.values(), self._own):
                     if one is not written[0]:
                         one.copy_(written[0])
             self._note()
 
     def _note(self) -> None:
-        self._versions = [_version_of(one) for one in (*self._copies.values(), self._own)]
+        self._settled = [(one, _version_of(one)) for one in (*self._copies.values(), self._own)]
 
 
 def _version_of(tensor: torch.Tensor) -> int:
@@ -260,7 +262,7 @@ class CastBuffers(Lending):
                 if own is None or isinstance(own, DTensor):
                     continue
                 if own.is_floating_point() and own.dtype is not self._dtype:
-                    self._lent.append((module, name, own, self._lender.lend(own, self._dtype)))
+                    self._lent.append((module, name, own, self._lender.lend(own, self._dtype, self)))
         for module, name, _, lent in self._lent:
             module._buffers[name] = lent
 
@@ -269,7 +271,7 @@ class CastBuffers(Lending):
             # A buffer that was assigned meanwhile is the user's.
             if module._buffers.get(name) is lent:
                 module._buffers[name] = own
-            self._lender.take_back(own, self._dtype)
+            self._lender.take_back(own, self._dtype, self)
         self._lent = []
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from composable import FSDPModule, fully_shard, no_sync, replicate
+from composable import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync, replicate
 from composable.replicate import register_comm_hook
 from tests.models import random_input, seeded
 
@@ -135,6 +135,13 @@ def by_policy_on_group(model: Net) -> None:
     fully_shard(model, policy={Block}, transport="process_group")
 
 
+def with_shared_buffers(model: Net) -> None:
+    """Modules share a buffer, and hold it in another dtype while they run."""
+    for block in model.blocks:
+        block.register_buffer("factor", model.factor)
+    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(buffer_dtype=torch.float32))
+
+
 def with_zeros(model: Net) -> None:
     fully_shard(model, policy={Block}, unused_gradients="zero")
 
@@ -213,6 +220,7 @@ PROGRAMS = [
     Program("unused parameters as zeros", with_zeros),
     Program("hooks on parameters", with_hooks, UNUSED),
     Program("no_sync", by_policy, UNUSED, accumulates=True),
+    Program("casts of shared buffers", with_shared_buffers, (("checkpoints", True),)),
     Program("deferred", by_policy, UNUSED, defers="to the second"),
     Program("deferred, hooks on parameters", with_hooks, UNUSED, defers="to the second"),
     Program("finalized by hand", by_policy, UNUSED, defers="by hand"),
