@@ -84,6 +84,7 @@ class Reducer:
         group_name: Of the process group that averages in a graph; "": one rank.
         comm_hooks: Registrations of communication hooks that reach the parameters; the nearest holds.
         stopwatch: Measures some backwards.
+        before_round: Called before a backward, with whether it averages; ``None``: nothing is.
         steppers: Get parameters that have their averages, and step them inside backward.
     """
 
@@ -107,6 +108,7 @@ class Reducer:
         self.rounds = 0
         self.comm_hooks: tuple[Registration, ...] = ()
         self.stopwatch = Stopwatch(grid.everyone.device)
+        self.before_round: Callable[[bool], None] | None = None
         self.steppers: tuple[Stepper, ...] = ()
         self._after_backward = after_backward
         self._lock = threading.RLock()
@@ -127,7 +129,7 @@ class Reducer:
         self._order_key = transport.allocate_key()
         self._tail = Tail(len(self.params), transport.rank, transport.world_size)
         self._sender = Sender(transport)
-        self._sparse = SparseGradients([item.param for item in self.params if item.is_sparse], transport, self.scale)
+        self._sparse = SparseGradients([item.param for item in self.params if item.is_sparse], transport)
         self._arrangement = Arrangement(self.params, transport, self.options, tail_numel=self._tail.numel)
         self._bucket_of = self._arrangement.bucket_of  # changed in place
         self._notes = notes_for_level(self.params, grid.everyone)
@@ -267,6 +269,11 @@ class Reducer:
         self._arrangement.is_lazy = bool(steppers)
         for bucket in self.buckets:
             bucket.release()  # Gradients in it keep their memory, and are copied.
+
+    @property
+    def synchronises(self) -> bool:
+        """The next backward averages gradients."""
+        return self.requires_gradient_sync and self.is_last_backward
 
     @property
     def is_running(self) -> bool:
@@ -467,9 +474,11 @@ class Reducer:
                 self._recover()
             if self.steppers and torch.is_grad_enabled():
                 raise refuse_graph_of_backward(self.params[0].fqn)
+            if self.before_round is not None:
+                self.before_round(self.synchronises)
             with torch.no_grad():
                 self._arrangement.prepare()
-            self._round.clear(self.buckets, synchronises=self.requires_gradient_sync and self.is_last_backward)
+            self._round.clear(self.buckets, synchronises=self.synchronises)
             self._round.open(self._after_backward(self))
             self.rounds += 1
             self.stopwatch.begin(self.rounds)
@@ -491,7 +500,7 @@ class Reducer:
                     bucket.clear()
                     self._send(bucket)
                 self._sender.finish()
-                self._sparse.average(is_stopped=True)
+                self._sparse.average(self.scale, is_stopped=True)
                 if self.steppers:
                     self._close_stopped()
                     return
@@ -557,7 +566,7 @@ class Reducer:
     def _finish_round(self) -> Report | None:
         """Wait for all buckets, and give every parameter its average; returns what ``Tail.read`` does."""
         self._sender.finish()
-        self._sparse.average()
+        self._sparse.average(self.scale)
         for bucket in self.buckets:
             if bucket.casts or not self._grads_as_views:
                 bucket.unpack()
