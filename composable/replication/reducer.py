@@ -137,7 +137,8 @@ class Reducer:
     def move_to(self, transport: Transport, grid: Grid) -> None:
         """Talk to other ranks from now on, and forget what a backward that was stopped has left; none is running.
 
-        The order of gradients and the hooks stay; gradients get memory of their own.
+        Collective. Hooks stay; so does the order of gradients, if these ranks know the same one. Gradients get memory
+        of their own.
         """
         arrangement, hook = self._arrangement, self._sender.hook
         arrangement.dissolve()
@@ -146,7 +147,12 @@ class Reducer:
         self._forget_kept()
         self._connect(transport, grid)
         self._sender.hook = hook
-        self._arrangement.settle_like(arrangement)
+        self._arrangement.is_lazy = bool(self.steppers)
+        is_known = grid.everyone.are_alike(arrangement.expectation)
+        if is_known:
+            self._arrangement.settle_like(arrangement)
+        if self._static is not None:
+            self._static = self._static.of_rank() if is_known else StaticGraph()
 
     @property
     def buckets(self) -> Sequence[Bucket]:

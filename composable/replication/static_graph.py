@@ -30,6 +30,12 @@ class StaticGraph:
         twin.counts, twin.used = self.counts, self.used
         return twin
 
+    def of_rank(self) -> "StaticGraph":
+        """Return what is known of this rank alone, for other ranks beside it."""
+        twin = StaticGraph()
+        twin.counts = self.counts
+        return twin
+
     def unused(self) -> list[int]:
         """Return the parameters that no rank has a gradient for; equal on all ranks."""
         return [index for index, used in enumerate(self.used) if not used]
