@@ -108,6 +108,30 @@ def test_a_static_graph_accumulates_without_synchronisation() -> None:
     run_threads(accumulate_static, 2)
 
 
+def accumulate_what_was_unused() -> str:
+    model = looped()
+    model.uses_branch = False
+    replicate(model, static_graph=True)
+    rank = dist.get_rank()
+    for step in range(2):
+        loss_at(model, step, rank).backward()
+    with no_sync(model):
+        model.uses_branch = rank == 1
+        loss_at(model, 2, rank).backward()
+    model.uses_branch = False
+    with pytest.raises(UsageError) as caught:
+        loss_at(model, 3, rank).backward()
+    return str(caught.value).splitlines()[0]
+
+
+def test_what_only_a_backward_without_synchronisation_uses_is_an_error_on_every_rank() -> None:
+    assert run_threads(accumulate_what_was_unused, 2) == [
+        "the backward of rank 1 is not like the first one, as static_graph=True says: 'branch.weight', 'branch.bias'",
+        "this backward is not like the first one, as static_graph=True says: 'branch.weight' (1 gradient, 0 then), "
+        "'branch.bias' (1 gradient, 0 then)",
+    ]
+
+
 def buckets_of_a_static_graph() -> list[str]:
     model = replicate(looped(), static_graph=True)
     twin = copy.deepcopy(model)

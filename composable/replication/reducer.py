@@ -346,7 +346,7 @@ class Reducer:
         accepts = self.options.find_unused or self._static is not None
         missing = [] if accepts else self._round.missing(self.params, self._kept)
         self._round.complaint = len(missing)
-        if self._static is not None and self._static.changes(self._round.seen):
+        if self._static is not None and not self._static.holds(self._round.seen, self._kept):
             self._round.complaint = _GRAPH_CHANGED
         self._missing = missing
         if self.stopwatch.is_on:
@@ -594,7 +594,7 @@ class Reducer:
         assert self._static is not None, "asked for"
         if not any(values[len(self.params) :]):
             self._static.learn(self._round.seen, values[: len(self.params)])
-            self._arrangement.narrow(self._round.seen.copy(), self._static.unused())
+            self._arrangement.narrow(self._round.seen.copy(), self._static.unused)
 
     @property
     def _grads_as_views(self) -> bool:
@@ -658,9 +658,7 @@ class Reducer:
         ranks = sorted(self._grid.everyone.numbers)  # As the transport has them.
         told = list(zip(ranks, report.complaints, strict=False))
         if self._static is not None:
-            changes = [
-                (self.params[index].fqn, now, then) for index, now, then in self._static.changes(self._round.seen)
-            ]
+            changes = [(self.params[index].fqn, now, then) for index, now, then in self._static.changes]
             changed = [rank for rank, value in told if value == _GRAPH_CHANGED]
             if changes or changed:
                 elsewhere = [self.params[index].fqn for index in self._static.changes_elsewhere(report.used)]
