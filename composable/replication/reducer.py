@@ -507,20 +507,20 @@ class Reducer:
                     self._send(bucket)
                 self._sender.finish()
                 self._sparse.average(self.scale, is_stopped=True)
+                tail = self.buckets[-1].tail.clone()
                 if self.steppers:
-                    self._close_stopped()
+                    self._close_stopped(tail)
                     return
                 for bucket in self.buckets:
                     bucket.clear()
-                self._end_round()
+                self._end_round(tail)
         self._forget_round()
 
-    def _close_stopped(self) -> None:
+    def _close_stopped(self, tail: torch.Tensor) -> None:
         """Step as the other ranks have done, or do when they hear of this: else parameters would differ."""
-        used = self.buckets[-1].tail.tolist()
-        self._end_round()
+        self._end_round(tail)
         self._forget_round()
-        self._step_rest(used)
+        self._step_rest(tail.tolist())
 
     def _forget_round(self) -> None:
         self._sender.forget()
@@ -581,9 +581,7 @@ class Reducer:
         used = None if self._round.is_complete else tail.tolist()
         if used is not None and not self.steppers:
             self._arrangement.adopt_averages(used, grads_as_views=self._grads_as_views)
-        self._end_round()
-        if self._static is not None and self._static.counts is None:
-            self._learn_graph(tail)
+        self._end_round(tail)
         if self.steppers:
             self._step_rest(used)
         return report
@@ -635,10 +633,13 @@ class Reducer:
         for step in self.steppers:
             step(complete)
 
-    def _end_round(self) -> None:
+    def _end_round(self, tail: torch.Tensor) -> None:
+        """Take from a round what is to hold for all later ones; ``tail`` is what the ranks said."""
         self._forget_kept()
         if not self._arrangement.is_settled:
             self._arrangement.settle(self._agree_on_order())
+        if self._static is not None and self._static.counts is None:
+            self._learn_graph(tail)
 
     def _forget_kept(self) -> None:
         self._kept[:] = bytes(len(self._kept))
