@@ -20,19 +20,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.collectives import Grid, Transport
 from composable.replication.arrangement import Arrangement
 from composable.replication.bucket import Bucket, BucketOptions, ReducedParam, check_steppable
 from composable.replication.bucket_memory import note_caller
+from composable.replication.bucket_steps import step_complete, step_rest, step_sent
 from composable.replication.complaints import (
+    GRAPH_CHANGED,
+    HOOK_FAILED,
+    STOPPED,
     after_close,
-    backward_error,
     copied_inside,
-    graph_changed,
     hook_failed,
+    round_error,
     second_gradient,
 )
 from composable.replication.debugging import notes_for_level
@@ -57,11 +59,6 @@ from composable.torch_private import opaque
 from composable.wording import list_text
 
 __all__ = ["Reducer"]
-
-# What a rank tells the others besides how many parameters have no gradient.
-_STOPPED = -1
-_HOOK_FAILED = -2
-_GRAPH_CHANGED = -3
 
 
 class Reducer:
@@ -261,7 +258,7 @@ class Reducer:
         is_any = average_kept(self.params, self._transport, order_key, self.scale, sparse, is_any=is_any)
         self._forget_kept()
         if is_any:
-            self._step([item.param for item in self.params])
+            step_complete(self.steppers, [item.param for item in self.params])
 
     def step_by(self, steppers: Sequence[Stepper]) -> None:
         """Let these step the parameters, from the next backward on.
@@ -347,7 +344,7 @@ class Reducer:
         missing = [] if accepts else self._round.missing(self.params, self._kept)
         self._round.complaint = len(missing)
         if self._static is not None and not self._static.holds(self._round.seen, self._kept):
-            self._round.complaint = _GRAPH_CHANGED
+            self._round.complaint = GRAPH_CHANGED
         self._missing = missing
         if self.stopwatch.is_on:
             self.stopwatch.mark("computed")
@@ -500,7 +497,7 @@ class Reducer:
         self._transport.settle()
         # What has arrived says less: where ranks use other parameters, it differs though they were stopped alike.
         if self._round.synchronises and (self._round.accumulates or self._round.order):
-            self._round.complaint = _STOPPED
+            self._round.complaint = STOPPED
             with torch.no_grad():
                 for bucket in self.buckets[self._round.sent :]:
                     bucket.clear()
@@ -520,7 +517,7 @@ class Reducer:
         """Step as the other ranks have done, or do when they hear of this: else parameters would differ."""
         self._end_round(tail)
         self._forget_round()
-        self._step_rest(tail.tolist())
+        step_rest(self.steppers, self.params, self.buckets, self._round, tail.tolist())
 
     def _forget_round(self) -> None:
         self._sender.forget()
@@ -536,7 +533,7 @@ class Reducer:
                 self._launch(buckets[own_round.sent])
                 if self.steppers:
                     # One is on its way while the next one fills.
-                    self._step_sent(own_round.sent - 1)
+                    step_sent(self.steppers, self.params, buckets, own_round, self._sender)
 
     def _launch(self, bucket: Bucket) -> None:
         """Start the reduction of the next bucket.
@@ -559,7 +556,7 @@ class Reducer:
     def _write_tail(self, tail: torch.Tensor) -> None:
         complaint = self._round.complaint
         if self._sender.failure is not None and complaint >= 0:
-            complaint = _HOOK_FAILED
+            complaint = HOOK_FAILED
         used = None
         if complaint or not self._round.is_complete:
             stepped = self._round.stepped  # and their gradients dropped
@@ -583,7 +580,7 @@ class Reducer:
             self._arrangement.adopt_averages(used, grads_as_views=self._grads_as_views)
         self._end_round(tail)
         if self.steppers:
-            self._step_rest(used)
+            step_rest(self.steppers, self.params, self.buckets, self._round, used)
         return report
 
     def _learn_graph(self, tail: torch.Tensor) -> None:
@@ -598,40 +595,6 @@ class Reducer:
     def _grads_as_views(self) -> bool:
         # What is stepped inside backward is dropped there: a copy would be for nothing.
         return self.options.grads_as_views or bool(self.steppers)
-
-    def _step_sent(self, stop: int) -> None:
-        """Step the parameters of the buckets before ``stop``, which were full, as soon as their averages are there."""
-        own_round = self._round
-        while own_round.stepped < stop:
-            bucket = self.buckets[own_round.stepped]
-            self._sender.finish_first()
-            own_round.stepped += 1
-            self._step_bucket(bucket)
-            if not bucket.is_last():
-                bucket.release()
-
-    def _step_rest(self, used: Sequence[float] | None) -> None:
-        """Step the others, by averages that are there, and free all buckets.
-
-        Args:
-            used: Of each parameter, how many ranks had a gradient; ``None``: all had one.
-        """
-        buckets, self._round.stepped = self.buckets[self._round.stepped :], len(self.buckets)
-        for bucket in buckets:
-            for index, view in zip(bucket.param_indices, bucket.views, strict=True):
-                if used is None or used[index] > 0:
-                    self.params[index].param.grad = view
-        for bucket in buckets:
-            self._step_bucket(bucket)
-            bucket.release()
-
-    def _step_bucket(self, bucket: Bucket) -> None:
-        self._step([self.params[index].param for index in bucket.param_indices])
-
-    def _step(self, params: Sequence[nn.Parameter]) -> None:
-        complete = [param for param in params if param.grad is not None] if self.steppers else []
-        for step in self.steppers:
-            step(complete)
 
     def _end_round(self, tail: torch.Tensor) -> None:
         """Take from a round what is to hold for all later ones; ``tail`` is what the ranks said."""
@@ -657,22 +620,5 @@ class Reducer:
     def _error_of(self, missing: Sequence[int], report: Report) -> Exception:
         """Return the error for what went wrong here, or for what did elsewhere."""
         ranks = sorted(self._grid.everyone.numbers)  # As the transport has them.
-        told = list(zip(ranks, report.complaints, strict=False))
-        if self._static is not None:
-            changes = [(self.params[index].fqn, now, then) for index, now, then in self._static.changes]
-            changed = [rank for rank, value in told if value == _GRAPH_CHANGED]
-            if changes or changed:
-                elsewhere = [self.params[index].fqn for index in self._static.changes_elsewhere(report.used)]
-                return graph_changed(
-                    changes, elsewhere, [rank for rank in changed if rank != ranks[self._transport.rank]]
-                )
-        # Flags are added up over the ranks; in bfloat16 the names of few among many ranks may be lost.
-        full = self._transport.world_size - 0.5
-        return backward_error(
-            missing=[self.params[index].fqn for index in missing],
-            last=self.params[self._round.order[-1]].fqn if self._round.order else None,
-            unused=[item.fqn for item, used in zip(self.params, report.used, strict=False) if used < full],
-            others=[rank for rank, value in told if value > 0 and rank != ranks[self._transport.rank]],
-            stopped=[rank for rank, value in told if value == _STOPPED],
-            hook_failed=[rank for rank, value in told if value == _HOOK_FAILED],
-        )
+        last = self._round.order[-1] if self._round.order else None
+        return round_error(self.params, missing, last, report, ranks, ranks[self._transport.rank], self._static)
