@@ -190,6 +190,8 @@ class Reducer:
             return "gradients that are sparse, or that tensor parallelism has split, cannot be averaged"
         if self.steppers:
             return "an optimizer cannot step inside of it"
+        if self.before_round is not None:
+            return "ranks without inputs cannot follow (Join)"
         if self.options.has_policy:
             return "nothing tells modules when to hold their own parameters again (mp_policy)"
         if self._is_closed:
