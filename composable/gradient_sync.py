@@ -55,7 +55,8 @@ def reduce_gradients(module: nn.Module) -> None:
     Collective: all ranks of the meshes at or below ``module``.
 
     Raises:
-        UsageError: There is no annotated module, it is inside ``no_sync``, or a forward or backward is running.
+        UsageError: There is no annotated module, it is inside ``no_sync`` or torch's ``Join``, or a forward or backward
+            is running.
         ConfigError: ``module`` is no module.
     """
     found = _synchronised_by(module, caller="reduce_gradients")
@@ -64,6 +65,12 @@ def reduce_gradients(module: nn.Module) -> None:
             "reduce_gradients inside of no_sync, which keeps gradients on their rank",
             at=f"{place_of_rank()}, {describe_module(module)}",
             fix="call it after the context",
+        )
+    if any(isinstance(one, Reducer) and one.before_round is not None for one in found):
+        raise UsageError(
+            "reduce_gradients inside of Join, where ranks without inputs follow backwards only",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix="let the last backward of a step average",
         )
     if in_backward():
         raise _is_running(module)

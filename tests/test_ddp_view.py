@@ -18,7 +18,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from composable import UsageError, as_ddp, fully_shard, no_sync, replicate, step_in_backward, update_process_group
+from composable import (
+    UsageError,
+    as_ddp,
+    fully_shard,
+    no_sync,
+    reduce_gradients,
+    replicate,
+    step_in_backward,
+    update_process_group,
+)
 from tests.models import make_model, random_input, seeded
 from tests.parity import assert_equal_params, full_params
 from tests.test_algorithms import adam, torch_optim, train_alone, train_with
@@ -288,6 +297,21 @@ def test_forward_and_backward_are_to_be_alike_where_ranks_may_have_no_inputs(*, 
     with pytest.raises(RankErrors, match="what its forward has told ranks without inputs") as caught:
         run_threads(synchronise_elsewhere, 2, in_forward=in_forward)
     assert {type(error) for error in caught.value.errors.values()} == {UsageError}
+
+
+def reduce_without_a_backward() -> None:
+    model = replicate(nn.Linear(2, 1))
+    with Join([as_ddp(model)]):
+        with no_sync(model):
+            model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(UsageError, match="reduce_gradients inside of Join"):
+            reduce_gradients(model)
+    reduce_gradients(model)
+    torch.testing.assert_close(model.weight.grad, torch.ones(1, 2))
+
+
+def test_gradients_are_not_reduced_where_ranks_without_inputs_would_not_follow() -> None:
+    run_threads(reduce_without_a_backward, 2)
 
 
 def join_in_another_group() -> dict[str, torch.Tensor]:
