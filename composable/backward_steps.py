@@ -22,7 +22,7 @@ from composable.collectives import Ranks
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.frames import in_backward, will_get_gradient
 from composable.optim import CHECKS_ITSELF, check_replaced
-from composable.replication import Reducer, ReplicateState
+from composable.replication import Reducer, ReplicateState, check_steppable
 from composable.storage import (
     Handle,
     handle_of,
@@ -180,7 +180,9 @@ class BackwardSteps:
             self._kept[id(param)] = param
 
     def _synchronises(self) -> bool:
-        return all(unit.requires_gradient_sync for unit in self._units)
+        return all(
+            unit.synchronises if isinstance(unit, Reducer) else unit.requires_gradient_sync for unit in self._units
+        )
 
     def _pop_kept(self) -> list[nn.Parameter]:
         """Return the plain parameters that ``no_sync`` left, and that get no more in the backward that runs, if any."""
@@ -299,12 +301,8 @@ def _check(optimizer: torch.optim.Optimizer, units: Iterable[_Unit]) -> None:
     if in_backward():
         raise UsageError("a backward is running", fix="call step_in_backward between two steps")
     for unit in units:
-        if isinstance(unit, Reducer) and unit.options.has_policy:
-            raise ConfigError(
-                "an optimizer cannot step inside backward where modules compute with copies (mp_policy of replicate)",
-                at=f"parameter {_params_in(unit)[0]!r}",
-                fix="step after backward, or replicate without mp_policy",
-            )
+        if isinstance(unit, Reducer):
+            check_steppable(unit.params, unit.options)
         if unit.comm_hooks:
             raise UsageError(
                 "a communication hook reduces these gradients, which goes with no step inside backward",

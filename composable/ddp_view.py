@@ -66,17 +66,24 @@ class DDPView(Joinable):
 
     Attributes:
         module: The replicated module.
-        device: Where its gradients are averaged.
-        process_group: The ranks that average.
     """
 
     def __init__(self, module: nn.Module, state: ReplicateState) -> None:
         super().__init__()
         self.module = module
-        self.device = state.grid.everyone.device
-        self.process_group = state.grid.everyone.process_group
         self._state = state
         self._divides_by_all = True
+        self._told_to_synchronise = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where its gradients are averaged."""
+        return self._state.grid.everyone.device
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that average."""
+        return self._state.grid.everyone.process_group
 
     def register_comm_hook(self, state: object, hook: HookFunction) -> None:
         """Do what ``composable.register_comm_hook`` does, for good. Collective."""
@@ -147,8 +154,19 @@ class DDPView(Joinable):
         work = Join.notify_join_context(self)
         if work is not None:
             work.wait()
-        syncs = self._state.reducer.requires_gradient_sync
-        self._meet(_RUNS + _BROADCASTS * broadcasts + _SYNCHRONISES * syncs)
+        reducer = self._state.reducer
+        self._told_to_synchronise = reducer.synchronises
+        reducer.before_round = self._check_told
+        self._meet(_RUNS + _BROADCASTS * broadcasts + _SYNCHRONISES * reducer.synchronises)
+
+    def _check_told(self, synchronises: bool) -> None:
+        if synchronises is not self._told_to_synchronise:
+            raise UsageError(
+                "a backward inside of Join is not what its forward has told ranks without inputs: "
+                f"gradients {'are' if synchronises else 'are not'} averaged",
+                at=f"{place_of_rank()}, {describe_module(self.module)}",
+                fix="enter no_sync around forward and backward alike, also set_is_last_backward",
+            )
 
     def _meet(self, told: int) -> int:
         """Tell the other ranks of a forward, choose the divisor, and broadcast buffers; returns what they tell."""
@@ -189,6 +207,7 @@ class DDPView(Joinable):
     def _end(self) -> None:
         """The context is over."""
         self._state.uneven = None
+        self._state.reducer.before_round = None
         self._state.reducer.divide_by(None)
 
 

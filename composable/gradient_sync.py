@@ -9,6 +9,7 @@ from composable.arguments import check_module
 from composable.contract import get_registry
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
+from composable.frames import in_backward
 from composable.replication import Reducer, ReplicateState
 from composable.runtime import handle_of_module, sharded_state_of
 from composable.storage import Handle
@@ -54,7 +55,8 @@ def reduce_gradients(module: nn.Module) -> None:
     Collective: all ranks of the meshes at or below ``module``.
 
     Raises:
-        UsageError: There is no annotated module, it is inside ``no_sync``, or a forward or backward is running.
+        UsageError: There is no annotated module, it is inside ``no_sync`` or torch's ``Join``, or a forward or backward
+            is running.
         ConfigError: ``module`` is no module.
     """
     found = _synchronised_by(module, caller="reduce_gradients")
@@ -64,15 +66,19 @@ def reduce_gradients(module: nn.Module) -> None:
             at=f"{place_of_rank()}, {describe_module(module)}",
             fix="call it after the context",
         )
+    if any(isinstance(one, Reducer) and one.before_round is not None for one in found):
+        raise UsageError(
+            "reduce_gradients inside of Join, where ranks without inputs follow backwards only",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix="let the last backward of a step average",
+        )
+    if in_backward():
+        raise _is_running(module)
     states = [sharded_state_of(visited) for visited in module.modules()]
     # Before the first forward there is no root, and nothing was left.
     schedulers = dict.fromkeys(state.root.scheduler for state in states if state is not None and state.root is not None)
     if not all(scheduler.is_idle for scheduler in schedulers):
-        raise UsageError(
-            "reduce_gradients while a forward or backward is running",
-            at=f"{place_of_rank()}, {describe_module(module)}",
-            fix="call it after the last backward",
-        )
+        raise _is_running(module)
     for scheduler in schedulers:
         scheduler.reduce_kept()
         if scheduler.is_deferred:
@@ -82,6 +88,14 @@ def reduce_gradients(module: nn.Module) -> None:
     for one in found:
         if isinstance(one, Reducer) and one.requires_gradient_sync:
             one.average_kept_gradients()
+
+
+def _is_running(module: nn.Module) -> UsageError:
+    return UsageError(
+        "reduce_gradients while a forward or backward is running",
+        at=f"{place_of_rank()}, {describe_module(module)}",
+        fix="call it after the last backward",
+    )
 
 
 def _synchronised_by(module: nn.Module, *, caller: str) -> list[Handle | Reducer]:

@@ -84,10 +84,11 @@ def reduction_stats(module: nn.Module, *, sample_rate: int | None = None) -> Red
 def update_process_group(module: nn.Module, process_group: dist.ProcessGroup) -> None:
     """Let other ranks average the gradients of a replicated module: when ranks have gone, or have come back.
 
-    Nothing is sent to the ranks of before, which may be gone. Parameters, hooks and the order of gradients stay; a
-    compiled module stays as it was compiled. What a backward that was stopped has left is forgotten: gradients are
-    as they were on this rank, so drop those of that step. Values are compared by name, shape and dtype only: give
-    ranks that come back those of the others. The states of communication hooks keep the process group they have.
+    Nothing is sent to the ranks of before, which may be gone. Parameters and hooks stay, and the order of gradients
+    where all know the same; a compiled module stays as it was compiled. What a backward that was stopped has left is
+    forgotten: gradients are as they were on this rank, so drop those of that step. Names, shapes, dtypes, the
+    arguments of ``replicate`` and the hook are compared, values are not: give ranks that come back those of the
+    others. The states of communication hooks keep the process group they have.
 
     Collective: all ranks of ``process_group``.
 
@@ -98,7 +99,7 @@ def update_process_group(module: nn.Module, process_group: dist.ProcessGroup) ->
     Raises:
         UsageError: ``module`` is not replicated, or a backward is running.
         ConfigError: ``process_group`` is none that this rank is in, or ``module`` no module.
-        DesyncError: The ranks have different modules. Nothing is changed.
+        DesyncError: The ranks have different modules, arguments of ``replicate`` or hooks. Nothing is changed.
     """
     state = _state_of(module, "update_process_group")
     if in_backward():
@@ -115,14 +116,13 @@ def update_process_group(module: nn.Module, process_group: dist.ProcessGroup) ->
         )
     params = [item.param for item in state.reducer.params]
     ranks = resolve_ranks(None, process_group, params)
-    text = "\n".join(
-        f"parameter {item.fqn!r} {list(item.param.shape)} {item.param.dtype}" for item in state.reducer.params
-    )
+    hook = state.reducer.hook
+    text = f"{state.compared}\ncommunication hook: {'none' if hook is None else hook.name}"
     ranks.compare(
         text,
         shown=text,
-        what="the ranks of the new process group have different modules",
-        fix="replicate the same model on every rank of the group",
+        what="the ranks of the new process group have different modules, options or communication hooks",
+        fix="replicate the same model with the same arguments on every rank of the group, and register the same hook",
     )
     state.move_to(Grid.whole(ranks))
 

@@ -195,6 +195,7 @@ def replicate(
         what="the ranks call replicate on different modules or with different options",
         fix="build the same model and call replicate with the same arguments on every rank",
     )
+    state.compared = text
     state.use(Grid.whole(ranks))
     if static_graph:
         _LOG.info("replicate of %s with static_graph=True", describe_module(modules[0]))

@@ -395,6 +395,20 @@ def test_what_no_sync_left_on_parameters_beside_the_model_is_stepped_too(api: st
     run_threads(keep_plain, world_size, api, way)
 
 
+def step_beside_backwards_that_are_not_the_last() -> None:
+    model, plain = replicate(nn.Linear(2, 2)), nn.Linear(2, 1)
+    before = plain.weight.detach().clone()
+    step_in_backward(sgd([*model.parameters(), *plain.parameters()]))
+    for is_last in (False, True):
+        model.set_is_last_backward(is_last)
+        plain(model(torch.ones(1, 2))).sum().backward()
+        assert torch.equal(plain.weight, before) is not is_last
+
+
+def test_parameters_beside_the_model_are_stepped_in_the_last_backward() -> None:
+    run_threads(step_beside_backwards_that_are_not_the_last, 2)
+
+
 # Ends
 
 
@@ -524,6 +538,14 @@ def refusals() -> Iterator[tuple[Callable[[], Any], str]]:
     yield lambda: step_in_backward(optimizer), "needs a closure"
     low = replicate(make_model("mlp"), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     yield lambda: step_in_backward(sgd(low.parameters())), "where modules compute with copies"
+    pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    replicate(pair[0])
+    replicate(pair[1], static_graph=True)
+    steps = sgd(pair.parameters())
+    yield lambda: step_in_backward(steps), "where gradients come several times"
+    pair(torch.ones(1, 4)).sum().backward()
+    assert all(param.grad is not None for param in pair.parameters()), "nothing is half-done"
+    steps.step()
     plain = make_model("mlp")
     yield lambda: step_in_backward(sgd(plain.parameters())), "no parameter of the optimizer is annotated"
     model, optimizer = built(make=lambda params: torch.optim.SGD(params, lr=0.1, differentiable=True))
@@ -561,7 +583,7 @@ def refuse_all() -> int:
 
 
 def test_what_does_not_go_with_it_is_refused() -> None:
-    assert run_threads(refuse_all, 2)[0] == 26
+    assert run_threads(refuse_all, 2)[0] == 27
 
 
 def different_ranks() -> None:
@@ -589,29 +611,26 @@ def test_a_scaler_of_gradients_finds_none() -> None:
     run_threads(scale_gradients, 1)
 
 
-def use_outside() -> None:
+def use_by_way_of_the_inputs(*, is_sharded: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    fully_shard(model, policy={nn.Linear})
-    step_in_backward(sgd(model.parameters()))
+    optimizer = sgd(fully_shard(model, policy={nn.Linear}).parameters() if is_sharded else model.parameters())
+    if is_sharded:
+        step_in_backward(optimizer)
     held: list[torch.Tensor] = []
-    model[1].register_forward_pre_hook(lambda module, _: held.append(module.weight.sum()))
-    for _ in range(2):
-        held.clear()
-        output = model(held_input := torch.ones(1, 2))
-        # Its gradient arrives when its module was reduced, and stepped.
-        with pytest.raises(UsageError, match="a gradient arrived after its module was reduced"):
-            (output.sum() + _AtTheEnd.apply(held[0], held_input)).backward()
+    handle = model[1].register_forward_pre_hook(lambda module, _: held.append(module.weight.sum()))
+    model(torch.ones(1, 2))
+    handle.remove()
+    model(torch.ones(1, 2) * held[0]).sum().backward()
+    if not is_sharded:
+        optimizer.step()
+    return full_params(model)
 
 
-class _AtTheEnd(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
+def test_a_gradient_that_comes_by_way_of_the_inputs_is_in_the_step() -> None:
+    expected = use_by_way_of_the_inputs(is_sharded=False)
+    for params in run_threads(use_by_way_of_the_inputs, 2, is_sharded=True):
+        assert_equal_params(params, expected, tolerance=1e-6)
 
 
 # torch's own

@@ -3,6 +3,7 @@
 The compiler keeps its graphs for the process: the ranks are processes, but where no graph is made.
 """
 
+import contextlib
 import itertools
 import operator
 import random
@@ -17,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
 
-from composable import UsageError, bucketing_backend, fully_shard, no_sync, register_comm_hook, replicate
+from composable import UsageError, as_ddp, bucketing_backend, fully_shard, no_sync, register_comm_hook, replicate
 from composable.replication import join_all_reduces
 from composable.torch_private import graph_collectives
 from tests.models import DIM, MLPBlock, random_input, seeded
@@ -165,10 +167,11 @@ def refused(kind: str, way: str) -> str:
     def step(x: torch.Tensor) -> None:
         model(x).square().mean().backward()
 
-    with pytest.raises(UsageError) as caught:
-        compiled(step, way, "eager")(random_input(rank, 4, DIM))
-    model.zero_grad()
-    step(random_input(rank, 4, DIM))
+    with Join([as_ddp(model)]) if kind == "join" else contextlib.nullcontext():
+        with pytest.raises(UsageError) as caught:
+            compiled(step, way, "eager")(random_input(rank, 4, DIM))
+        model.zero_grad()
+        step(random_input(rank, 4, DIM))
     for one in range(world_size):
         (plain(random_input(one, 4, DIM)).square().mean() / world_size).backward()
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
@@ -178,7 +181,14 @@ def refused(kind: str, way: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"), [("fully_shard", "enable"), ("fully_shard", "config"), ("hook", "enable"), ("unused", "config")]
+    ("kind", "way"),
+    [
+        ("fully_shard", "enable"),
+        ("fully_shard", "config"),
+        ("hook", "enable"),
+        ("unused", "config"),
+        ("join", "enable"),
+    ],
 )
 def test_what_a_graph_cannot_do_is_refused_on_every_rank_and_the_next_step_is_right(kind: str, way: str) -> None:
     for rank, error in enumerate(run_ranks(refused, 2, kind, way, timeout_s=200)):

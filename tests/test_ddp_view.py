@@ -1,5 +1,6 @@
 """torch's algorithms that want its wrapper, given ``as_ddp`` of a replicated module: the same numbers."""
 
+import contextlib
 import warnings
 from typing import Any
 from unittest import mock
@@ -17,7 +18,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from composable import UsageError, as_ddp, fully_shard, no_sync, replicate, step_in_backward
+from composable import (
+    UsageError,
+    as_ddp,
+    fully_shard,
+    no_sync,
+    reduce_gradients,
+    replicate,
+    step_in_backward,
+    update_process_group,
+)
 from tests.models import make_model, random_input, seeded
 from tests.parity import assert_equal_params, full_params
 from tests.test_algorithms import adam, torch_optim, train_alone, train_with
@@ -231,6 +241,94 @@ def test_a_rank_without_inputs_steps_in_backward_as_the_others() -> None:
     found, expected = run_ranks(join_and_step_in_backward, 3), run_ranks(join_with_zero, 3, is_sharded=False)
     for one in found:
         assert_equal_params(one, expected[2], tolerance=1e-6)
+
+
+def divide_by_those_with_inputs() -> None:
+    table, head = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1)
+    model = replicate(seeded(lambda: nn.Sequential(table, head), 0))
+    with Join([as_ddp(model)], divide_by_initial_world_size=False):
+        for _ in range(1 + dist.get_rank()):
+            model.zero_grad()
+            model(torch.tensor([0, 2])).sum().backward()
+    # Alike on both ranks in the first step; in the second one alone has inputs, and the mean is its own gradient.
+    expected = torch.zeros(4, 2)
+    expected[[0, 2]] = head.weight.detach()
+    assert table.weight.grad is not None
+    torch.testing.assert_close(table.weight.grad.to_dense(), expected)
+
+
+def test_sparse_gradients_too_are_divided_by_the_ranks_that_have_inputs() -> None:
+    run_threads(divide_by_those_with_inputs, 2)
+
+
+def join_with_several_backwards_a_step() -> torch.Tensor:
+    model: Any = replicate(nn.Linear(2, 1, bias=False))
+    with torch.no_grad():
+        model.weight.zero_()
+    with Join([as_ddp(model)]):
+        for step in range(2 + 2 * dist.get_rank()):
+            model.set_is_last_backward(step % 2 == 1)
+            model(torch.ones(1, 2)).sum().backward()
+            if step % 2 == 1:
+                with torch.no_grad():
+                    model.weight -= model.weight.grad
+                model.zero_grad()
+    return model.weight.detach().clone()
+
+
+def test_a_rank_without_inputs_follows_what_others_do_before_the_last_backward_of_a_step() -> None:
+    # Two backwards in a step: in the first step of both ranks, in the second of one of them.
+    for weight in run_threads(join_with_several_backwards_a_step, 2):
+        torch.testing.assert_close(weight, torch.full((1, 2), -3.0))
+
+
+def synchronise_elsewhere(*, in_forward: bool) -> None:
+    model = replicate(nn.Linear(2, 1))
+    with Join([as_ddp(model)]):
+        with no_sync(model) if in_forward else contextlib.nullcontext():
+            output = model(torch.ones(1, 2))
+        with contextlib.nullcontext() if in_forward else no_sync(model):
+            output.sum().backward()
+
+
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_forward_and_backward_are_to_be_alike_where_ranks_may_have_no_inputs(*, in_forward: bool) -> None:
+    with pytest.raises(RankErrors, match="what its forward has told ranks without inputs") as caught:
+        run_threads(synchronise_elsewhere, 2, in_forward=in_forward)
+    assert {type(error) for error in caught.value.errors.values()} == {UsageError}
+
+
+def reduce_without_a_backward() -> None:
+    model = replicate(nn.Linear(2, 1))
+    with Join([as_ddp(model)]):
+        with no_sync(model):
+            model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(UsageError, match="reduce_gradients inside of Join"):
+            reduce_gradients(model)
+    reduce_gradients(model)
+    torch.testing.assert_close(model.weight.grad, torch.ones(1, 2))
+
+
+def test_gradients_are_not_reduced_where_ranks_without_inputs_would_not_follow() -> None:
+    run_threads(reduce_without_a_backward, 2)
+
+
+def join_in_another_group() -> dict[str, torch.Tensor]:
+    own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    model = replicate(make_model("mlp"), process_group=own)
+    view = as_ddp(model)
+    update_process_group(model, dist.new_group([0, 1]))
+    assert view.process_group.size() == 2
+    optimizer = adam(model.parameters())
+    with Join([view]):
+        for _ in range(2 + dist.get_rank()):
+            train_with(optimizer, model, steps=1)
+    return full_params(model)
+
+
+def test_a_view_follows_its_module_to_another_group() -> None:
+    first, second = run_threads(join_in_another_group, 2)
+    assert_equal_params(first, second, tolerance=0)
 
 
 def throw() -> None:

@@ -185,6 +185,14 @@ def refuse_in_forward() -> None:
     fully_shard(Reducing(2, 2))(torch.ones(1, 2))
 
 
+def refuse_in_backward() -> None:
+    model = replicate(nn.Linear(2, 2))
+    with no_sync(model):
+        model(torch.ones(1, 2)).sum().backward()
+    model.weight.register_hook(lambda grad: reduce_gradients(model))
+    model(torch.ones(1, 2)).sum().backward()
+
+
 def refuse_plain_module() -> None:
     reduce_gradients(nn.Linear(2, 2))
 
@@ -194,6 +202,7 @@ def refuse_plain_module() -> None:
     [
         (refuse_in_no_sync, "reduce_gradients inside of no_sync"),
         (refuse_in_forward, "reduce_gradients while a forward or backward is running"),
+        (refuse_in_backward, "reduce_gradients while a forward or backward is running"),
         (refuse_plain_module, "reduce_gradients found no annotated module"),
     ],
 )

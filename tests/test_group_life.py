@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from composable import (
     ConfigError,
@@ -15,6 +16,7 @@ from composable import (
     no_sync,
     reduction_stats,
     replicate,
+    step_in_backward,
     update_process_group,
 )
 from tests.models import BATCH, DIM, make_model, random_input, seeded
@@ -100,6 +102,40 @@ def test_a_rank_that_comes_back_takes_part_again() -> None:
     run_threads(get_a_rank_back, 3)
 
 
+def take_in_a_new_rank(*, static_graph: bool) -> None:
+    rank = dist.get_rank()
+    own = dist.new_group([rank], use_local_synchronization=True)
+    options = {"bucket_cap_mb": TINY_CAP_MB, "static_graph": static_graph}
+    model = replicate(make_model("mlp"), process_group=own, **options)
+    for step in range(3 * (rank == 0)):
+        model.zero_grad()
+        loss_at(model, step, rank).backward()
+    update_process_group(model, dist.group.WORLD)
+    for step in range(3, 6):
+        model.zero_grad()
+        loss_at(model, step, rank).backward()
+        torch.testing.assert_close(gradients_of(model), expected(step, [0, 1]))
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_a_rank_without_a_backward_so_far_joins_others(*, static_graph: bool) -> None:
+    run_threads(take_in_a_new_rank, 2, static_graph=static_graph)
+
+
+def step_in_another_group() -> None:
+    model = replicate(make_model("mlp"), bucket_cap_mb=TINY_CAP_MB)
+    step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    loss_at(model, 0, dist.get_rank()).backward()
+    update_process_group(model, dist.new_group([0, 1]))
+    for step in range(2):
+        loss_at(model, step, dist.get_rank()).backward()
+        assert sum(reduction_stats(model).bucket_bytes) == 0
+
+
+def test_an_optimizer_steps_in_backward_in_the_new_group_too() -> None:
+    run_threads(step_in_another_group, 2)
+
+
 @pytest.mark.parametrize("way", ["plain", "stopped"])
 def test_real_processes_change_their_group_too(way: str) -> None:
     run_ranks(lose_a_rank, 3, way)
@@ -151,6 +187,23 @@ def test_ranks_with_different_modules_cannot_join() -> None:
         run_ranks(differ, 2)
     assert {type(error) for error in caught.value.errors.values()} == {DesyncError}
     assert "parameter 'weight' [2, 2]" in str(caught.value)
+
+
+def differ_in(what: str) -> None:
+    options: dict[str, Any] = {"find_unused_parameters": True} if what == "options" and dist.get_rank() else {}
+    own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    model: Any = replicate(nn.Linear(2, 2), process_group=own, **options)
+    if what == "hook" and dist.get_rank():
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    update_process_group(model, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("what", ["options", "hook"])
+def test_ranks_with_different_options_or_hooks_cannot_join(what: str) -> None:
+    with pytest.raises(RankErrors, match="different modules, options or communication hooks") as caught:
+        run_threads(differ_in, 2, what)
+    assert [type(error) for error in caught.value.errors.values()] == [DesyncError, DesyncError]
+    assert {"options": "find_unused_parameters=True", "hook": "communication hook: "}[what] in str(caught.value)
 
 
 def wrong_calls() -> list[str]:

@@ -1,5 +1,6 @@
 """``static_graph`` and delayed all-reduces of ``replicate``: numbers, beside torch's wrapper, and what is refused."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from composable import ConfigError, UsageError, no_sync, replicate
+from composable import ConfigError, UsageError, no_sync, reduction_stats, replicate
 from composable.replicate import register_comm_hook
 from tests.models import BATCH, DIM, random_input, seeded
 from tests.world import run_ranks, run_threads
@@ -106,6 +107,73 @@ def accumulate_static() -> None:
 
 def test_a_static_graph_accumulates_without_synchronisation() -> None:
     run_threads(accumulate_static, 2)
+
+
+def accumulate_what_was_unused() -> str:
+    model = looped()
+    model.uses_branch = False
+    replicate(model, static_graph=True)
+    rank = dist.get_rank()
+    for step in range(2):
+        loss_at(model, step, rank).backward()
+    with no_sync(model):
+        model.uses_branch = rank == 1
+        loss_at(model, 2, rank).backward()
+    model.uses_branch = False
+    with pytest.raises(UsageError) as caught:
+        loss_at(model, 3, rank).backward()
+    return str(caught.value).splitlines()[0]
+
+
+def test_what_only_a_backward_without_synchronisation_uses_is_an_error_on_every_rank() -> None:
+    assert run_threads(accumulate_what_was_unused, 2) == [
+        "the backward of rank 1 is not like the first one, as static_graph=True says: 'branch.weight', 'branch.bias'",
+        "this backward is not like the first one, as static_graph=True says: 'branch.weight' (1 gradient, 0 then), "
+        "'branch.bias' (1 gradient, 0 then)",
+    ]
+
+
+class _Interrupted(torch.futures.Future[torch.Tensor]):
+    """A future whose first wait is cut short."""
+
+    is_first = True
+
+    def wait(self) -> torch.Tensor:
+        if self.is_first:
+            self.is_first = False
+            raise KeyboardInterrupt
+        return super().wait()
+
+
+def averaged(does_interrupt: list[bool], bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    dist.all_reduce(bucket.buffer().div_(dist.get_world_size()))
+    done = _Interrupted() if does_interrupt.pop() else torch.futures.Future[torch.Tensor]()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def interrupt_the_first_backward() -> None:
+    model = looped()
+    model.uses_branch = False
+    replicate(model, static_graph=True, bucket_cap_mb=TINY_CAP_MB)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    register_comm_hook(model, [False] * 100 + [rank == 1], averaged)
+    with pytest.raises(KeyboardInterrupt) if rank == 1 else contextlib.nullcontext():
+        loss_at(model, 0, rank).backward()
+    for step in range(1, 4):
+        model.zero_grad()
+        loss_at(model, step, rank).backward()
+        assert sorted(reduction_stats(model).missing_fqns) == ["branch.bias", "branch.weight"]
+    own = gradients_of(model)
+    for fqn, grad in own.items():
+        parts = [torch.empty_like(grad) for _ in range(world_size)]
+        dist.all_gather(parts, grad.clone())
+        assert all(torch.equal(part, grad) for part in parts), fqn
+    assert all("branch.weight" not in fqns for fqns in reduction_stats(model).bucket_fqns)
+
+
+def test_a_rank_that_is_interrupted_as_it_waits_learns_the_graph_as_the_others() -> None:
+    run_threads(interrupt_the_first_backward, 2)
 
 
 def buckets_of_a_static_graph() -> list[str]:

@@ -468,14 +468,19 @@ def test_parameters_are_low_however_a_module_reads_them() -> None:
     assert is_listed
 
 
-def write_in_forward() -> str:
+def write_in_forward() -> tuple[str, str]:
     model = nn.Sequential(nn.Embedding(3, DIM, max_norm=0.1))
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
-    return told(lambda: model(torch.arange(3)))[0]
+    text = told(lambda: model(torch.arange(3)))[0]
+    standing = replicate.state(model).standing.tell(in_backward=False)
+    return text, standing.tree.text
 
 
 def test_what_a_forward_writes_to_a_copy_is_an_error() -> None:
-    assert "a forward wrote to a parameter, of which it held a copy in bfloat16" in run_threads(write_in_forward, 1)[0]
+    text, standing = run_threads(write_in_forward, 1)[0]
+    assert "a forward wrote to a parameter, of which it held a copy in bfloat16" in text
+    # So are ranks told that wait for this one.
+    assert standing.startswith("has left forward 1 of Sequential: UsageError: a forward wrote")
 
 
 def lend_parameters() -> None:

@@ -80,6 +80,11 @@ class Arrangement:
         """The buckets of the last backward follow the order of arrival."""
         return self.order is not None and not self._is_stale
 
+    @property
+    def expectation(self) -> str:
+        """What buckets follow: ranks whose texts are equal make equal ones."""
+        return f"{self.order} without {sorted(self._unused)}, {'known' if self._counts else 'not known'} to be all"
+
     def settle(self, order: Sequence[int]) -> None:
         """Expect gradients in this order from the next backward on."""
         self.order = list(order)

@@ -3,9 +3,26 @@
 from collections.abc import Sequence
 
 from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.replication.bucket import ReducedParam
+from composable.replication.static_graph import StaticGraph
+from composable.replication.tail import Report
 from composable.wording import count_text, list_text, ranks_text
 
-__all__ = ["after_close", "backward_error", "copied_inside", "graph_changed", "hook_failed", "second_gradient"]
+__all__ = [
+    "GRAPH_CHANGED",
+    "HOOK_FAILED",
+    "STOPPED",
+    "after_close",
+    "copied_inside",
+    "hook_failed",
+    "round_error",
+    "second_gradient",
+]
+
+# What a rank tells the others besides how many parameters have no gradient.
+STOPPED = -1
+HOOK_FAILED = -2
+GRAPH_CHANGED = -3
 
 _MAX_NAMES_SHOWN = 10
 _FIX_UNUSED = (
@@ -14,7 +31,46 @@ _FIX_UNUSED = (
 )
 
 
-def backward_error(
+def round_error(
+    params: Sequence[ReducedParam],
+    missing: Sequence[int],
+    last: int | None,
+    report: Report,
+    ranks: Sequence[int],
+    own_rank: int,
+    static: StaticGraph | None,
+) -> UsageError:
+    """Return the error for what went wrong in a backward, here or on another rank.
+
+    Args:
+        params: All of them.
+        missing: Which got no gradient on this rank, and should have.
+        last: Whose gradient was the last to arrive here.
+        report: What the ranks said.
+        ranks: Their global numbers, as the report has them.
+        own_rank: This one's.
+        static: What all backwards were to be like; ``None``: nothing.
+    """
+    told = list(zip(ranks, report.complaints, strict=False))
+    if static is not None:
+        changes = [(params[index].fqn, now, then) for index, now, then in static.changes]
+        changed = [rank for rank, value in told if value == GRAPH_CHANGED]
+        if changes or changed:
+            elsewhere = [params[index].fqn for index in static.changes_elsewhere(report.used)]
+            return _graph_changed(changes, elsewhere, [rank for rank in changed if rank != own_rank])
+    # Flags are added up over the ranks; in bfloat16 the names of few among many ranks may be lost.
+    full = len(ranks) - 0.5
+    return _backward_error(
+        missing=[params[index].fqn for index in missing],
+        last=None if last is None else params[last].fqn,
+        unused=[item.fqn for item, used in zip(params, report.used, strict=False) if used < full],
+        others=[rank for rank, value in told if value > 0 and rank != own_rank],
+        stopped=[rank for rank, value in told if value == STOPPED],
+        hook_failed=[rank for rank, value in told if value == HOOK_FAILED],
+    )
+
+
+def _backward_error(
     missing: Sequence[str],
     last: str | None,
     unused: Sequence[str],
@@ -54,7 +110,7 @@ def backward_error(
     return UsageError("\n".join(lines), at=place_of_rank(), fix=fix)
 
 
-def graph_changed(
+def _graph_changed(
     changes: Sequence[tuple[str, int, int]], elsewhere: Sequence[str], others: Sequence[int]
 ) -> UsageError:
     """Return the error for a backward that is not like the first, though it was promised to be.

@@ -49,5 +49,5 @@ def average_kept(
             transport.begin_all_reduce(whole.view(-1), key, scale=scale).finish()
             if whole is not grad:
                 grad.copy_(whole)
-    sparse.average()
+    sparse.average(scale)
     return True

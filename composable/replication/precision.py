@@ -308,7 +308,12 @@ class _CastingHooks(ReplicateHooks):
         has_failed = output is None and sys.exc_info()[1] is not None
         found = output
         if not has_failed:
-            part.check_not_written()
+            try:
+                part.check_not_written()
+            except UsageError:
+                super().post_forward(module, args, None)  # It reads what is raised.
+                part.forget()
+                raise
             if self._policy.output_dtype is not None:
                 found = cast_floats(output, self._policy.output_dtype)
         super().post_forward(module, args, found)

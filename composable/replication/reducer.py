@@ -20,19 +20,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.collectives import Grid, Transport
 from composable.replication.arrangement import Arrangement
 from composable.replication.bucket import Bucket, BucketOptions, ReducedParam, check_steppable
 from composable.replication.bucket_memory import note_caller
+from composable.replication.bucket_steps import step_complete, step_rest, step_sent
 from composable.replication.complaints import (
+    GRAPH_CHANGED,
+    HOOK_FAILED,
+    STOPPED,
     after_close,
-    backward_error,
     copied_inside,
-    graph_changed,
     hook_failed,
+    round_error,
     second_gradient,
 )
 from composable.replication.debugging import notes_for_level
@@ -58,11 +60,6 @@ from composable.wording import list_text
 
 __all__ = ["Reducer"]
 
-# What a rank tells the others besides how many parameters have no gradient.
-_STOPPED = -1
-_HOOK_FAILED = -2
-_GRAPH_CHANGED = -3
-
 
 class Reducer:
     """Averages the gradients of a set of parameters over the ranks of one transport.
@@ -84,6 +81,7 @@ class Reducer:
         group_name: Of the process group that averages in a graph; "": one rank.
         comm_hooks: Registrations of communication hooks that reach the parameters; the nearest holds.
         stopwatch: Measures some backwards.
+        before_round: Called before a backward, with whether it averages; ``None``: nothing is.
         steppers: Get parameters that have their averages, and step them inside backward.
     """
 
@@ -107,6 +105,7 @@ class Reducer:
         self.rounds = 0
         self.comm_hooks: tuple[Registration, ...] = ()
         self.stopwatch = Stopwatch(grid.everyone.device)
+        self.before_round: Callable[[bool], None] | None = None
         self.steppers: tuple[Stepper, ...] = ()
         self._after_backward = after_backward
         self._lock = threading.RLock()
@@ -127,7 +126,7 @@ class Reducer:
         self._order_key = transport.allocate_key()
         self._tail = Tail(len(self.params), transport.rank, transport.world_size)
         self._sender = Sender(transport)
-        self._sparse = SparseGradients([item.param for item in self.params if item.is_sparse], transport, self.scale)
+        self._sparse = SparseGradients([item.param for item in self.params if item.is_sparse], transport)
         self._arrangement = Arrangement(self.params, transport, self.options, tail_numel=self._tail.numel)
         self._bucket_of = self._arrangement.bucket_of  # changed in place
         self._notes = notes_for_level(self.params, grid.everyone)
@@ -135,7 +134,8 @@ class Reducer:
     def move_to(self, transport: Transport, grid: Grid) -> None:
         """Talk to other ranks from now on, and forget what a backward that was stopped has left; none is running.
 
-        The order of gradients and the hooks stay; gradients get memory of their own.
+        Collective. Hooks stay; so does the order of gradients, if these ranks know the same one. Gradients get memory
+        of their own.
         """
         arrangement, hook = self._arrangement, self._sender.hook
         arrangement.dissolve()
@@ -144,7 +144,12 @@ class Reducer:
         self._forget_kept()
         self._connect(transport, grid)
         self._sender.hook = hook
-        self._arrangement.settle_like(arrangement)
+        self._arrangement.is_lazy = bool(self.steppers)
+        is_known = grid.everyone.are_alike(arrangement.expectation)
+        if is_known:
+            self._arrangement.settle_like(arrangement)
+        if self._static is not None:
+            self._static = self._static.of_rank() if is_known else StaticGraph()
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -185,6 +190,8 @@ class Reducer:
             return "gradients that are sparse, or that tensor parallelism has split, cannot be averaged"
         if self.steppers:
             return "an optimizer cannot step inside of it"
+        if self.before_round is not None:
+            return "ranks without inputs cannot follow (Join)"
         if self.options.has_policy:
             return "nothing tells modules when to hold their own parameters again (mp_policy)"
         if self._is_closed:
@@ -253,7 +260,7 @@ class Reducer:
         is_any = average_kept(self.params, self._transport, order_key, self.scale, sparse, is_any=is_any)
         self._forget_kept()
         if is_any:
-            self._step([item.param for item in self.params])
+            step_complete(self.steppers, [item.param for item in self.params])
 
     def step_by(self, steppers: Sequence[Stepper]) -> None:
         """Let these step the parameters, from the next backward on.
@@ -267,6 +274,11 @@ class Reducer:
         self._arrangement.is_lazy = bool(steppers)
         for bucket in self.buckets:
             bucket.release()  # Gradients in it keep their memory, and are copied.
+
+    @property
+    def synchronises(self) -> bool:
+        """The next backward averages gradients."""
+        return self.requires_gradient_sync and self.is_last_backward
 
     @property
     def is_running(self) -> bool:
@@ -333,8 +345,8 @@ class Reducer:
         accepts = self.options.find_unused or self._static is not None
         missing = [] if accepts else self._round.missing(self.params, self._kept)
         self._round.complaint = len(missing)
-        if self._static is not None and self._static.changes(self._round.seen):
-            self._round.complaint = _GRAPH_CHANGED
+        if self._static is not None and not self._static.holds(self._round.seen, self._kept):
+            self._round.complaint = GRAPH_CHANGED
         self._missing = missing
         if self.stopwatch.is_on:
             self.stopwatch.mark("computed")
@@ -467,9 +479,11 @@ class Reducer:
                 self._recover()
             if self.steppers and torch.is_grad_enabled():
                 raise refuse_graph_of_backward(self.params[0].fqn)
+            if self.before_round is not None:
+                self.before_round(self.synchronises)
             with torch.no_grad():
                 self._arrangement.prepare()
-            self._round.clear(self.buckets, synchronises=self.requires_gradient_sync and self.is_last_backward)
+            self._round.clear(self.buckets, synchronises=self.synchronises)
             self._round.open(self._after_backward(self))
             self.rounds += 1
             self.stopwatch.begin(self.rounds)
@@ -485,27 +499,27 @@ class Reducer:
         self._transport.settle()
         # What has arrived says less: where ranks use other parameters, it differs though they were stopped alike.
         if self._round.synchronises and (self._round.accumulates or self._round.order):
-            self._round.complaint = _STOPPED
+            self._round.complaint = STOPPED
             with torch.no_grad():
                 for bucket in self.buckets[self._round.sent :]:
                     bucket.clear()
                     self._send(bucket)
                 self._sender.finish()
-                self._sparse.average(is_stopped=True)
+                self._sparse.average(self.scale, is_stopped=True)
+                tail = self.buckets[-1].tail.clone()
                 if self.steppers:
-                    self._close_stopped()
+                    self._close_stopped(tail)
                     return
                 for bucket in self.buckets:
                     bucket.clear()
-                self._end_round()
+                self._end_round(tail)
         self._forget_round()
 
-    def _close_stopped(self) -> None:
+    def _close_stopped(self, tail: torch.Tensor) -> None:
         """Step as the other ranks have done, or do when they hear of this: else parameters would differ."""
-        used = self.buckets[-1].tail.tolist()
-        self._end_round()
+        self._end_round(tail)
         self._forget_round()
-        self._step_rest(used)
+        step_rest(self.steppers, self.params, self.buckets, self._round, tail.tolist())
 
     def _forget_round(self) -> None:
         self._sender.forget()
@@ -521,7 +535,7 @@ class Reducer:
                 self._launch(buckets[own_round.sent])
                 if self.steppers:
                     # One is on its way while the next one fills.
-                    self._step_sent(own_round.sent - 1)
+                    step_sent(self.steppers, self.params, buckets, own_round, self._sender)
 
     def _launch(self, bucket: Bucket) -> None:
         """Start the reduction of the next bucket.
@@ -544,7 +558,7 @@ class Reducer:
     def _write_tail(self, tail: torch.Tensor) -> None:
         complaint = self._round.complaint
         if self._sender.failure is not None and complaint >= 0:
-            complaint = _HOOK_FAILED
+            complaint = HOOK_FAILED
         used = None
         if complaint or not self._round.is_complete:
             stepped = self._round.stepped  # and their gradients dropped
@@ -557,7 +571,7 @@ class Reducer:
     def _finish_round(self) -> Report | None:
         """Wait for all buckets, and give every parameter its average; returns what ``Tail.read`` does."""
         self._sender.finish()
-        self._sparse.average()
+        self._sparse.average(self.scale)
         for bucket in self.buckets:
             if bucket.casts or not self._grads_as_views:
                 bucket.unpack()
@@ -566,11 +580,9 @@ class Reducer:
         used = None if self._round.is_complete else tail.tolist()
         if used is not None and not self.steppers:
             self._arrangement.adopt_averages(used, grads_as_views=self._grads_as_views)
-        self._end_round()
-        if self._static is not None and self._static.counts is None:
-            self._learn_graph(tail)
+        self._end_round(tail)
         if self.steppers:
-            self._step_rest(used)
+            step_rest(self.steppers, self.params, self.buckets, self._round, used)
         return report
 
     def _learn_graph(self, tail: torch.Tensor) -> None:
@@ -579,51 +591,20 @@ class Reducer:
         assert self._static is not None, "asked for"
         if not any(values[len(self.params) :]):
             self._static.learn(self._round.seen, values[: len(self.params)])
-            self._arrangement.narrow(self._round.seen.copy(), self._static.unused())
+            self._arrangement.narrow(self._round.seen.copy(), self._static.unused)
 
     @property
     def _grads_as_views(self) -> bool:
         # What is stepped inside backward is dropped there: a copy would be for nothing.
         return self.options.grads_as_views or bool(self.steppers)
 
-    def _step_sent(self, stop: int) -> None:
-        """Step the parameters of the buckets before ``stop``, which were full, as soon as their averages are there."""
-        own_round = self._round
-        while own_round.stepped < stop:
-            bucket = self.buckets[own_round.stepped]
-            self._sender.finish_first()
-            own_round.stepped += 1
-            self._step_bucket(bucket)
-            if not bucket.is_last():
-                bucket.release()
-
-    def _step_rest(self, used: Sequence[float] | None) -> None:
-        """Step the others, by averages that are there, and free all buckets.
-
-        Args:
-            used: Of each parameter, how many ranks had a gradient; ``None``: all had one.
-        """
-        buckets, self._round.stepped = self.buckets[self._round.stepped :], len(self.buckets)
-        for bucket in buckets:
-            for index, view in zip(bucket.param_indices, bucket.views, strict=True):
-                if used is None or used[index] > 0:
-                    self.params[index].param.grad = view
-        for bucket in buckets:
-            self._step_bucket(bucket)
-            bucket.release()
-
-    def _step_bucket(self, bucket: Bucket) -> None:
-        self._step([self.params[index].param for index in bucket.param_indices])
-
-    def _step(self, params: Sequence[nn.Parameter]) -> None:
-        complete = [param for param in params if param.grad is not None] if self.steppers else []
-        for step in self.steppers:
-            step(complete)
-
-    def _end_round(self) -> None:
+    def _end_round(self, tail: torch.Tensor) -> None:
+        """Take from a round what is to hold for all later ones; ``tail`` is what the ranks said."""
         self._forget_kept()
         if not self._arrangement.is_settled:
             self._arrangement.settle(self._agree_on_order())
+        if self._static is not None and self._static.counts is None:
+            self._learn_graph(tail)
 
     def _forget_kept(self) -> None:
         self._kept[:] = bytes(len(self._kept))
@@ -641,24 +622,5 @@ class Reducer:
     def _error_of(self, missing: Sequence[int], report: Report) -> Exception:
         """Return the error for what went wrong here, or for what did elsewhere."""
         ranks = sorted(self._grid.everyone.numbers)  # As the transport has them.
-        told = list(zip(ranks, report.complaints, strict=False))
-        if self._static is not None:
-            changes = [
-                (self.params[index].fqn, now, then) for index, now, then in self._static.changes(self._round.seen)
-            ]
-            changed = [rank for rank, value in told if value == _GRAPH_CHANGED]
-            if changes or changed:
-                elsewhere = [self.params[index].fqn for index in self._static.changes_elsewhere(report.used)]
-                return graph_changed(
-                    changes, elsewhere, [rank for rank in changed if rank != ranks[self._transport.rank]]
-                )
-        # Flags are added up over the ranks; in bfloat16 the names of few among many ranks may be lost.
-        full = self._transport.world_size - 0.5
-        return backward_error(
-            missing=[self.params[index].fqn for index in missing],
-            last=self.params[self._round.order[-1]].fqn if self._round.order else None,
-            unused=[item.fqn for item, used in zip(self.params, report.used, strict=False) if used < full],
-            others=[rank for rank, value in told if value > 0 and rank != ranks[self._transport.rank]],
-            stopped=[rank for rank, value in told if value == _STOPPED],
-            hook_failed=[rank for rank, value in told if value == _HOOK_FAILED],
-        )
+        last = self._round.order[-1] if self._round.order else None
+        return round_error(self.params, missing, last, report, ranks, ranks[self._transport.rank], self._static)

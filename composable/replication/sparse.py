@@ -20,24 +20,23 @@ class SparseGradients:
     Args:
         params: Equal on all ranks.
         transport: Of the ranks.
-        scale: What sums are multiplied with.
     """
 
-    __slots__ = ("_key", "_params", "_scale", "_transport")
+    __slots__ = ("_key", "_params", "_transport")
 
-    def __init__(self, params: Sequence[nn.Parameter], transport: Transport, scale: float) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], transport: Transport) -> None:
         self._params = params
         self._transport = transport
-        self._scale = scale
         self._key = transport.allocate_key() if params else -1
 
-    def average(self, *, is_stopped: bool = False) -> None:
+    def average(self, scale: float, *, is_stopped: bool = False) -> None:
         """Replace every gradient by its mean; ranks without one count as zero, and get it. Collective.
 
         A gradient that no rank has stays ``None``. One that is dense on a rank, as where a layer shares a table,
         is dense on all of them then.
 
         Args:
+            scale: What sums are multiplied with.
             is_stopped: Meet the other ranks, but take part without gradients, and leave them as they are.
         """
         if not self._params or self._transport.world_size == 1:
@@ -52,24 +51,26 @@ class SparseGradients:
         for index, param in enumerate(self._params):
             of_ranks = [of_rank[index] for of_rank in counts]
             if _DENSE in of_ranks:
-                averaged = self._average_dense(param, grads[index])
+                averaged = self._average_dense(param, grads[index], scale)
             elif max(of_ranks) >= 0:
-                averaged = self._average_rows(param, rows[index], of_ranks)
+                averaged = self._average_rows(param, rows[index], of_ranks, scale)
             else:
                 continue
             if not is_stopped:
                 param.grad = averaged
 
-    def _average_dense(self, param: nn.Parameter, grad: torch.Tensor | None) -> torch.Tensor:
+    def _average_dense(self, param: nn.Parameter, grad: torch.Tensor | None, scale: float) -> torch.Tensor:
         if grad is None:
             whole = torch.zeros_like(param, memory_format=torch.contiguous_format).detach()
         else:
             whole = (grad.to_dense() if grad.layout != torch.strided else grad.clone()).contiguous()
         flat = torch.view_as_real(whole).view(-1) if whole.is_complex() else whole.view(-1)
-        self._transport.begin_all_reduce(flat, self._key, scale=self._scale).finish()
+        self._transport.begin_all_reduce(flat, self._key, scale=scale).finish()
         return whole
 
-    def _average_rows(self, param: nn.Parameter, rows: torch.Tensor | None, counts: Sequence[int]) -> torch.Tensor:
+    def _average_rows(
+        self, param: nn.Parameter, rows: torch.Tensor | None, counts: Sequence[int], scale: float
+    ) -> torch.Tensor:
         """Return the mean of ``rows`` over the ranks, of which ``counts`` is how many each has."""
         most = max(counts)
         numbers = torch.zeros(most, dtype=torch.int64, device=param.device)
@@ -82,7 +83,7 @@ class SparseGradients:
         # Every rank adds up in the same order, so that the ranks stay equal.
         numbers = torch.cat([part[:count] for part, count in zip(every_number, counts, strict=True) if count > 0])
         values = torch.cat([part[:count] for part, count in zip(every_value, counts, strict=True) if count > 0])
-        values *= self._scale
+        values *= scale
         return torch.sparse_coo_tensor(numbers[None], values, param.shape, check_invariants=False).coalesce()
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:

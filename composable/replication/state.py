@@ -60,6 +60,7 @@ class ReplicateState:
         buffers: Makes the buffers equal before a forward; ``None`` if there are none or it was not asked for.
         precision: What its mixed precision policy asks for; ``None``: nothing.
         frozen: Parameters that did not require a gradient when they were last looked at, with their FQNs.
+        compared: What the annotation was given, as ranks compare it.
         grid: The ranks, which all hold every parameter.
         transport: In a group of its own; a copied state makes it at its first forward that a backward may follow.
         hook_handles: Remove them, and the modules run as plain ones again.
@@ -77,6 +78,7 @@ class ReplicateState:
 
     def __init__(self) -> None:
         self.modules = ()
+        self.compared = ""
         self.ignored = Ignored()
         self.buffers = None
         self.precision: Precision | None = None
@@ -213,6 +215,7 @@ class ReplicateState:
                 fix=f"deep-copy {names} or a module around, in one call",
             )
         twin = memo[id(self)] = ReplicateState()
+        twin.compared = self.compared
         twin.use(self.grid)
         for item in self.reducer.params:
             copied = copy.deepcopy(item.param, memo)

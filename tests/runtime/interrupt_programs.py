@@ -182,6 +182,16 @@ def in_copied_buckets(model: Net) -> None:
     replicate(model, bucket_cap_mb=0.0002, gradient_as_bucket_view=False, find_unused_parameters=True)
 
 
+def in_static_buckets(model: Net) -> None:
+    replicate(model, bucket_cap_mb=0.0002, static_graph=True)
+
+
+def in_delayed_buckets(model: Net) -> None:
+    delayed = list(model.blocks[1].named_parameters(prefix="blocks.1"))
+    first = next(model.blocks[0].parameters())
+    replicate(model, bucket_cap_mb=0.0002, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=first)
+
+
 def averaged(state: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     tensor = bucket.buffer().div_(state.size())
     dist.all_reduce(tensor, group=state)
@@ -236,6 +246,9 @@ PROGRAMS = [
     Program("replicate, no_sync", in_buckets, accumulates=True),
     Program("replicate, first step", in_buckets, is_first=True),
     Program("replicate, steps in backward", in_buckets, steps=True),
+    Program("replicate, static graph", in_static_buckets, UNUSED),
+    Program("replicate, static graph, first step", in_static_buckets, UNUSED, is_first=True),
+    Program("replicate, delayed", in_delayed_buckets),
     Program("nested", nested, UNUSED),
     Program("nested, steps in backward", nested, UNUSED, steps=True),
     Program("nested otherwise", nested_otherwise),

@@ -1,0 +1,66 @@
+"""Steps parameters inside backward, bucket by bucket, as their averages come."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from composable.replication.bucket import Bucket, ReducedParam
+from composable.replication.round import Round
+from composable.replication.sender import Sender
+from composable.storage import Stepper
+
+__all__ = ["step_complete", "step_rest", "step_sent"]
+
+
+def step_sent(
+    steppers: Sequence[Stepper],
+    params: Sequence[ReducedParam],
+    buckets: Sequence[Bucket],
+    own_round: Round,
+    sender: Sender,
+) -> None:
+    """Wait for the averages of the buckets before the one that was sent last, which were full, step, and free them."""
+    while own_round.stepped < own_round.sent - 1:
+        bucket = buckets[own_round.stepped]
+        sender.finish_first()
+        own_round.stepped += 1
+        _step_bucket(steppers, params, bucket)
+        if not bucket.is_last():
+            bucket.release()
+
+
+def step_rest(
+    steppers: Sequence[Stepper],
+    params: Sequence[ReducedParam],
+    buckets: Sequence[Bucket],
+    own_round: Round,
+    used: Sequence[float] | None,
+) -> None:
+    """Step the others, by averages that are there, and free all buckets.
+
+    Args:
+        steppers: What steps.
+        params: Of all buckets.
+        buckets: All of them.
+        own_round: Knows which buckets were stepped.
+        used: Of each parameter, how many ranks had a gradient; ``None``: all had one.
+    """
+    rest, own_round.stepped = buckets[own_round.stepped :], len(buckets)
+    for bucket in rest:
+        for index, view in zip(bucket.param_indices, bucket.views, strict=True):
+            if used is None or used[index] > 0:
+                params[index].param.grad = view
+    for bucket in rest:
+        _step_bucket(steppers, params, bucket)
+        bucket.release()
+
+
+def step_complete(steppers: Sequence[Stepper], params: Sequence[nn.Parameter]) -> None:
+    """Step those of ``params`` that have a gradient."""
+    complete = [param for param in params if param.grad is not None] if steppers else []
+    for step in steppers:
+        step(complete)
+
+
+def _step_bucket(steppers: Sequence[Stepper], params: Sequence[ReducedParam], bucket: Bucket) -> None:
+    step_complete(steppers, [params[index].param for index in bucket.param_indices])
