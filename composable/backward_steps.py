@@ -22,7 +22,7 @@ from composable.collectives import Ranks
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.frames import in_backward
 from composable.optim import CHECKS_ITSELF, check_replaced
-from composable.replication import Reducer, ReplicateState
+from composable.replication import Reducer, ReplicateState, check_steppable
 from composable.storage import (
     Handle,
     handle_of,
@@ -264,12 +264,8 @@ def _check(optimizer: torch.optim.Optimizer, units: Iterable[_Unit]) -> None:
     if in_backward():
         raise UsageError("a backward is running", fix="call step_in_backward between two steps")
     for unit in units:
-        if isinstance(unit, Reducer) and unit.options.has_policy:
-            raise ConfigError(
-                "an optimizer cannot step inside backward where modules compute with copies (mp_policy of replicate)",
-                at=f"parameter {_params_in(unit)[0]!r}",
-                fix="step after backward, or replicate without mp_policy",
-            )
+        if isinstance(unit, Reducer):
+            check_steppable(unit.params, unit.options)
         if unit.comm_hooks:
             raise UsageError(
                 "a communication hook reduces these gradients, which goes with no step inside backward",

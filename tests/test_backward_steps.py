@@ -485,6 +485,11 @@ def refusals() -> Iterator[tuple[Callable[[], Any], str]]:
     yield lambda: step_in_backward(optimizer), "needs a closure"
     low = replicate(make_model("mlp"), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     yield lambda: step_in_backward(sgd(low.parameters())), "where modules compute with copies"
+    static = replicate(make_model("mlp"), static_graph=True)
+    by_static = sgd(static.parameters())
+    yield lambda: step_in_backward(by_static), "gradients come several times, or late"
+    loss(static).backward()
+    by_static.step()  # by hand, as before
     plain = make_model("mlp")
     yield lambda: step_in_backward(sgd(plain.parameters())), "no parameter of the optimizer is annotated"
     model, optimizer = built(make=lambda params: torch.optim.SGD(params, lr=0.1, differentiable=True))
@@ -522,7 +527,7 @@ def refuse_all() -> int:
 
 
 def test_what_does_not_go_with_it_is_refused() -> None:
-    assert run_threads(refuse_all, 2)[0] == 26
+    assert run_threads(refuse_all, 2)[0] == 27
 
 
 def different_ranks() -> None:
