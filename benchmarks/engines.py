@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -14,7 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolic
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from composable import MixedPrecisionPolicy, ModuleWrapPolicy, fully_shard, replicate
+from composable import MixedPrecisionPolicy, ModuleWrapPolicy, fully_shard, register_comm_hook, replicate
 
 __all__ = [
     "CONFIGS",
@@ -174,6 +176,21 @@ def _replicate_in_bf16(model: nn.Module, unit: type[nn.Module], keeps: bool) -> 
     return replicate(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
 
 
+def _power_sgd() -> PowerSGDState:
+    return PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+
+
+def _ddp_with_hook(model: nn.Module, state: object, hook: Any) -> nn.Module:
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(state, hook)
+    return wrapped
+
+
+def _replicate_with_hook(model: nn.Module, state: object, hook: Any) -> nn.Module:
+    register_comm_hook(replicate(model), state, hook)
+    return model
+
+
 def _fully_shard_with_zeros(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
     """Without the message in which ranks agree at the end of backward: what that costs."""
     option = False if keeps else None
@@ -192,6 +209,10 @@ ENGINES: dict[str, Callable[[nn.Module, type[nn.Module], bool], nn.Module]] = {
     "fully_shard_bf16": _fully_shard_in_bf16,
     "ddp_bf16": _ddp_in_bf16,
     "replicate_bf16": _replicate_in_bf16,
+    "ddp_fp16_hook": lambda model, unit, keeps: _ddp_with_hook(model, None, fp16_compress_hook),
+    "replicate_fp16_hook": lambda model, unit, keeps: _replicate_with_hook(model, None, fp16_compress_hook),
+    "ddp_powersgd": lambda model, unit, keeps: _ddp_with_hook(model, _power_sgd(), powerSGD_hook),
+    "replicate_powersgd": lambda model, unit, keeps: _replicate_with_hook(model, _power_sgd(), powerSGD_hook),
 }
 DEFAULT_ENGINES = ["plain", "ddp", "fsdp1", "fsdp2", "fully_shard", "replicate"]
 

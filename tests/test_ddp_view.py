@@ -50,11 +50,11 @@ def try_hook(name: str, *, as_wrapper: bool) -> tuple[str, list[torch.Tensor]]:
     return "", found
 
 
-# The others raise below the wrapper too.
+# The others raise below the wrapper too, some in a thread of gloo that cannot hand on an exception and ends the process.
 RUNS_ON_GLOO = ("ALLREDUCE", "FP16_COMPRESS", "POWER_SGD", "POWER_SGD_RANK2", "NOOP")
 
 
-@pytest.mark.parametrize("name", [one.name for one in DDPCommHookType])
+@pytest.mark.parametrize("name", [*RUNS_ON_GLOO, "BF16_COMPRESS"])
 def test_every_hook_of_torchs_list_does_what_it_does_below_the_wrapper(name: str) -> None:
     ours, theirs = (run_ranks(try_hook, 2, name, as_wrapper=one) for one in (False, True))
     if name == "BF16_COMPRESS":
@@ -65,8 +65,7 @@ def test_every_hook_of_torchs_list_does_what_it_does_below_the_wrapper(name: str
         return
     assert [kind for kind, _ in ours] == [kind for kind, _ in theirs]
     torch.testing.assert_close([found for _, found in ours], [found for _, found in theirs], rtol=0, atol=0)
-    if name in RUNS_ON_GLOO:
-        assert len(ours[0][1]) == 4
+    assert len(ours[0][1]) == 4
 
 
 def gather_stacked(rows: list[torch.Tensor], row: torch.Tensor, **options: Any) -> Any:
