@@ -188,8 +188,8 @@ def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozen
     is_alike = (copies.is_static or not copies.finds_unused) and rng.random() < 0.9
     if is_alike:
         without |= CHANGING
-    if copies.hook and mode != "replicate":
-        without |= {"some ranks", "pass through", "drop on some ranks"}  # Hooks of several modules wait for each other.
+    if (copies.hook or copies.steps) and mode != "replicate":
+        without |= {"some ranks", "pass through", "drop on some ranks"}  # They wait inside backward.
     if not copies.is_static:
         without |= {"reentrant", "reentrant at times"}
     if mode == "mixed":
@@ -276,6 +276,8 @@ def _actions_for(case: Case) -> list[str]:
         if action.needs_sharded and (not is_sharded or case.hooks):
             continue
         if action.needs_copies and case.annotation.copies is None:
+            continue
+        if name == "annotate a copy" and case.copies.is_static:  # Its backward has another graph.
             continue
         if (case.hooks or case.steps_inside) and not action.keeps_model:
             continue

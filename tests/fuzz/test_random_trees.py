@@ -21,7 +21,7 @@ from tests.fuzz.workers import Worker, worker
 # (ranks, seeds); together a few hundred trees.
 GROUPS = [(2, range(start, start + 20)) for start in range(0, 240, 20)] + [(3, range(240, 270)), (4, range(270, 280))]
 # With options of replicate, and such as exclude each other: more is refused.
-REPLICATED = [(2, range(14)), (3, range(14, 20)), (1, range(20, 22))]
+REPLICATED = [(2, range(14)), (3, range(14, 20)), (1, range(20, 26))]
 FAILURES = ("wrong", "hang", "error")
 
 
