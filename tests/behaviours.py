@@ -43,7 +43,18 @@ UNSHARDING = "saving/test_unsharding.py"
 PRECISION = "test_mixed_precision.py"
 TRAVERSAL = "test_traversal.py"
 MANY_DIMS = "with many mesh dims: not yet"
-WITH_REPLICATE = "with `replicate`: not yet"
+ALGORITHMS = "test_algorithms.py"
+DDP_VIEW = "test_ddp_view.py"
+GROUP_LIFE = "test_group_life.py"
+GRAPHS = "test_replicate_graphs.py"
+REPLICATE = "test_replicate.py"
+LOW_COPIES = "test_replicate_precision.py"
+STEPS = "test_backward_steps.py"
+UNUSED = proved(
+    REPLICATE,
+    "test_parameters_unused_everywhere_are_named_on_every_rank_and_the_next_step_works",
+    "test_parameters_unused_on_one_rank_are_an_error_on_every_rank_and_the_next_step_works",
+)
 
 GROUPS: dict[str, tuple[Row, ...]] = {
     "Annotation, traversal, state": (
@@ -405,12 +416,13 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "An optimizer steps inside backward: by `step_in_backward`, `_apply_optimizer_in_backward`, hooks of sharded "
             "parameters, or `register_ddp` on what `as_ddp` gives of a replicated module.",
             (
-                *proved("test_algorithms.py", "test_an_optimizer_may_step_where_the_reduced_gradient_arrives"),
+                *proved(ALGORITHMS, "test_an_optimizer_may_step_where_the_reduced_gradient_arrives"),
                 *proved(
-                    "test_backward_steps.py",
+                    STEPS,
                     "test_parameters_are_those_of_an_optimizer_that_steps_after_backward",
                     "test_torchs_optimizer_in_backward_steps_on_averages",
                 ),
+                *proved(DDP_VIEW, "test_an_overlapped_optimizer_registers_with_a_view"),
             ),
             gap="not here: `register_fsdp` raises, as in torch; `step_in_backward` does it",
         ),
@@ -419,42 +431,238 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "`auto_quantize` in the groups of an annotation, on all-gather and all-to-all; a step's own gathers take "
             "`param_dtype`.",
             (
-                *proved("test_algorithms.py", "test_shards_travel_as_16_bits_through_torchs_quantised_collectives"),
+                *proved(ALGORITHMS, "test_shards_travel_as_16_bits_through_torchs_quantised_collectives"),
                 *proved(PRECISION, "test_bytes_are_those_of_the_plan"),
             ),
         ),
         Row(
             "`ddp_comm_hooks`",
-            "Default, wrapper, PowerSGD, noop and post-local SGD hooks give a replicated module what they give below "
-            "`DistributedDataParallel`.",
+            "Default, wrapper, PowerSGD, noop, post-local SGD and quantised hooks give a replicated module what they give "
+            "below `DistributedDataParallel`.",
             (
+                *proved(ALGORITHMS, "test_hooks_of_torchs_wrapper_give_replicated_modules_the_same_gradients"),
                 *proved(
-                    "test_algorithms.py", "test_hooks_of_torchs_wrapper_give_replicated_modules_the_same_gradients"
+                    DDP_VIEW,
+                    "test_every_hook_of_torchs_list_does_what_it_does_below_the_wrapper",
+                    "test_quantised_gradients_are_those_below_the_wrapper",
+                    "test_overlap_with_a_sharded_optimizer_raises_on_gloo_as_below_the_wrapper",
                 ),
-                *proved("test_replicate.py", "test_torchs_communication_hooks_run"),
                 *proved(
-                    "test_replicate.py", "test_compression_around_powersgd_gives_what_it_gives_below_torchs_wrapper"
+                    REPLICATE,
+                    "test_torchs_communication_hooks_run",
+                    "test_compression_around_powersgd_gives_what_it_gives_below_torchs_wrapper",
                 ),
             ),
-            gap="batched PowerSGD, bfloat16 and quantised hooks, which raise on gloo below torch's wrapper too, "
-            f"on a device: not yet; those that read `DistributedDataParallel` itself (ZeRO step) {WITH_REPLICATE}",
+            gap="on a device: not yet tested. Batched PowerSGD and the ZeRO step raise on gloo, below the wrapper too; "
+            "quantised hooks are tested with a gather in the form that they read. Mixed-precision and "
+            "optimizer-overlap hooks are parts of the wrapper: `mp_policy` and `step_in_backward`",
         ),
         Row(
             "`model_averaging`",
             "Periodic and hierarchical averagers, warm-up and period, and `PostLocalSGDOptimizer` on replicated "
             "modules. A sharded model is one model: there is nothing to average.",
-            proved("test_algorithms.py", "test_models_that_train_apart_are_averaged_as_copies_in_one_process"),
+            proved(ALGORITHMS, "test_models_that_train_apart_are_averaged_as_copies_in_one_process"),
         ),
         Row(
             "`join`",
             "Ranks with uneven inputs: `Join([as_ddp(model), ...])`, with the wrapper's numbers.",
             proved(
-                "test_ddp_view.py",
+                DDP_VIEW,
                 "test_ranks_with_uneven_inputs_train_as_below_the_wrapper",
                 "test_several_modules_and_a_sharded_optimizer_join",
                 "test_ranks_throw_where_one_has_no_inputs_left",
+                "test_what_has_no_view_says_why",
             ),
             gap="not here: `fully_shard`, whose parameters every rank gathers; give every rank as many steps",
+        ),
+    ),
+    "`replicate` in the place of `DistributedDataParallel`": (
+        Row(
+            "Compiled backwards",
+            "Under compiled autograd one all-reduce for each gradient, in the graph. What a graph cannot do is an error, and "
+            "the next step is right.",
+            proved(
+                "test_compiled_autograd.py",
+                "test_a_graph_of_backward_holds_an_all_reduce_for_each_gradient",
+                "test_what_a_graph_cannot_do_is_refused_on_every_rank_and_the_next_step_is_right",
+            ),
+        ),
+        Row(
+            "Fusion of all-reduces",
+            "`bucketing_backend` joins them by size, group and dtype: concatenated with one scaling, or coalesced.",
+            proved(
+                "test_compiled_autograd.py",
+                "test_all_reduces_are_joined_by_dtype",
+                "test_all_reduces_are_joined_up_to_the_size_of_a_bucket_also_across_nested_annotations",
+                "test_inductor_compiles_joined_all_reduces",
+                "test_joining_changes_no_value_of_random_graphs",
+            ),
+            gap="not here: it is asked for, by the backend's name, and has a `bucket_cap_mb` of its own",
+        ),
+        Row(
+            "With tensor parallelism",
+            "Split parameters are averaged over the other mesh dim. Fusion takes averages of gradients alone; other "
+            "collectives stay.",
+            (
+                *proved(
+                    "test_replicate_tensor_parallel.py",
+                    "test_gradients_of_split_parameters_are_averaged_over_the_other_mesh_dim",
+                    "test_a_parameter_split_over_the_ranks_that_average_is_refused",
+                    "test_parts_of_one_model_average_over_groups_of_their_own",
+                ),
+                *proved("test_compiled_autograd.py", "test_joining_changes_no_value_of_random_graphs"),
+            ),
+        ),
+        Row(
+            "`_update_process_group`",
+            "`update_process_group`: other ranks, with nothing built or compiled anew, also after an error in backward.",
+            proved(
+                GROUP_LIFE,
+                "test_the_ranks_that_are_left_go_on_in_another_group",
+                "test_a_rank_that_comes_back_takes_part_again",
+                "test_real_processes_change_their_group_too",
+                "test_a_compiled_model_is_not_compiled_again_for_another_group",
+            ),
+        ),
+        Row(
+            "`_check_reducer_finalized`",
+            "Every backward checks at its end: what is missing is an error there, on every rank, by name.",
+            (*UNUSED, *proved(REPLICATE, "test_an_exception_in_the_backward_of_one_rank_keeps_nobody_waiting")),
+        ),
+        Row(
+            "`static_graph`",
+            "Several forwards before one backward are a step, counted by backwards that average; logged at the annotation.",
+            proved(
+                GRAPHS,
+                "test_several_forwards_before_one_backward_are_one_step_of_a_static_graph",
+                "test_a_static_graph_may_give_a_parameter_several_gradients_in_one_backward",
+                "test_a_static_graph_accumulates_without_synchronisation",
+                "test_a_static_graph_gives_the_gradients_of_torchs_wrapper",
+                "test_another_graph_than_the_first_is_an_error_on_every_rank",
+                "test_a_static_graph_is_logged",
+            ),
+        ),
+        Row(
+            "`delay_all_reduce_named_params`, `param_to_hook_all_reduce`",
+            "Gradients of the named parameters are sent when that of the chosen one is there.",
+            proved(
+                GRAPHS,
+                "test_delayed_gradients_are_sent_when_that_of_the_chosen_parameter_is_there",
+                "test_gradients_with_a_delayed_all_reduce_equal_those_of_one_process",
+                "test_a_delay_that_cannot_be_is_an_error_on_every_rank",
+            ),
+        ),
+        Row(
+            "Buckets of the first iteration",
+            "One for each dtype and device, then in the order of arrival, agreed over ranks: modules that only some ranks "
+            "run do not hang beside an all-to-all.",
+            (
+                *proved(
+                    "replication/test_bucket.py",
+                    "test_the_first_round_has_one_bucket_and_the_next_ones_follow_the_order_of_arrival",
+                ),
+                *proved(GROUP_LIFE, "test_modules_of_some_ranks_beside_an_all_to_all_do_not_hang"),
+            ),
+        ),
+        Row(
+            "Native mixed precision",
+            "`mp_policy`: parameters stay, modules compute with copies, frozen ones too, ignored ones not; gradients travel "
+            "in `reduce_dtype` and rest in the parameter's dtype.",
+            (
+                *proved(
+                    LOW_COPIES,
+                    "test_training_is_that_of_one_process_with_the_same_casts",
+                    "test_random_trees_train_as_one_process_with_the_same_casts",
+                    "test_modules_hold_copies_while_they_run_and_their_own_before_and_after",
+                    "test_gradients_travel_in_the_dtype_of_the_reduction",
+                    "test_ignored_modules_are_left_in_their_dtype",
+                    "test_between_steps_there_is_nothing_but_parameters_and_buckets",
+                ),
+                *proved("test_cuda_replicate.py", "test_weights_are_those_of_ddps_own_mixed_precision"),
+            ),
+            gap="not here: casts on a stream of their own, with an event for each submodule. Copies are made in one pass "
+            "on the current stream, since any module may read any of them",
+        ),
+        Row(
+            "Mixed precision with the rest",
+            "Communication hooks get buckets in low precision; gradients may stay there; norms may be left out; inputs "
+            "are cast.",
+            proved(
+                LOW_COPIES,
+                "test_communication_hooks_get_the_bucket_in_low_precision",
+                "test_gradients_may_stay_in_low_precision",
+                "test_skipped_classes_compute_in_their_own_dtype_and_give_back_what_they_got",
+                "test_each_annotation_casts_its_inputs_and_parameters",
+            ),
+            gap="not yet: an optimizer that steps inside backward beside it, which is an error; leaving out the copies of "
+            "modules that do not run",
+        ),
+        Row(
+            "`_apply_optimizer_in_backward`",
+            "Before or after the annotation: its hooks are taken over; gradients are `None` after backward unless the "
+            "environment says otherwise; refused beside a communication hook.",
+            proved(
+                STEPS,
+                "test_torchs_optimizer_in_backward_steps_on_averages",
+                "test_torchs_switch_keeps_the_gradients",
+                "test_torchs_optimizer_in_backward_is_refused_beside_a_hook",
+            ),
+        ),
+        Row(
+            "`_remove_autograd_hooks`",
+            "`unannotate` takes every hook away; the model may be annotated anew.",
+            proved(
+                "test_unannotate.py",
+                "test_parameters_gradients_and_everything_else_are_as_in_one_process",
+                "test_a_model_is_annotated_anew_with_another_policy_or_api",
+                "test_buckets_are_freed_and_the_process_group_is_used_again",
+            ),
+        ),
+        Row(
+            "`broadcast_buffers=False`",
+            "Buffers are left alone at the start too, as below torch's wrapper.",
+            proved("test_replicate_options.py", "test_values_are_broadcast_when_torchs_wrapper_does"),
+        ),
+        Row(
+            "Buffer communication hook",
+            "A function in the place of the broadcast of buffers.",
+            gap="not here: private in torch, used by nothing there, to be dropped",
+        ),
+        Row(
+            "`_ddp_replicated_tensor`",
+            "A context that makes copies of a module.",
+            gap="not here: torch itself no longer has it",
+        ),
+        Row(
+            "Hooks of users",
+            "Forward and backward hooks, hooks on gradients: the same calls in the same order as on the plain module.",
+            proved(REPLICATE, "test_hooks_of_users_run_as_on_the_plain_module"),
+        ),
+        Row(
+            "Debug level",
+            "That of `get_debug_level` at the annotation: OFF says nothing, INFO the buckets, DETAIL what is sent.",
+            proved(GROUP_LIFE, "test_debug_levels_tell_of_buckets_and_of_what_is_sent"),
+        ),
+        Row(
+            "`Work.result()`",
+            "Never asked: what a collective gives is in the tensors that it got.",
+            proved("test_architecture.py", "test_no_file_asks_a_collective_for_its_result"),
+        ),
+        Row(
+            "`TORCH_NCCL_*`",
+            "Names of torch's own environment variables.",
+            gap="not here: the library reads none of them, by the new names or the old",
+        ),
+        Row(
+            "`NamedMemberAccessor`, per-sample gradients, `skip_init`, memory formats",
+            "Docstrings of torch.",
+            gap="not here: work on torch's own documents",
+        ),
+        Row(
+            "Scripts written for the wrapper",
+            "[Over twenty](ddp_scripts.md), from torch's documents and as trainers do it: equal to the bit, with one to "
+            "five lines changed.",
+            proved("test_ddp_scripts.py", "test_a_script_of_the_wrapper_trains_alike_with_replicate"),
         ),
     ),
     "Further": (
@@ -481,7 +689,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row(
             "ZeRO-1",
             "`ZeroRedundancyOptimizer` steps replicated modules.",
-            proved("test_algorithms.py", "test_an_optimizer_with_sharded_state_steps_replicated_modules"),
+            proved(ALGORITHMS, "test_an_optimizer_with_sharded_state_steps_replicated_modules"),
         ),
         Row(
             "Names",
@@ -492,25 +700,34 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "`find_unused_parameters`",
             "Unused parameters count as ready; the error without it names them.",
             proved(
-                "test_replicate.py",
+                REPLICATE,
                 "test_parameters_unused_on_some_ranks_count_as_zero_if_allowed",
                 "test_parameters_unused_everywhere_keep_their_gradient_if_allowed",
                 "test_parameters_unused_everywhere_are_named_on_every_rank_and_the_next_step_works",
             ),
         ),
-        Row("Logging data", "Bucket sizes, rebuilt order and more, as a plain object.", gap=WITH_REPLICATE),
+        Row(
+            "Logging data",
+            "Bucket sizes, rebuilt order, times and their sample rate, at any time as a plain object: `reduction_stats`.",
+            proved(
+                GROUP_LIFE,
+                "test_stats_tell_buckets_order_and_times",
+                "test_one_backward_in_so_many_is_measured_after_the_first_ten",
+            ),
+        ),
         Row(
             "Ignored parameters and buffers",
-            "By parameter or module with `fully_shard`; with `replicate` by module, or by name with torch's mark, "
-            "`_set_params_and_buffers_to_ignore_for_model`.",
+            "By parameter or module with `fully_shard`; with `replicate` by module, by parameter, by name, or with torch's "
+            "mark, `_set_params_and_buffers_to_ignore_for_model`.",
             (
                 *proved("test_fully_shard.py", "test_ignored_parameters_and_modules_stay_as_they_are"),
-                *proved("test_replicate.py", "test_an_ignored_module_keeps_its_own_parameters_and_gradients"),
+                *proved(REPLICATE, "test_an_ignored_module_keeps_its_own_parameters_and_gradients"),
                 *proved(
-                    "test_replicate.py",
+                    REPLICATE,
                     "test_what_torch_was_told_to_ignore_stays_as_it_is",
                     "test_what_torch_was_told_to_ignore_is_what_its_wrapper_ignores",
                 ),
+                *proved("test_replicate_options.py", "test_ignored_parameters_and_buffers_stay_this_ranks_own"),
             ),
         ),
         Row(
@@ -521,10 +738,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
                 *proved(
                     "test_comm_hooks.py", "test_a_replicated_module_calls_a_hook_for_each_bucket_without_an_output"
                 ),
-                *proved(
-                    "test_algorithms.py", "test_hooks_of_torchs_wrapper_give_replicated_modules_the_same_gradients"
-                ),
-                *proved("test_algorithms.py", "test_an_optimizer_may_step_where_the_reduced_gradient_arrives"),
+                *proved(ALGORITHMS, "test_hooks_of_torchs_wrapper_give_replicated_modules_the_same_gradients"),
+                *proved(ALGORITHMS, "test_an_optimizer_may_step_where_the_reduced_gradient_arrives"),
             ),
         ),
         Row(
@@ -532,7 +747,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "A module that is annotated refuses with a message that says what to save instead.",
             (
                 *proved("test_fully_shard.py", "test_pickling_a_sharded_module_is_a_clear_error"),
-                *proved("test_replicate.py", "test_bad_input_is_refused"),
+                *proved(REPLICATE, "test_bad_input_is_refused"),
             ),
         ),
         Row(
@@ -545,13 +760,17 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "Nested modules with keywords and further inputs work under both annotations.",
             (
                 *proved("test_fully_shard_parity.py", "test_training_by_policy_equals_one_process"),
-                *proved("test_replicate.py", "test_training_equals_one_process"),
+                *proved(REPLICATE, "test_training_equals_one_process"),
             ),
         ),
         Row(
             "State dicts of `replicate` with tensor parallelism",
-            "In both forms.",
-            gap=MANY_DIMS,
+            "Split parameters stay DTensors of their own mesh dim in `state_dict()`; whole ones come from torch's "
+            "`get_model_state_dict`.",
+            proved(
+                "test_replicate_tensor_parallel.py",
+                "test_gradients_of_split_parameters_are_averaged_over_the_other_mesh_dim",
+            ),
         ),
     ),
 }

@@ -201,6 +201,10 @@ def hook_registrations(name: str, tree: ast.AST) -> list[str]:
     return [f"{name}:{line} calls {text}" for line, text in names if HOOK_REGISTRATION.fullmatch(text)]
 
 
+def results_asked(tree: ast.Module) -> list[str]:
+    return [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "result"]
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_has_a_place_in_the_house(name: str) -> None:
     assert room_of(name) in EDGES, f"{name} is in no room: add it to EDGES where it belongs"
@@ -296,6 +300,12 @@ def test_only_the_hooks_file_registers_hooks(name: str) -> None:
     assert hook_registrations(name, TREES[name]) == []
 
 
+@pytest.mark.parametrize("name", [name for name in FILES if room_of(name) != "saving"])
+def test_no_file_asks_a_collective_for_its_result(name: str) -> None:
+    # torch deprecates `Work.result`: what a collective gives is in the tensors that it was given. Threads have results too.
+    assert results_asked(TREES[name]) == []
+
+
 # The rules above are only as good as what they can see, so each is shown a file that breaks it.
 
 
@@ -374,3 +384,7 @@ def test_a_forbidden_name_is_seen(source: str) -> None:
 )
 def test_a_hook_registration_is_seen(source: str) -> None:
     assert hook_registrations("composable.storage.handle", ast.parse(source))
+
+
+def test_asking_a_collective_for_its_result_is_seen() -> None:
+    assert results_asked(ast.parse("(found,) = dist.all_reduce(tensor, async_op=True).result()")) == ["result"]

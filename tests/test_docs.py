@@ -1,6 +1,7 @@
 """What the pages under ``docs/`` show and list is so: code runs, links lead somewhere, no file is missing."""
 
 import contextlib
+import inspect
 import io
 import json
 import re
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from composable import UsageError, fully_shard, plan
+from composable import UsageError, fully_shard, plan, replicate
 from tests.provoked import messages
 from tests.test_architecture import EDGES, FILES, TREES, find_imports, own_files, room_of
 from tests.world import run_ranks
@@ -50,6 +51,13 @@ def test_a_file_of_the_tour_needs_nothing_that_comes_after_it() -> None:
             needed = [file for file in FILES if file == target or file.startswith(f"{target}.")]
             early += [f"{name} stands before {file}" for file in needed if file not in seen]
     assert early == []
+
+
+def test_every_argument_of_replicate_has_a_row() -> None:
+    table = PAGES["docs/replicate.md"].partition("\n## Arguments\n")[2].partition("\n## ")[0]
+    firsts = re.findall(r"^\| (`.+?) \| ", table, flags=re.MULTILINE)
+    rows = [name for first in firsts for name in re.findall(r"`(\w+)`", first)]
+    assert sorted(rows) == sorted(inspect.signature(replicate).parameters)
 
 
 def test_the_folders_of_the_tour_are_in_layer_order() -> None:

@@ -991,3 +991,45 @@ def flag_of_ddp(*, before: bool) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_attribute_by_which_ddp_stops_averaging_does_so_here(world_size: int, *, before: bool) -> None:
     run_threads(flag_of_ddp, world_size, before=before)
+
+
+def watch(model: Any) -> list[str]:
+    """Put a hook of each kind on ``model``; return where they note their calls."""
+    called: list[str] = []
+    for name, module in (("root", model), ("out", model.out)):
+        module.register_forward_pre_hook(lambda *_, name=name: called.append(f"pre-forward {name}"))
+        module.register_forward_hook(lambda *_, name=name: called.append(f"forward {name}"))
+        module.register_full_backward_pre_hook(lambda *_, name=name: called.append(f"pre-backward {name}"))
+        module.register_full_backward_hook(lambda *_, name=name: called.append(f"backward {name}"))
+    model.out.weight.register_hook(lambda grad: called.append("gradient") or 3 * grad)
+    model.out.weight.register_post_accumulate_grad_hook(lambda param: called.append("accumulated"))
+    return called
+
+
+def loss_with_input_gradient(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    return model(random_input(100 * step + rank, BATCH, DIM).requires_grad_()).square().mean()
+
+
+def train_with_users_hooks(*, before: bool) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, plain = make_model("mlp"), make_model("mlp")
+    called = watch(model) if before else []
+    replicate(model)
+    called = called if before else watch(model)
+    wanted = watch(plain)
+    for step in range(3):
+        for one in (model, plain):
+            one.zero_grad()
+        loss_with_input_gradient(model, step, rank).backward()
+        for other in range(world_size):
+            wanted.clear()
+            (loss_with_input_gradient(plain, step, other) / world_size).backward()
+        assert called == wanted and len(wanted) == 10
+        called.clear()
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_hooks_of_users_run_as_on_the_plain_module(world_size: int, *, before: bool) -> None:
+    run_threads(train_with_users_hooks, world_size, before=before)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -74,6 +75,8 @@ def train(**options: Any) -> None:
     assert isinstance(model.up.weight, DTensor)
     saved = model.state_dict()
     torch.testing.assert_close({fqn: full(value) for fqn, value in saved.items()}, dict(plain.state_dict()))
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    torch.testing.assert_close(whole, dict(plain.state_dict()))
     other = replicate(split(mesh["tp"]), mesh=mesh["dp"])
     other.load_state_dict(saved)
     torch.testing.assert_close(full(other.up.weight), plain.up.weight.detach())

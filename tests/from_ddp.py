@@ -1,0 +1,118 @@
+"""Scripts of `DistributedDataParallel` users and the lines of each that change: the data of docs/ddp_scripts.md.
+
+The scripts lie in ``tests/ddp_scripts``. Each is written for the wrapper, and leaves a ``model`` and ``losses``. A line that
+changes is followed by a comment, `# -> ` and what stands in its place with `replicate`; nothing after the arrow means that the
+line goes.
+
+python -m tests.from_ddp      # writes the page
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted((ROOT / "tests" / "ddp_scripts").glob("*.py"))
+PAGE = ROOT / "docs" / "ddp_scripts.md"
+
+ARROW = re.compile(r"(?:^|  )# ->(.*)$")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One line with the wrapper, and with `replicate`; empty where it goes."""
+
+    there: str
+    here: str
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script in both forms.
+
+    Attributes:
+        path: Its file.
+        there: Its text with the wrapper.
+        here: Its text with `replicate`.
+        changes: The lines that differ, in order.
+    """
+
+    path: Path
+    there: str
+    here: str
+    changes: tuple[Change, ...]
+
+    @property
+    def changed(self) -> list[Change]:
+        """What changes beside the import."""
+        return [change for change in self.changes if not change.there.startswith("from ")]
+
+    @property
+    def about(self) -> str:
+        """The first line of its docstring."""
+        return self.there.split('"""')[1]
+
+    @property
+    def line_count(self) -> int:
+        """Lines of code with the wrapper."""
+        body = self.there.split('"""', 2)[2]
+        return sum(bool(line.strip()) for line in body.splitlines())
+
+
+def read(path: Path) -> Script:
+    """Return a script in both forms."""
+    there: list[str] = []
+    here: list[str] = []
+    changes: list[Change] = []
+    for line in path.read_text().splitlines():
+        found = ARROW.search(line.strip())
+        if found is None:
+            there.append(line)
+            here.append(line)
+            continue
+        if line.strip().startswith("#"):
+            old = here.pop()
+        else:
+            old = line.partition("  # ->")[0]
+            there.append(old)
+        indent = old[: len(old) - len(old.lstrip())]
+        new = found[1].strip()
+        here += [indent + new] if new else []
+        changes.append(Change(old.strip(), new))
+    return Script(path, "\n".join(there) + "\n", "\n".join(here) + "\n", tuple(changes))
+
+
+HEAD = """\
+# Scripts of `DistributedDataParallel`, with `replicate`
+
+What users of the wrapper write, from the documents of torch and as trainers do it, and each line that changes. `tests/test_ddp_scripts.py` runs every script on two
+ranks in both forms, from the same seeds: losses and parameters are equal to the bit. `python -m tests.from_ddp` writes this page.
+
+In all of them `from torch.nn.parallel import DistributedDataParallel as DDP` becomes `from composable import replicate`; names that the right column uses besides come from
+`composable` too. That line is not counted. Every argument and method by name: [coming from `DistributedDataParallel`](replicate.md#coming-from-distributeddataparallel).
+
+| Script | Changed lines | There | Here |
+|---|---|---|---|
+"""
+
+
+def rows_of(script: Script) -> list[str]:
+    """Return a row for each line that changes; the first says what the script is."""
+    name = f"[{script.path.stem}](../tests/ddp_scripts/{script.path.name}): {script.about}"
+    first = f"{name} | {len(script.changed)} of {script.line_count}"
+    cells = [(f"`{change.there}`", f"`{change.here}`" if change.here else "goes") for change in script.changed]
+    return [f"| {' | '.join([first if not row else ' | ', *pair])} |\n" for row, pair in enumerate(cells)]
+
+
+def page() -> str:
+    """Return the whole page: what needs least first."""
+    scripts = sorted((read(path) for path in SCRIPTS), key=lambda script: len(script.changed))
+    return HEAD + "".join(row for script in scripts for row in rows_of(script))
+
+
+def main() -> None:
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()
