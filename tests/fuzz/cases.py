@@ -183,7 +183,7 @@ def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozen
         copies = dataclasses.replace(copies, ignores=False, finds_unused=True)
         without |= {"float32"}
     if copies.steps:
-        copies = dataclasses.replace(copies, ignores=False)
+        copies = dataclasses.replace(copies, ignores=False, finds_unused=True)
         without |= {"force"}  # A graph of backward, which is refused.
     is_alike = (copies.is_static or not copies.finds_unused) and rng.random() < 0.9
     if is_alike:
