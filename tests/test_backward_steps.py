@@ -19,6 +19,7 @@ from composable import (
     UsageError,
     accelerate_optimizer,
     allreduce_hook,
+    checkpoint,
     clip_grad_norm_,
     find_checkpoint,
     fully_shard,
@@ -117,6 +118,34 @@ def test_backwards_without_synchronisation_add_up_and_the_next_one_steps(api: st
     expected = train_alone("mlp", sgd, 2, steps=6, syncs=syncs)
     for params in run_threads(train, 2, "mlp", api, sgd, steps=6, syncs=syncs):
         assert_equal_params(params, expected, tolerance=1e-5)
+
+
+def train_checkpointed(*, is_first: bool) -> Any:
+    """Train a sharded module inside a checkpointed one: backward begins with a forward that runs again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 4))
+    if is_first:
+        checkpoint(model)
+    fully_shard(model[0], policy={nn.Linear})
+    if not is_first:
+        checkpoint(model)
+    optimizer = sgd(model.parameters())
+    with step_in_backward(optimizer):
+        model(torch.ones(2, 4)).square().mean().backward()
+        with pytest.raises(UsageError, match="create_graph=True"):
+            model(torch.ones(2, 4)).square().mean().backward(create_graph=True)
+    return full_params(model)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_forward_that_runs_again_is_no_graph_of_backward(is_first: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 4))
+    optimizer = sgd(model.parameters())
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    for params in run_threads(train_checkpointed, 2, is_first=is_first):
+        assert_equal_params(params, dict(model.named_parameters()), tolerance=1e-6)
 
 
 def step_both_ways(name: str, api: str, make: Make, syncs: tuple[bool, ...]) -> None:
@@ -546,6 +575,11 @@ def refusals() -> Iterator[tuple[Callable[[], Any], str]]:
     pair(torch.ones(1, 4)).sum().backward()
     assert all(param.grad is not None for param in pair.parameters()), "nothing is half-done"
     steps.step()
+    static = replicate(make_model("mlp"), static_graph=True)
+    by_static = sgd(static.parameters())
+    yield lambda: step_in_backward(by_static), "gradients come several times, or late"
+    loss(static).backward()
+    by_static.step()  # by hand, as before
     plain = make_model("mlp")
     yield lambda: step_in_backward(sgd(plain.parameters())), "no parameter of the optimizer is annotated"
     model, optimizer = built(make=lambda params: torch.optim.SGD(params, lr=0.1, differentiable=True))

@@ -588,6 +588,32 @@ def test_a_copy_of_a_part_has_the_hook_of_the_module_around_and_a_nearer_one_hol
     assert run_threads(copied_part, 2) == [(True, True)] * 2
 
 
+def copied_twice_hooked() -> bool:
+    model = make_net()
+    replicate(model.blocks)
+    replicate(model)
+    calls = {"outer": 0, "inner": 0}
+
+    def hook_named(name: str) -> Any:
+        def hook(state: DefaultState, grad: torch.Tensor) -> None:
+            calls[name] += 1
+            allreduce_hook(state, grad)
+
+        return hook
+
+    register_comm_hook(model, default_state(), hook_named("outer"))
+    register_comm_hook(model.blocks, default_state(), hook_named("inner"))
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        backward(one, dist.get_rank())
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    return calls["outer"] == calls["inner"] > 0 and all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def test_a_copy_of_replicated_modules_inside_one_another_has_the_hook_of_each() -> None:
+    assert run_threads(copied_twice_hooked, 2) == [True] * 2
+
+
 def adopted() -> list[int]:
     model = make_net()
     fully_shard(model.blocks)

@@ -236,7 +236,9 @@ class Reducer:
         twin.requires_gradient_sync = syncs if after is None else after
         twin.is_last_backward = self.is_last_backward
         twin._kept[:] = self._kept
-        twin.register_comm_hooks(copied_registrations(self.comm_hooks, memo))
+        # The nearest comes first; nobody can ask where the modules are while they are being copied.
+        copies = copied_registrations(self.comm_hooks, memo)
+        twin._use_comm_hooks(copies, copies[0] if copies else None)
         twin._arrangement.settle_like(self._arrangement)
         twin._static = None if self._static is None else self._static.copied()
         return twin
@@ -292,10 +294,13 @@ class Reducer:
             ConfigError: None of them is the nearest.
             UsageError: An optimizer steps inside backward.
         """
-        self._sender.hook = self.check_comm_hooks(registrations)
+        self._use_comm_hooks(registrations, self.check_comm_hooks(registrations))
+
+    def _use_comm_hooks(self, registrations: Sequence[Registration], nearest_one: Registration | None) -> None:
+        self._sender.hook = nearest_one
         self.comm_hooks = tuple(registrations)
-        if self.hook is not None:
-            note_caller(self.hook.state, self)
+        if nearest_one is not None:
+            note_caller(nearest_one.state, self)
 
     def check_comm_hooks(self, registrations: Sequence[Registration]) -> Registration | None:
         """Return what ``register_comm_hooks`` would choose; raises what it does."""

@@ -122,7 +122,7 @@ class Scheduler:
         self._last_backward: Turn | None = None
         self._thread: int | None = None
         self._is_threaded = False
-        self._makes_graph = False
+        self._makes_graph: bool | None = False  # None: nobody has said yet
         self._is_ending = False
         self._end: Callable[[], object] = lambda: None
 
@@ -227,7 +227,7 @@ class Scheduler:
             turn.modules_left.update(handle.modules)
         if self._first_nodes[-1] < 0:
             # In backward: activation checkpointing runs the forward again, order and clock stay as they are.
-            self._note_backward()
+            self._note_backward(runs_again=True)
             self._unsharded.unshard(handle)
             return
         self._clock += 1
@@ -331,14 +331,22 @@ class Scheduler:
         while queue and _first_forward(queue[-1]) > clock:
             self._complete(queue.pop(), is_early=True)
 
-    def _note_backward(self) -> None:
-        """A backward is running: begin it, unless it was begun."""
+    def _note_backward(self, *, runs_again: bool = False) -> None:
+        """A backward is running: begin it, unless it was begun.
+
+        Args:
+            runs_again: Activation checkpointing tells, which enables gradients whether backward makes a graph or not.
+        """
         if not self.is_backward:
             self._begin_backward()
         elif self._end() is None:
             # That was another one, which an exception has stopped.
             self._tidy_up()
             self._begin_backward()
+        if self._makes_graph is None and not runs_again:
+            self._makes_graph = torch.is_grad_enabled()
+            if self._makes_graph:
+                self._check_steppers()
 
     def _note_end(self, _: object) -> None:
         """Autograd has ended a backward: also one that an exception stopped, and whose gradients users drop now."""
@@ -360,8 +368,8 @@ class Scheduler:
         self.is_backward = True
         self._end = weakref.ref(self._at_end(self), self._note_end)
         self.backward_id += 1
-        self._makes_graph = torch.is_grad_enabled()
-        if self._makes_graph or not self._settings.ends_backward:
+        self._makes_graph = None
+        if not self._settings.ends_backward:
             self._check_steppers()
         armed = self._armed or self._last_armed
         # Of a forward that had its backward: only these are armed without a first forward.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from composable import ComposableError, SizePolicy, checkpoint, fully_shard, load_full_state_dict, replicate
+from tests.fuzz.copies import Copies, hooked, options_of, unless_refused
 from tests.fuzz.nodes import Node
 from tests.fuzz.trees import Model, candidates
 
@@ -22,6 +23,7 @@ __all__ = [
     "annotate_again",
     "direct_parts",
     "draw_annotation",
+    "ignored_by",
 ]
 
 MODES = "function classes size hand mixed root lists replicate roots".split()
@@ -45,6 +47,7 @@ class Annotation:
         start: Where values come from.
         is_reentrant: Somewhere in the tree there is reentrant checkpointing.
         checkpoints: Whether modules are checkpointed by our annotation, and when: one of ``CHECKPOINTS``.
+        copies: What is asked of ``replicate``; ``None``: little.
     """
 
     mode: str
@@ -54,11 +57,14 @@ class Annotation:
     start: str
     is_reentrant: bool
     checkpoints: str = "none"
+    copies: Copies | None = None
 
     def __str__(self) -> str:
         start = "" if self.start == "values" else f", starts on the meta device ({self.start})"
         recompute = "" if self.checkpoints == "none" else f", checkpointed {self.checkpoints} that"
-        return f"{self.mode}, {self.share:.0%} of the modules, transport {self.transport}{start}{recompute}"
+        return f"{self.mode}, {self.share:.0%} of the modules, transport {self.transport}{start}{recompute}" + (
+            "" if self.copies is None else f"; {self.copies or 'no options'}"
+        )
 
     def rng(self, name: str) -> random.Random:
         return random.Random(f"{self.seed}/{name}")
@@ -131,9 +137,38 @@ def annotate_again(model: Model, annotation: Annotation, **options: Any) -> None
         _checkpoint(model, annotation)
     for request in _requests(model, annotation):
         request.options.update(options)
-        request.run()
+        if annotation.copies is None or request.api is not replicate:
+            request.run()
+        else:
+            _replicate_or_less(model, request)
+    if annotation.copies is not None:
+        _refused(model, unless_refused(model, lambda: hooked(model, annotation.copies or Copies())))
     if annotation.checkpoints == "after":
         _checkpoint(model, annotation)
+
+
+def _replicate_or_less(model: Model, request: _Request) -> None:
+    """Ask for less where that is refused, so that what a refusal leaves behind is trained with."""
+    error = unless_refused(model, request.run)
+    if error is None:
+        return
+    _refused(model, error)
+    kept = ("bucket_cap_mb", "gradient_as_bucket_view", "init_sync", "ignored_params")
+    less = {name: value for name, value in request.options.items() if name in kept}
+    _Request(request.api, request.modules, {"find_unused_parameters": True, **less}).run()
+
+
+def _refused(model: Model, error: ComposableError | None) -> None:
+    if error is not None:
+        model.refused.append(f"{type(error).__name__}: {error}")
+
+
+def ignored_by(model: Model, annotation: Annotation) -> dict[str, nn.Parameter]:
+    """Return the parameters that the caller is to average."""
+    if annotation.copies is None or annotation.mode != "replicate":
+        return {}
+    options = _replicate(annotation, "root", model, model).options.get("ignored_params", [])
+    return {name: one for name, one in model.named_parameters() if any(one is left or name == left for left in options)}
 
 
 def _checkpoint(model: Model, annotation: Annotation) -> None:
@@ -189,7 +224,7 @@ def _requests(model: Model, annotation: Annotation) -> list[_Request]:
     offered = list(candidates(model))
     chosen = [(name, one) for name, one in offered if annotation.rng(name).random() < annotation.share]
     if mode == "replicate":
-        return [_replicate(annotation, "root", model)]
+        return [_replicate(annotation, "root", model, model)]
     if mode == "root":
         return [_shard(annotation, "root", model)]
     if mode == "function":
@@ -210,8 +245,12 @@ def _requests(model: Model, annotation: Annotation) -> list[_Request]:
     for name, module in [*chosen, ("root", model)]:
         is_safe = not annotation.is_reentrant or name in ("inp", "head 0", "head 1")
         has_some = any(param.requires_grad for param in module.parameters())
-        if mode == "mixed" and is_safe and has_some and annotation.rng(f"{name}, api").random() < 0.4:
-            requests.append(_replicate(annotation, name, module))
+        if mode == "nested" and has_some:
+            requests.append(_replicate(annotation, name, module, model))
+        elif mode == "nested":
+            continue
+        elif mode == "mixed" and is_safe and has_some and annotation.rng(f"{name}, api").random() < 0.4:
+            requests.append(_replicate(annotation, name, module, model))
         else:
             requests.append(_shard(annotation, name, module))
     return requests
@@ -254,8 +293,10 @@ def _shard(annotation: Annotation, name: str, *modules: nn.Module, **options: An
     return _Request(fully_shard, modules, {"transport": annotation.transport, **options})
 
 
-def _replicate(annotation: Annotation, name: str, module: nn.Module) -> _Request:
+def _replicate(annotation: Annotation, name: str, module: nn.Module, model: Model) -> _Request:
     rng = annotation.rng(f"{name}, options")
+    if annotation.copies is not None:
+        return _Request(replicate, (module,), options_of(annotation.copies, module, model, rng))
     options = {
         "find_unused_parameters": True,
         "bucket_cap_mb": rng.choice([25, 1e-4]),

@@ -1,5 +1,6 @@
 """What programs do with a model and its optimizer between steps, on ranks and, where it matters, in one process."""
 
+import contextlib
 import copy
 import random
 from collections.abc import Callable
@@ -8,21 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from composable import (
     ComposableError,
     full_state_dict,
+    fully_shard,
     iter_full_params,
     load_checkpoint,
     load_full_state_dict,
     rebind_optimizer,
+    reduction_stats,
+    register_comm_hook,
+    replicate,
     save_checkpoint,
     unannotate,
     unshard_params,
+    update_process_group,
 )
 from composable.fsdp_module import FSDPModule
 from tests.fuzz.annotations import Annotation, Refused, annotate_again
+from tests.fuzz.copies import Wrong, replicated, unless_refused
 from tests.fuzz.nodes import Call
 from tests.fuzz.programs import BATCH
 from tests.fuzz.trees import Model, candidates
@@ -67,22 +75,29 @@ class Action:
         keeps_model: Model and parameters stay the same objects, with their hooks.
         keeps_annotation: The model stays annotated as it was.
         needs_sharded: Nothing may be replicated.
+        needs_copies: For trees with options of ``replicate``.
     """
 
     run: Callable[[Between], None]
     keeps_model: bool
     keeps_annotation: bool
     needs_sharded: bool
+    needs_copies: bool
 
 
 ACTIONS: dict[str, Action] = {}
 
 
 def action(
-    name: str, *, keeps_model: bool = True, keeps_annotation: bool = True, needs_sharded: bool = False
+    name: str,
+    *,
+    keeps_model: bool = True,
+    keeps_annotation: bool = True,
+    needs_sharded: bool = False,
+    needs_copies: bool = False,
 ) -> Callable[[Callable[[Between], None]], Callable[[Between], None]]:
     def register(run: Callable[[Between], None]) -> Callable[[Between], None]:
-        ACTIONS[name] = Action(run, keeps_model, keeps_annotation, needs_sharded)
+        ACTIONS[name] = Action(run, keeps_model, keeps_annotation, needs_sharded, needs_copies)
         return run
 
     return register
@@ -244,3 +259,36 @@ def copy_and_drop(on: Between) -> None:
                 module.loss = None
         twin: Any = copy.deepcopy(on.model)
         twin(torch.randn(BATCH, twin.inp.in_features), Call(0, on.number)).sum().backward()
+
+
+@action("copies: update_process_group", needs_copies=True)
+def other_group(on: Between) -> None:
+    for module in replicated(on.model):
+        update_process_group(module, dist.new_group(list(range(dist.get_world_size()))))
+
+
+@action("copies: reduction_stats", needs_copies=True)
+def stats(on: Between) -> None:
+    for module in replicated(on.model):
+        found = reduction_stats(module, sample_rate=on.rng.randint(1, 3))
+        names = [name for bucket in found.bucket_fqns for name in bucket]
+        if found.world_size != dist.get_world_size() or len(names) != len(set(names)):
+            raise Wrong(f"reduction_stats: {found}")
+
+
+@action("copies: an annotation that is refused", needs_copies=True)
+def refused(on: Between) -> None:
+    for module in replicated(on.model):
+        for api in (replicate, fully_shard):
+            if unless_refused(on.model, lambda module=module, api=api: api(module)) is None:
+                raise Wrong(f"{api.__name__} of a replicated module is not refused")
+
+
+@action("copies: a hook and its removal", needs_copies=True)
+def hook_and_remove(on: Between) -> None:
+    def never(state: object, grad: torch.Tensor) -> None:
+        raise AssertionError("the hook was removed")
+
+    for module in replicated(on.model):
+        with contextlib.suppress(ComposableError):  # There is one, or an optimizer steps inside backward.
+            register_comm_hook(module, None, never).remove()

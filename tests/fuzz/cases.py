@@ -10,11 +10,13 @@ import torch
 
 from tests.fuzz.annotations import MODES, Annotation, direct_parts, draw_annotation
 from tests.fuzz.between import ACTIONS, Between
+from tests.fuzz.copies import CHANGING, Copies, draw_copies
+from tests.fuzz.copies import MODES as COPY_MODES
 from tests.fuzz.nodes import KINDS, Spec, kinds_in, tags_in
 from tests.fuzz.programs import PROGRAMS, Step
 from tests.fuzz.trees import Model, grow
 
-__all__ = ["HOOKS", "Case", "between_of", "draw", "kinds_of", "make_model", "smaller", "step_of"]
+__all__ = ["HOOKS", "Case", "between_of", "draw", "draw_replicated", "kinds_of", "make_model", "smaller", "step_of"]
 
 OPTIMIZERS = "SGD momentum AdamW AdamW-foreach AdamW-fused RMSprop".split()
 SPEEDS = "plain accelerated flat".split()
@@ -76,9 +78,43 @@ class Case:
         return any(not ACTIONS[name].keeps_annotation for actions in self.actions for name in actions)
 
     @property
+    def copies(self) -> Copies:
+        """What is asked of ``replicate``, at first."""
+        return self.annotation.copies or Copies()
+
+    @property
+    def steps_inside(self) -> bool:
+        """An optimizer steps inside backward."""
+        return self.hooks == "step in backward" or bool(self.copies.steps)
+
+    @property
+    def is_like_the_first(self) -> bool:
+        """Every backward of a rank has the same graph."""
+        kinds = set(kinds_in(self.tree))
+        return (
+            self.front is None and not kinds & CHANGING and len(set(self.programs)) == 1 and set(self.programs) <= ALIKE
+        )
+
+    @property
     def tags(self) -> frozenset[str]:
         return tags_in(self.tree) | (frozenset() if self.front is None else tags_in(self.front))
 
+
+# Programs of which every backward that averages is like the first one.
+ALIKE = {
+    "plain",
+    "input with gradient",
+    "several forwards, one backward",
+    "micro batches, each synchronised",
+    "zero_grad in the middle",
+    "1F1B",
+    "all in a thread",
+    "backward in a thread",
+    "saved tensors go away",
+    "copies: set_requires_gradient_sync",
+    "copies: set_is_last_backward",
+    "copies: require_backward_grad_sync",
+}
 
 # Documented limits, in docs/notes/completion.md: backward gets to parameters before it gets to an output of their module.
 BEYOND = [
@@ -97,9 +133,7 @@ def make_model(case: Case) -> Model:
 def draw(seed: int, world_size: int, without: frozenset[str] = frozenset(), steps: int = 3) -> Case:
     """Return the case of a seed, without some kinds of nodes, annotations, programs, actions, hooks."""
     rng = random.Random(seed)
-    tree = grow(rng, frozenset(KINDS) - without)
-    while any(_has(tree, outer, inner) for outer, inner in BEYOND) or {"side", "thread"} <= tags_in(tree):
-        tree = grow(rng, frozenset(KINDS) - without)
+    tree = _tree(rng, without | {"sparse rows"})
     front = None
     if "drop" not in without and rng.random() < 0.2:
         front = Spec("drop", rng.getrandbits(32), (Spec(rng.choice(["linear", "scalars"]), rng.getrandbits(32)),))
@@ -133,6 +167,81 @@ def draw(seed: int, world_size: int, without: frozenset[str] = frozenset(), step
     return dataclasses.replace(case, programs=tuple(rng.choice(fits) for _ in range(steps)))
 
 
+def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozenset(), steps: int = 3) -> Case:
+    """Return a case in which all or part of the tree is replicated, with any options."""
+    rng = random.Random(f"{seed}/copies")
+    copies = draw_copies(rng)
+    mode = rng.choice([mode for mode in ("replicate", *COPY_MODES) if mode not in without])
+    if mode == "mixed":
+        copies = dataclasses.replace(copies, finds_unused=True, is_static=False, syncs=False)
+    if mode != "replicate":
+        copies = dataclasses.replace(
+            copies, ignores=False, finds_unused=True, policy=copies.policy and "average",
+            steps=copies.steps and "ours",
+        )  # fmt: skip
+    if copies.policy == "compute":
+        copies = dataclasses.replace(copies, ignores=False, finds_unused=True)
+        without |= {"float32"}
+    if copies.steps:
+        copies = dataclasses.replace(copies, ignores=False, finds_unused=True)
+        without |= {"force"}  # A graph of backward, which is refused.
+    is_alike = (copies.is_static or not copies.finds_unused) and rng.random() < 0.9
+    if is_alike:
+        without |= CHANGING
+    if (copies.hook or copies.steps) and mode != "replicate":
+        without |= {"some ranks", "pass through", "drop on some ranks"}  # They wait inside backward.
+    if not copies.is_static:
+        without |= {"reentrant", "reentrant at times"}
+    if mode == "mixed":
+        without |= {"sparse rows"}  # fully_shard does not take them.
+    tree = _tree(rng, without)
+    tags = tags_in(tree)
+    annotation = dataclasses.replace(draw_annotation(rng, tags, ["hand"]), mode=mode, copies=copies)
+    other = dataclasses.replace(
+        annotation, seed=rng.getrandbits(32), copies=dataclasses.replace(draw_copies(rng), finds_unused=True,
+        is_static=copies.is_static, ignores=False, policy=copies.policy, steps="", syncs=False),
+    )  # fmt: skip
+    is_sparse = "sparse" in tags
+    case = Case(
+        seed=seed,
+        world_size=world_size,
+        tree=tree,
+        front=None,
+        annotation=annotation,
+        other=other,
+        programs=(),
+        actions=(),
+        optimizer="SGD without decay" if is_sparse else rng.choice(OPTIMIZERS),
+        speed=rng.choice(SPEEDS) if mode == "mixed" and not copies.steps else "plain",
+        clip="none" if is_sparse or copies.steps else rng.choice(["none", "none", "own"]),
+        zero="to None" if copies.steps else rng.choice(ZEROS),
+        hooks="",
+    )
+    offered = [name for name in _actions_for(case) if name not in without]
+    mine = [name for name in offered if ACTIONS[name].needs_copies]
+    actions = tuple(
+        tuple(
+            rng.choice(rng.choice([offered, mine])) for _ in range(rng.choice([0, 0, 1, 2]) if step < steps - 1 else 0)
+        )
+        for step in range(steps)
+    )
+    case = dataclasses.replace(case, actions=actions)
+    fits = [name for name in _programs_for(case) if name not in without]
+    mine = [name for name in fits if name.startswith("copies")]
+    programs = [rng.choice(mine if mine and rng.random() < 0.3 else fits) for _ in range(steps)]
+    if is_alike:
+        alike = [name for name in fits if name in ALIKE] or fits
+        programs = [rng.choice(alike)] * steps
+    return dataclasses.replace(case, programs=tuple(programs))
+
+
+def _tree(rng: random.Random, without: frozenset[str]) -> Spec:
+    tree = grow(rng, frozenset(KINDS) - without)
+    while any(_has(tree, outer, inner) for outer, inner in BEYOND) or {"side", "thread"} <= tags_in(tree):
+        tree = grow(rng, frozenset(KINDS) - without)
+    return tree
+
+
 def _has(spec: Spec, *kinds: str) -> bool:
     """Say whether there are nodes whose kinds begin with ``kinds``, each inside the one before."""
     rest = kinds[1:] if spec.kind.startswith(kinds[0]) else kinds
@@ -157,7 +266,7 @@ def _fitting(case: Case) -> Case:
 
 
 def _is_all_sharded(annotation: Annotation) -> bool:
-    return annotation.mode not in ("mixed", "replicate")
+    return annotation.mode not in COPY_MODES
 
 
 def _actions_for(case: Case) -> list[str]:
@@ -166,9 +275,13 @@ def _actions_for(case: Case) -> list[str]:
     for name, action in ACTIONS.items():
         if action.needs_sharded and (not is_sharded or case.hooks):
             continue
-        if case.hooks and not action.keeps_model:
+        if action.needs_copies and case.annotation.copies is None:
             continue
-        if case.hooks == "step in backward" and ("optimizer" in name or "checkpoint" in name):
+        if name == "annotate a copy" and case.copies.is_static:  # Its backward has another graph.
+            continue
+        if (case.hooks or case.steps_inside) and not action.keeps_model:
+            continue
+        if case.steps_inside and ("optimizer" in name or "checkpoint" in name):
             continue
         fits.append(name)
     return fits
@@ -179,24 +292,36 @@ def _programs_for(case: Case) -> list[str]:
     model = make_model(case)
     direct = frozenset.intersection(*(direct_parts(model, one) for one in annotations))
     is_sharded = all(map(_is_all_sharded, annotations))
+    has_parts = any(one.mode in ("roots", "mixed", "nested") for one in annotations)
+    # Parts that do not run in every forward hear of no other's backward, which is to average what they keep.
+    some = ("chosen", "heads", "drop") if case.annotation.copies is not None else ("chosen",)
+    is_partial = case.front is not None or any(_has(case.tree, kind) for kind in some)
+
+    def keeps(name: str) -> bool:
+        return "_sync" in name or name == "copies: set_is_last_backward"
+
     return [
         name
         for name, program in PROGRAMS.items()
         if not program.excludes & case.tags
         and program.needs <= direct
-        and (not case.hooks or program.is_single)
+        and (not (case.hooks or case.steps_inside) or program.is_single)
+        and (not program.copies or (case.annotation.copies is not None and _are_copies(case, program.copies)))
+        # A sign of a number that is nothing but rounding.
+        and not (name == "FGSM" and case.copies.policy)
         # Both write the shards, which is refused.
-        and not (name == "inside unshard_params" and case.hooks == "step in backward")
+        and not (name == "inside unshard_params" and case.steps_inside)
         # What the recompute of one backward leaves there belongs to a graph of which the memory ends with it.
         and not (program.shares_features and _has(case.tree, "checkpoint", "side"))
         and (not program.is_reentrant or is_sharded)
-        and (
-            not (
-                program.is_of_one_root or ("no_sync" in name and (case.front is not None or _has(case.tree, "chosen")))
-            )
-            or all(one.mode not in ("roots", "mixed") for one in annotations)
-        )
+        and (not (program.is_of_one_root or (keeps(name) and is_partial)) or not has_parts)
+        # A rank without inputs keeps the gradients of what nobody averages.
+        and not (name == "copies: uneven inputs" and case.copies.ignores)
     ]
+
+
+def _are_copies(case: Case, which: str) -> bool:
+    return case.annotation.mode == "replicate" or (case.annotation.mode == "nested" and which == "all")
 
 
 def step_of(case: Case, model: Model, number: int, rank: int, *, is_plain: bool) -> Step:
@@ -228,6 +353,9 @@ def kinds_of(case: Case) -> Iterator[str]:
         yield f"annotation: {annotation.mode}"
         yield f"transport: {annotation.transport}"
         yield f"checkpoints: {annotation.checkpoints}"
+        if annotation.copies is not None:
+            fields = dataclasses.fields(annotation.copies)
+            yield from (f"copies: {one.name}={getattr(annotation.copies, one.name)}" for one in fields)
     yield f"start: {case.annotation.start}"
     yield from (f"step: {name}" for name in set(case.programs))
     yield from {f"between: {name}" for actions in case.actions for name in actions}
@@ -270,7 +398,10 @@ def smaller(case: Case) -> Iterator[Case]:
         yield but(annotation=dataclasses.replace(case.annotation, start="values"))
     if case.annotation.checkpoints != "none":
         yield but(annotation=dataclasses.replace(case.annotation, checkpoints="none"))
-    for mode in ("root", "function", "hand"):
+    if case.annotation.copies is not None:
+        for copies in case.annotation.copies.smaller():
+            yield but(annotation=dataclasses.replace(case.annotation, copies=copies))
+    for mode in ("root", "function", "hand") if case.annotation.copies is None else ("replicate",):
         if mode == case.annotation.mode:
             break
         yield but(annotation=dataclasses.replace(case.annotation, mode=mode))

@@ -229,6 +229,17 @@ class Embedding(Node):
         return x + self.rows((x.detach() > 0).sum(-1))
 
 
+@kind("sparse rows", tags="sparse", parts="rows")
+class SparseRows(Node):
+    """An embedding whose gradients are sparse."""
+
+    def setup(self) -> None:
+        self.rows = nn.Embedding(WIDTH + 1, WIDTH, sparse=True)
+
+    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        return x + self.rows((x.detach() > 0).sum(-1))
+
+
 @kind("attention", tags="fragile first_order")
 class Attention(Node):
     def setup(self) -> None:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
-from composable import no_sync, unshard_params
+from composable import UsageError, as_ddp, no_sync, reduce_gradients, unshard_params
 from composable.fsdp_module import FSDPModule
+from tests.fuzz.copies import replicated
 from tests.fuzz.nodes import WIDTH, Call
 from tests.fuzz.trees import Boom, Model
 
@@ -32,6 +34,8 @@ class Step:
         rng: Gives the same numbers on every rank, and in one process.
         has_dropped: ``zero_grad`` was called.
         is_plain: In one process.
+        rank: Whose samples these are.
+        world_size: How many ranks there are.
     """
 
     def __init__(self, model: Model, *, step: int, rank: int, world_size: int, seed: int, is_plain: bool) -> None:
@@ -39,6 +43,7 @@ class Step:
         self.rng = random.Random(f"{seed}/{step}")
         self.has_dropped = False
         self.is_plain = is_plain
+        self.rank, self.world_size = rank, world_size
         self._step, self._rank, self._seed = step, rank, seed
         self._scale = 1 / world_size if is_plain else 1.0
         self._micro = 0
@@ -75,6 +80,10 @@ class Step:
         self.model.zero_grad()
         self.has_dropped = True
 
+    def replicated(self) -> list[Any]:
+        """Return the replicated modules; none in one process."""
+        return replicated(self.model)
+
     def sharded(self) -> list[Any]:
         """Return the fully sharded modules; none in one process."""
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
@@ -92,6 +101,7 @@ class Program:
         is_reentrant: Everything runs under reentrant checkpointing.
         is_of_one_root: A part that does not run has to hear of the backward of the others.
         shares_features: Several backwards go through the same part, and use what the recomputes of a checkpoint left.
+        copies: What has to be replicated: "all" modules that are annotated; "whole", the model, by one call; or "".
     """
 
     run: Callable[[Step], None]
@@ -101,6 +111,7 @@ class Program:
     is_reentrant: bool
     is_of_one_root: bool
     shares_features: bool
+    copies: str
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -115,10 +126,11 @@ def program(
     reentrant: bool = False,
     one_root: bool = False,
     features: bool = False,
+    copies: str = "",
 ) -> Callable[[Callable[[Step], None]], Callable[[Step], None]]:
     def register(run: Callable[[Step], None]) -> Callable[[Step], None]:
         PROGRAMS[name] = Program(
-            run, frozenset(excludes.split()), frozenset(needs.split()), single, reentrant, one_root, features
+            run, frozenset(excludes.split()), frozenset(needs.split()), single, reentrant, one_root, features, copies
         )
         return run
 
@@ -498,3 +510,71 @@ def backward_in_hook(step: Step) -> None:
 @program("nothing", single=True)
 def nothing(step: Step) -> None:
     pass
+
+
+# Of replicated modules alone
+
+
+@program("copies: set_requires_gradient_sync", copies="all")
+def copies_requires_sync(step: Step) -> None:
+    for module in step.replicated():
+        module.set_requires_gradient_sync(False, recurse=False)
+    step.backward(step.forward())
+    for module in step.replicated():
+        module.set_requires_gradient_sync(True)
+    step.backward(step.forward())
+
+
+@program("copies: set_is_last_backward", copies="all")
+def copies_last_backward(step: Step) -> None:
+    for is_last in (False, False, True):
+        for module in step.replicated():
+            module.set_is_last_backward(is_last)
+        step.backward(step.forward())
+
+
+@program("copies: require_backward_grad_sync", copies="all")
+def copies_require_sync(step: Step) -> None:
+    for module in step.replicated():
+        module.require_backward_grad_sync = False
+    step.backward(step.forward())
+    for module in step.replicated():
+        module.require_backward_grad_sync = True
+    step.backward(step.forward())
+
+
+@program("copies: reduce_gradients", copies="all")
+def copies_reduce(step: Step) -> None:
+    with step.no_sync():
+        step.backward(step.forward())
+        step.backward(step.forward(head=1))
+    if not step.is_plain:
+        reduce_gradients(step.model)
+
+
+@program("copies: uneven inputs", copies="whole")
+def copies_uneven(step: Step) -> None:
+    counts = [step.rng.randint(1, 3) for _ in range(step.world_size)]
+    with nullcontext() if step.is_plain else Join([as_ddp(step.model)]):
+        for number in range(counts[step.rank]):
+            if number:
+                # A rank without inputs counts as zero, also what was averaged before.
+                step.zero_grad()
+            step.backward(step.forward())
+    if step.is_plain and max(counts) > 1 and counts[step.rank] < max(counts):
+        step.zero_grad()
+
+
+@program("copies: one rank's backward raises", copies="whole")
+def copies_one_raises(step: Step) -> None:
+    failing = step.rng.randrange(step.world_size)
+    loss = step.forward(call=step.call(fails="backward" if step.rank == failing else ""))
+    try:
+        step.backward(loss)
+    except Boom:
+        assert step.rank == failing
+    except UsageError as error:
+        if f"rank {failing} did not finish backward" not in str(error):
+            raise
+    step.zero_grad()
+    step.backward(step.forward())

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable import ComposableError, DesyncError, accelerate_optimizer, clip_grad_norm_
-from tests.fuzz.annotations import Refused, annotate
+from composable import ComposableError, DesyncError, accelerate_optimizer, clip_grad_norm_, step_in_backward
+from tests.fuzz.annotations import Refused, annotate, ignored_by
 from tests.fuzz.between import ACTIONS
 from tests.fuzz.cases import Case, between_of, make_model, step_of
+from tests.fuzz.copies import Wrong, unless_refused
 from tests.fuzz.programs import PROGRAMS
 from tests.fuzz.trees import Model
 from tests.world import RankErrors, run_ranks, run_threads
@@ -25,10 +26,6 @@ __all__ = ["OUTCOMES", "Outcome", "Wrong", "check_gradients", "run_case"]
 
 OUTCOMES = "right refused wrong hang error impossible".split()
 LR = 0.05
-
-
-class Wrong(AssertionError):  # noqa: N818  # an outcome
-    """A number is not that of one process."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +46,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Record:
-    """What one step has to give: gradients before it, which parameters got one in it, and values after it."""
+    """What one step has to give: gradients before it, which parameters got one in it, and values after it.
+
+    Attributes:
+        grads: Before it.
+        values: After it.
+        missing: Parameters without a gradient from the samples of some rank.
+    """
 
     grads: dict[str, torch.Tensor | None]
     values: dict[str, torch.Tensor]
+    missing: frozenset[str]
 
 
 def run_case(case: Case, *, in_processes: bool = False, timeout_s: float = 20.0) -> Outcome:
@@ -66,15 +70,18 @@ def run_case(case: Case, *, in_processes: bool = False, timeout_s: float = 20.0)
         try:
             run(_on_a_rank, case.world_size, case, expected, folder, timeout_s=timeout_s)
         except RankErrors as errors:
-            return _outcome_of(errors)
+            return _outcome_of(errors, case)
         except TimeoutError as error:
             return Outcome("hang", _line(error), str(error))
     return Outcome("right")
 
 
-def _outcome_of(errors: RankErrors) -> Outcome:
+def _outcome_of(errors: RankErrors, case: Case) -> Outcome:
     details = str(errors)
     found = list(errors.errors.values())
+    count = sum(isinstance(error, Refused) for error in found)
+    if case.annotation.copies is not None and 0 < count < case.world_size:
+        return Outcome("wrong", "refused on some ranks only", details)
     for error in found:
         if isinstance(error, Refused):
             return Outcome("refused", _line(error), details)
@@ -116,14 +123,14 @@ def _train_plain(case: Case, folder: Path) -> list[_Record]:
     optimizer = _make_optimizer(case, model)
     records = []
     for number, name in enumerate(case.programs):
-        _add_up(case, model, number, name)
+        missing = _add_up(case, model, number, name)
         grads = {name: None if one.grad is None else one.grad.clone() for name, one in model.named_parameters()}
         if case.hooks == "step in backward":
             grads = dict.fromkeys(grads)
         _clip(case, model.parameters(), is_plain=True)
         optimizer.step()
         values = {name: one.detach().clone() for name, one in model.named_parameters()}
-        records.append(_Record(grads, values))
+        records.append(_Record(grads, values, missing))
         if case.hooks == "step in backward":
             model.zero_grad()
         for index, action in enumerate(case.actions[number]):
@@ -134,8 +141,13 @@ def _train_plain(case: Case, folder: Path) -> list[_Record]:
     return records
 
 
-def _add_up(case: Case, model: Model, number: int, name: str) -> None:
-    """Leave in ``model`` the gradients that one process gets from the samples of all ranks."""
+def _add_up(case: Case, model: Model, number: int, name: str) -> frozenset[str]:
+    """Leave in ``model`` the gradients that one process gets from the samples of all ranks.
+
+    Returns:
+        The parameters that get none from those of some rank.
+    """
+    missing = set()
     params = list(model.parameters())
     before = [param.grad for param in params]
     totals: list[torch.Tensor | None] = [None] * len(params)
@@ -146,11 +158,13 @@ def _add_up(case: Case, model: Model, number: int, name: str) -> None:
         PROGRAMS[name].run(step)
         if step.has_dropped:
             before = [None] * len(params)
+        missing |= {name for name, param in model.named_parameters() if param.requires_grad and param.grad is None}
         totals = [_sum(total, param.grad) for total, param in zip(totals, params, strict=True)]
     if case.hooks and ("scale" in case.hooks or "tensor" in case.hooks):
         totals = [None if total is None else total / 2 for total in totals]
     for param, old, total in zip(params, before, totals, strict=True):
         param.grad = _sum(old, total)
+    return frozenset(missing)
 
 
 def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
@@ -166,9 +180,16 @@ def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
     torch.set_default_dtype(torch.float64)
     calls: dict[nn.Parameter, int] = {}
     is_early = case.hooks.endswith("before")
-    model = annotate(
-        lambda: make_model(case), case.annotation, lambda plain: _hook(case, plain, calls) if is_early else None
-    )
+
+    def before(plain: Model) -> None:
+        if is_early:
+            _hook(case, plain, calls)
+        _differ(case, plain)
+        if case.copies.steps == "torch" and is_torchs_first:
+            _apply_in_backward(case, plain)
+
+    is_torchs_first = case.annotation.rng("optimizer").random() < 0.5
+    model = annotate(lambda: make_model(case), case.annotation, before)
     if [name for name, _ in model.named_parameters()] != list(expected[0].values):
         raise Wrong("the names of parameters have changed")
     if not is_early:
@@ -179,15 +200,18 @@ def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
             accelerate_optimizer(optimizer, model, flat=case.speed == "flat")
     except ComposableError as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
+    steps_inside = _step_inside(case, model, optimizer, is_torchs_first=is_torchs_first)
     for number, (name, record) in enumerate(zip(case.programs, expected, strict=True)):
         # Not the model's: after a forward without a backward it may show whole ones.
         params = dict(zip(record.values, optimizer.param_groups[0]["params"], strict=True))
-        PROGRAMS[name].run(step_of(case, model, number, dist.get_rank(), is_plain=False))
+        _run_program(case, model, number, record)
         place = f"step {number} ({name})"
-        check_gradients(params, record.grads, _tolerance(case), place)
+        _average_ignored(case, model)
+        grads = dict.fromkeys(record.grads) if steps_inside else record.grads
+        check_gradients(params, grads, _tolerance(case), place)
         if case.hooks == "count":
             _check_calls(params, record, calls, place)
-        if case.hooks != "step in backward":
+        if case.hooks != "step in backward" and not steps_inside:
             _clip(case, params.values(), is_plain=False)
             optimizer.step()
         _check_values(params, record.values, _tolerance(case), place)
@@ -198,11 +222,98 @@ def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
         _zero(case, optimizer, number)
     if not any(case.actions[-1]):
         _check_full_values(params, expected[-1].values, _tolerance(case))
+    if model.refused:
+        raise Refused(f"then asked for less: {'; '.join(model.refused)}")
     return len(expected)
 
 
+# With options of replicate
+
+
+def _differ(case: Case, model: Model) -> None:
+    """Let a rank start with values of its own, where annotating is to make them equal."""
+    if not case.copies.syncs or dist.get_rank() == 0:
+        return
+    ignored = ignored_by(model, case.annotation)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name not in ignored:
+                param.mul_(3)
+        for buffer in model.buffers() if case.copies.buffers != "own" else ():
+            buffer.mul_(3)
+
+
+def _run_program(case: Case, model: Model, number: int, record: _Record) -> None:
+    """Run a step.
+
+    Raises:
+        Refused: It is one of those that the options exclude.
+        Wrong: It is not, or was to be.
+    """
+    copies, name = case.copies, case.programs[number]
+    ignored = ignored_by(model, case.annotation)
+    is_known = PROGRAMS[name].is_single and case.annotation.mode == "replicate" and not model.refused
+    is_known = is_known and not case.is_annotated_anew and name != "nothing" and case.annotation.copies is not None
+    is_missing = not copies.finds_unused and not copies.is_static and not record.missing <= ignored.keys()
+    try:
+        PROGRAMS[name].run(step_of(case, model, number, dist.get_rank(), is_plain=False))
+    except ComposableError as error:
+        text = f"{type(error).__name__}: {error}"
+        if "ended backward without" in text or "backward ended without" in text:
+            if copies.finds_unused or (is_known and not is_missing):
+                raise Wrong(text) from error
+        elif "is not like the first one" in text:
+            if not copies.is_static or (case.is_like_the_first and not model.refused):
+                raise Wrong(text) from error
+        elif "uneven inputs" in text:
+            if not copies.is_static or "uneven" not in name:
+                raise Wrong(text) from error
+        elif "second gradient" in text:
+            if "reentrant" not in case.tags:
+                raise Wrong(text) from error
+        elif copies.steps != "torch" or "inside backward" not in text:
+            raise
+        raise Refused(text) from error
+    if is_known and is_missing:
+        raise Wrong(f"no error, though {sorted(record.missing)} have no gradient, step {number} ({name})")
+
+
+def _average_ignored(case: Case, model: Model) -> None:
+    """Do for parameters that are left alone what the annotation does for the others. Collective."""
+    for param in ignored_by(model, case.annotation).values():
+        if not param.requires_grad:
+            continue
+        dense = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
+        total = torch.cat([dense.detach().flatten(), dense.new_tensor([param.grad is not None])])
+        dist.all_reduce(total)
+        if total[-1] > 0:
+            param.grad = (total[:-1] / case.world_size).view(param.shape)
+
+
+def _step_inside(case: Case, model: Model, optimizer: torch.optim.Optimizer, *, is_torchs_first: bool) -> bool:
+    """Let an optimizer step inside backward, if the case is one and it is not refused; returns whether it does."""
+    if case.copies.steps == "ours":
+        error = unless_refused(model, lambda: step_in_backward(optimizer))
+        if error is not None:
+            model.refused.append(f"{type(error).__name__}: {error}")
+        return error is None
+    if case.copies.steps == "torch" and not is_torchs_first:
+        _apply_in_backward(case, model)
+    return case.copies.steps == "torch"
+
+
+def _apply_in_backward(case: Case, model: Model) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its module asks for another one
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    kind, options = _optimizer_of(case)
+    _apply_optimizer_in_backward(kind, [param for param in model.parameters() if param.requires_grad], options)
+
+
 def _tolerance(case: Case) -> float:
-    return 1e-4 if "float32" in case.tags else 1e-8
+    if case.copies.policy == "compute":
+        return 1e-3
+    return 1e-4 if "float32" in case.tags or case.copies.policy else 1e-8
 
 
 def check_gradients(
@@ -244,6 +355,9 @@ def _check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], tolerance: float
         have = tensor.detach()
         if have.shape != want.shape or have.dtype != want.dtype:
             raise Wrong(f"{what} of another shape or dtype: '{name}', {place}")
+        if have.is_sparse != want.is_sparse:
+            raise Wrong(f"{what} sparse here or in one process only: '{name}', {place}")
+        have, want = (one.to_dense() if one.is_sparse else one for one in (have, want))
         want = want.flatten()
         if isinstance(have, DTensor):
             bounds, rank = have.placements[0].bounds, have.device_mesh.get_local_rank()
@@ -263,15 +377,20 @@ def _check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], tolerance: float
 
 
 def _make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    params = list(model.parameters())
+    kind, options = _optimizer_of(case)
+    return kind(model.parameters(), **options)
+
+
+def _optimizer_of(case: Case) -> tuple[Any, dict[str, Any]]:
     name, _, how = case.optimizer.partition("-")
     if name == "AdamW":
         # A large eps: the last bits of a gradient that is zero but for rounding must not count.
         options: dict[str, Any] = {"foreach": how == "foreach"} if how != "fused" else {"fused": True}
-        return torch.optim.AdamW(params, lr=LR, eps=1e-2, weight_decay=0.1, **options)
+        return torch.optim.AdamW, {"lr": LR, "eps": 1e-2, "weight_decay": 0.1, **options}
     if name == "RMSprop":
-        return torch.optim.RMSprop(params, lr=LR, eps=1e-2)
-    return torch.optim.SGD(params, lr=LR, momentum=0.9 if name == "momentum" else 0.0, weight_decay=0.01)
+        return torch.optim.RMSprop, {"lr": LR, "eps": 1e-2}
+    decay = 0.0 if name == "SGD without decay" else 0.01
+    return torch.optim.SGD, {"lr": LR, "momentum": 0.9 if name == "momentum" else 0.0, "weight_decay": decay}
 
 
 def _clip(case: Case, params: Iterable[nn.Parameter], *, is_plain: bool) -> None:

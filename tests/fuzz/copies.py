@@ -1,0 +1,207 @@
+"""Random options of ``replicate``, also such as exclude each other."""
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable import ComposableError, MixedPrecisionPolicy, allreduce_hook, register_comm_hook
+from composable.comm_hooks import DefaultState
+from composable.replicate_module import ReplicateModule
+from tests.fuzz.trees import Model
+
+__all__ = [
+    "CHANGING",
+    "MODES",
+    "Copies",
+    "Wrong",
+    "draw_copies",
+    "hooked",
+    "ignored_of",
+    "options_of",
+    "replicated",
+    "unless_refused",
+]
+
+# All by one call; parts by calls of their own; parts, and the rest is sharded.
+MODES = "replicate nested mixed".split()
+# Kinds of nodes of which not all parameters are used in every forward, or not always alike.
+CHANGING = frozenset(
+    [
+        "unused",
+        "some ranks",
+        "heads",
+        "chosen",
+        "loop",
+        "pass through",
+        "drop",
+        "drop on some ranks",
+        "teacher",
+        "cut off",
+    ]
+)
+_POLICIES = {
+    "average": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+    "compute": MixedPrecisionPolicy(
+        torch.float32, torch.float64, output_dtype=torch.float64, buffer_dtype=torch.float32
+    ),
+}
+
+
+class Wrong(AssertionError):  # noqa: N818  # an outcome
+    """Something is not as in one process, or not as it was."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What is asked of ``replicate``, in all calls alike; the rest follows from the annotation's seed.
+
+    Attributes:
+        finds_unused: Parameters without a gradient are accepted.
+        is_static: ``static_graph``.
+        delays: Some gradients wait for that of another parameter.
+        ignores: Some parameters are left alone, and averaged by the caller.
+        syncs: Ranks start with different values, and ``init_sync`` makes them equal.
+        buffers: How they are made equal: "", "broadcast", "own", "forward", or "both", which is refused.
+        policy: In which part of the work dtypes are lower: "", "average" or "compute".
+        steps: What steps inside backward: "", "ours" or "torch".
+        hook: Of which kind the communication hook is: "", "gradients" or "buckets".
+    """
+
+    finds_unused: bool = True
+    is_static: bool = False
+    delays: bool = False
+    ignores: bool = False
+    syncs: bool = False
+    buffers: str = ""
+    policy: str = ""
+    steps: str = ""
+    hook: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{one.name}={getattr(self, one.name)}" for one in dataclasses.fields(self) if self._has(one))
+
+    def smaller(self) -> Iterator["Copies"]:
+        """Yield it with one choice less."""
+        for one in dataclasses.fields(self):
+            if self._has(one):
+                yield dataclasses.replace(self, **{one.name: one.default})
+
+    def _has(self, one: dataclasses.Field[Any]) -> bool:
+        return bool(getattr(self, one.name) != one.default)
+
+
+def draw_copies(rng: random.Random) -> Copies:
+    """Return what may be asked of any tree; some of it is refused."""
+    copies = Copies(
+        finds_unused=rng.random() < 0.75,
+        is_static=rng.random() < 0.3,
+        delays=rng.random() < 0.2,
+        ignores=rng.random() < 0.2,
+        syncs=rng.random() < 0.5,
+        buffers=rng.choice(["", "", "broadcast", "own", "own", "forward"]),
+        policy=rng.choice(["", "", "", "average", "compute"]),
+        steps=rng.choice(["", "", "", "ours", "torch"]),
+        hook=rng.choice(["", "", "", "gradients", "buckets"]),
+    )
+    if rng.random() < 0.1:
+        return dataclasses.replace(copies, buffers=rng.choice([copies.buffers, "both"]))
+    # Else what excludes each other is left out.
+    if copies.steps:
+        copies = dataclasses.replace(copies, is_static=False, delays=False, policy="", hook="")
+    return copies
+
+
+def replicated(model: nn.Module) -> list[Any]:
+    """Return the replicated modules."""
+    return [module for module in model.modules() if isinstance(module, ReplicateModule)]
+
+
+def ignored_of(copies: Copies, model: Model, rng: random.Random) -> dict[str, nn.Parameter]:
+    """Return what one call for all of ``model`` is to leave alone; never the input layer."""
+    found = {} if copies.finds_unused else dict(model.heads[1].named_parameters(prefix="heads.1"))
+    for name, param in model.named_parameters():
+        if copies.ignores and rng.random() < 0.25 and not name.startswith("inp."):
+            found[name] = param
+    return found
+
+
+def options_of(copies: Copies, module: nn.Module, model: Model, rng: random.Random) -> dict[str, Any]:
+    """Return arguments of ``replicate`` for one call."""
+    options: dict[str, Any] = {
+        "find_unused_parameters": copies.finds_unused,
+        "bucket_cap_mb": rng.choice([25, 1e-4, 1e-3]),
+        "gradient_as_bucket_view": rng.choice([True, False]),
+        "static_graph": copies.is_static,
+        "init_sync": copies.syncs,
+    }
+    if copies.buffers in ("broadcast", "own", "both"):
+        options["broadcast_buffers"] = copies.buffers != "own"
+    if copies.buffers in ("forward", "both"):
+        options["forward_sync_buffers"] = rng.choice([True, False])
+    if copies.policy:
+        options["mp_policy"] = _POLICIES[copies.policy]
+    left = ignored_of(copies, model, rng) if module is model else {}
+    if left:
+        options["ignored_params"] = [name if rng.random() < 0.5 else param for name, param in left.items()]
+    if copies.delays:
+        names = [(name, param) for name, param in module.named_parameters() if param.requires_grad and name not in left]
+        # Also such as others manage, or sparse ones: refused.
+        options["delay_all_reduce_named_params"] = rng.sample(names, min(len(names), rng.randint(1, 3)))
+        options["param_to_hook_all_reduce"] = rng.choice(names)[1] if names and rng.random() < 0.95 else None
+    return options
+
+
+def unless_refused(model: nn.Module, run: Callable[[], Any]) -> ComposableError | None:
+    """Run it; return the library's error, if it raises one.
+
+    Raises:
+        Wrong: It raised, and ``model`` is not as it was.
+    """
+    before = _looks(model)
+    try:
+        run()
+    except ComposableError as error:
+        if _looks(model) != before:
+            raise Wrong(f"refused, and the model is another: {error}") from error
+        return error
+    return None
+
+
+def _looks(model: nn.Module) -> list[Any]:
+    """Return what an error must leave alone."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    looks: list[Any] = []
+    for name, module in model.named_modules():
+        looks += [name, type(module), *(list(getattr(module, kind)) for kind in kinds)]
+    for name, param in model.named_parameters():
+        hooks = param._post_accumulate_grad_hooks
+        looks += [name, id(param), param.requires_grad, id(param.grad), len(hooks or ())]
+        looks.append(param.detach().sum().item() if type(param) is nn.Parameter else None)
+    return looks
+
+
+def hooked(model: nn.Module, copies: Copies) -> None:
+    """Register the communication hook, if there is one, on every replicated module. Collective.
+
+    Raises:
+        ComposableError: The library does not take it.
+    """
+    for module in replicated(model) if copies.hook else ():
+        if copies.hook == "gradients":
+            register_comm_hook(module, DefaultState(dist.group.WORLD), allreduce_hook)
+        else:
+            module.register_comm_hook(dist.group.WORLD, _average)
+
+
+def _average(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    flat = bucket.buffer()
+    dist.all_reduce(flat, group=group)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(flat.div_(dist.get_world_size()))
+    return future
