@@ -13,6 +13,7 @@ __all__ = [
     "HOOK_FAILED",
     "STOPPED",
     "after_close",
+    "backward_error",
     "copied_inside",
     "hook_failed",
     "round_error",
@@ -60,7 +61,7 @@ def round_error(
             return _graph_changed(changes, elsewhere, [rank for rank in changed if rank != own_rank])
     # Flags are added up over the ranks; in bfloat16 the names of few among many ranks may be lost.
     full = len(ranks) - 0.5
-    return _backward_error(
+    return backward_error(
         missing=[params[index].fqn for index in missing],
         last=None if last is None else params[last].fqn,
         unused=[item.fqn for item, used in zip(params, report.used, strict=False) if used < full],
@@ -70,7 +71,7 @@ def round_error(
     )
 
 
-def _backward_error(
+def backward_error(
     missing: Sequence[str],
     last: str | None,
     unused: Sequence[str],
