@@ -116,7 +116,14 @@ def accelerated(model: Any = None, **options: Any) -> None:
 
 
 def method(name: str, **arguments: Any) -> Callable[..., Any]:
-    return lambda **changed: getattr(sharded(), name)(**{**arguments, **changed})
+    made: list[Any] = []
+
+    def call(**changed: Any) -> Any:
+        if not made:
+            made.append(sharded())  # once: a call that is refused leaves it as it is
+        return getattr(made[0], name)(**{**arguments, **changed})
+
+    return call
 
 
 OPTIONAL = {"None"}

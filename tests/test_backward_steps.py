@@ -575,11 +575,6 @@ def refusals() -> Iterator[tuple[Callable[[], Any], str]]:
     pair(torch.ones(1, 4)).sum().backward()
     assert all(param.grad is not None for param in pair.parameters()), "nothing is half-done"
     steps.step()
-    static = replicate(make_model("mlp"), static_graph=True)
-    by_static = sgd(static.parameters())
-    yield lambda: step_in_backward(by_static), "gradients come several times, or late"
-    loss(static).backward()
-    by_static.step()  # by hand, as before
     plain = make_model("mlp")
     yield lambda: step_in_backward(sgd(plain.parameters())), "no parameter of the optimizer is annotated"
     model, optimizer = built(make=lambda params: torch.optim.SGD(params, lr=0.1, differentiable=True))

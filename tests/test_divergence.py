@@ -289,7 +289,7 @@ def annotate_one_way_here_and_another_there() -> str:
 
 def test_fully_shard_on_one_rank_and_replicate_on_another_is_told_to_both() -> None:
     for text in run_ranks(annotate_one_way_here_and_another_there, 2):
-        assert "rank 0: Model: 1 handle over 2 ranks" in text and "rank 1: options: bucket_cap_mb=25" in text
+        assert "rank 0: Model: 1 handle over 2 ranks" in text and "rank 1: option bucket_cap_mb=25" in text
 
 
 class Records(logging.Handler):
