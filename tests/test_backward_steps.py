@@ -102,11 +102,8 @@ def train_alone(name: str, make: Make, world_size: int, *, steps: int = 4, syncs
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("name", "api"),
-    # Adafactor's own step reads whole matrices: on ragged ones, docs/ragged.md.
-    [(name, api) for name in MAKES for api in ANNOTATIONS if name != "Adafactor" or api == "replicate"],
-)
+@pytest.mark.parametrize("api", ANNOTATIONS)
+@pytest.mark.parametrize("name", list(MAKES))
 def test_parameters_are_those_of_an_optimizer_that_steps_after_backward(name: str, api: str, world_size: int) -> None:
     expected = train_alone("mlp", MAKES[name], world_size)
     for params in run_threads(train, world_size, "mlp", api, MAKES[name]):
