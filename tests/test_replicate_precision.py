@@ -707,8 +707,8 @@ def bytes_sent(policy: MixedPrecisionPolicy | None) -> tuple[list[int], list[int
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     replicate(model, mp_policy=policy)
     reducer = replicate.state(model).reducer
-    counting = CountingTransport(reducer._transport)
-    reducer._transport = reducer._sender._transport = counting
+    exchange = reducer._exchange
+    exchange.transport = exchange.sender._transport = counting = CountingTransport(exchange.transport)
     for _ in range(2):
         counting.records.clear()
         model(torch.ones(1, 64)).float().sum().backward()
