@@ -47,6 +47,7 @@ from composable import (
     rebind_optimizer,
     reduce_gradients,
     reduction_stats,
+    register_comm_hook,
     register_fsdp_forward_method,
     replicate,
     save_checkpoint,
@@ -60,7 +61,6 @@ from composable import (
 )
 from composable.collectives.choose import TRANSPORTS, choose_transport
 from composable.planning.options import ShardOptions
-from composable.replicate import register_comm_hook
 from tests.models import MLPBlock
 from tests.parity import assert_equal_runs, train_annotated, train_reference
 from tests.world import run_threads
@@ -344,7 +344,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         {"module": set(), "hook": {"plain", "class"}},
     ),
     "register_comm_hook of gradients": (
-        composable.register_comm_hook,
+        register_comm_hook,
         lambda: {"module": sharded(), "state": None, "hook": lambda state, grad, output: None},
         {"module": set(), "hook": {"plain", "class"}},
     ),

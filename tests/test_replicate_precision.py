@@ -26,11 +26,11 @@ from composable import (
     fully_shard,
     load_checkpoint,
     no_sync,
+    register_comm_hook,
     replicate,
     save_checkpoint,
     unannotate,
 )
-from composable.replicate import register_comm_hook
 from tests.counting import CountingTransport
 from tests.live_bytes import LiveBytes
 from tests.low_precision import BF16, DIM, FP16, FP32, batch_of, make_net, train_in_one_process
