@@ -339,14 +339,14 @@ class Handle:
     def communicate_by(self, comms: Comms) -> None:
         """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
         self.comms = comms
-        CHOICES.made += 1
+        CHOICES.note()
         for flat in self.buffers:
             flat.routes.communicate_by(comms)
 
     def fill_unused(self, *, fills: bool) -> None:
         """Choose what a parameter gets that no rank used: zeros, or no gradient. Every rank alike."""
         self.fills_unused = fills
-        CHOICES.made += 1
+        CHOICES.note()
 
     def chosen_text(self) -> str:
         """Return what the user chose of what ranks do to gradients, equal on all of them; empty: as annotated."""
