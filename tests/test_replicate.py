@@ -419,6 +419,23 @@ def test_a_rank_whose_backward_reaches_no_parameter_keeps_nobody_waiting() -> No
     assert first[::2] == second[::2] == ["", ""]
 
 
+def skip_where_backward_begins(*, reentrant: bool) -> None:
+    block, plain, rank = seeded(MLPBlock, 0), seeded(MLPBlock, 0), dist.get_rank()
+    block.forward = lambda x: (x if rank == 0 else MLPBlock.forward(block, x)).square().mean()
+    replicate(block, find_unused_parameters=True)
+    x = random_input(rank, BATCH, DIM).requires_grad_()
+    (checkpoint(block, x, use_reentrant=True) if reentrant else block(x)).backward()
+    for other in range(1, dist.get_world_size()):
+        (plain(random_input(other, BATCH, DIM)).square().mean() / dist.get_world_size()).backward()
+    torch.testing.assert_close(gradients_of(block), gradients_of(plain))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_so_it_is_where_a_replicated_module_gives_the_loss(world_size: int, *, reentrant: bool) -> None:
+    run_threads(skip_where_backward_begins, world_size, reentrant=reentrant)
+
+
 def use_in_local_backwards_only() -> None:
     model = replicate(seeded(Gated, 0))
     x = random_input(dist.get_rank(), BATCH, DIM)
