@@ -290,7 +290,7 @@ class Reducer:
 
     def check_comm_hooks(self, registrations: Sequence[Registration]) -> Registration | None:
         """Return what ``register_comm_hooks`` would choose; raises what it does."""
-        if registrations and self.steppers:
+        if registrations and self.steppers and self.params:
             refuse_steppers(self.steppers, self.params[0].fqn)
         return nearest(registrations)
 
