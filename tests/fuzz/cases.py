@@ -10,7 +10,7 @@ import torch
 
 from tests.fuzz.annotations import MODES, Annotation, direct_parts, draw_annotation
 from tests.fuzz.between import ACTIONS, Between
-from tests.fuzz.copies import CHANGING, Copies, draw_copies
+from tests.fuzz.copies import CHANGING, CHANGING_ROUNDS, Copies, draw_copies
 from tests.fuzz.copies import MODES as COPY_MODES
 from tests.fuzz.nodes import KINDS, Spec, kinds_in, tags_in
 from tests.fuzz.programs import PROGRAMS, Step
@@ -91,9 +91,9 @@ class Case:
     def is_like_the_first(self) -> bool:
         """Every backward of a rank has the same graph."""
         kinds = set(kinds_in(self.tree))
-        return (
-            self.front is None and not kinds & CHANGING and len(set(self.programs)) == 1 and set(self.programs) <= ALIKE
-        )
+        if kinds & CHANGING or (self.annotation.mode != "replicate" and kinds & CHANGING_ROUNDS):
+            return False
+        return self.front is None and len(set(self.programs)) == 1 and set(self.programs) <= ALIKE
 
     @property
     def tags(self) -> frozenset[str]:
@@ -187,7 +187,7 @@ def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozen
         without |= {"force"}  # A graph of backward, which is refused.
     is_alike = (copies.is_static or not copies.finds_unused) and rng.random() < 0.9
     if is_alike:
-        without |= CHANGING
+        without |= CHANGING if mode == "replicate" else CHANGING | CHANGING_ROUNDS
     if (copies.hook or copies.steps) and mode != "replicate":
         without |= {"some ranks", "pass through", "drop on some ranks"}  # They wait inside backward.
     if not copies.is_static:

@@ -17,6 +17,7 @@ from tests.fuzz.trees import Model
 
 __all__ = [
     "CHANGING",
+    "CHANGING_ROUNDS",
     "MODES",
     "Copies",
     "Wrong",
@@ -45,6 +46,8 @@ CHANGING = frozenset(
         "cut off",
     ]
 )
+# A module in it that is annotated itself has one backward with two gradients, or two with one each.
+CHANGING_ROUNDS = frozenset(["reentrant at times"])
 _POLICIES = {
     "average": MixedPrecisionPolicy(reduce_dtype=torch.float32),
     "compute": MixedPrecisionPolicy(

@@ -206,7 +206,7 @@ def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
         params = dict(zip(record.values, optimizer.param_groups[0]["params"], strict=True))
         _run_program(case, model, number, record)
         place = f"step {number} ({name})"
-        _average_ignored(case, model)
+        _average_ignored(case, model, record)
         grads = dict.fromkeys(record.grads) if steps_inside else record.grads
         check_gradients(params, grads, _tolerance(case), place)
         if case.hooks == "count":
@@ -278,16 +278,17 @@ def _run_program(case: Case, model: Model, number: int, record: _Record) -> None
         raise Wrong(f"no error, though {sorted(record.missing)} have no gradient, step {number} ({name})")
 
 
-def _average_ignored(case: Case, model: Model) -> None:
+def _average_ignored(case: Case, model: Model, record: _Record) -> None:
     """Do for parameters that are left alone what the annotation does for the others. Collective."""
-    for param in ignored_by(model, case.annotation).values():
+    for name, param in ignored_by(model, case.annotation).items():
         if not param.requires_grad:
             continue
         dense = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
         total = torch.cat([dense.detach().flatten(), dense.new_tensor([param.grad is not None])])
         dist.all_reduce(total)
         if total[-1] > 0:
-            param.grad = (total[:-1] / case.world_size).view(param.shape)
+            mean, want = (total[:-1] / case.world_size).view(param.shape), record.grads[name]
+            param.grad = mean.to_sparse(1) if want is not None and want.is_sparse else mean
 
 
 def _step_inside(case: Case, model: Model, optimizer: torch.optim.Optimizer, *, is_torchs_first: bool) -> bool:
