@@ -341,7 +341,7 @@ def between_of(
 ) -> Between:
     """Return what an action gets."""
     rng = random.Random(f"{case.seed}/{number}/{index}")
-    return Between(model, optimizer, is_plain, rng, number, folder, case.other)
+    return Between(model, optimizer, is_plain, rng, number, folder, case.annotation, case.other)
 
 
 def kinds_of(case: Case) -> Iterator[str]:

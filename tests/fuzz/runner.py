@@ -18,6 +18,7 @@ from tests.fuzz.annotations import Refused, annotate, ignored_by
 from tests.fuzz.between import ACTIONS
 from tests.fuzz.cases import Case, between_of, make_model, step_of
 from tests.fuzz.copies import Wrong, unless_refused
+from tests.fuzz.nodes import kinds_in
 from tests.fuzz.programs import PROGRAMS
 from tests.fuzz.trees import Model
 from tests.world import RankErrors, run_ranks, run_threads
@@ -26,6 +27,8 @@ __all__ = ["OUTCOMES", "Outcome", "Wrong", "check_gradients", "run_case"]
 
 OUTCOMES = "right refused wrong hang error impossible".split()
 LR = 0.05
+# Of float64.
+EXACT = 1e-8
 
 
 @dataclass(frozen=True)
@@ -268,6 +271,10 @@ def _run_program(case: Case, model: Model, number: int, record: _Record) -> None
         elif "uneven inputs" in text:
             if not copies.is_static or "uneven" not in name:
                 raise Wrong(text) from error
+        elif "after its module was reduced" in text:
+            # Of a sharded module that gives out tensors in a way nobody sees: see docs/optimizers.md.
+            if not copies.steps or case.annotation.mode != "mixed" or "hidden box" not in kinds_in(case.tree):
+                raise Wrong(text) from error
         elif "second gradient" in text:
             if "reentrant" not in case.tags:
                 raise Wrong(text) from error
@@ -314,7 +321,7 @@ def _apply_in_backward(case: Case, model: Model) -> None:
 def _tolerance(case: Case) -> float:
     if case.copies.policy == "compute":
         return 1e-3
-    return 1e-4 if "float32" in case.tags or case.copies.policy else 1e-8
+    return 1e-4 if "float32" in case.tags or case.copies.policy else EXACT
 
 
 def check_gradients(
@@ -350,7 +357,7 @@ def _check_full_values(params: Mapping[str, nn.Parameter], expected: dict[str, t
 
 
 def _check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], tolerance: float, what: str, place: str) -> None:
-    """Compare this rank's elements."""
+    """Compare this rank's elements; in lower dtypes, what is off counts beside the largest of a tensor."""
     pieces = {}
     for name, (tensor, want) in pairs.items():
         have = tensor.detach()
@@ -369,8 +376,10 @@ def _check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], tolerance: float
     if not every or torch.allclose(*every, rtol=tolerance, atol=tolerance, equal_nan=True):
         return
     for name, (have, want) in pieces.items():
-        if not torch.allclose(have, want, rtol=tolerance, atol=tolerance, equal_nan=True):
-            off, most = (have - want).abs().max().item(), want.abs().max().item()
+        most = want.abs().max().item() if want.numel() else 0.0
+        least = tolerance * max(1.0, most if tolerance > EXACT else 1.0)
+        if not torch.allclose(have, want, rtol=tolerance, atol=least, equal_nan=True):
+            off = (have - want).abs().max().item()
             raise Wrong(f"{what} differs: '{name}', {place}, off by up to {off:.2g}, right are up to {most:.2g}")
 
 
