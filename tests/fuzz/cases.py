@@ -133,7 +133,7 @@ def make_model(case: Case) -> Model:
 def draw(seed: int, world_size: int, without: frozenset[str] = frozenset(), steps: int = 3) -> Case:
     """Return the case of a seed, without some kinds of nodes, annotations, programs, actions, hooks."""
     rng = random.Random(seed)
-    tree = _tree(rng, without | {"sparse rows"})
+    tree = _tree(rng, without | {"sparse rows", "compiled", "tied across"})
     front = None
     if "drop" not in without and rng.random() < 0.2:
         front = Spec("drop", rng.getrandbits(32), (Spec(rng.choice(["linear", "scalars"]), rng.getrandbits(32)),))
@@ -193,7 +193,8 @@ def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozen
     if not copies.is_static:
         without |= {"reentrant", "reentrant at times"}
     if mode == "mixed":
-        without |= {"sparse rows"}  # fully_shard does not take them.
+        # fully_shard does not take the first, nor what another module's forward uses.
+        without |= {"sparse rows", "tied across"}
     tree = _tree(rng, without)
     tags = tags_in(tree)
     annotation = dataclasses.replace(draw_annotation(rng, tags, ["hand"]), mode=mode, copies=copies)
@@ -292,7 +293,7 @@ def _programs_for(case: Case) -> list[str]:
     model = make_model(case)
     direct = frozenset.intersection(*(direct_parts(model, one) for one in annotations))
     is_sharded = all(map(_is_all_sharded, annotations))
-    has_parts = any(one.mode in ("roots", "mixed", "nested") for one in annotations)
+    has_parts = any(one.mode in ("roots", "mixed", "nested", "together") for one in annotations)
     # Parts that do not run in every forward hear of no other's backward, which is to average what they keep.
     some = ("chosen", "heads", "drop") if case.annotation.copies is not None else ("chosen",)
     is_partial = case.front is not None or any(_has(case.tree, kind) for kind in some)
@@ -321,7 +322,7 @@ def _programs_for(case: Case) -> list[str]:
 
 
 def _are_copies(case: Case, which: str) -> bool:
-    return case.annotation.mode == "replicate" or (case.annotation.mode == "nested" and which == "all")
+    return case.annotation.mode == "replicate" or (case.annotation.mode in ("nested", "together") and which == "all")
 
 
 def step_of(case: Case, model: Model, number: int, rank: int, *, is_plain: bool) -> Step:

@@ -164,4 +164,6 @@ def _serve(pipe: Connection, stacks: Path, perform: Callable[..., Outcome]) -> N
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 outcome = perform(case, timeout_s=RUN_TIMEOUT_S)
+            if "torch._dynamo" in sys.modules:
+                torch._dynamo.reset()  # Else what it compiled for one tree is looked through for the next.
             pipe.send(outcome)
