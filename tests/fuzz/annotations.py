@@ -168,7 +168,10 @@ def ignored_by(model: Model, annotation: Annotation) -> dict[str, nn.Parameter]:
     if annotation.copies is None or annotation.mode != "replicate":
         return {}
     options = _replicate(annotation, "root", model, model).options
-    left = [*options.get("ignored_params", []), *(p for one in options.get("ignored_modules", []) for p in one.parameters())]
+    left = [
+        *options.get("ignored_params", []),
+        *(p for one in options.get("ignored_modules", []) for p in one.parameters()),
+    ]
     return {name: param for name, param in model.named_parameters() if any(param is one or name == one for one in left)}
 
 

@@ -93,6 +93,8 @@ class Case:
         kinds = set(kinds_in(self.tree))
         if kinds & CHANGING or (self.annotation.mode != "replicate" and kinds & CHANGING_ROUNDS):
             return False
+        if self.annotation.mode == "together" and "reentrant" in self.tags:
+            return False  # What a reentrant checkpoint runs again is a backward of its own.
         return self.front is None and len(set(self.programs)) == 1 and set(self.programs) <= ALIKE
 
     @property
