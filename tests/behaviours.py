@@ -526,8 +526,16 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "`_check_reducer_finalized`",
-            "Every backward checks at its end: what is missing is an error there, on every rank, by name.",
-            (*UNUSED, *proved(REPLICATE, "test_an_exception_in_the_backward_of_one_rank_keeps_nobody_waiting")),
+            "Every backward checks at its end: what is missing is an error there, on every rank, by name. Each of them "
+            "names, of every rank, the last module to get a gradient, also where an exception stopped a backward.",
+            (
+                *UNUSED,
+                *proved(
+                    REPLICATE,
+                    "test_the_error_names_the_module_that_each_rank_saw_last",
+                    "test_an_exception_in_the_backward_of_one_rank_keeps_nobody_waiting",
+                ),
+            ),
         ),
         Row(
             "`static_graph`",
