@@ -353,9 +353,12 @@ class _Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-@kind("compiled", tags="first_order", parts="block.up block.down block")
+@kind("compiled", tags="first_order compiled", parts="block.up block.down block")
 class Compiled(Node):
-    """A block that torch.compile has compiled, in place or with a wrapper."""
+    """A block that torch.compile has compiled, in place or with a wrapper.
+
+    Not in threads of a forward: where ranks are threads of one process, the compiler takes one's for another's.
+    """
 
     def setup(self) -> None:
         block, backend = _Block(), self.choose("eager", "aot_eager")
@@ -602,7 +605,7 @@ def _plainly(fn: Callable[..., torch.Tensor], *args: Any, use_reentrant: bool) -
     return fn(*args)
 
 
-@kind("thread", kids=(1, 1), tags="thread")
+@kind("thread", kids=(1, 1), tags="thread", bans="compiled")
 class Thread(Node):
     """Part of the forward runs in another thread."""
 
