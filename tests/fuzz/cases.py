@@ -204,6 +204,8 @@ def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozen
         annotation, seed=rng.getrandbits(32), copies=dataclasses.replace(draw_copies(rng), finds_unused=True,
         is_static=copies.is_static, ignores=False, policy=copies.policy, steps="", syncs=False),
     )  # fmt: skip
+    if mode != "replicate" and not copies.hook:  # Else the tree may be one in which hooks of several modules wait.
+        other = dataclasses.replace(other, copies=dataclasses.replace(other.copies or Copies(), hook=""))
     is_sparse = "sparse" in tags
     case = Case(
         seed=seed,
