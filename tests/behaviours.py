@@ -667,6 +667,25 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             gap="not here: work on torch's own documents",
         ),
         Row(
+            "Random trees",
+            "Plain, replicated, sharded, frozen, tied, unused, shared, checkpointed and compiled modules, nested at random "
+            "and with any options: equal to one process, or refused on every rank.",
+            proved(
+                "fuzz/test_random_trees.py",
+                "test_with_any_options_of_replicate_they_do_or_are_refused_on_every_rank",
+                "test_a_few_hundred_seeds_meet_every_kind",
+            ),
+        ),
+        Row(
+            "Memory over many steps",
+            "Tensors, bytes, objects, threads and files are level, whatever the options; so is resident memory over "
+            "hundreds of steps (`python -m tests.fuzz.soak`).",
+            (
+                *proved("fuzz/test_soak.py", "test_nothing_grows"),
+                *proved("test_comm_hooks.py", "test_states_whose_hooks_are_gone_leave_nothing_behind"),
+            ),
+        ),
+        Row(
             "Scripts written for the wrapper",
             "[Over twenty](ddp_scripts.md), from torch's documents and as trainers do it: equal to the bit, with one to "
             "five lines changed.",
