@@ -35,6 +35,7 @@ from tests.counting import CountingTransport
 from tests.live_bytes import LiveBytes
 from tests.low_precision import BF16, DIM, FP16, FP32, batch_of, make_net, train_in_one_process
 from tests.models import seeded
+from tests.runtime.interrupts import interrupted_at, record, sample
 from tests.world import run_ranks, run_threads, told
 
 TINY_CAP_MB = 300 / 2**20
@@ -308,8 +309,8 @@ def be_cut_short(error: BaseException) -> None:
             model(torch.ones(2, DIM))
         except type(error):
             # Where a script saves what it has, with the frames of the forward still alive.
-            assert {value.dtype for value in model.state_dict().values()} == {FP32}
             assert is_itself(model, before)
+            assert {value.dtype for value in model.state_dict().values()} == {FP32}
         else:
             pytest.fail("nothing was raised")
         model[0].error = None
@@ -322,20 +323,53 @@ def test_a_forward_that_is_cut_short_leaves_the_module_with_its_own(error: type[
     run_threads(be_cut_short, 1, error())
 
 
-def interrupt_and_look() -> None:
-    model = nn.Sequential(Spy())
+class Mixed(nn.Module):
+    """Reads parameters of its own, of parts that it calls and of one that it does not, and runs a part again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.again, self.read = (nn.Linear(DIM, DIM) for _ in range(3))
+        self.lstm = nn.LSTM(DIM, DIM)
+        self.scale = nn.Parameter(torch.ones(DIM))
+        self.register_buffer("table", torch.linspace(0, 1, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = run_with_checkpoint(self.again, self.up(x), use_reentrant=False)
+        x, _ = self.lstm(nn.functional.linear(x, self.read.weight) * self.table)
+        return x * self.scale
+
+
+def interrupt_everywhere() -> tuple[int, list[str]]:
+    """Return how many points were tried, and those after which a module did not hold its own."""
+    model = Mixed()
     before = tensors_of(model)
-    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
-    model[0].error = KeyboardInterrupt()
-    try:
-        model(torch.ones(2, DIM))
-    except KeyboardInterrupt:
-        model[0].error.__traceback__ = None
+    flat = list(model.lstm._flat_weights)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, buffer_dtype=BF16), find_unused_parameters=True)
+
+    def step() -> None:
+        model(torch.ones(2, DIM)).float().sum().backward()
+
+    step()
+    points = sample(list(record(step)), 250, 0)
+    wrong = []
+    for point in points:
+        caught = interrupted_at(point, step, KeyboardInterrupt)
+        # As in the user's `except`: the frames of the step are alive.
+        is_held = all(one is own for one, own in zip(model.lstm._flat_weights, flat, strict=True))
+        if not is_itself(model, before) or not is_held:
+            wrong.append(str(point))
+            caught = None
+            step()
+        del caught
+    step()
     assert is_itself(model, before)
+    return len(points), wrong
 
 
-def test_ctrl_c_in_a_forward_leaves_parameters_also_if_nothing_is_called_after_it() -> None:
-    run_threads(interrupt_and_look, 1)
+def test_ctrl_c_anywhere_in_a_step_leaves_modules_with_their_own() -> None:
+    ((tried, wrong),) = run_threads(interrupt_everywhere, 1)
+    assert tried > 200
+    assert not wrong
 
 
 def raise_in_backward() -> None:
