@@ -269,10 +269,16 @@ def dispatch_rule_holder() -> Any:
 def alias_of(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return ``values``, of any dtype, as a tensor whose gradient goes to ``leaf`` and is cast to its dtype.
 
-    ``values`` have the shape of ``leaf``; nothing is computed, and nothing saved for backward.
+    ``values`` have the shape of ``leaf``; nothing is computed, and nothing saved for backward. The gradient gets to
+    ``leaf`` as soon as it is there, whenever the alias was made.
     """
     alias: torch.Tensor = _alias(leaf, leaf.shape)
     alias.data = values
+    node: Any = alias.grad_fn
+    if node is not None:  # else there is no gradient to come
+        # Of nodes that are ready autograd runs the one that was made last: without this the first ones of a forward
+        # would wait for the end of the backward, with all gradients.
+        node._set_sequence_nr(2**63 - 1)  # before all but leaves
     return alias
 
 
