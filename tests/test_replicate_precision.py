@@ -7,6 +7,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from composable import (
     register_comm_hook,
     replicate,
     save_checkpoint,
+    step_in_backward,
     unannotate,
 )
 from tests.counting import CountingTransport
@@ -90,6 +92,36 @@ def test_training_is_that_of_one_process_with_the_same_casts(policy: MixedPrecis
         allowed = tolerance_of(policy)
         for found in run_threads(train, world_size, policy, **run, **options):
             torch.testing.assert_close(found, expected, rtol=allowed, atol=allowed)
+
+
+def step_inside(policy: MixedPrecisionPolicy, micros: int, options: dict[str, Any]) -> Any:
+    """Train as ``train`` does, but with an optimizer that steps in backward; also returns what dtypes it steps on."""
+    model = make_net()
+    replicate(model, mp_policy=policy, find_unused_parameters=True, **options)
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(params, lr=0.05)
+    seen: set[tuple[torch.dtype, torch.dtype]] = set()
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.update((one.dtype, one.grad.dtype) for one in params if one.grad is not None)
+    )
+    step_in_backward(optimizer)
+    for step, micro in itertools.product(range(3), range(micros)):
+        with no_sync(model) if micro < micros - 1 else nullcontext():
+            model(batch_of(step, dist.get_rank(), micro)).float().square().mean().backward()
+    assert all(param.grad is None for param in params)
+    return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}, seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("policy", POLICIES[1:-1], ids=str)
+def test_an_optimizer_in_backward_steps_the_parameters_on_their_averages(
+    policy: MixedPrecisionPolicy, world_size: int
+) -> None:
+    for micros, options in itertools.product([1, 3], [{}, {"bucket_cap_mb": TINY_CAP_MB}]):
+        expected = train_in_one_process(policy, world_size, steps=3, micros=micros, dtype=FP32, make=torch.optim.SGD)
+        for found, dtypes in run_threads(step_inside, world_size, policy, micros, options):
+            torch.testing.assert_close(found, expected, rtol=tolerance_of(policy), atol=tolerance_of(policy))
+            assert dtypes == {(FP32, FP32)}
 
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(FP32), MixedPrecisionPolicy(None, FP32)], ids=str)
@@ -515,6 +547,28 @@ def test_what_a_forward_writes_to_a_copy_is_an_error() -> None:
     assert "a forward wrote to a parameter, of which it held a copy in bfloat16" in text
     # So are ranks told that wait for this one.
     assert standing.startswith("has left forward 1 of Sequential: UsageError: a forward wrote")
+
+
+def when_gradients_arrive() -> list[list[bool]]:
+    """Return of each layer, last first, which of them have their gradients when that of its output arrives."""
+    layers = [nn.Linear(DIM, DIM) for _ in range(4)]
+    weights = [layer.weight for layer in reversed(layers)]
+    model = nn.Sequential(*layers)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    seen: list[list[bool]] = []
+
+    def look(grad: torch.Tensor) -> None:
+        seen.append([weight.grad is not None for weight in weights])
+
+    for layer in layers:
+        layer.register_forward_hook(lambda module, args, out: out.register_hook(look) and None)
+    model(torch.ones(2, DIM)).float().sum().backward()
+    return seen
+
+
+def test_gradients_arrive_while_backward_goes_on() -> None:
+    (seen,) = run_threads(when_gradients_arrive, 1)
+    assert seen == [[False] * 4, [True] + [False] * 3, [True] * 2 + [False] * 2, [True] * 3 + [False]]
 
 
 def lend_parameters() -> None:
