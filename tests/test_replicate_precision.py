@@ -136,16 +136,21 @@ def test_a_model_in_low_precision_is_computed_and_averaged_in_full(policy: Mixed
 
 
 class Tree(nn.Module):
-    """Parts that are run once, twice, with checkpointing or not at all; some are frozen, some share a weight."""
+    """Parts that are run once, twice, with checkpointing, only read or not at all, which changes from step to step.
+
+    Some are frozen, some share a weight.
+    """
 
     def __init__(self, draw: random.Random, depth: int, pool: list[nn.Linear]) -> None:
         super().__init__()
         self.parts = nn.ModuleList()
-        self.ways: list[str] = []
+        self.ways: list[list[str]] = []
+        ways = ["once", "once", "twice", "checkpointed", "read", "unused"]
         for _ in range(draw.randint(1, 3)):
             self.parts.append(self._part(draw, depth, pool))
-            self.ways.append(draw.choice(["once", "once", "twice", "checkpointed", "unused"]))
-        self.ways[0] = "once"
+            self.ways.append([draw.choice(ways)] * 3 if draw.random() < 0.6 else draw.choices(ways, k=3))
+        self.ways[0] = ["once"] * 3
+        self.step = 0
         self.recomputes = True
         self.scale = nn.Parameter(torch.ones(()))
 
@@ -166,8 +171,11 @@ class Tree(nn.Module):
         return linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for part, way in zip(self.parts, self.ways, strict=True):
-            if way == "checkpointed" and self.recomputes:
+        for part, ways in zip(self.parts, self.ways, strict=True):
+            way = ways[self.step % 3]
+            if way == "read" and isinstance(part, nn.Linear):
+                x = x + torch.tanh(nn.functional.linear(x, part.weight, part.bias))
+            elif way == "checkpointed" and self.recomputes:
                 x = x + torch.tanh(run_with_checkpoint(part, x, use_reentrant=False))
             elif way != "unused":
                 x = x + torch.tanh(part(part(x) if way == "twice" else x))
@@ -187,7 +195,15 @@ def policy_of(seed: int) -> MixedPrecisionPolicy:
     )
 
 
-def train_tree(seed: int, *, steps: int, micros: int) -> dict[str, torch.Tensor]:
+def set_step(model: nn.Module, step: int) -> None:
+    for module in model.modules():
+        module.step = step
+
+
+def train_tree(
+    seed: int, *, steps: int, micros: int, adopt: Callable[[nn.Module], None] | None = None
+) -> dict[str, torch.Tensor]:
+    """Train the tree of that seed; ``adopt`` gets it when it is annotated."""
     draw = random.Random(seed + 2000)
     model = make_tree(seed)
     replicate(
@@ -197,14 +213,21 @@ def train_tree(seed: int, *, steps: int, micros: int) -> dict[str, torch.Tensor]
         bucket_cap_mb=draw.choice([TINY_CAP_MB, 25]),
         gradient_as_bucket_view=draw.choice([True, False]),
     )
+    if adopt is not None:
+        adopt(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    is_inside = draw.choice([True, False])
+    if is_inside:
+        step_in_backward(optimizer)
     for step in range(steps):
+        set_step(model, step)
         for micro in range(micros - 1):
             with no_sync(model):
                 model(batch_of(step, dist.get_rank(), micro)).float().square().mean().backward()
         model(batch_of(step, dist.get_rank(), micros - 1)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if not is_inside:
+            optimizer.step()
+            optimizer.zero_grad()
     return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
 
 
@@ -222,6 +245,7 @@ def train_tree_alone(seed: int, world_size: int, *, steps: int, micros: int) -> 
     reduce_dtype = policy.reduce_dtype or policy.param_dtype
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(steps):
+        set_step(model, step)
         total: dict[str, torch.Tensor] = {}
         for rank in range(world_size):
             for micro in range(micros):

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from composable.replication import cast_streams, low_params
 from tests.low_precision import BF16, DIM
 from tests.models import random_input, seeded
 from tests.runtime.recording import Recorder
+from tests.test_replicate_precision import train_tree
 from tests.world import run_threads
 
 
@@ -198,6 +200,28 @@ def test_casts_are_ordered(program: str) -> None:
     [(found, (operations, events, frees))] = run_threads(record, 1, program)
     assert not found, "\n".join(found)
     assert operations > 50 and events > 10 and frees > 10
+
+
+def train_random(seed: int, *, on_device: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Train a random tree; returns its parameters, and what was not ordered."""
+    recorder = Recorder()
+
+    def adopt(model: nn.Module) -> None:
+        for part in replicate.state(model).precision.parts:
+            part.params.casts = cast_streams.DeviceCasts(recorder)
+
+    if not on_device:
+        return train_tree(seed, steps=6, micros=2), []
+    with recorder:
+        params = train_tree(seed, steps=6, micros=2, adopt=adopt)
+    return params, list(map(str, recorder.violations))
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("TREE_CASES", "10"))))
+def test_random_trees_are_ordered_and_train_as_without_streams(seed: int) -> None:
+    [(params, found)], [(expected, _)] = (run_threads(train_random, 1, seed, on_device=one) for one in (True, False))
+    assert not found, "\n".join(found)
+    torch.testing.assert_close(params, expected, rtol=0, atol=0)
 
 
 # Each rule is needed
