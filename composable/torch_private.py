@@ -95,6 +95,7 @@ try:
         frame_evaluation.set_code_exec_strategy,
         frame_evaluation._FrameAction,
         frame_evaluation._FrameExecStrategy,
+        torch._C._functions.AccumulateGrad._set_sequence_nr,  # type: ignore[attr-defined]  # torch's stub lacks it
     )
 except (ImportError, AttributeError) as error:
     raise UsageError(
