@@ -100,7 +100,8 @@ class EndOfBackward:
         was raised here, with what the backward of another ending was to be told by.
         """
         self._endings.append(ending)
-        held = _Held()
+        # A callback that does nothing, in no frame of Python.
+        held: Callable[[], Any] = partial(bool)
         queue_callback(held)
         return held
 
@@ -125,15 +126,6 @@ class EndOfBackward:
             finally:
                 # Else the traceback would hold itself, and what its frames hold.
                 failures.clear()
-
-
-class _Held:
-    """A callback of autograd that does nothing: it lives as long as the backward."""
-
-    __slots__ = ("__weakref__",)
-
-    def __call__(self) -> None:
-        pass
 
 
 # By the id of the backward, which no other has.
