@@ -18,6 +18,7 @@ from composable import (
     ComposableError,
     CPUOffloadPolicy,
     CustomPolicy,
+    DataParallelMeshDims,
     DefaultState,
     FSDPModule,
     LowPrecisionState,
@@ -157,6 +158,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "module": {"plain"},
             "policy": OPTIONAL,
             "mesh": OPTIONAL,
+            "dp_mesh_dims": OPTIONAL,
+            "process_group": OPTIONAL,
             "strategy": OPTIONAL,
             "reshard_after_forward": {"None", "True"},
             "mp_policy": OPTIONAL,
@@ -352,6 +355,11 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         bucketing_backend,
         lambda: {"backend": "eager"},
         {"backend": {"plain", "class"}, "bucket_cap_mb": {"3", "1.5", "np.3"}, "form": set()},
+    ),
+    "DataParallelMeshDims": (
+        DataParallelMeshDims,
+        lambda: {"shard": "a", "replicate": "b"},
+        {"shard": {"text"}, "replicate": {"None", "text"}},
     ),
     "DefaultState": (DefaultState, dict, {"process_group": set()}),
     "LowPrecisionState": (
