@@ -98,6 +98,9 @@ class DeviceCasts:
         self._casts = device.Stream(priority=-1)
         # Where the forward started whose casts run; `None`: none do.
         self._home: Any = None
+        # Whether another stream has ever read a copy; and whether a forward went by in which none did.
+        self._has_branches = False
+        self._is_alone = False
         self.names = {device.current_stream().stream_id: "default", self._casts.stream_id: "casts"}
 
     def begin(self) -> None:
@@ -113,13 +116,16 @@ class DeviceCasts:
     def wait_for(self, event: Any) -> bool:
         current = self._device.current_stream()
         current.wait_event(event)
-        # Streams that wait for this one come after the event too; this one comes after nothing of theirs.
-        return bool(current == self._home)
+        is_home = bool(current == self._home)
+        self._has_branches |= not is_home
+        # A stream that branched off before this waits for nothing that this one does, and may read the same copy next.
+        return is_home and self._is_alone
 
     def end(self) -> None:
         if self._home is not None:
             self._device.current_stream().wait_stream(self._casts)
             self._home = None
+            self._is_alone = not self._has_branches
 
 
 def _copies_of(group: Sequence[tuple[torch.Tensor, torch.dtype]]) -> list[torch.Tensor]:
