@@ -157,6 +157,29 @@ def test_random_annotations_train_like_one_process(seed: int) -> None:
     run_threads(random_run, shape[0] * shape[1], seed, shape)
 
 
+def part_of_the_world() -> None:
+    """Train two models, each on half of the ranks, on two dims of a mesh of three."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copy", "half", "shard"))
+    model, plain = plain_model(0), plain_model(0)
+    for module in (model[1], model):
+        fully_shard(module, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="shard", replicate="copy"))
+    rank = dist.get_rank()
+    half = [one for one in range(8) if (one // 2) % 2 == (rank // 2) % 2]
+    assert fully_shard.state(model).grid.everyone.numbers == tuple(half)
+    for step in range(2):
+        every = batches_of(step, 8)
+        model(every[rank]).square().mean().backward()
+        plain(torch.cat([every[one] for one in half])).square().mean().backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(found.grad), expected.grad)
+    for dst in range(len(half)):
+        assert bool(full_state_dict(model, dst=dst)) == (half[dst] == rank)
+
+
+def test_two_models_train_on_parts_of_the_world() -> None:
+    run_threads(part_of_the_world, 8)
+
+
 def deferred(shape: tuple[int, int], strategy: str) -> list[dict[str, int]]:
     """Count the collectives of a step of three micro-batches, of which one has the second leg."""
     model, counts = sharded_net(shape, strategy=strategy), []
