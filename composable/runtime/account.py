@@ -58,7 +58,7 @@ class Account:
         flat = self.flat
         given = 0
         if not flat.has_hooks():
-            given = flat.all_bits if self.fills_with_zeros else self.had
+            given = flat.all_bits if self.fills_with_zeros else self.had | flat.routes.kept.bits
             if given:
                 flat.accumulate(reduced, given)
         if given != flat.all_bits:
@@ -70,7 +70,9 @@ class Account:
         Args:
             fills_unused: To all others as well: zeros.
         """
-        had, self.had = self.had, 0
+        kept = self.flat.routes.kept
+        had, self.had = self.had | kept.bits, 0
+        kept.bits = 0 if kept.total is None else had
         if not self.waits:
             return
         rest, self.waits = self.waits, []
