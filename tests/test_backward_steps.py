@@ -3,7 +3,7 @@
 import copy
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -244,6 +244,77 @@ def test_parameters_without_a_gradient_are_stepped_where_another_rank_has_one_on
     for found, expected in zip(stepped, after, strict=True):
         assert_equal_params(found, expected, tolerance=0)
     assert_equal_params(stepped[0], stepped[1], tolerance=0)
+
+
+# Ranks that go different ways
+
+
+class _Parts(nn.Module):
+    """Layers that run on their own, with a bucket each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return torch.tanh(self.layers[number](x))
+
+
+class _Ways(nn.Module):
+    """Two modules to replicate, of which each rank uses any parts in any order, and two to shard, which all use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.copies = nn.ModuleList([_Parts(), _Parts()])
+        self.shards = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor, way: Sequence[tuple[int, int] | int]) -> torch.Tensor:
+        for place in way:
+            x = self.shards[place](x) if isinstance(place, int) else self.copies[place[0]](x, place[1])
+        return x
+
+
+def way_of(seed: int, step: int, rank: int) -> list[tuple[int, int] | int]:
+    chance = random.Random(f"{seed}/{step}/{rank}")
+    parts = [part for which in (0, 1) for part in chance.sample([(which, i) for i in range(4)], chance.randint(1, 4))]
+    chance.shuffle(parts)
+    first, second = sorted(chance.randint(0, len(parts)) for _ in range(2))
+    return [*parts[:first], 0, *parts[first:second], 1, *parts[second:]]
+
+
+def inputs_of_way(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def go_different_ways(seed: int) -> Any:
+    chance = random.Random(seed)
+    model = _Ways()
+    for copies in model.copies:
+        replicate(copies, find_unused_parameters=True, bucket_cap_mb=chance.choice([1e-5, 1e-4]))
+    for shards in model.shards:
+        fully_shard(shards, reshard_after_forward=True)
+    step_in_backward(sgd(model.parameters()))
+    for step in range(4):
+        rank = dist.get_rank()
+        model(inputs_of_way(step, rank), way_of(seed, step, rank)).square().mean().backward()
+        assert all(param.grad is None for param in model.parameters())
+    return full_params(model)
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("STEP_CASES", "6"))))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_that_use_other_parameters_in_another_order_never_wait_in_vain(world_size: int, seed: int) -> None:
+    model = _Ways()
+    optimizer = sgd(model.parameters())
+    for step in range(4):
+        for rank in range(world_size):
+            output = model(inputs_of_way(step, rank), way_of(seed, step, rank))
+            (output.square().mean() / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for params in run_threads(go_different_ways, world_size, seed):
+        assert_equal_params(params, dict(model.named_parameters()), tolerance=1e-5)
 
 
 # Memory

@@ -178,6 +178,7 @@ class Bucket:
         key: Of its all-reduce.
         is_released: There is no memory until the next gradients come.
         casts: Some gradients rest in another dtype than they travel in.
+        has_split: Of some parameters tensor parallelism has split this rank holds a part.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class Bucket:
             end = stop + param.numel() * (2 if param.is_complex() else 1)
             stop += -(-(end - stop) // step) * step
             gaps.append((end, stop))
-        self._has_split = any(one is not param for one, param in zip(local, self._params, strict=True))
+        self.has_split = any(one is not param for one, param in zip(local, self._params, strict=True))
         self._stop, self._tail_numel = stop, tail_numel
         self._starts = starts
         self._gap_ends = [(end, following) for end, following in gaps if end < following]
@@ -304,7 +305,7 @@ class Bucket:
                 fresh_views.append(view)
                 fresh_params.append(param)
         grads, views = fresh, fresh_views
-        if self._has_split:
+        if self.has_split:
             grads = [local_gradient(grad, param) for grad, param in zip(fresh, fresh_params, strict=True)]
             for grad, param in zip(grads, fresh_params, strict=True):
                 # What was a sum still to be taken is one that was: `unpack` writes the average there.
