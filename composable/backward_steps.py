@@ -132,11 +132,11 @@ class BackwardSteps:
 
     def _let_go(self) -> None:
         self._widen()
-        for unit in self._units:
-            unit.step_by([one for one in unit.steppers if one != self._stepper])
         for hook in self._hooks:
             hook.remove()
         unmark_stepped(self._params)
+        for unit in self._units:
+            unit.step_by([one for one in unit.steppers if one != self._stepper])
         self._units, self._params, self._hooks = [], [], []
         self._group_of.clear()
         self._kept.clear()

@@ -217,30 +217,37 @@ class _Branches(nn.Module):
         return self.parts[part](self.common(x))
 
 
-def use_one_branch(api: str, *, in_backward: bool) -> dict[str, torch.Tensor]:
+def use_one_branch(api: str, make: Make, way: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model: nn.Module = _Branches()
     if api == "replicate":
         replicate(model, find_unused_parameters=True, bucket_cap_mb=0.0001)
     else:
         fully_shard(model)
-    optimizer = adam(model.parameters())
-    if in_backward:
+    optimizer = make(model.parameters())
+    if way == "ours":
         step_in_backward(optimizer)
+    elif way == "torch's":
+        options = {key: optimizer.defaults[key] for key in ("lr", "eps")}
+        in_backward_api()(type(optimizer), model.parameters(), options)
     for step in range(4):
         # In the first two steps the ranks use different parts; nobody ever uses the last one.
         part = dist.get_rank() if step < 2 else 2
         model(torch.ones(2, 4) * (1 + step + dist.get_rank()), part).square().mean().backward()
-        if not in_backward:
+        if way == "after":
             optimizer.step()
             optimizer.zero_grad()
     assert optimizer.state.get(model.parts[3].weight) is None  # type: ignore[union-attr,index]
     return full_params(model)
 
 
+@pytest.mark.parametrize("way", ["ours", "torch's"])
+@pytest.mark.parametrize("make", [adam, adafactor])  # Ranks step a sharded parameter together with the second.
 @pytest.mark.parametrize("api", ["fully_shard", "replicate"])
-def test_parameters_without_a_gradient_are_stepped_where_another_rank_has_one_only(api: str) -> None:
-    stepped, after = (run_threads(use_one_branch, 2, api, in_backward=one) for one in (True, False))
+def test_parameters_without_a_gradient_are_stepped_where_another_rank_has_one_only(
+    api: str, make: Make, way: str
+) -> None:
+    stepped, after = (run_threads(use_one_branch, 2, api, make, one) for one in (way, "after"))
     for found, expected in zip(stepped, after, strict=True):
         assert_equal_params(found, expected, tolerance=0)
     assert_equal_params(stepped[0], stepped[1], tolerance=0)

@@ -17,7 +17,7 @@ class Account:
 
     A parameter that this rank has a gradient for gets the reduced one as soon as it is there. Whether one
     without gets it depends on the other ranks, and waits for the end of backward, as do all of a
-    buffer with hooks: they run once, on the whole gradient.
+    buffer with hooks: they run once, on the whole gradient. So do all that ranks have to step together.
 
     Args:
         flat: The buffer.
@@ -58,7 +58,11 @@ class Account:
         flat = self.flat
         given = 0
         if not flat.has_hooks():
-            given = flat.all_bits if self.fills_with_zeros else self.had
+            given = self.had
+            if self.fills_with_zeros:
+                given = flat.all_bits
+            elif flat.steps_together:
+                given = 0
             if given:
                 flat.accumulate(reduced, given)
         if given != flat.all_bits:

@@ -12,6 +12,7 @@ from composable.storage.module_buffers import describe_buffers, move_buffers
 from composable.storage.resting_place import RestingPlace
 from composable.storage.sharded_param import ShardedParam
 from composable.storage.stepping import (
+    ELEMENT_WISE,
     Stepper,
     forget_torch_hooks,
     give_torch_optimizers,
@@ -28,6 +29,7 @@ from composable.storage.unfilled import META_FIX, MarkedMemory, is_unfilled, mar
 
 __all__ = [
     "CHOICES",
+    "ELEMENT_WISE",
     "FIX_COPY",
     "META_FIX",
     "ClassGatheredBuffer",

@@ -396,7 +396,7 @@ class Handle:
     def step_by(self, steppers: Sequence[Stepper]) -> None:
         """Let these step the parameters, from the next backward on."""
         for flat in self.buffers:
-            flat.steppers = tuple(steppers)
+            flat.step_by(steppers)
 
     def close(self) -> None:
         """Let go of modules and shards for good. Nothing is left to gather: unsharding does nothing from now on."""
