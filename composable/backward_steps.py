@@ -21,7 +21,7 @@ from composable.claims import claim_of
 from composable.collectives import Ranks
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.frames import in_backward, will_get_gradient
-from composable.optim import CHECKS_ITSELF, check_replaced
+from composable.optim import CHECKS_ITSELF, PartStep, check_replaced
 from composable.replication import Reducer, ReplicateState, check_steppable
 from composable.storage import (
     Handle,
@@ -100,6 +100,7 @@ class BackwardSteps:
         self._params = list(_params_of(optimizer))
         self._lock = threading.Lock()
         self._is_stepping = False
+        self._part = PartStep(optimizer)
         # While it steps on part of its parameters: all groups, those of the step, and their whole lists.
         self._narrowed: _Narrowed | None = None
         # Plain parameters with gradients of backwards without synchronisation.
@@ -108,7 +109,7 @@ class BackwardSteps:
         self._stepper = self._step
         try:
             self._hook_plain([param for param in self._params if _unit_of(param) is None], self._make_arrival())
-            self._hooks.append(before_step(optimizer, self._refuse_by_hand))
+            self._hooks.append(before_step(optimizer, self._before_step))
             for param in self._params:
                 mark_stepped(param, self)
             for unit in units:
@@ -230,6 +231,7 @@ class BackwardSteps:
             optimizer.step()
         finally:
             self._is_stepping = False
+            self._part.end()
             self._widen()
 
     def _widen(self) -> None:
@@ -242,7 +244,8 @@ class BackwardSteps:
             self._narrowed = None
 
     @opaque
-    def _refuse_by_hand(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Refuse a step by hand; in another, let the stand-in step."""
         if not self._is_stepping:
             raise UsageError(
                 "step() of an optimizer that steps inside backward",
@@ -250,6 +253,8 @@ class BackwardSteps:
                 fix="leave the call out, with scaling and clipping of gradients: backward has stepped already; "
                 "or remove() what step_in_backward returned",
             )
+        stand_in = self._part.begin()
+        return None if stand_in is None else ((stand_in, *args[1:]), kwargs)
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:

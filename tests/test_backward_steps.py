@@ -4,6 +4,7 @@ import copy
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composable import (
     ComposableError,
@@ -59,6 +61,10 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.05, eps=1e-3)
 
 
+def foreach(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, eps=1e-3, foreach=True)
+
+
 def fused(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.05, eps=1e-3, fused=True)
 
@@ -67,7 +73,13 @@ def adafactor(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(params, lr=0.05)
 
 
-MAKES: dict[str, Make] = {"SGD": sgd, "AdamW": adam, "fused Adam": fused, "Adafactor": adafactor}
+MAKES: dict[str, Make] = {
+    "SGD": sgd,
+    "AdamW": adam,
+    "foreach AdamW": foreach,
+    "fused Adam": fused,
+    "Adafactor": adafactor,
+}
 
 
 def train(name: str, api: str, make: Make, *, steps: int = 4, syncs: tuple[bool, ...] = (True,)) -> Any:
@@ -182,8 +194,62 @@ NAMES = (
 def test_random_models_optimizers_and_accumulation_step_as_after_backward(seed: int) -> None:
     chance = random.Random(seed)
     syncs = (*(chance.random() < 0.5 for _ in range(chance.randrange(3))), True)
-    name, api, make = chance.choice(NAMES), chance.choice(ANNOTATIONS[:2]), chance.choice([sgd, adam, fused])
+    name, api, make = chance.choice(NAMES), chance.choice(ANNOTATIONS[:2]), chance.choice([sgd, adam, foreach, fused])
     run_threads(step_both_ways, chance.choice([1, 2, 3]), name, api, make, syncs)
+
+
+def compare_states(make: Make) -> None:
+    """Train in both ways, load the state into another optimizer, and train on."""
+    pair = []
+    for in_backward in (True, False):
+        model = annotated(make_model("mlp"), "fully_shard")
+        optimizer = make(model.parameters())
+        for step in range(4):
+            if step == 2:
+                state, optimizer = optimizer.state_dict(), make(model.parameters())
+                optimizer.load_state_dict(state)
+            context = step_in_backward(optimizer) if in_backward else nullcontext()
+            args, kwargs = inputs_of(model, step, dist.get_rank())
+            with context:
+                loss_of(model(*args, **kwargs)).backward()
+            if not in_backward:
+                optimizer.step()
+                optimizer.zero_grad()
+        pair.append([optimizer.state[param] for param in model.parameters()])
+    for stepped, expected in zip(*pair, strict=True):
+        assert list(stepped) == list(expected)
+        for key, value in expected.items():
+            assert type(stepped[key]) is type(value), key
+            assert torch.equal(_piece_of(stepped[key]), _piece_of(value)), key
+
+
+def _piece_of(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("make", [sgd, adam, foreach, fused])
+def test_the_state_is_that_of_an_optimizer_that_steps_after_backward(make: Make) -> None:
+    run_threads(compare_states, 3, make)
+
+
+def fail_in_a_step() -> None:
+    model = annotated(make_model("mlp"), "fully_shard")
+    optimizer = sgd(model.parameters())
+    step_in_backward(optimizer)
+    args, kwargs = inputs_of(model, 0, dist.get_rank())
+    optimizer.param_groups[0]["lr"] = "much"
+    with pytest.raises(TypeError):
+        loss_of(model(*args, **kwargs)).backward()
+    optimizer.zero_grad()
+    assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+    before = full_params(model)
+    optimizer.param_groups[0]["lr"] = 0.1
+    loss_of(model(*args, **kwargs)).backward()
+    assert not torch.equal(full_params(model)["inp.weight"], before["inp.weight"])
+
+
+def test_a_step_that_raises_leaves_the_optimizer_whole() -> None:
+    run_threads(fail_in_a_step, 2)
 
 
 def reduce_after_all() -> Any:
@@ -466,7 +532,8 @@ def keep_plain(api: str, way: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, twin = annotated(make_model("mlp"), api), make_model("mlp")
     plain, twin_plain = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    optimizer, after = (sgd([*one.parameters(), beside]) for one, beside in ((model, plain), (twin, twin_plain)))
+    pairs = ((model, plain), (twin, twin_plain))
+    optimizer, after = (foreach([*one.parameters(), beside]) for one, beside in pairs)
     step_in_backward(optimizer)
 
     def loss(one: nn.Module, seed: int, of_rank: int) -> torch.Tensor:
