@@ -181,9 +181,7 @@ class BackwardSteps:
             self._kept[id(param)] = param
 
     def _synchronises(self) -> bool:
-        return all(
-            unit.synchronises if isinstance(unit, Reducer) else unit.requires_gradient_sync for unit in self._units
-        )
+        return all(unit.synchronises for unit in self._units)
 
     def _pop_kept(self) -> list[nn.Parameter]:
         """Return the plain parameters that ``no_sync`` left, and that get no more in the backward that runs, if any."""

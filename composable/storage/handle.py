@@ -393,6 +393,11 @@ class Handle:
         """What steps the parameters inside backward."""
         return self.buffers[0].steppers if self.buffers else ()
 
+    @property
+    def synchronises(self) -> bool:
+        """The next backward reduces gradients, as far as that is for this handle to say."""
+        return self.requires_gradient_sync
+
     def step_by(self, steppers: Sequence[Stepper]) -> None:
         """Let these step the parameters, from the next backward on."""
         for flat in self.buffers:
