@@ -25,10 +25,10 @@ from composable.optim import CHECKS_ITSELF, PartStep, check_replaced
 from composable.replication import Reducer, ReplicateState, check_steppable
 from composable.storage import (
     Handle,
+    check_backward,
     handle_of,
     has_torch_optimizer,
     mark_stepped,
-    refuse_graph_of_backward,
     stepper_of,
     unmark_stepped,
 )
@@ -172,8 +172,7 @@ class BackwardSteps:
 
     def _step_plain(self, param: Any) -> None:
         """Step a parameter that nobody averages."""
-        if torch.is_grad_enabled():
-            raise refuse_graph_of_backward(f"of shape {list(param.shape)}")
+        check_backward(f"of shape {list(param.shape)}")
         if self._synchronises():
             self._kept.pop(id(param), None)
             self._step([param])

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint as reentrant
 
 from composable import (
     ComposableError,
@@ -38,6 +39,7 @@ from composable.comm_hooks import DefaultState
 from tests.live_bytes import LiveBytes
 from tests.models import BLOCK_CLASSES, Block, MLPBlock, loss_of, make_model
 from tests.parity import assert_equal_params, full_params, global_inputs, inputs_of
+from tests.test_replicate_graphs import delay, looped, loss_at, wide
 from tests.world import RankErrors, run_threads
 
 ANNOTATIONS = ("fully_shard", "replicate", "mixed")
@@ -156,6 +158,60 @@ def test_a_forward_that_runs_again_is_no_graph_of_backward(is_first: bool) -> No
     optimizer.step()
     for params in run_threads(train_checkpointed, 2, is_first=is_first):
         assert_equal_params(params, dict(model.named_parameters()), tolerance=1e-6)
+
+
+class _Twice(nn.Module):
+    """A block that runs twice, and whose backward a reentrant checkpoint runs inside of that of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = reentrant(self.block, x, use_reentrant=True)
+        return x
+
+
+def step_inside_of_another_backward(api: str, part: str) -> None:
+    model = _Twice()
+    if api == "fully_shard":
+        fully_shard(model.get_submodule(part))
+    else:
+        replicate(model.get_submodule(part), static_graph=True)
+    with step_in_backward(sgd(model.parameters())):
+        before = full_params(model)["block.weight"]
+        with pytest.raises(UsageError, match="a backward inside of another one"):
+            model(torch.ones(2, 4)).square().mean().backward()
+        assert torch.equal(full_params(model)["block.weight"], before)
+    model.zero_grad()
+    model(torch.ones(2, 4)).square().mean().backward()
+
+
+@pytest.mark.parametrize(("api", "part"), [("fully_shard", "first"), ("replicate", "first"), ("replicate", "block")])
+def test_no_step_in_a_backward_inside_of_another_one_which_runs_a_forward_again_later(api: str, part: str) -> None:
+    run_threads(step_inside_of_another_backward, 2, api, part)
+
+
+def train_sharded_block_that_runs_twice(*, in_backward: bool) -> Any:
+    torch.manual_seed(0)
+    model = _Twice()
+    fully_shard(model.block)
+    optimizer = sgd(model.block.parameters())
+    if in_backward:
+        step_in_backward(optimizer)
+    for step in range(3):
+        model(torch.ones(2, 4) * (step + dist.get_rank())).square().mean().backward()
+        if not in_backward:
+            optimizer.step()
+            optimizer.zero_grad()
+    return full_params(model)
+
+
+def test_a_sharded_block_is_stepped_when_all_backwards_of_its_checkpoints_have_run() -> None:
+    stepped, after = (run_threads(train_sharded_block_that_runs_twice, 2, in_backward=one) for one in (True, False))
+    assert_equal_params(stepped[0], after[0], tolerance=0)
 
 
 def step_both_ways(name: str, api: str, make: Make, syncs: tuple[bool, ...]) -> None:
@@ -390,13 +446,99 @@ def test_ranks_that_use_other_parameters_in_another_order_never_wait_in_vain(wor
         assert_equal_params(params, dict(model.named_parameters()), tolerance=1e-5)
 
 
+# Options of replicate
+
+
+OPTIONS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], dict[str, Any]]]] = {
+    "static_graph": (looped, lambda _: {"static_graph": True}),
+    "delay": (wide, delay),
+    "static_graph and delay": (wide, lambda model: {"static_graph": True, **delay(model)}),
+}
+
+
+def train_with_options(name: str, steps_by: str) -> Any:
+    make_it, options = OPTIONS[name]
+    model: Any = make_it()
+    apply = in_backward_api()
+    if steps_by == "torch's, before":
+        apply(torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9})
+    replicate(model, bucket_cap_mb=1e-3, **options(model))
+    if steps_by == "torch's, after":
+        apply(torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9})
+    if steps_by == "ours":
+        step_in_backward(sgd(model.parameters()))
+    for step in range(5):
+        with no_sync(model) if step == 2 else nullcontext():
+            loss_at(model, step, dist.get_rank()).backward()
+        assert step == 2 or all(param.grad is None for param in model.parameters())
+    return full_params(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("steps_by", ["ours", "torch's, before", "torch's, after"])
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_it_goes_with_a_static_graph_and_with_delayed_gradients(name: str, steps_by: str, world_size: int) -> None:
+    model = OPTIONS[name][0]()
+    optimizer = sgd(model.parameters())
+    for step in range(5):
+        for rank in range(world_size):
+            (loss_at(model, step, rank) / world_size).backward()
+        if step != 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    for params in run_threads(train_with_options, world_size, name, steps_by):
+        assert_equal_params(params, dict(model.named_parameters()), tolerance=1e-5)
+
+
+def change_a_static_graph() -> Any:
+    model: Any = replicate(looped(), static_graph=True, bucket_cap_mb=1e-3)
+    step_in_backward(sgd(model.parameters()))
+    for step in range(3):
+        model.uses_branch = step == 2 and dist.get_rank() == 0
+        if step == 2:
+            with pytest.raises(UsageError, match="is not like the first"):
+                loss_at(model, step, dist.get_rank()).backward()
+        else:
+            loss_at(model, step, dist.get_rank()).backward()
+    return full_params(model)
+
+
+def test_a_static_graph_that_changes_is_an_error_and_ranks_stay_equal() -> None:
+    one, other = run_threads(change_a_static_graph, 2)
+    assert_equal_params(one, other, tolerance=0)
+
+
+def step_sparse_rows_after_backward() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    twin = copy.deepcopy(model)
+    replicate(model[0])
+    replicate(model)
+    after, inside = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    step_in_backward(inside)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        model(torch.tensor([step, rank])).square().sum().backward()
+        for other in range(world_size):
+            (twin(torch.tensor([step, other])).square().sum() / world_size).backward()
+        for one in (after, optimizer):
+            one.step()
+            one.zero_grad()
+    assert_equal_params(full_params(model), dict(twin.named_parameters()), tolerance=1e-6)
+
+
+def test_an_embedding_with_sparse_gradients_is_stepped_by_another_optimizer() -> None:
+    run_threads(step_sparse_rows_after_backward, 2)
+
+
 # Memory
 
 DIM, DEPTH = 256, 8
 
 
-def peak_of_gradients(api: str, *, in_backward: bool) -> int:
-    """Return what is alive at most in the third backward, beyond what was before it."""
+def peak_of_gradients(api: str, *, in_backward: bool, earlier: int = 2) -> int:
+    """Return what is alive at most in a backward that comes after ``earlier`` ones, beyond what was before it."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(DEPTH)))
     if api == "replicate":
@@ -406,7 +548,7 @@ def peak_of_gradients(api: str, *, in_backward: bool) -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if in_backward:
         step_in_backward(optimizer)
-    for _ in range(2):
+    for _ in range(earlier):
         model(torch.ones(1, DIM)).sum().backward()
         if not in_backward:
             optimizer.step()
@@ -427,6 +569,12 @@ def test_gradients_of_one_bucket_or_handle_and_the_next_are_alive(api: str, worl
     if api == "fully_shard":
         # All shards of gradients, beside what both have.
         assert after - stepped > (DEPTH / world_size - 2) * layer_bytes
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_first_backward_of_a_replicated_module_holds_few_gradients_too(world_size: int) -> None:
+    for peak in run_threads(peak_of_gradients, world_size, "replicate", in_backward=True, earlier=0):
+        assert peak < 5.5 * DIM * DIM * 4
 
 
 def buckets_at_rest() -> int:
@@ -710,12 +858,12 @@ def refusals() -> Iterator[tuple[Callable[[], Any], str]]:
     yield lambda: step_in_backward(optimizer), "needs a closure"
     low = replicate(make_model("mlp"), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     yield lambda: step_in_backward(sgd(low.parameters())), "where modules compute with copies"
-    pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pair = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
     replicate(pair[0])
-    replicate(pair[1], static_graph=True)
-    steps = sgd(pair.parameters())
-    yield lambda: step_in_backward(steps), "where gradients come several times"
-    pair(torch.ones(1, 4)).sum().backward()
+    replicate(pair[1])
+    steps = torch.optim.SGD(pair.parameters(), lr=0.1)
+    yield lambda: step_in_backward(steps), "beside sparse gradients"
+    pair(torch.ones(1, dtype=torch.int64)).sum().backward()
     assert all(param.grad is not None for param in pair.parameters()), "nothing is half-done"
     steps.step()
     plain = make_model("mlp")

@@ -109,13 +109,11 @@ def check_steppable(params: Sequence[ReducedParam], options: BucketOptions) -> N
     """Raise unless an optimizer can step these parameters inside backward, bucket by bucket.
 
     Raises:
-        ConfigError: Not every gradient comes once, in a bucket, for the parameter that modules compute with.
+        ConfigError: Not every gradient comes in a bucket, for the parameter that modules compute with.
     """
     sparse = [item.fqn for item in params if item.is_sparse]
     if options.has_policy:
         why, fix = "where modules compute with copies (mp_policy)", "replicate without mp_policy"
-    elif options.static_graph or options.delay is not None:
-        why, fix = "where gradients come several times, or late (static_graph, a delayed all-reduce)", "leave that out"
     elif sparse:
         why, fix = f"beside sparse gradients, of {list_text(sparse, 3)}", "build embeddings with sparse=False"
     else:

@@ -14,6 +14,7 @@ from composable.storage.sharded_param import ShardedParam
 from composable.storage.stepping import (
     ELEMENT_WISE,
     Stepper,
+    check_backward,
     forget_torch_hooks,
     give_torch_optimizers,
     has_stepped,
@@ -47,6 +48,7 @@ __all__ = [
     "RestingPlace",
     "ShardedParam",
     "Stepper",
+    "check_backward",
     "copied_registrations",
     "describe_buffers",
     "forget_torch_hooks",

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from composable.errors import UsageError, place_of_rank
+from composable.frames import in_backward_of_function
 from composable.torch_private import optimizers_in_backward
 
 __all__ = [
     "ELEMENT_WISE",
     "Stepper",
+    "check_backward",
     "forget_torch_hooks",
     "give_torch_optimizers",
     "has_stepped",
@@ -164,3 +166,20 @@ def refuse_graph_of_backward(fqn: str) -> UsageError:
         at=f"{place_of_rank()}, parameter {fqn!r}",
         fix="remove() what step_in_backward returned, and step after the last backward",
     )
+
+
+def check_backward(fqn: str) -> None:
+    """Raise if an optimizer cannot step the parameter ``fqn``, and others, in the backward that begins.
+
+    Raises:
+        UsageError: It is to be differentiated, or runs inside of another one: its end is not that of the step, and a
+            forward that runs again after it would read new values.
+    """
+    if torch.is_grad_enabled():
+        raise refuse_graph_of_backward(fqn)
+    if in_backward_of_function():
+        raise UsageError(
+            "a backward inside of another one, as a reentrant checkpoint runs it, while an optimizer steps inside",
+            at=f"{place_of_rank()}, parameter {fqn!r}",
+            fix="checkpoint with use_reentrant=False, annotate a module around the checkpoint, or step after backward",
+        )
