@@ -424,24 +424,30 @@ def go_different_ways(seed: int) -> Any:
     for shards in model.shards:
         fully_shard(shards, reshard_after_forward=True)
     step_in_backward(sgd(model.parameters()))
-    for step in range(4):
+    for step in range(5):
         rank = dist.get_rank()
-        model(inputs_of_way(step, rank), way_of(seed, step, rank)).square().mean().backward()
-        assert all(param.grad is None for param in model.parameters())
+        with nullcontext() if is_synchronised(seed, step) else no_sync(model):
+            model(inputs_of_way(step, rank), way_of(seed, step, rank)).square().mean().backward()
+        assert not is_synchronised(seed, step) or all(param.grad is None for param in model.parameters())
     return full_params(model)
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("STEP_CASES", "6"))))
+def is_synchronised(seed: int, step: int) -> bool:
+    return step == 4 or random.Random(f"{seed}/{step}").random() < 0.7
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("STEP_CASES", "4"))))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ranks_that_use_other_parameters_in_another_order_never_wait_in_vain(world_size: int, seed: int) -> None:
     model = _Ways()
     optimizer = sgd(model.parameters())
-    for step in range(4):
+    for step in range(5):
         for rank in range(world_size):
             output = model(inputs_of_way(step, rank), way_of(seed, step, rank))
             (output.square().mean() / world_size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if is_synchronised(seed, step):
+            optimizer.step()
+            optimizer.zero_grad()
     for params in run_threads(go_different_ways, world_size, seed):
         assert_equal_params(params, dict(model.named_parameters()), tolerance=1e-5)
 
