@@ -17,7 +17,7 @@ train: $(INSTALLED)
 	torchrun --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
 
 test: $(INSTALLED)
-	timeout --kill-after=30 3000 python -m pytest $(ARGS)
+	timeout --kill-after=30 3000 python -m tests.side_by_side $(ARGS)
 
 # All files that git knows or would take, so that a new file is checked before it is added.
 lint: $(INSTALLED)

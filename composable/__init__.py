@@ -2,7 +2,7 @@
 
 from composable.activation_checkpoint import checkpoint
 from composable.backward_steps import BackwardSteps, step_in_backward
-from composable.collectives import set_divergence_timeout
+from composable.collectives import DataParallelMeshDims, set_divergence_timeout
 from composable.comm_hooks import (
     DefaultState,
     LowPrecisionState,
@@ -65,6 +65,7 @@ __all__ = [
     "ConfigError",
     "CustomPolicy",
     "DDPView",
+    "DataParallelMeshDims",
     "DefaultState",
     "DesyncError",
     "FSDPModule",

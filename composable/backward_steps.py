@@ -262,7 +262,7 @@ def _unit_of(param: nn.Parameter) -> tuple[_Unit, Ranks] | None:
     """Return what averages the gradient of ``param``, with the ranks that do."""
     handle = handle_of(param)
     if handle is not None:
-        return handle, handle.params[0].layout.ranks
+        return handle, handle.grid.everyone
     claim = claim_of(param)
     if claim is not None and isinstance(claim.owner, ReplicateState):
         return claim.owner.reducer, claim.owner.grid.everyone

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import _traversal_utils
 from composable.arguments import check_outside_inference, readable_twice
 from composable.casts import keep_dtype
-from composable.collectives import Grid, annotating, choose_transport_for, resolve_mesh
+from composable.collectives import DataParallelMeshDims, GroupOrPair, annotating, choose_transport_for, resolve_grid
 from composable.contract import contract, set_member
-from composable.errors import ComposableError, ConfigError, UsageError
+from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
+from composable.fqns import describe_module
 from composable.fsdp_module import add_mixin
 from composable.planning import (
     NO_CASTS,
@@ -31,6 +33,7 @@ from composable.planning import (
     ShardingStrategy,
     ShardOptions,
     ShardPlacementFn,
+    is_hybrid,
     make_plan,
     managed_modules,
     mark_replaced,
@@ -69,6 +72,8 @@ def fully_shard(
     *,
     policy: PolicyLike | None = None,
     mesh: DeviceMesh | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    process_group: GroupOrPair | None = None,
     strategy: ShardingStrategy | str | None = None,
     reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy = NO_CASTS,
@@ -91,7 +96,7 @@ def fully_shard(
     its own values: seed all ranks alike, load afterwards, or use ``sync_module_states``.
     The module may be on the meta device, and get its values now or later; see docs/meta_init.md.
 
-    Collective with ``param_init_fn`` or ``sync_module_states``: all ranks of the mesh. Without
+    Collective with ``param_init_fn``, ``sync_module_states`` or a mesh of two dims: all ranks of the mesh. Without
     them it does not communicate.
 
     Without ``policy`` one handle is made of every parameter below ``module`` that no
@@ -104,8 +109,14 @@ def fully_shard(
         policy: Which submodules get handles: a set of classes, a function of a module that
             returns a bool, ``ModuleWrapPolicy``, ``CustomPolicy`` or ``SizePolicy``; or what
             ``FullyShardedDataParallel`` takes as ``auto_wrap_policy``, but for torch's ``CustomPolicy``.
-        mesh: 1-D mesh of the ranks that share the parameters; default: all ranks.
-        strategy: ``FULL_SHARD`` or ``SHARD_GRAD_OP``; instead of ``reshard_after_forward``.
+        mesh: 1-D mesh of the ranks that share the parameters; default: all ranks. Of two named dims: those along the
+            second share the parameters, those along the first hold copies of their shards (hybrid sharding).
+        dp_mesh_dims: Which dims of a mesh of any number of dims do so.
+        process_group: In place of a mesh: the ranks that share the parameters; or a pair, the second one being of the
+            ranks that hold copies of this rank's shard.
+        strategy: ``FULL_SHARD`` or ``SHARD_GRAD_OP``, with copies ``HYBRID_SHARD`` or ``HYBRID_SHARD_ZERO2``; instead
+            of ``reshard_after_forward``. A hybrid one without a mesh has a copy of all parameters on each host, as
+            torchrun counts them.
         reshard_after_forward: Free the unsharded parameters between forward and backward.
             ``None``: free them, except those of the root, which backward needs first. ``False``: forwards without
             gradients too leave them there for the next one, which gathers again what was written since.
@@ -154,8 +165,11 @@ def fully_shard(
     modules = [module] if isinstance(module, nn.Module) else list(module)
     state = next(found for one in modules if (found := fully_shard.state(one)) is not None)
     state.modules = tuple(modules)
-    state.mesh = resolve_mesh(mesh, (param for one in modules for param in one.parameters()), caller="fully_shard")
-    state.grid = Grid.of(state.mesh)
+    params = [param for one in modules for param in one.parameters()]
+    state.mesh, state.grid = resolve_grid(
+        mesh, dp_mesh_dims, process_group, params, is_hybrid=is_hybrid(strategy), caller="fully_shard"
+    )
+    _check_pairs(state)
     state.transport_name = choose_transport_for(state.grid.shard, transport)
     ignored_params, ignored_modules = readable_twice(ignored_params), readable_twice(ignored_modules)
     is_collective = sync_module_states is not False or param_init_fn is not None
@@ -167,6 +181,7 @@ def fully_shard(
             _check_first_values(param_init_fn, sync_module_states)
             options = ShardOptions(
                 world_size=state.grid.shard.size,
+                replicas=1 if state.grid.replicas is None else state.grid.replicas.size,
                 policy=policy,
                 strategy=strategy,
                 reshard_after_forward=reshard_after_forward,
@@ -198,6 +213,19 @@ def fully_shard(
             built = _build(state, members)
         _execute(state, members, built)
     return module
+
+
+def _check_pairs(state: FullyShardState) -> None:
+    """Refuse a mesh that pairs the ranks of another annotation below in another way."""
+    for module in state.modules:
+        for below in _traversal_utils._get_fsdp_states(module):
+            own, other = state.grid.columns, below.grid.columns if below is not state else ()
+            if own and other not in ((), own) and below.grid.everyone == state.grid.everyone:
+                raise ConfigError(
+                    f"a module below has copies of shards on ranks {list(other)}, this one on {list(own)}",
+                    at=f"{place_of_rank()}, {describe_module(below.modules[0])}",
+                    fix="annotate all modules on one mesh of two dims, or some on one dim",
+                )
 
 
 def _check_first_values(param_init_fn: object, sync_module_states: object) -> None:
@@ -339,7 +367,7 @@ def _build_filled(
             else:
                 first.make(param_init_fn)
         if is_synced:
-            first.send(ranks)
+            first.send(state.grid)
     except BaseException:
         if first is not None:
             first.undo()
@@ -352,7 +380,7 @@ def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Se
     """Change the modules: what can fail came before."""
     number = state.grid.shard.take_number()
     for handle_plan, member, buffers in zip(state.plan.handles, members, built, strict=True):
-        handle = Handle(handle_plan, member.modules, buffers)
+        handle = Handle(handle_plan, member.modules, buffers, state.grid)
         handle.label_params(number)
         state._handles.append(handle)
         for fqn, original in member.originals.items():

@@ -55,8 +55,8 @@ def reduce_gradients(module: nn.Module) -> None:
     Collective: all ranks of the meshes at or below ``module``.
 
     Raises:
-        UsageError: There is no annotated module, it is inside ``no_sync`` or torch's ``Join``, or a forward or backward
-            is running.
+        UsageError: There is no annotated module, it is inside ``no_sync`` or torch's ``Join``, a backward is running,
+            or a forward of a sharded module is.
         ConfigError: ``module`` is no module.
     """
     found = _synchronised_by(module, caller="reduce_gradients")

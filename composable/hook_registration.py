@@ -145,10 +145,11 @@ def _check(module: nn.Module, state: object, units: Mapping[_Unit, Ranks]) -> No
         numbers = Ranks.of(state.process_group, torch.device("cpu")).numbers
         for unit, ranks in units.items():
             # Slices go to the ranks in their order; whole gradients have none.
-            is_same = numbers == ranks.numbers if isinstance(unit, Handle) else {*numbers} == {*ranks.numbers}
+            own = unit.grid.shard.numbers if isinstance(unit, Handle) else ranks.numbers
+            is_same = numbers == own if isinstance(unit, Handle) else {*numbers} == {*own}
             if not is_same:
                 raise ConfigError(
-                    f"the state of the hook has ranks {list(numbers)}, the module {list(ranks.numbers)}",
+                    f"the state of the hook has ranks {list(numbers)}, the module {list(own)}",
                     at=describe_module(module),
                     fix="make the state with the process group of the module's mesh",
                 )

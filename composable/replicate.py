@@ -17,11 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from composable.arguments import check_module, check_outside_inference, readable_twice
+from composable.arguments import check_outside_inference, readable_twice
 from composable.collectives import Grid, annotating, resolve_ranks
-from composable.comm_hooks import check_hook
 from composable.contract import contract
-from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
+from composable.errors import ComposableError, ConfigError, place_of_rank
 from composable.fqns import describe_module
 from composable.planning import MixedPrecisionPolicy, as_mixed_precision
 from composable.replicate_module import add_replicate_mixin
@@ -39,7 +38,6 @@ from composable.replication import (
     ReplicateState,
     broadcast_tensors,
     check_device_of,
-    check_memory,
     check_steppable,
     choose_delay,
     choose_device,
@@ -51,10 +49,10 @@ from composable.replication import (
     register_replicate_hooks,
 )
 from composable.saving import register_load_check
-from composable.storage import HookFunction, Registration, has_torch_optimizer
+from composable.storage import has_torch_optimizer
 from composable.torch_hooks import after_gradients, at_end_of_backward
 
-__all__ = ["register_comm_hook", "replicate"]
+__all__ = ["replicate"]
 
 _LOG = logging.getLogger("composable")
 
@@ -271,45 +269,3 @@ def _register_module_hooks(state: ReplicateState, module: nn.Module, index: int)
     if state.precision is not None:
         return state.precision.register(module, index, state.before_forward, state.after_forward, before_backward)
     return register_replicate_hooks(module, state.before_forward, state.after_forward, before_backward)
-
-
-def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> None:
-    """Let ``hook`` average the gradients of the replicated ``module``, instead of an all-reduce.
-
-    Every rank registers the same hook, before the first backward. ``composable.register_comm_hook`` takes hooks of
-    sharded modules too, compares the ranks, and can be undone.
-
-    Args:
-        module: Annotated by ``replicate``.
-        state: Handed to ``hook``.
-        hook: Called as ``hook(state, bucket)`` for each full bucket, in the same order on all
-            ranks. ``bucket`` has the methods of ``torch.distributed.GradBucket`` and holds
-            this rank's gradients; the future it returns gives their mean over the ranks, flat.
-            The hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` fit.
-
-    Raises:
-        ConfigError: ``hook`` is no function, or ``module`` no module; or a wrapper or a state does not fit.
-        UsageError: The module is not replicated, has a hook already, or a backward is running.
-    """
-    check_module("module", module)
-    if not callable(hook):
-        raise ConfigError(f"hook is {hook!r:.80}", at=place_of_rank(), fix="pass a function of a state and a bucket")
-    annotation = replicate.state(module)
-    if annotation is None:
-        raise UsageError(
-            "register_comm_hook found no replicate on this module",
-            at=f"{place_of_rank()}, {describe_module(module)}",
-            fix="call it on the module that replicate was called on",
-        )
-    reducer = annotation.reducer
-    has_one = any(one.module is module for one in reducer.comm_hooks)
-    if has_one or reducer.is_running:
-        raise UsageError(
-            "a communication hook is registered already" if has_one else "a backward is running",
-            at=place_of_rank(),
-            fix="register one hook, before the first backward",
-        )
-    with located(place_of_rank()):
-        check_hook(hook)
-        check_memory(state, [reducer])
-    reducer.register_comm_hooks([*reducer.comm_hooks, Registration(module, state, hook, takes_bucket=True)])

@@ -264,7 +264,7 @@ def _everyone(roots: Sequence[nn.Module], states: Sequence[_State]) -> list[Rank
     found = [state.grid.everyone for state in states]
     for handle in {handle_of(param): None for root in roots for param in root.parameters()}:
         if handle is not None:
-            found.append(handle.params[0].layout.ranks)
+            found.append(handle.grid.everyone)
     return list(dict.fromkeys(found))
 
 

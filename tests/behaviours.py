@@ -43,6 +43,7 @@ UNSHARDING = "saving/test_unsharding.py"
 PRECISION = "test_mixed_precision.py"
 TRAVERSAL = "test_traversal.py"
 MANY_DIMS = "with many mesh dims: not yet"
+HYBRID = "test_hybrid.py"
 ALGORITHMS = "test_algorithms.py"
 DDP_VIEW = "test_ddp_view.py"
 GROUP_LIFE = "test_group_life.py"
@@ -179,7 +180,11 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row(
             "Equal process groups of hybrid strategies",
             "Groups are compared among hybrid instances only; both hybrid strategies may be mixed.",
-            gap=MANY_DIMS,
+            proved(
+                HYBRID,
+                "test_meshes_that_pair_the_same_ranks_otherwise_are_refused",
+                "test_random_annotations_train_like_one_process",
+            ),
         ),
         Row(
             "`_stream_to_name`",
@@ -238,8 +243,20 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             ),
         ),
         Row("`NO_SHARD`", "Every rank holds everything.", gap="not here: refused; it is what `replicate` does"),
-        Row("`HYBRID_SHARD`", "ZeRO-3 inside a node, copies across.", gap=MANY_DIMS),
-        Row("`HYBRID_SHARD_ZERO2`", "ZeRO-2 inside a node, copies across.", gap=MANY_DIMS),
+        Row(
+            "`HYBRID_SHARD`",
+            "ZeRO-3 inside a node, copies across.",
+            proved(
+                HYBRID,
+                "test_training_is_that_of_one_process_on_the_global_batch",
+                "test_dims_are_chosen_by_name_or_by_host",
+            ),
+        ),
+        Row(
+            "`HYBRID_SHARD_ZERO2`",
+            "ZeRO-2 inside a node, copies across.",
+            proved(HYBRID, "test_training_is_that_of_one_process_on_the_global_batch"),
+        ),
         Row(
             "`_unshard_params`, `_unshard_params_recurse`, `_unshard_fsdp_state_params`",
             "`unshard_params(module, recurse=...)`: full parameters of a tree or of one module's handle.",

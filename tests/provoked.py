@@ -21,12 +21,12 @@ from composable import (
     MixedPrecisionPolicy,
     fully_shard,
     load_checkpoint,
+    register_comm_hook,
     replicate,
     save_checkpoint,
     set_divergence_timeout,
     step_in_backward,
 )
-from composable.replicate import register_comm_hook
 
 __all__ = ["FOLDER", "messages"]
 

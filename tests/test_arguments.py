@@ -18,6 +18,7 @@ from composable import (
     ComposableError,
     CPUOffloadPolicy,
     CustomPolicy,
+    DataParallelMeshDims,
     DefaultState,
     FSDPModule,
     LowPrecisionState,
@@ -47,6 +48,7 @@ from composable import (
     rebind_optimizer,
     reduce_gradients,
     reduction_stats,
+    register_comm_hook,
     register_fsdp_forward_method,
     replicate,
     save_checkpoint,
@@ -60,7 +62,6 @@ from composable import (
 )
 from composable.collectives.choose import TRANSPORTS, choose_transport
 from composable.planning.options import ShardOptions
-from composable.replicate import register_comm_hook
 from tests.models import MLPBlock
 from tests.parity import assert_equal_runs, train_annotated, train_reference
 from tests.world import run_threads
@@ -157,6 +158,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "module": {"plain"},
             "policy": OPTIONAL,
             "mesh": OPTIONAL,
+            "dp_mesh_dims": OPTIONAL,
+            "process_group": OPTIONAL,
             "strategy": OPTIONAL,
             "reshard_after_forward": {"None", "True"},
             "mp_policy": OPTIONAL,
@@ -344,7 +347,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         {"module": set(), "hook": {"plain", "class"}},
     ),
     "register_comm_hook of gradients": (
-        composable.register_comm_hook,
+        register_comm_hook,
         lambda: {"module": sharded(), "state": None, "hook": lambda state, grad, output: None},
         {"module": set(), "hook": {"plain", "class"}},
     ),
@@ -352,6 +355,11 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         bucketing_backend,
         lambda: {"backend": "eager"},
         {"backend": {"plain", "class"}, "bucket_cap_mb": {"3", "1.5", "np.3"}, "form": set()},
+    ),
+    "DataParallelMeshDims": (
+        DataParallelMeshDims,
+        lambda: {"shard": "a", "replicate": "b"},
+        {"shard": {"text"}, "replicate": {"None", "text"}},
     ),
     "DefaultState": (DefaultState, dict, {"process_group": set()}),
     "LowPrecisionState": (

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as reentrant
 
@@ -52,7 +53,10 @@ def annotated(model: nn.Module, api: str) -> nn.Module:
     if api == "mixed":
         replicate(next(module for module in model.modules() if isinstance(module, MLPBlock | Block)))
     picked = BLOCK_CLASSES & {type(module) for module in model.modules()}
-    return fully_shard(model, policy=set(picked) or None)
+    mesh = None
+    if api == "hybrid":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(model, policy=set(picked) or None, mesh=mesh)
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -121,6 +125,14 @@ def train_alone(name: str, make: Make, world_size: int, *, steps: int = 4, syncs
 def test_parameters_are_those_of_an_optimizer_that_steps_after_backward(name: str, api: str, world_size: int) -> None:
     expected = train_alone("mlp", MAKES[name], world_size)
     for params in run_threads(train, world_size, "mlp", api, MAKES[name]):
+        assert_equal_params(params, expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 6])
+@pytest.mark.parametrize("make", [foreach, adafactor])
+def test_copies_of_shards_are_stepped_alike(make: Make, world_size: int) -> None:
+    expected = train_alone("mlp", make, world_size)
+    for params in run_threads(train, world_size, "mlp", "hybrid", make):
         assert_equal_params(params, expected, tolerance=1e-5)
 
 

@@ -36,7 +36,6 @@ from composable import (
     unannotate,
 )
 from composable.collectives.watch import explained
-from composable.replicate import register_comm_hook as register_on_replicated
 from tests.counting import CountingTransport
 from tests.models import BATCH, DIM, random_input, seeded
 from tests.parity import full
@@ -798,11 +797,6 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[ComposableError], s
         ConfigError,
         "is to serve 2 replicated modules",
     ),
-    "a memory of buckets, not compared": (
-        lambda model: register_twice(two_replicated(), power_state(), register_on_replicated),
-        ConfigError,
-        "is to serve 2 replicated modules",
-    ),
     "a state without a dtype": (
         lambda model: register_comm_hook(model, default_state(), fp16_compress_hook),
         ConfigError,
@@ -841,11 +835,9 @@ def two_replicated() -> nn.Sequential:
     return nn.Sequential(*(replicate(nn.Linear(DIM, DIM)) for _ in range(2)))
 
 
-def register_twice(
-    model: nn.Sequential, state: powerSGD_hook.PowerSGDState, register: Callable[..., object] = register_comm_hook
-) -> None:
+def register_twice(model: nn.Sequential, state: powerSGD_hook.PowerSGDState) -> None:
     for module in model:
-        register(module, state, powerSGD_hook.powerSGD_hook)
+        register_comm_hook(module, state, powerSGD_hook.powerSGD_hook)
 
 
 def one_memory_at_a_time() -> None:

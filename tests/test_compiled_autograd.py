@@ -20,7 +20,17 @@ from torch import fx, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 
-from composable import UsageError, as_ddp, bucketing_backend, fully_shard, no_sync, register_comm_hook, replicate
+from composable import (
+    MixedPrecisionPolicy,
+    UsageError,
+    as_ddp,
+    bucketing_backend,
+    fully_shard,
+    no_sync,
+    register_comm_hook,
+    replicate,
+    step_in_backward,
+)
 from composable.replication import join_all_reduces
 from composable.torch_private import graph_collectives
 from tests.models import DIM, MLPBlock, random_input, seeded
@@ -153,16 +163,37 @@ def test_inductor_compiles_joined_all_reduces() -> None:
     )
 
 
+REFUSED: dict[str, Callable[[nn.Module], Any]] = {
+    "fully_shard": lambda model: fully_shard(model, policy={MLPBlock}),
+    "hook": lambda model: register_comm_hook(replicate(model), None, default_hooks.allreduce_hook),
+    "unused": lambda model: replicate(model, find_unused_parameters=True),
+    "join": replicate,
+    "steps": lambda model: step_in_backward(torch.optim.SGD(replicate(model).parameters(), lr=0.1)),
+    "static": lambda model: replicate(model, static_graph=True),
+    "delayed": lambda model: replicate(
+        model,
+        delay_all_reduce_named_params=[("1.up.weight", model.get_parameter("1.up.weight"))],
+        param_to_hook_all_reduce=model.get_parameter("0.weight"),
+    ),
+    "precision": lambda model: replicate(model, mp_policy=MixedPrecisionPolicy(torch.float32)),
+    "sparse": lambda model: replicate(add_sparse_table(model)),
+}
+
+
+def add_sparse_table(model: nn.Module) -> nn.Module:
+    """Let the first layer add a row of a table with sparse gradients to its input; the row is zero."""
+    first, table = model.get_submodule("0"), nn.Embedding(3, DIM, sparse=True)
+    nn.init.zeros_(table.weight)
+    first.register_module("table", table)
+    first.register_forward_pre_hook(lambda module, args: (args[0] + table(torch.tensor([1])),))
+    return model
+
+
 def refused(kind: str, way: str) -> str:
     """Return the error of a backward in a graph; the step after it, without, must be right."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, plain = (seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), MLPBlock()), 0) for _ in range(2))
-    if kind == "fully_shard":
-        fully_shard(model, policy={MLPBlock})
-    else:
-        replicate(model, find_unused_parameters=kind == "unused")
-    if kind == "hook":
-        register_comm_hook(model, None, default_hooks.allreduce_hook)
+    annotated = REFUSED[kind](model)
 
     def step(x: torch.Tensor) -> None:
         model(x).square().mean().backward()
@@ -170,12 +201,14 @@ def refused(kind: str, way: str) -> str:
     with Join([as_ddp(model)]) if kind == "join" else contextlib.nullcontext():
         with pytest.raises(UsageError) as caught:
             compiled(step, way, "eager")(random_input(rank, 4, DIM))
+        if kind == "steps":
+            annotated.remove()
         model.zero_grad()
         step(random_input(rank, 4, DIM))
     for one in range(world_size):
         (plain(random_input(one, 4, DIM)).square().mean() / world_size).backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        grad: Any = found.grad
+    for name, expected in plain.named_parameters():
+        grad: Any = model.get_parameter(name).grad
         torch.testing.assert_close(getattr(grad, "full_tensor", lambda grad=grad: grad)(), expected.grad)
     return str(caught.value)
 
@@ -188,6 +221,11 @@ def refused(kind: str, way: str) -> str:
         ("hook", "enable"),
         ("unused", "config"),
         ("join", "enable"),
+        ("steps", "config"),
+        ("static", "config"),
+        ("delayed", "enable"),
+        ("precision", "enable"),
+        ("sparse", "config"),
     ],
 )
 def test_what_a_graph_cannot_do_is_refused_on_every_rank_and_the_next_step_is_right(kind: str, way: str) -> None:

@@ -30,7 +30,7 @@ def test_without_torch_the_pinned_one_is_tested() -> None:
         "python -m pip install --quiet -c constraints.txt setuptools wheel",
         "python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,examples]'",
         "touch .venv/installed",
-        "timeout --kill-after=30 3000 python -m pytest ",
+        "timeout --kill-after=30 3000 python -m tests.side_by_side ",
     ]
 
 
@@ -42,7 +42,7 @@ def test_another_torch_gets_an_environment_of_its_own() -> None:
         f"python -m pip install --quiet -c {own}/constraints.txt torch 'setuptools>=77' wheel",
         f"python -m pip install --quiet -c {own}/constraints.txt --no-build-isolation -e '.[dev,examples]'",
         f"touch {own}/installed",
-        "timeout --kill-after=30 3000 python -m pytest -k layout",
+        "timeout --kill-after=30 3000 python -m tests.side_by_side -k layout",
     ]
 
 

@@ -261,7 +261,6 @@ def test_a_row_says_what_is_here_or_that_nothing_is(section: tuple[str, str]) ->
 def test_what_is_not_there_yet_is_not_there() -> None:
     here = {*composable.__all__, *methods_of(Sharded), *arguments_of(fully_shard), *arguments_of(replicate)}
     rows = [row for section in SECTIONS for row in rows_of(*section) if row.here.startswith("not yet")]
-    assert rows
     assert [row.there for row in rows if row.names & here] == []
 
 

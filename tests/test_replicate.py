@@ -15,10 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from composable import register_comm_hook, replicate
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError
 from composable.fully_shard import fully_shard
 from composable.gradient_sync import no_sync
-from composable.replicate import register_comm_hook, replicate
 from tests.models import BATCH, DIM, MODELS, MLPBlock, WithBuffers, loss_of, make_model, random_input, seeded
 from tests.parity import Run, assert_equal_runs, global_inputs, inputs_of, train_annotated, train_reference
 from tests.world import run_ranks, run_threads
@@ -727,7 +727,7 @@ def refuse(case: str) -> str:
         ("sharded", "ConfigError: replicate and fully_shard cannot both be on one module\n"),
         ("sharded ancestor", "ConfigError: parameter is a RaggedDTensor, which is sharded already\n  at:  rank 0, par"),
         ("no_sync", "UsageError: no_sync found no annotated module\n  at:  rank 0, module"),
-        ("hook", "UsageError: register_comm_hook found no replicate on this module\n  at:  rank 0, module"),
+        ("hook", "UsageError: register_comm_hook found no annotated module\n  at:  rank 0, module"),
         ("pickle", "UsageError: a replicated module cannot be pickled as a whole\n  at:  rank 0"),
     ],
 )

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from composable import ConfigError, UsageError, no_sync, reduction_stats, replicate
-from composable.replicate import register_comm_hook
+from composable import ConfigError, UsageError, no_sync, reduction_stats, register_comm_hook, replicate
 from tests.models import BATCH, DIM, random_input, seeded
 from tests.world import run_ranks, run_threads
 

@@ -26,11 +26,11 @@ from composable import (
     fully_shard,
     load_checkpoint,
     no_sync,
+    register_comm_hook,
     replicate,
     save_checkpoint,
     unannotate,
 )
-from composable.replicate import register_comm_hook
 from tests.counting import CountingTransport
 from tests.live_bytes import LiveBytes
 from tests.low_precision import BF16, DIM, FP16, FP32, batch_of, make_net, train_in_one_process
@@ -707,8 +707,8 @@ def bytes_sent(policy: MixedPrecisionPolicy | None) -> tuple[list[int], list[int
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     replicate(model, mp_policy=policy)
     reducer = replicate.state(model).reducer
-    counting = CountingTransport(reducer._transport)
-    reducer._transport = reducer._sender._transport = counting
+    exchange = reducer._exchange
+    exchange.transport = exchange.sender._transport = counting = CountingTransport(exchange.transport)
     for _ in range(2):
         counting.records.clear()
         model(torch.ones(1, 64)).float().sum().backward()

@@ -3,7 +3,7 @@
 from composable.collectives.base import Pending, Started, Transport
 from composable.collectives.choose import choose_transport_for, host_transport_of, transport_of
 from composable.collectives.group_calls import all_reduce_in, reduce_scatter_in, wait_for_work
-from composable.collectives.mesh import Grid, resolve_mesh, resolve_ranks
+from composable.collectives.mesh import DataParallelMeshDims, Grid, GroupOrPair, resolve_grid, resolve_ranks
 from composable.collectives.own_groups import OwnTransport, make_host_ranks
 from composable.collectives.places import Told, described, notice_tree
 from composable.collectives.process_group import DONE
@@ -13,7 +13,9 @@ from composable.collectives.watch import annotating, set_divergence_timeout, wat
 
 __all__ = [
     "DONE",
+    "DataParallelMeshDims",
     "Grid",
+    "GroupOrPair",
     "OwnTransport",
     "Pending",
     "Ranks",
@@ -30,7 +32,7 @@ __all__ = [
     "make_host_ranks",
     "notice_tree",
     "reduce_scatter_in",
-    "resolve_mesh",
+    "resolve_grid",
     "resolve_ranks",
     "set_divergence_timeout",
     "transport_of",

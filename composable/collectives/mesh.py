@@ -1,17 +1,54 @@
 """Which ranks share a shard, which hold copies of it, and all of them together."""
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from composable.arguments import described
 from composable.collectives.ranks import Ranks, device_for
 from composable.errors import ConfigError, UsageError, place_of_rank
 
-__all__ = ["Grid", "resolve_mesh", "resolve_ranks"]
+__all__ = ["DataParallelMeshDims", "Grid", "GroupOrPair", "resolve_grid", "resolve_ranks"]
+
+# The ranks that share parameters; of two groups the second holds copies of their shards.
+GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+# Groups of all ranks of a mesh of two dims, by the world and the ranks: every annotation on the mesh takes the same.
+_EVERYONE: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]" = WeakKeyDictionary()
+
+# Meshes with a replica on each host.
+_OF_HOSTS: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], DeviceMesh]]" = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which dims of a mesh are for data parallelism; what is on the others is none of ``fully_shard``'s business.
+
+    Attributes:
+        shard: Name of the dim that parameters are sharded over.
+        replicate: Name of the dim whose ranks hold copies of a shard; ``None``: there are none.
+
+    Raises:
+        ConfigError: They are no names, or the same one.
+    """
+
+    shard: str
+    replicate: str | None = None
+
+    def __post_init__(self) -> None:
+        fix = "pass names of dims of the mesh, such as DataParallelMeshDims(shard='shard', replicate='replicate')"
+        for name, value in (("shard", self.shard), ("replicate", self.replicate)):
+            if not isinstance(value, str) and (name == "shard" or value is not None):
+                raise ConfigError(f"{name} of the mesh dims is {described(value)}", fix=fix)
+        if self.shard == self.replicate:
+            raise ConfigError(f"mesh dim {self.shard!r} is to shard and to replicate", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -22,11 +59,13 @@ class Grid:
         shard: Those that share each shard between them.
         replicas: Those that hold the same shard as this rank; ``None``: this rank alone.
         everyone: All whose gradients are averaged.
+        columns: Of each rank of the shard group, the global numbers of those that hold the same shard; empty: none do.
     """
 
     shard: Ranks
     replicas: Ranks | None
     everyone: Ranks
+    columns: tuple[tuple[int, ...], ...] = ()
 
     @property
     def divisor(self) -> int:
@@ -40,13 +79,191 @@ class Grid:
         return Grid(ranks, None, ranks)
 
     @staticmethod
+    def hybrid(shard: Ranks, replicas: Ranks) -> "Grid":
+        """Return the ranks of both. Collective over all of them, unless they are the world or there is one replica.
+
+        Raises:
+            ConfigError: They are no grid: two of the ranks are in both.
+        """
+        if replicas.size == 1:
+            return Grid(shard, None, shard)
+        # Each rank of the shard group knows the ranks that hold what it holds.
+        columns = tuple(shard.objects(replicas.numbers))
+        return Grid(shard, replicas, _everyone(columns, shard.device), columns)
+
+    def replica_of(self, number: int) -> int:
+        """Return which of the copies of all shards the rank with this global number is in."""
+        return next((column.index(number) for column in self.columns if number in column), 0)
+
+    @staticmethod
     def whole(ranks: Ranks) -> "Grid":
         """Return ranks that all hold everything, as ``replicate`` has them."""
         alone = Ranks(None, ranks.device, 0, 1, (ranks.numbers[ranks.rank],))
         return Grid(alone, ranks, ranks)
 
 
-def resolve_mesh(mesh: DeviceMesh | None, params: Iterable[nn.Parameter], *, caller: str) -> DeviceMesh:
+def _everyone(columns: Sequence[Sequence[int]], device: torch.device) -> Ranks:
+    """Return the ranks of all copies of all shards; one group for all that ask. Collective over them at first."""
+    numbers = tuple(sorted(number for column in columns for number in column))
+    if len(set(numbers)) != len(numbers):
+        raise ConfigError(
+            f"ranks that share parameters also hold copies of them: {sorted(numbers)}",
+            at=place_of_rank(),
+            fix="pass a mesh of two dims: init_device_mesh('cpu', (2, 2), mesh_dim_names=('replicate', 'shard'))",
+        )
+    world = dist.group.WORLD
+    assert world is not None, "checked by who made the mesh"
+    if numbers == tuple(dist.get_process_group_ranks(world)):
+        return Ranks.of(world, device)
+    made = _EVERYONE.setdefault(world, {})
+    if numbers not in made:
+        group = dist.new_group(list(numbers), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup), "every rank that calls this is in the group"
+        made[numbers] = group
+    return Ranks.of(made[numbers], device)
+
+
+def resolve_grid(
+    mesh: DeviceMesh | None,
+    dims: DataParallelMeshDims | None,
+    groups: GroupOrPair | None,
+    params: Iterable[nn.Parameter],
+    *,
+    is_hybrid: bool | None,
+    caller: str,
+) -> tuple[DeviceMesh, Grid]:
+    """Return the 1-D mesh of the ranks that share the parameters, and all ranks of an annotation.
+
+    Collective where there are replicas, over them and the shard group.
+
+    Args:
+        mesh: Of one dim; of two, replicas first; of any number with ``dims``; ``None``: all ranks, with a replica on
+            each host if ``is_hybrid``.
+        dims: Which dims of the mesh count.
+        groups: In place of a mesh.
+        params: What will be sharded; decides the device type of the default mesh.
+        is_hybrid: The strategy keeps copies of shards (or not); ``None``: it does if the mesh has a dim for them.
+        caller: The public function, for error messages.
+
+    Raises:
+        UsageError: No process group is initialised.
+        ConfigError: They do not fit.
+    """
+    _check_world(caller)
+    params = list(params)
+    if groups is not None:
+        if mesh is not None or dims is not None:
+            raise ConfigError("both mesh and process_group are given", at=place_of_rank(), fix="pass one of them")
+        return _of_groups(groups, params, is_hybrid)
+    dims = None if dims is None else _as_dims(dims)
+    if mesh is None and dims is not None:
+        raise ConfigError("dp_mesh_dims names dims of no mesh", at=place_of_rank(), fix="pass the mesh too")
+    if mesh is None and is_hybrid:
+        mesh = _mesh_of_hosts(params)
+    if not isinstance(mesh, DeviceMesh) or (dims is None and mesh.ndim != 2):
+        shard_mesh = _resolve_mesh(mesh, params, caller=caller)
+        if is_hybrid:
+            raise ConfigError(
+                f"a hybrid strategy on a mesh of one dim {tuple(shard_mesh.mesh.shape)}",
+                at=place_of_rank(),
+                fix="pass a mesh of two dims, replicas first; or leave it out: one replica on each host",
+            )
+        return shard_mesh, Grid.of(shard_mesh)
+    chosen = _dims_of(mesh) if dims is None else dims
+    names = mesh.mesh_dim_names or ()
+    for name in filter(None, (chosen.replicate, chosen.shard)):
+        if name not in names:
+            raise ConfigError(
+                f"the mesh has no dim {name!r}, but {names}", at=place_of_rank(), fix="name dims that the mesh has"
+            )
+    shard_mesh = _resolve_mesh(mesh[chosen.shard], params, caller=caller)
+    if (chosen.replicate is None) is bool(is_hybrid) and is_hybrid is not None:
+        raise ConfigError(
+            f"a {'hybrid ' * is_hybrid}strategy on a mesh {'without' if is_hybrid else 'with'} a dim for replicas",
+            at=place_of_rank(),
+            fix="pass HYBRID_SHARD or HYBRID_SHARD_ZERO2 with a mesh of two dims, FULL_SHARD or SHARD_GRAD_OP with one",
+        )
+    if chosen.replicate is None:
+        return shard_mesh, Grid.of(shard_mesh)
+    return shard_mesh, Grid.hybrid(Ranks.of_mesh(shard_mesh), Ranks.of_mesh(mesh[chosen.replicate]))
+
+
+def _as_dims(dims: object) -> DataParallelMeshDims:
+    if isinstance(dims, DataParallelMeshDims):
+        return dims
+    if type(dims).__name__ != DataParallelMeshDims.__name__:
+        raise ConfigError(
+            f"dp_mesh_dims is {described(dims)}",
+            at=place_of_rank(),
+            fix="pass DataParallelMeshDims(shard='shard', replicate='replicate')",
+        )
+    # That of torch, where each may be a tuple of names.
+    names: list[Any] = [getattr(dims, name, None) for name in ("shard", "replicate")]
+    shard, copies = (name[0] if isinstance(name, tuple) and len(name) == 1 else name for name in names)
+    return DataParallelMeshDims(shard, copies)
+
+
+def _dims_of(mesh: DeviceMesh) -> DataParallelMeshDims:
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ConfigError(
+            f"a mesh of 2 dims {tuple(mesh.mesh.shape)} without names",
+            at=place_of_rank(),
+            fix="name them: init_device_mesh(..., mesh_dim_names=('replicate', 'shard')); replicas come first",
+        )
+    return DataParallelMeshDims(shard=names[1], replicate=names[0])
+
+
+def _mesh_of_hosts(params: Iterable[nn.Parameter]) -> DeviceMesh:
+    """Return a mesh with a replica on each host, the same for all annotations. Collective at first."""
+    world, size = dist.group.WORLD, dist.get_world_size()
+    assert world is not None, "checked above"
+    known = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not known.isdigit() or size % int(known):
+        raise ConfigError(
+            f"a hybrid strategy without a mesh, and the ranks on each host are {known or 'not known'} of {size}",
+            at=place_of_rank(),
+            fix="start the script with torchrun, which sets LOCAL_WORLD_SIZE; or pass a mesh of two dims",
+        )
+    kind = _default_type(params)
+    made = _OF_HOSTS.setdefault(world, {})
+    if (kind, int(known)) not in made:
+        shape = (size // int(known), int(known))
+        made[kind, int(known)] = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+    return made[kind, int(known)]
+
+
+def _of_groups(groups: object, params: Iterable[nn.Parameter], is_hybrid: bool | None) -> tuple[DeviceMesh, Grid]:
+    pair = groups if isinstance(groups, tuple) else (groups,)
+    if not all(isinstance(group, dist.ProcessGroup) for group in pair) or len(pair) not in (1, 2):
+        raise ConfigError(
+            f"process_group is {described(groups)}",
+            at=place_of_rank(),
+            fix="pass a ProcessGroup that this rank is in; or two: who shares parameters, and who has copies of shards",
+        )
+    if is_hybrid is not None and is_hybrid is not (len(pair) == 2):
+        raise ConfigError(
+            f"a {'hybrid ' * is_hybrid}strategy with {len(pair)} process groups",
+            at=place_of_rank(),
+            fix="pass two groups with HYBRID_SHARD or HYBRID_SHARD_ZERO2, one with FULL_SHARD or SHARD_GRAD_OP",
+        )
+    shard_mesh = DeviceMesh.from_group(pair[0], _default_type(params))
+    if len(pair) == 1:
+        return shard_mesh, Grid.of(shard_mesh)
+    shard = Ranks.of_mesh(shard_mesh)
+    return shard_mesh, Grid.hybrid(shard, Ranks.of(pair[1], shard.device))
+
+
+def _check_world(caller: str) -> None:
+    """Raise ``UsageError`` unless a process group is initialised."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise UsageError(
+            f"{caller} needs a process group, and none is initialised",
+            fix="call torch.distributed.init_process_group() first, and start the script with torchrun",
+        )
+
+
+def _resolve_mesh(mesh: DeviceMesh | None, params: Iterable[nn.Parameter], *, caller: str) -> DeviceMesh:
     """Check the mesh that the user gave, or make one over all ranks.
 
     Args:
@@ -58,15 +275,10 @@ def resolve_mesh(mesh: DeviceMesh | None, params: Iterable[nn.Parameter], *, cal
         UsageError: No process group is initialised.
         ConfigError: ``mesh`` is no mesh, not 1-D, or of another device type than the parameters.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise UsageError(
-            f"{caller} needs a process group, and none is initialised",
-            fix="call torch.distributed.init_process_group() first, and start the script with torchrun",
-        )
-    device_types = {param.device.type for param in params} - {"meta"}
+    _check_world(caller)
+    params = list(params)
     if mesh is None:
-        device_type = "cuda" if "cuda" in device_types or _has_nccl() else "cpu"
-        return init_device_mesh(device_type, (dist.get_world_size(),))
+        return init_device_mesh(_default_type(params), (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
             f"mesh is a {type(mesh).__name__}, not a DeviceMesh", at=place_of_rank(), fix="pass init_device_mesh(...)"
@@ -83,7 +295,7 @@ def resolve_mesh(mesh: DeviceMesh | None, params: Iterable[nn.Parameter], *, cal
             at=place_of_rank(),
             fix=f"call {caller} only on the ranks of the mesh {mesh.mesh.tolist()}",
         )
-    if mesh.device_type == "cpu" and "cuda" in device_types:
+    if mesh.device_type == "cpu" and any(param.device.type == "cuda" for param in params):
         raise ConfigError(
             "the mesh is on cpu and a parameter on cuda",
             at=place_of_rank(),
@@ -104,7 +316,7 @@ def resolve_ranks(
     if mesh is not None and process_group is not None:
         raise ConfigError("both mesh and process_group are given", fix="pass one of them")
     if mesh is not None or not dist.is_available() or not dist.is_initialized():
-        return Ranks.of_mesh(resolve_mesh(mesh, params, caller="replicate"))
+        return Ranks.of_mesh(_resolve_mesh(mesh, params, caller="replicate"))
     group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
@@ -118,6 +330,10 @@ def resolve_ranks(
             fix="move the module to the GPU, or pass a process_group of backend 'gloo'",
         )
     return Ranks.of(group, device_for(device_type))
+
+
+def _default_type(params: Iterable[nn.Parameter]) -> str:
+    return "cuda" if any(param.device.type == "cuda" for param in params) or _has_nccl() else "cpu"
 
 
 def _has_nccl() -> bool:

@@ -3,7 +3,7 @@
 from composable.planning.cut import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape
 from composable.planning.layout import FlatLayout
 from composable.planning.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
-from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn
+from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn, is_hybrid
 from composable.planning.planner import HandleMembers, make_plan, plan
 from composable.planning.precision import (
     NO_CASTS,
@@ -40,6 +40,7 @@ __all__ = [
     "first_replacement",
     "in_memory_order",
     "in_order_of_dims",
+    "is_hybrid",
     "local_shape",
     "make_plan",
     "managed_modules",

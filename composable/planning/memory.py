@@ -20,12 +20,14 @@ class Reduced(NamedTuple):
         landing: Of what arrives beside it from other ranks.
         scratch: Of what is there while they are added up.
         shard: Of the result.
+        is_late: The result is made when all has arrived, beside what landed.
     """
 
     whole: int
     landing: int
     scratch: int
     shard: int
+    is_late: bool = False
 
 
 class HandleBytes(NamedTuple):
@@ -75,6 +77,16 @@ def _backward(handles: Sequence[HandleBytes]) -> Iterator[int]:
     under_way: list[Reduced] = []
     shards = 0
 
+    def finish_first() -> int:
+        """End the first reduction under way; returns the bytes while that runs."""
+        nonlocal shards
+        first = under_way[0]
+        late = first.shard if first.is_late else 0
+        peak = live() + max(first.scratch, late)
+        shards += late
+        del under_way[0]
+        return peak
+
     def live() -> int:
         parameters = sum(handles[index].unsharded for index in unsharded)
         gradients = sum(handles[index].gradients for index in met)
@@ -86,10 +98,9 @@ def _backward(handles: Sequence[HandleBytes]) -> Iterator[int]:
         for done in sorted((one for one in met if one > end), reverse=True):
             for one in handles[done].reduced:
                 while len(under_way) >= _GRADIENT_BUFFERS:
-                    yield live() + under_way[0].scratch
-                    del under_way[0]
+                    yield finish_first()
                 yield live() + one.whole
-                shards += one.shard
+                shards += 0 if one.is_late else one.shard
                 under_way.append(one)
             met.remove(done)
             unsharded.discard(done)
@@ -98,6 +109,11 @@ def _backward(handles: Sequence[HandleBytes]) -> Iterator[int]:
             met.append(index)
             unsharded |= {index, *order[position + 1 : position + 2]}
             yield live()
+    pooled = 0  # Buffers of gradients go when backward is over.
+    while under_way:
+        whole = under_way[0].whole
+        yield pooled + finish_first()
+        pooled += whole
 
 
 def _order(handles: Sequence[HandleBytes]) -> list[int]:

@@ -15,7 +15,7 @@ from composable.planning.offload import NO_OFFLOAD, OffloadPolicy, as_offload
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, as_mixed_precision
 from composable.policies import PolicyLike
 
-__all__ = ["AlignLike", "MeshDimStrategy", "ShardOptions", "ShardPlacementFn", "ShardingStrategy"]
+__all__ = ["AlignLike", "MeshDimStrategy", "ShardOptions", "ShardPlacementFn", "ShardingStrategy", "is_hybrid"]
 
 # By FQN below the annotated module, or a function of (FQN, parameter) that has no wish where it returns ``None``.
 AlignLike: TypeAlias = Mapping[str, Align] | Callable[[str, nn.Parameter], Align | None]
@@ -43,9 +43,11 @@ class ShardingStrategy:
 
     Attributes:
         name: What ``strategy=`` accepts too.
-        dims: One for each mesh dim.
+        dims: One for each mesh dim; of two, the first is that of the replicas.
         FULL_SHARD: Parameters are freed after forward and gathered again for backward (ZeRO stage 3).
         SHARD_GRAD_OP: Parameters stay unsharded from forward to backward (ZeRO stage 2).
+        HYBRID_SHARD: ``FULL_SHARD`` over the ranks of one dim, copies of each shard over those of the other.
+        HYBRID_SHARD_ZERO2: ``SHARD_GRAD_OP`` in its place.
         NO_SHARD: Every rank keeps everything, which is what ``replicate`` does.
 
     Source: ZeRO, arXiv 1910.02054.
@@ -56,22 +58,30 @@ class ShardingStrategy:
 
     FULL_SHARD: ClassVar["ShardingStrategy"]
     SHARD_GRAD_OP: ClassVar["ShardingStrategy"]
+    HYBRID_SHARD: ClassVar["ShardingStrategy"]
+    HYBRID_SHARD_ZERO2: ClassVar["ShardingStrategy"]
     NO_SHARD: ClassVar["ShardingStrategy"]
 
     def __repr__(self) -> str:
         return f"ShardingStrategy.{self.name}"
 
 
-ShardingStrategy.FULL_SHARD = ShardingStrategy("FULL_SHARD", (MeshDimStrategy(True, True, True),))
-ShardingStrategy.SHARD_GRAD_OP = ShardingStrategy("SHARD_GRAD_OP", (MeshDimStrategy(False, True, True),))
-ShardingStrategy.NO_SHARD = ShardingStrategy("NO_SHARD", (MeshDimStrategy(False, False, False),))
-
+_WHOLE = MeshDimStrategy(False, False, False)
 _PRESETS = {
-    one.name: one for one in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+    one.name: one
+    for one in (
+        ShardingStrategy("FULL_SHARD", (MeshDimStrategy(True, True, True),)),
+        ShardingStrategy("SHARD_GRAD_OP", (MeshDimStrategy(False, True, True),)),
+        ShardingStrategy("HYBRID_SHARD", (_WHOLE, MeshDimStrategy(True, True, True))),
+        ShardingStrategy("HYBRID_SHARD_ZERO2", (_WHOLE, MeshDimStrategy(False, True, True))),
+        ShardingStrategy("NO_SHARD", (_WHOLE,)),
+    )
 }
+for _one in _PRESETS.values():
+    setattr(ShardingStrategy, _one.name, _one)
 # The names that the collectives know, which planning must not import.
 _TRANSPORTS = ["auto", "point_to_point", "process_group"]
-_SHARDING = "'FULL_SHARD', 'SHARD_GRAD_OP'"
+_SHARDING = "'FULL_SHARD', 'SHARD_GRAD_OP', 'HYBRID_SHARD', 'HYBRID_SHARD_ZERO2'"
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,7 @@ class ShardOptions:
 
     Attributes:
         world_size: Ranks that share the parameters.
+        replicas: Ranks that hold each shard.
         policy: Which submodules get handles of their own.
         strategy: What is sharded, or its name; instead of ``reshard_after_forward``.
         reshard_after_forward: Free the parameters between forward and backward.
@@ -98,6 +109,7 @@ class ShardOptions:
     """
 
     world_size: int
+    replicas: int = 1
     policy: PolicyLike | None = None
     strategy: ShardingStrategy | str | None = None
     reshard_after_forward: bool | None = None
@@ -112,9 +124,12 @@ class ShardOptions:
     shard_as_bytes: Collection[type[torch.Tensor]] = ()
 
     def __post_init__(self) -> None:
-        size = self.world_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"world_size is {size!r:.80}", fix="pass the number of ranks that share the parameters")
+        for name, size, what in (
+            ("world_size", self.world_size, "ranks that share the parameters"),
+            ("replicas", self.replicas, "ranks that hold each shard"),
+        ):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(f"{name} is {size!r:.80}", fix=f"pass the number of {what}")
         if self.align is not None and not isinstance(self.align, Mapping) and not _is_function(self.align):
             raise ConfigError(
                 f"align is {described(self.align)}", fix="pass a dict of FQNs, or a function of an FQN and a parameter"
@@ -139,7 +154,7 @@ class ShardOptions:
                 raise ConfigError(
                     "strategy and reshard_after_forward both say what is freed when", fix="pass one of them"
                 )
-            _check_strategy(self.strategy)
+            _check_strategy(self.strategy, self.replicas)
         as_mixed_precision(self.mp_policy)
         as_offload(self.offload_policy)
         _check_classes(self.shard_as_bytes)
@@ -159,7 +174,7 @@ class ShardOptions:
         """Whether parameters are freed between forward and backward; ``None``: where the module is not the root."""
         if self.strategy is None:
             return self.reshard_after_forward
-        return _named(self.strategy).dims[0].parameters
+        return _named(self.strategy).dims[-1].parameters
 
 
 def _check_classes(classes: object) -> None:
@@ -181,17 +196,30 @@ def _named(strategy: ShardingStrategy | str) -> ShardingStrategy:
     return _PRESETS[strategy] if isinstance(strategy, str) else strategy
 
 
-def _check_strategy(strategy: object) -> None:
-    """Raise ``ConfigError`` unless ``fully_shard`` can do it on one mesh dim."""
+def is_hybrid(strategy: object) -> bool | None:
+    """Say whether a strategy keeps copies of shards; ``None``: it is none."""
+    if isinstance(strategy, str):
+        strategy = _PRESETS.get(strategy)
+    return len(strategy.dims) == 2 if isinstance(strategy, ShardingStrategy) else None
+
+
+def _check_strategy(strategy: object, replicas: int) -> None:
+    """Raise ``ConfigError`` unless ``fully_shard`` can do it with as many copies of each shard."""
     if not isinstance(strategy, ShardingStrategy) and not (isinstance(strategy, str) and strategy in _PRESETS):
         raise ConfigError(f"strategy is {strategy!r}", fix=f"pass one of {_SHARDING}")
     chosen = _named(strategy)
-    if len(chosen.dims) != 1:
+    copies, sharded = chosen.dims[:-1], chosen.dims[-1]
+    if copies not in ((), (_WHOLE,)):
         raise ConfigError(
-            f"strategy {chosen.name} is for {len(chosen.dims)} mesh dims, and parameters are sharded over one",
+            f"strategy {chosen.name} shards over {len(chosen.dims)} mesh dims, and parameters are sharded over one",
             fix=f"pass one of {_SHARDING}",
         )
-    if not chosen.dims[0].gradients or not chosen.dims[0].optimizer_state:
+    if replicas > 1 and not copies:
+        raise ConfigError(
+            f"strategy {chosen.name} keeps one copy of each shard, and there are {replicas}",
+            fix=f"pass HYBRID_{'SHARD' if sharded.parameters else 'SHARD_ZERO2'}, or a mesh of one dim",
+        )
+    if not sharded.gradients or not sharded.optimizer_state:
         raise ConfigError(
             f"strategy {chosen.name} keeps gradients or optimizer state whole on every rank",
             fix=f"call replicate(module) instead, or pass one of {_SHARDING}",

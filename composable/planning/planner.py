@@ -50,6 +50,7 @@ def plan(
     module: nn.Module | Sequence[nn.Module],
     *,
     world_size: int,
+    replicas: int = 1,
     policy: PolicyLike | None = None,
     strategy: ShardingStrategy | str | None = None,
     reshard_after_forward: bool | None = None,
@@ -68,8 +69,10 @@ def plan(
     Args:
         module: An unannotated module, or several that share one handle; may be on the meta device.
         world_size: Ranks that would share the parameters.
+        replicas: Ranks that would hold each shard: with more than one, as many times ``world_size`` ranks train.
         policy: Which submodules get handles of their own.
-        strategy: ``FULL_SHARD`` or ``SHARD_GRAD_OP``, or its name; instead of ``reshard_after_forward``.
+        strategy: ``FULL_SHARD``, ``SHARD_GRAD_OP``, ``HYBRID_SHARD`` or ``HYBRID_SHARD_ZERO2``, or its name; instead of
+            ``reshard_after_forward``.
         reshard_after_forward: Free the parameters between forward and backward. ``None``: only
             where the module is not the root.
         ignored_params: Parameters to leave alone, under all their names.
@@ -95,6 +98,7 @@ def plan(
                 )
     options = ShardOptions(
         world_size=world_size,
+        replicas=replicas,
         policy=policy,
         strategy=strategy,
         reshard_after_forward=reshard_after_forward,
@@ -143,6 +147,7 @@ def make_plan(
     )
     shard_plan = ShardPlan(
         world_size=options.world_size,
+        replicas=options.replicas,
         transport=options.transport,
         class_names=tuple(class_name(root) for root in roots),
         handles=handle_plans,

@@ -170,13 +170,18 @@ class HandlePlan:
 
 @dataclass(frozen=True)
 class HandleCollectives:
-    """What one handle's collectives amount to in one training step; bytes are of whole buffers."""
+    """What one handle's collectives amount to in one training step.
+
+    Bytes are of whole buffers; of all-reduces, which are between the ranks that hold copies, of shards.
+    """
 
     module_fqns: tuple[str, ...]
     all_gathers: int
     all_gather_bytes: int
     reduce_scatters: int
     reduce_scatter_bytes: int
+    all_reduces: int = 0
+    all_reduce_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -195,6 +200,7 @@ class ShardPlan:
         ignored_fqns: Parameters that stay whole on every rank.
         mp_policy: Dtypes of computation and reduction, as they were asked for.
         offload_policy: Where shards, gradients and optimizer state rest.
+        replicas: Ranks that hold each shard.
     """
 
     world_size: int
@@ -205,6 +211,7 @@ class ShardPlan:
     ignored_fqns: tuple[str, ...] = ()
     mp_policy: MixedPrecisionPolicy = NO_CASTS
     offload_policy: OffloadPolicy = NO_OFFLOAD
+    replicas: int = 1
 
     @property
     def numel(self) -> int:
@@ -307,7 +314,9 @@ class ShardPlan:
     def _reduced(self, buffer: BufferPlan) -> Reduced:
         numel, ranks = buffer.layout.shard_numel, self.world_size
         result = buffer.reduce_dtype if self.mp_policy.keep_low_precision_grads else buffer.dtype
-        is_cast = ranks > 1 and result != buffer.reduce_dtype
+        # Copies of a shard are added up in what travels.
+        is_cast_late = self.replicas > 1 and result != buffer.reduce_dtype
+        is_cast = ranks > 1 and result != buffer.reduce_dtype and not is_cast_late
         # What arrives from one rank lands in the result, if that has its dtype; what arrives from others beside it.
         slices, scratch = int(is_cast), 0
         if self.transport == "point_to_point" and ranks > 1:
@@ -316,18 +325,19 @@ class ShardPlan:
                 # Slices are added up in float32, one after the other: see `collectives/point_to_point.py`.
                 casts = 1 if is_cast else 2 if ranks > 2 else 0
                 scratch = casts * numel * torch.float32.itemsize
-        landing = slices * numel * buffer.reduce_dtype.itemsize
+        landing = (slices + is_cast_late) * numel * buffer.reduce_dtype.itemsize
         result_bytes = numel * result.itemsize
         if self.offload_policy.is_offloading:
             # On the device until it was copied to the host.
             return Reduced(buffer.gradient_bytes, landing + result_bytes, scratch, shard=0)
-        return Reduced(buffer.gradient_bytes, landing, scratch, result_bytes)
+        return Reduced(buffer.gradient_bytes, landing, scratch, result_bytes, is_cast_late)
 
     def expected_collectives(self, *, is_root: bool = True) -> tuple[HandleCollectives, ...]:
         """Return each handle's collectives in one training step: forward, backward, gradients synchronised.
 
         One all-gather of each buffer for forward, one more for backward if it was freed between,
-        and one reduce-scatter of each buffer that requires gradients. Empty buffers need none.
+        and one reduce-scatter of each buffer that requires gradients; where there are replicas, an
+        all-reduce of its shard. Empty buffers need none.
 
         Args:
             is_root: Forward starts at the annotated module.
@@ -344,6 +354,7 @@ class ShardPlan:
                     gathers * sum(buffer.buffer_bytes for buffer in buffers),
                     len(trainable),
                     sum(buffer.gradient_bytes for buffer in trainable),
+                    *((len(trainable), sum(map(_between_replicas, trainable))) if self.replicas > 1 else ()),
                 )
             )
         return tuple(found)
@@ -363,6 +374,7 @@ class ShardPlan:
             tuple(handle.renamed(roots) for handle in handles),
             mp_policy=self.mp_policy,
             offload_policy=self.offload_policy,
+            replicas=self.replicas,
         )
 
     def without(self, handles: Sequence[HandlePlan]) -> "ShardPlan":
@@ -398,7 +410,14 @@ class ShardPlan:
             }
             for handle in self.handles
         ]
-        contents = [self.world_size, self.transport, str(self.mp_policy), str(self.offload_policy), handles]
+        contents = [
+            self.world_size,
+            self.replicas,
+            self.transport,
+            str(self.mp_policy),
+            str(self.offload_policy),
+            handles,
+        ]
         return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
     def compared_text(self) -> str:
@@ -418,6 +437,8 @@ class ShardPlan:
     def __str__(self) -> str:
         largest = max((handle.buffer_bytes for handle in self.handles), default=0)
         handles, ranks = count_text(len(self.handles), "handle"), count_text(self.world_size, "rank")
+        if self.replicas > 1:
+            ranks += f" x {self.replicas} replicas"
         lines = [
             f"{' + '.join(self.class_names)}: {handles} over {ranks}, transport {self.transport}",
             f"  {self.numel:,} elements; per rank {bytes_text(self.shard_bytes)} at rest;"
@@ -507,3 +528,8 @@ def _describe_notes(handle: HandlePlan) -> str:
         for note in param.notes:
             noted.setdefault(note, []).append(param.fqn.removeprefix(prefix))
     return "".join(f"; {text}: {list_text(fqns, _FQNS_SHOWN, write=str)}" for text, fqns in noted.items())
+
+
+def _between_replicas(buffer: BufferPlan) -> int:
+    """Return the bytes of the shard of gradients as ranks that hold copies add it up."""
+    return buffer.layout.shard_numel * buffer.reduce_dtype.itemsize

@@ -23,27 +23,22 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composable.collectives import Grid, Transport
-from composable.replication.arrangement import Arrangement
 from composable.replication.bucket import Bucket, BucketOptions, ReducedParam, check_steppable
 from composable.replication.bucket_memory import note_caller
 from composable.replication.bucket_steps import step_complete, step_rest, step_sent
 from composable.replication.complaints import (
     GRAPH_CHANGED,
-    HOOK_FAILED,
     STOPPED,
     after_close,
     copied_inside,
     hook_failed,
-    round_error,
     second_gradient,
 )
-from composable.replication.debugging import notes_for_level
+from composable.replication.exchange import Exchange
 from composable.replication.kept import average_kept
 from composable.replication.round import Round
-from composable.replication.sender import Sender
-from composable.replication.sparse import SparseGradients
 from composable.replication.static_graph import StaticGraph
-from composable.replication.tail import Report, Tail
+from composable.replication.tail import Report
 from composable.replication.timing import Stopwatch
 from composable.replication.traced import traced_arrival
 from composable.storage import (
@@ -56,7 +51,6 @@ from composable.storage import (
 )
 from composable.torch_hooks import Ending, next_ending_number
 from composable.torch_private import opaque
-from composable.wording import list_text
 
 __all__ = ["Reducer"]
 
@@ -77,16 +71,11 @@ class Reducer:
         is_last_backward: If not, backward is no round either.
         sync_after_context: What that is after the ``no_sync`` that runs; ``None``: none runs.
         rounds: How many backwards there were, the running one included.
-        scale: Of a gradient before it is added to those of the other ranks.
-        group_name: Of the process group that averages in a graph; "": one rank.
         comm_hooks: Registrations of communication hooks that reach the parameters; the nearest holds.
         stopwatch: Measures some backwards.
         before_round: Called before a backward, with whether it averages; ``None``: nothing is.
         steppers: Get parameters that have their averages, and step them inside backward.
     """
-
-    scale: float
-    group_name: str
 
     def __init__(
         self,
@@ -118,18 +107,11 @@ class Reducer:
 
     def _connect(self, transport: Transport, grid: Grid) -> None:
         """Have what depends on the ranks, as it is before the first backward."""
-        self._transport = transport
         self._grid = grid
-        self.scale = 1.0 / grid.divisor
-        ranks = grid.everyone
-        self.group_name = "" if ranks.is_alone else ranks.process_group.group_name
-        self._order_key = transport.allocate_key()
-        self._tail = Tail(len(self.params), transport.rank, transport.world_size)
-        self._sender = Sender(transport)
-        self._sparse = SparseGradients([item.param for item in self.params if item.is_sparse], transport)
-        self._arrangement = Arrangement(self.params, transport, self.options, tail_numel=self._tail.numel)
+        self._exchange = Exchange(self.params, transport, grid, self.options, self._round, self.stopwatch)
+        self._arrangement = self._exchange.arrangement
+        self._sender = self._exchange.sender
         self._bucket_of = self._arrangement.bucket_of  # changed in place
-        self._notes = notes_for_level(self.params, grid.everyone)
 
     def move_to(self, transport: Transport, grid: Grid) -> None:
         """Talk to other ranks from now on, and forget what a backward that was stopped has left; none is running.
@@ -203,15 +185,19 @@ class Reducer:
         """The running backward, or the last one."""
         return self._round
 
+    @property
+    def scale(self) -> float:
+        """Of a gradient before it is added to those of the other ranks."""
+        return self._exchange.scale
+
+    @property
+    def group_name(self) -> str:
+        """Of the process group that averages in a graph; "": one rank."""
+        return self._exchange.group_name
+
     def name_of(self, key: int) -> str:
         """Return what is exchanged under ``key``, for messages."""
-        buckets = list(self.buckets)
-        for bucket in buckets:
-            if bucket.key == key:
-                names = [self.params[index].fqn for index in bucket.param_indices]
-                number = f"bucket {bucket.index() + 1} of {len(buckets)}"
-                return f"the all-reduce of {number}, gradients of {list_text(names, 3)}"
-        return "the order of gradients" if key == self._order_key else "buffers or flags"
+        return self._exchange.name_of(key)
 
     @property
     def has_sound_gradients(self) -> bool:
@@ -258,8 +244,8 @@ class Reducer:
         if not self.params:
             return
         is_any = any(self._kept)
-        order_key, sparse = self._order_key, self._sparse
-        is_any = average_kept(self.params, self._transport, order_key, self.scale, sparse, is_any=is_any)
+        order_key, sparse = self._exchange.order_key, self._exchange.sparse
+        is_any = average_kept(self.params, self._exchange.transport, order_key, self.scale, sparse, is_any=is_any)
         self._forget_kept()
         if is_any:
             step_complete(self.steppers, [item.param for item in self.params])
@@ -316,7 +302,7 @@ class Reducer:
         Collective if that backward had started an all-reduce: the ranks that wait for the rest get it.
         """
         # Nothing is in flight but what was cut short, a broadcast of buffers say.
-        self._transport.settle()
+        self._exchange.transport.settle()
         # A backward that is running is none of the forward's business: so this one was stopped.
         if self._round.was_stopped or self._round.is_open:
             self._recover()
@@ -357,7 +343,7 @@ class Reducer:
             self.stopwatch.mark("computed")
         with torch.no_grad():
             for bucket in self.buckets[self._round.sent :]:
-                self._launch(bucket)
+                self._exchange.launch(bucket)
 
     def finish(self) -> None:
         """Wait for the averages, and complain about what is missing.
@@ -377,19 +363,15 @@ class Reducer:
         if failure is not None:
             raise hook_failed(failure, self.params[0].fqn)
         if missing or self._round.complaint or (report is not None and any(report.complaints)):
-            raise self._error_of(missing, report or Report((), ()))
+            raise self._exchange.error_of(missing, report or Report((), ()), self._static)
 
     def share(self, number: float) -> list[float]:
         """Return the number of each rank, in the order of the transport. Collective; no backward is running."""
-        numbers = torch.zeros(self._transport.world_size, device=self._grid.everyone.device)
-        numbers[self._transport.rank] = number
-        self._transport.begin_all_reduce(numbers, self._order_key).finish()
-        shared: list[float] = numbers.tolist()
-        return shared
+        return self._exchange.share(number)
 
     def divide_by(self, divisor: int | None) -> None:
         """Divide sums of gradients by this in place of the number of ranks; ``None``: by that again."""
-        self.scale = 1.0 / (divisor or self._grid.divisor)
+        self._exchange.scale = 1.0 / (divisor or self._grid.divisor)
 
     def shadow(self) -> None:
         """Do what a backward does, with zeros in place of gradients: the other ranks run one. Collective.
@@ -407,16 +389,14 @@ class Reducer:
             self._arrangement.prepare()
             self._round.clear(self.buckets, synchronises=True)
             self.rounds += 1
-            for bucket in self.buckets:
-                bucket.clear()
-                self._send(bucket)
+            self._exchange.send_zeros()
             report = self._finish_round()
         failure, self._sender.failure = self._sender.failure, None
         self._round.close()
         if failure is not None:
             raise hook_failed(failure, self.params[0].fqn)
         if report is not None and any(report.complaints):
-            raise self._error_of([], report)
+            raise self._exchange.error_of([], report, self._static)
 
     def _make_arrival(self, index: int) -> Callable[[torch.Tensor], None]:
         # Runs once per parameter and backward: what it reads most is a local of this call. What leads to the
@@ -492,8 +472,8 @@ class Reducer:
             self._round.open(self._after_backward(self))
             self.rounds += 1
             self.stopwatch.begin(self.rounds)
-            if self._notes is not None:
-                self._notes.begin(self.buckets, self.rounds)
+            if self._exchange.notes is not None:
+                self._exchange.notes.begin(self.buckets, self.rounds)
 
     def _recover(self) -> None:
         """Complete the round of a backward that was stopped, so that no rank waits for this one.
@@ -501,17 +481,13 @@ class Reducer:
         The gradients in the buckets become zero: what a round that was stopped leaves there is
         of no use, and the user may have set it to zero while it was on its way.
         """
-        self._transport.settle()
+        self._exchange.transport.settle()
         # What has arrived says less: where ranks use other parameters, it differs though they were stopped alike.
         if self._round.synchronises and (self._round.accumulates or self._round.order):
             self._round.complaint = STOPPED
             with torch.no_grad():
-                for bucket in self.buckets[self._round.sent :]:
-                    bucket.clear()
-                    self._send(bucket)
-                self._sender.finish()
-                self._sparse.average(self.scale, is_stopped=True)
-                tail = self.buckets[-1].tail.clone()
+                self._exchange.send_zeros()
+                tail = self._exchange.wait_for_zeros()
                 if self.steppers:
                     self._close_stopped(tail)
                     return
@@ -537,55 +513,15 @@ class Reducer:
             return
         with self._lock, torch.no_grad():
             while own_round.sent < len(buckets) and not buckets[own_round.sent].pending:
-                self._launch(buckets[own_round.sent])
+                self._exchange.launch(buckets[own_round.sent])
                 if self.steppers:
                     # One is on its way while the next one fills.
                     step_sent(self.steppers, self.params, buckets, own_round, self._sender)
 
-    def _launch(self, bucket: Bucket) -> None:
-        """Start the reduction of the next bucket.
-
-        Streams: gradients are copied on the current one, which the collective waits for.
-        """
-        # A communication hook averages by itself.
-        scale = self.scale if self._sender.hook is None else 1.0
-        bucket.pack(scale, grads_as_views=self._grads_as_views)
-        self._send(bucket)
-
-    def _send(self, bucket: Bucket) -> None:
-        if self.stopwatch.is_on:
-            self.stopwatch.mark("sent")
-        if self._notes is not None:
-            self._notes.before_send(bucket)
-        self._sender.start(bucket, self._write_tail)
-        self._round.sent += 1
-
-    def _write_tail(self, tail: torch.Tensor) -> None:
-        complaint = self._round.complaint
-        if self._sender.failure is not None and complaint >= 0:
-            complaint = HOOK_FAILED
-        used = None
-        if complaint or not self._round.is_complete:
-            stepped = self._round.stepped  # and their gradients dropped
-            used = [
-                item.param.grad is not None or bucket.index() < stepped
-                for item, bucket in zip(self.params, self._bucket_of, strict=True)
-            ]
-        self._tail.write(tail, used, complaint)
-
     def _finish_round(self) -> Report | None:
         """Wait for all buckets, and give every parameter its average; returns what ``Tail.read`` does."""
-        self._sender.finish()
-        self._sparse.average(self.scale)
-        for bucket in self.buckets:
-            if bucket.casts or not self._grads_as_views:
-                bucket.unpack()
-        tail = self.buckets[-1].tail
-        report = self._tail.read(tail)
-        used = None if self._round.is_complete else tail.tolist()
-        if used is not None and not self.steppers:
-            self._arrangement.adopt_averages(used, grads_as_views=self._grads_as_views)
-        self._end_round(tail)
+        report, used = self._exchange.wait()
+        self._end_round(self._exchange.tail)
         if self.steppers:
             step_rest(self.steppers, self.params, self.buckets, self._round, used)
         return report
@@ -598,34 +534,13 @@ class Reducer:
             self._static.learn(self._round.seen, values[: len(self.params)])
             self._arrangement.narrow(self._round.seen.copy(), self._static.unused)
 
-    @property
-    def _grads_as_views(self) -> bool:
-        # What is stepped inside backward is dropped there: a copy would be for nothing.
-        return self.options.grads_as_views or bool(self.steppers)
-
     def _end_round(self, tail: torch.Tensor) -> None:
         """Take from a round what is to hold for all later ones; ``tail`` is what the ranks said."""
         self._forget_kept()
         if not self._arrangement.is_settled:
-            self._arrangement.settle(self._agree_on_order())
+            self._arrangement.settle(self._exchange.agree_on_order())
         if self._static is not None and self._static.counts is None:
             self._learn_graph(tail)
 
     def _forget_kept(self) -> None:
         self._kept[:] = bytes(len(self._kept))
-
-    def _agree_on_order(self) -> list[int]:
-        """Return the order in which gradients arrived on the first rank, the others at the end. Collective."""
-        order = self._round.full_order()
-        if self._transport.world_size == 1:
-            return order
-        sent = torch.tensor(order, device=self.buckets[0].flat.device)
-        self._transport.begin_broadcast(sent, 0, self._order_key).finish()
-        agreed: list[int] = sent.tolist()
-        return agreed
-
-    def _error_of(self, missing: Sequence[int], report: Report) -> Exception:
-        """Return the error for what went wrong here, or for what did elsewhere."""
-        ranks = sorted(self._grid.everyone.numbers)  # As the transport has them.
-        last = self._round.order[-1] if self._round.order else None
-        return round_error(self.params, missing, last, report, ranks, ranks[self._transport.rank], self._static)

@@ -20,9 +20,17 @@ class Traced(Protocol):
     """What the graph has to know of a reducer; the compiler makes another graph where one of them changes."""
 
     requires_gradient_sync: bool
-    scale: float
-    group_name: str
     steppers: tuple[Callable[..., None], ...]
+
+    @property
+    def scale(self) -> float:
+        """Of a gradient before it is added to those of the other ranks."""
+        ...
+
+    @property
+    def group_name(self) -> str:
+        """Of the process group that averages; "": one rank."""
+        ...
 
     @property
     def untraceable(self) -> str:

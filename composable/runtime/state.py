@@ -23,7 +23,7 @@ from composable.runtime.scheduler import Scheduler
 from composable.runtime.settings import RootSettings
 from composable.runtime.standing import Standing
 from composable.runtime.streams import streams_for
-from composable.storage import Handle, move_buffers
+from composable.storage import Handle, Replicas, move_buffers
 from composable.torch_hooks import at_end_of_backward
 from composable.wording import class_name, module_text
 
@@ -37,7 +37,7 @@ class FullyShardState:
         modules: The annotated module, or the list of modules of one call.
         plan: What the annotation decided.
         mesh: 1-D mesh of the shard group.
-        grid: The ranks of the mesh.
+        grid: The ranks of the mesh, and those of its replicas.
         transport_name: How the handles' bytes travel.
         ignored_modules: What the annotation leaves alone, with all below.
         ignored_slots: (module, name) of the parameters outside of these that it leaves alone.
@@ -194,11 +194,15 @@ class Root:
                 for handle in found._handles:
                     # Graphs of forwards below either root may read them: nobody knows when the last one is gone.
                     handle.is_shared |= found.root.state not in states
+        replicas: dict[Ranks, Replicas] = {}
         for found in states:
             transport = transport_of(found.grid.shard.process_group, found.transport_name)
+            copies = found.grid.replicas
+            if copies is not None and copies not in replicas:
+                replicas[copies] = Replicas(transport_of(copies.process_group, found.transport_name))
             for handle in found._handles:
                 for flat in handle.buffers:
-                    flat.routes.connect(transport, found.grid.divisor)
+                    flat.routes.connect(transport, found.grid.divisor, None if copies is None else replicas[copies])
             if any(handle.is_offloaded for handle in found._handles):
                 # ``to_empty`` has made them where the parameters rest.
                 managed = managed_modules(found.modules, found.ignored_modules)

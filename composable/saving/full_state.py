@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from composable.arguments import check_bool, check_device
 from composable.collectives import Ranks
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ragged import RaggedDTensor, cast_dtype, collect_full, spread_full
+from composable.ragged import RaggedDTensor, cast_dtype
 from composable.saving.entries import (
     Entries,
     batches,
@@ -27,6 +27,7 @@ from composable.saving.entries import (
 from composable.saving.fit import Differences, find_differences
 from composable.saving.room import make_room
 from composable.saving.selection import Names
+from composable.storage import by_grid, collect_at, spread_from
 
 __all__ = [
     "IncompatibleKeys",
@@ -205,14 +206,19 @@ def gather_values(
 ) -> list[torch.Tensor] | None:
     """Return full values on rank ``dst``, or on every rank where that is ``None``: fresh, or in ``out``. Collective."""
     ragged = [tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)]
-    into = None
+    into: dict[int, torch.Tensor] = {}
     if out is not None:
-        into = [target for tensor, target in zip(tensors, out, strict=True) if isinstance(tensor, RaggedDTensor)]
-    arrived = iter(collect_full(ragged, dst=dst, dtype=dtype, device=device, out=into) or ())
+        into = {id(tensor): target for tensor, target in zip(tensors, out, strict=True)}
+    taker = None if dst is None else ranks.numbers[dst]
+    whole: dict[int, torch.Tensor] = {}
+    for grid, alike in by_grid(ragged):
+        targets = [into[id(tensor)] for tensor in alike] if out is not None else None
+        fulls_of_grid = collect_at(alike, grid, taker, dtype=dtype, device=device, out=targets)
+        whole.update(zip(map(id, alike), fulls_of_grid or ()))
     fulls: list[torch.Tensor] = []
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, RaggedDTensor):
-            fulls += [full for full in (next(arrived, None),) if full is not None]
+            fulls += [whole[id(tensor)]] if id(tensor) in whole else []
             continue
         value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if out is not None:
@@ -257,9 +263,10 @@ def _spread(
 
 def spread_values(tensors: list[torch.Tensor], values: list[torch.Tensor] | None, ranks: Ranks, src: int) -> None:
     """Overwrite ``tensors``, ragged or not, with full values that only ``src`` has. Collective."""
-    ragged = [index for index, tensor in enumerate(tensors) if isinstance(tensor, RaggedDTensor)]
-    get = None if values is None else (lambda index: values[ragged[index]])
-    spread_full([tensors[index] for index in ragged], get, src=src)  # type: ignore[misc]  # ragged
+    value_of = {id(tensor): number for number, tensor in enumerate(tensors)}
+    for grid, alike in by_grid(tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)):
+        own = None if values is None else [values[value_of[id(tensor)]] for tensor in alike]
+        spread_from(alike, grid, ranks.numbers[src], None if own is None else own.__getitem__)
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, RaggedDTensor):
             _broadcast_into(tensor, None if values is None else values[index], ranks, src)

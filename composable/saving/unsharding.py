@@ -5,7 +5,7 @@ own buffers, and forward and backward may run; where only one rank does, or the 
 are computed with in another dtype, they are copies, of which one handle passes through a device at a time.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -19,9 +19,9 @@ from composable.arguments import check_bool, check_module
 from composable.collectives import Ranks
 from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.fqns import describe_module
-from composable.ragged import RaggedDTensor, collect_full, hand_over_grad, slice_full, spread_full
+from composable.ragged import RaggedDTensor, hand_over_grad, slice_full
 from composable.runtime import Scheduler
-from composable.storage import Handle, ShardedParam
+from composable.storage import Handle, ShardedParam, collect_at, spread_from
 
 __all__ = ["unshard_params"]
 
@@ -71,8 +71,7 @@ def unshard_params(
         recurse: Also modules below ``module`` that have handles of their own.
         writeback: Keep changes: each rank its own elements of what it holds, with ``rank0_only`` those
             of the first rank, handle by handle.
-        rank0_only: Only the first rank of the shard group holds full parameters, as copies; the
-            others keep what they have.
+        rank0_only: Only the first rank of the mesh holds full parameters, as copies; the others keep what they have.
         offload_to_cpu: Full parameters are copies on the host.
         with_grads: Also show gradients in full, and write them back with ``writeback``.
 
@@ -183,7 +182,7 @@ def _check_gradients(found: Sequence[tuple[Handle, Scheduler]]) -> None:
                 fix="run a backward outside of no_sync first",
             )
         for param in handle.params:
-            members.setdefault(param.layout.ranks, []).append((handle.fqn_of(param), param))
+            members.setdefault(handle.grid.everyone, []).append((handle.fqn_of(param), param))
     for ranks, named in members.items():
         mine = torch.tensor([param.sharded.grad is not None for _, param in named], dtype=torch.uint8)
         both = ranks.reduce(torch.stack([mine, 1 - mine]).to(ranks.device), ReduceOp.MAX)
@@ -200,7 +199,7 @@ class _Shown:
     """One handle in the block.
 
     Attributes:
-        ranks: Its shard group.
+        ranks: All that hold its shards, or copies of them.
     """
 
     def __init__(self, handle: Handle, scheduler: Scheduler, options: _Options) -> None:
@@ -208,9 +207,8 @@ class _Shown:
         self.scheduler = scheduler
         self.options = options
         self.params = handle.params
-        layout = self.params[0].layout
-        self.ranks = layout.ranks
-        self.is_first = layout.rank == 0
+        self.ranks = handle.grid.everyone
+        self.is_first = self.ranks.rank == 0
         # The handle's unsharded parameters would have lost what the cast drops.
         self.is_copied = options.copies or handle.casts_params
         self._placed: list[nn.Parameter] | None = None
@@ -277,7 +275,7 @@ class _Shown:
             for flat in self.handle.buffers:
                 flat.write_back()
         elif self.options.rank0_only:
-            spread_full([param.ragged for param in self.params], self._placed_at, src=0)
+            self._spread([param.ragged for param in self.params], self._placed_at)
         else:
             for param, placed in zip(self.params, self._placed or ()):
                 param.ragged._local_tensor.data.copy_(slice_full(param.storage_of(placed), param.layout))
@@ -314,8 +312,7 @@ class _Shown:
     def _copy(self) -> list[torch.Tensor] | None:
         device = torch.device("cpu") if self.options.offload_to_cpu else self.ranks.device
         if self.options.rank0_only or self.handle.casts_params:
-            dst = 0 if self.options.rank0_only else None
-            return collect_full([param.ragged for param in self.params], dst=dst, device=device)
+            return self._collect([param.ragged for param in self.params], device)
         self.scheduler.shards_written()
         self.scheduler.unshard(self.handle)
         copies = [param.leaf().detach().to(device, copy=True) for param in self.params]
@@ -327,7 +324,7 @@ class _Shown:
         held = [param.sharded.grad for param in self.params]
         ragged = [grad for grad in held if grad is not None]
         device = torch.device("cpu") if self.options.offload_to_cpu else self.ranks.device
-        fulls = collect_full(ragged, dst=0 if self.options.rank0_only else None, device=device)  # type: ignore[arg-type]
+        fulls = self._collect(ragged, device)  # type: ignore[arg-type]
         if fulls is None:
             return [None] * len(held) if self.is_first or not self.options.rank0_only else None
         remaining = iter(fulls)
@@ -353,4 +350,11 @@ class _Shown:
                 hand_over_grad(param.sharded, RaggedDTensor.wrap(piece, param.grad_spec))
                 filled.append(param.sharded.grad)
         full = [grad for grad in grads if grad is not None]
-        spread_full(filled, full.__getitem__, src=0)
+        self._spread(filled, full.__getitem__)
+
+    def _collect(self, tensors: Sequence[RaggedDTensor], device: torch.device) -> list[torch.Tensor] | None:
+        taker = self.ranks.numbers[0] if self.options.rank0_only else None
+        return collect_at(tensors, self.handle.grid, taker, device=device)
+
+    def _spread(self, tensors: Sequence[RaggedDTensor], values: Callable[[int], torch.Tensor]) -> None:
+        spread_from(tensors, self.handle.grid, self.ranks.numbers[0], values)

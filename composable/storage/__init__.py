@@ -6,9 +6,10 @@ from composable.storage.copy_reach import modules_of_copy, reaches_out
 from composable.storage.first_values import FirstValues, ParamInitFn
 from composable.storage.flat_buffer import FlatBuffer
 from composable.storage.gradient_buffer import GradientBuffer, GradientPool
-from composable.storage.gradient_path import GradientPath, Reduction, reduced_otherwise
+from composable.storage.gradient_path import GradientPath, Reduction, Replicas, reduced_otherwise
 from composable.storage.handle import FIX_COPY, Handle, handle_of
 from composable.storage.module_buffers import describe_buffers, move_buffers
+from composable.storage.replicas import by_grid, collect_at, spread_from
 from composable.storage.resting_place import RestingPlace
 from composable.storage.sharded_param import ShardedParam
 from composable.storage.stepping import (
@@ -45,10 +46,13 @@ __all__ = [
     "ParamInitFn",
     "Reduction",
     "Registration",
+    "Replicas",
     "RestingPlace",
     "ShardedParam",
     "Stepper",
+    "by_grid",
     "check_backward",
+    "collect_at",
     "copied_registrations",
     "describe_buffers",
     "forget_torch_hooks",
@@ -66,6 +70,7 @@ __all__ = [
     "reduced_otherwise",
     "refuse_graph_of_backward",
     "refuse_steppers",
+    "spread_from",
     "step_torch_optimizers",
     "stepper_of",
     "unmark_stepped",

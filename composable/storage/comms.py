@@ -5,6 +5,7 @@ registration holds for.
 """
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,19 @@ HookFunction: TypeAlias = Callable[..., Any]
 
 
 class _Choices:
-    """Counts what users chose for handles, so that who compares it between ranks knows when to look again."""
+    """Tells who compares between ranks what users chose for handles when to look again.
+
+    Attributes:
+        made: Another number after each choice; ranks may be threads.
+    """
 
     def __init__(self) -> None:
+        self._numbers = itertools.count(1)
         self.made = 0
+
+    def note(self) -> None:
+        """Something was chosen."""
+        self.made = next(self._numbers)
 
 
 CHOICES = _Choices()

@@ -12,13 +12,13 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from composable.collectives import Ranks
+from composable.collectives import Grid
 from composable.errors import ConfigError
 from composable.fqns import SUCCESSOR
 from composable.planning import HandleMembers
-from composable.ragged import spread_full
 from composable.storage.flat_buffer import FlatBuffer
 from composable.storage.module_buffers import broadcast_buffer, buffer_slots
+from composable.storage.replicas import spread_from
 from composable.storage.sharded_param import ShardedParam, has_own_setattr
 from composable.storage.unfilled import MarkedMemory, is_unfilled, mark_unfilled
 from composable.wording import dtype_text, join_fqn, list_text
@@ -112,16 +112,14 @@ class FirstValues:
                     fix="load or initialise the model on the first rank, or pass param_init_fn",
                 )
 
-    def send(self, ranks: Ranks) -> None:
-        """Give every rank its pieces of the first rank's parameters, and its buffers.
-
-        Collective: all ranks of the shard group.
-        """
+    def send(self, grid: Grid) -> None:
+        """Give every rank its pieces of the first rank's parameters, and its buffers. Collective: all ranks."""
+        first = grid.everyone.numbers[0]
         for pairs in self._handles:
             values = [param.storage_of(self._values.get(id(original), original)) for original, param in pairs]
-            spread_full([param.ragged for _, param in pairs], values.__getitem__, src=0)
+            spread_from([param.ragged for _, param in pairs], grid, first, values.__getitem__)
         for slots in buffer_slots(self._names):
-            broadcast_buffer(slots, ranks)
+            broadcast_buffer(slots, grid.everyone)
 
     def finish(self) -> None:
         """Leave a note on every buffer that was replaced, for annotations that find it under another name."""

@@ -136,6 +136,7 @@ class FlatBuffer:
             mesh.get_group(),
             self.home,
             self.gradient_dtype,
+            plan.reduce_dtype,
             self.params[0].fqn,
             casts_params=self.compute_dtype != self.dtype,
         )

@@ -20,11 +20,13 @@ from composable.storage.resting_place import RestingPlace
 from composable.storage.staging import stage
 
 __all__ = [
+    "AllReducePath",
     "CommScatterPath",
     "GradientPath",
     "HookPath",
     "PathHome",
     "Reduction",
+    "Replicas",
     "ScatterPath",
     "SumPath",
     "ThenHookPath",
@@ -301,6 +303,94 @@ class _Around:
     @failure.setter
     def failure(self, failure: ConfigError | None) -> None:
         self.inner.failure = failure  # type: ignore[attr-defined]
+
+
+class Replicas:
+    """The ranks that hold copies of the shards of some buffers, whose reductions have a second leg between them.
+
+    The second leg of a reduction starts when the next one begins, or when somebody waits for it: so it runs beside the
+    first leg of the next one.
+
+    Args:
+        transport: Between them.
+    """
+
+    __slots__ = ("_first_leg", "transport")
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._first_leg: _AllReducing | None = None
+
+    def next(self, reduction: "_AllReducing") -> None:
+        """Note whose second leg is due next."""
+        self._first_leg = reduction
+
+    def start(self) -> None:
+        """Start the second leg that is due, if any; its first leg is waited for."""
+        due, self._first_leg = self._first_leg, None
+        if due is not None:
+            due.start()
+
+
+class AllReducePath(_Around):
+    """Another path, then an all-reduce of the shard that it gives over the ranks that hold copies of the shard.
+
+    Args:
+        inner: The other path; its result has the dtype that travels.
+        replicas: Who holds copies.
+        key: Of the buffer between them, the same on all.
+        dtype: Of the result.
+        scale: Of what the other path gives, where that has divided by its own ranks only.
+    """
+
+    __slots__ = ("_dtype", "_key", "_replicas", "_scale")
+
+    def __init__(
+        self, inner: GradientPath, replicas: Replicas, key: int, dtype: torch.dtype, *, scale: float = 1.0
+    ) -> None:
+        super().__init__(inner)
+        self._replicas = replicas
+        self._key = key
+        self._dtype = dtype
+        self._scale = scale
+
+    def begin(self, source: torch.Tensor) -> Reduction:
+        self._replicas.start()
+        reduction = _AllReducing(self.inner.begin(source), self._replicas, self._key, self._dtype, self._scale)
+        self._replicas.next(reduction)
+        return reduction
+
+
+class _AllReducing:
+    __slots__ = ("_dtype", "_first", "_key", "_pending", "_replicas", "_scale", "_shard")
+
+    def __init__(self, first: Reduction, replicas: Replicas, key: int, dtype: torch.dtype, scale: float) -> None:
+        self._first: Reduction | None = first
+        self._replicas = replicas
+        self._key = key
+        self._dtype = dtype
+        self._scale = scale
+        self._shard: torch.Tensor | None = None
+        self._pending: Pending | None = None
+
+    def start(self) -> None:
+        """Wait for the first leg and start the second one. Collective over the ranks that hold copies."""
+        if self._first is None:
+            return
+        self._shard = self._first.finish()
+        self._first = None
+        self._pending = self._replicas.transport.begin_all_reduce(self._shard, self._key, scale=self._scale)
+
+    def finish(self) -> torch.Tensor:
+        if self._first is not None:
+            # This is the one that is due: whatever began later has started it.
+            self._replicas.start()
+            self.start()
+        if self._pending is not None:
+            self._pending.finish()
+        shard = self._shard
+        assert shard is not None, "started above"
+        return shard if shard.dtype is self._dtype else shard.to(self._dtype)
 
 
 class ThenHookPath(_Around):

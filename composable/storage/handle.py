@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from composable.collectives import Pending
+from composable.collectives import Grid, Pending
 from composable.errors import located
 from composable.planning import HandlePlan
 from composable.storage.comms import CHOICES, DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
@@ -79,7 +79,7 @@ class _Managed:
             raise reaches_out("copied", handle.modules, FIX_COPY)
 
 
-def handle_of(param: nn.Parameter) -> "Handle | None":
+def handle_of(param: torch.Tensor) -> "Handle | None":
     """Return the handle that manages a parameter, either face of it."""
     mark = getattr(param, "_composable_managed", None)
     return None if mark is None else mark.handle()
@@ -107,6 +107,7 @@ class Handle:
         fqn: Name of the (first) fully sharded module from the root; set when the root is known.
         module_fqns: Names of all of them.
         modules: The fully sharded module, or several that share the handle.
+        grid: The ranks that share the parameters, and those that hold copies of their shards.
         is_gathering: An unshard was started and is not in use yet.
         is_unsharded: The unsharded parameters are there, and the modules hold them.
         is_hidden: They are there, and the modules hold the sharded ones all the same.
@@ -155,6 +156,7 @@ class Handle:
         "forward_prefetch",
         "fqn",
         "gradient_buffers",
+        "grid",
         "has_unsynced_gradients",
         "held_with",
         "is_gathering",
@@ -177,8 +179,11 @@ class Handle:
         "unshard_in_backward",
     )
 
-    def __init__(self, plan: HandlePlan, modules: Sequence[nn.Module], buffers: Sequence[FlatBuffer]) -> None:
+    def __init__(
+        self, plan: HandlePlan, modules: Sequence[nn.Module], buffers: Sequence[FlatBuffer], grid: Grid
+    ) -> None:
         self.plan = plan
+        self.grid = grid
         self.name_modules(plan.module_fqns)
         self.modules = tuple(modules)
         self.buffers = tuple(buffers)
@@ -339,14 +344,14 @@ class Handle:
     def communicate_by(self, comms: Comms) -> None:
         """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
         self.comms = comms
-        CHOICES.made += 1
+        CHOICES.note()
         for flat in self.buffers:
             flat.routes.communicate_by(comms)
 
     def fill_unused(self, *, fills: bool) -> None:
         """Choose what a parameter gets that no rank used: zeros, or no gradient. Every rank alike."""
         self.fills_unused = fills
-        CHOICES.made += 1
+        CHOICES.note()
 
     def chosen_text(self) -> str:
         """Return what the user chose of what ranks do to gradients, equal on all of them; empty: as annotated."""

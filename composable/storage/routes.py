@@ -11,10 +11,12 @@ from composable.collectives import Started, Transport
 from composable.storage.comms import DEFAULT_COMMS, Comms
 from composable.storage.gather_path import CommGather, CopyGather, Gather, GatherPath
 from composable.storage.gradient_path import (
+    AllReducePath,
     CommScatterPath,
     GradientPath,
     HookPath,
     PathHome,
+    Replicas,
     ScatterPath,
     SumPath,
     ThenHookPath,
@@ -31,6 +33,7 @@ class Routes:
         group: The shard group.
         home: Where the shard and its gradient rest.
         gradient_dtype: Of reduced gradients.
+        reduce_dtype: Of gradients on their way.
         fqn: Of a parameter of the buffer.
         casts_params: What is gathered has another dtype than the shard.
 
@@ -48,6 +51,9 @@ class Routes:
         "_gradient_dtype",
         "_group",
         "_key",
+        "_reduce_dtype",
+        "_replicas",
+        "_replicas_key",
         "_scatter_key",
         "_scatter_transport",
         "_transport",
@@ -58,11 +64,19 @@ class Routes:
     )
 
     def __init__(
-        self, group: dist.ProcessGroup, home: RestingPlace, gradient_dtype: torch.dtype, fqn: str, *, casts_params: bool
+        self,
+        group: dist.ProcessGroup,
+        home: RestingPlace,
+        gradient_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        fqn: str,
+        *,
+        casts_params: bool,
     ) -> None:
         self._group = group
         self.home = home
         self._gradient_dtype = gradient_dtype
+        self._reduce_dtype = reduce_dtype
         self._fqn = fqn
         self._casts_params = casts_params
         self.comms = DEFAULT_COMMS
@@ -70,12 +84,14 @@ class Routes:
         self.gradient_path: GradientPath | None = None
         self._transport: Transport | None = None
         self._scatter_transport: Transport | None = None
-        self._key = self._scatter_key = -1
+        self._replicas: Replicas | None = None
+        self._key = self._scatter_key = self._replicas_key = -1
         self._divisor = 1
 
     def unconnected(self) -> "Routes":
         """Return others for a copy of the buffer, by the same choices of the user, not connected yet."""
-        twin = Routes(self._group, self.home, self._gradient_dtype, self._fqn, casts_params=self._casts_params)
+        dtypes = self._gradient_dtype, self._reduce_dtype
+        twin = Routes(self._group, self.home, *dtypes, self._fqn, casts_params=self._casts_params)
         twin.comms = self.comms
         return twin
 
@@ -91,13 +107,16 @@ class Routes:
         assert self._scatter_transport is not None, "connected when the root was decided"
         return self._scatter_transport
 
-    def connect(self, transport: Transport, divisor: int) -> None:
-        """Choose who moves the bytes, and over how many ranks gradients are averaged.
+    def connect(self, transport: Transport, divisor: int, replicas: Replicas | None = None) -> None:
+        """Choose who moves the bytes, and over how many ranks gradients are averaged; ``replicas``: also over copies.
 
-        All ranks of the shard group, same order.
+        All ranks of the shard group and of the replicas, same order.
         """
         if self._transport is not transport:
             self._key, self._divisor = transport.allocate_key(), divisor
+            self._replicas = replicas
+            if replicas is not None:
+                self._replicas_key = replicas.transport.allocate_key()
             self._scatter_transport, self._scatter_key = transport, self._key
             self._choose_gather_path(transport)
             self._choose_gradient_path(transport)
@@ -125,6 +144,8 @@ class Routes:
     def has_started(self, started: Started) -> bool:
         """Say whether a collective is an all-gather or a reduce-scatter of the buffer."""
         key, is_reduction = divmod(started.tag, 2)
+        if self._replicas is not None and self._replicas.transport.has_started(started):
+            return key == self._replicas_key
         transport = self._scatter_transport if is_reduction else self._transport
         own = self._scatter_key if is_reduction else self._key
         return key == own and transport is not None and transport.has_started(started)
@@ -142,7 +163,8 @@ class Routes:
 
     def settle(self) -> None:
         """Wait for all that the transports have started, also where an exception cut that short."""
-        for transport in {self._transport, self._scatter_transport}:
+        between_replicas = None if self._replicas is None else self._replicas.transport
+        for transport in {self._transport, self._scatter_transport, between_replicas}:
             if transport is not None:
                 transport.settle()
 
@@ -155,7 +177,9 @@ class Routes:
             self.gather_path = Gather(transport, self._key)
 
     def _choose_gradient_path(self, transport: Transport) -> None:
-        comms, dtype, key = self.comms, self._gradient_dtype, self._scatter_key
+        comms, replicas, key = self.comms, self._replicas, self._scatter_key
+        # Both legs carry the same dtype.
+        dtype = self._gradient_dtype if replicas is None else self._reduce_dtype
         divisor = comms.divide_factor or self._divisor
         path: GradientPath
         if comms.hook is not None:
@@ -164,6 +188,10 @@ class Routes:
             path = CommScatterPath(transport, comms.reduce_scatter, self._group, divisor, dtype, self._fqn)
         else:
             path = (SumPath if comms.sums_only else ScatterPath)(transport, key, divisor, dtype)
+        if replicas is not None:
+            # A communication hook has divided by the ranks that it knows.
+            scale = 1.0 if comms.hook is None else 1.0 / replicas.transport.world_size
+            path = AllReducePath(path, replicas, self._replicas_key, self._gradient_dtype, scale=scale)
         if comms.all_reduce_hook is not None:
             path = ThenHookPath(path, comms.all_reduce_hook, comms.all_reduce_stream)
         self.gradient_path = PathHome(path, self.home) if self.home.is_elsewhere else path

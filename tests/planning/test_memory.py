@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable import MixedPrecisionPolicy, fully_shard
 from composable.planning.memory import HandleBytes, Reduced, peak_of_step
@@ -94,4 +95,19 @@ def test_a_step_takes_what_the_plan_says(
 ) -> None:
     options = {"mp_policy": precision, "strategy": strategy}
     for found, planned in run_threads(peak_and_plan, world_size, growth, options):
+        assert found == pytest.approx(planned, rel=0.02), f"{found / planned - 1:+.1%}"
+
+
+def hybrid_peak_and_plan(shape: tuple[int, int], growth: int, options: dict[str, Any]) -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return peak_and_plan(growth, {**options, "mesh": mesh})
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+@pytest.mark.parametrize(("shape", "strategy"), [((2, 2), "HYBRID_SHARD"), ((2, 1), "HYBRID_SHARD_ZERO2")])
+def test_a_step_with_copies_takes_what_the_plan_says(
+    precision: MixedPrecisionPolicy, shape: tuple[int, int], strategy: str
+) -> None:
+    options = {"mp_policy": precision, "strategy": strategy}
+    for found, planned in run_threads(hybrid_peak_and_plan, shape[0] * shape[1], shape, 8, options):
         assert found == pytest.approx(planned, rel=0.02), f"{found / planned - 1:+.1%}"

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from composable import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync, replicate
-from composable.replicate import register_comm_hook
+from composable import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync, register_comm_hook, replicate
 from tests.models import random_input, seeded
 
 __all__ = ["PROGRAMS", "Program"]

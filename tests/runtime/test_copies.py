@@ -19,11 +19,11 @@ from composable import (
     UsageError,
     fully_shard,
     no_sync,
+    register_comm_hook,
     replicate,
     unannotate,
     unshard_params,
 )
-from composable.replicate import register_comm_hook
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
 from tests.world import run_threads

@@ -29,7 +29,6 @@ from composable import (
     replicate,
     save_checkpoint,
 )
-from composable.replicate import register_comm_hook as register_on_replicated
 from composable.saving.manifest import MANIFEST, manifest_bytes
 from composable.saving.run_folder import SummedFiles, read_manifest, write_summed
 from tests.models import BATCH, DIM, random_input, seeded
@@ -316,8 +315,9 @@ def test_powersgd_of_another_rank_of_matrices_starts_anew(tmp_path: Path) -> Non
 
 def load_one_without(folder: str) -> int:
     model, state = make("replicate"), Feedback()
-    if dist.get_rank() == 0:
-        register_on_replicated(model, state, send_signs)
+    register_comm_hook(model, state, send_signs)
+    if dist.get_rank() == 1:
+        replicate.state(model).reducer.comm_hooks = ()  # As only a bug of the library could.
     load_checkpoint(folder, model)
     return state.calls
 
@@ -453,8 +453,9 @@ def test_what_is_no_data_is_an_error_on_every_rank_before_anything_is_written(
 
 def save_on_one(folder: str) -> str:
     model, state = make("replicate"), Feedback()
-    if dist.get_rank() == 0:
-        register_on_replicated(model, state, send_signs)
+    register_comm_hook(model, state, send_signs)
+    if dist.get_rank() == 1:
+        replicate.state(model).reducer.comm_hooks = ()  # As only a bug of the library could.
     return message(lambda: save_checkpoint(folder, 1, model))
 
 

@@ -1,0 +1,66 @@
+"""Runs pytest in two processes that share the test files: ``python -m tests.side_by_side [arguments of pytest]``.
+
+Ranks wait for each other more than they compute, so one process leaves half of two cores idle. Each process takes the
+next file that the other has not taken. The output of the first is shown as it comes, that of the other afterwards.
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+_WORST_LAST = (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share-files", type=Path, metavar="FOLDER", help="run files that no other process has taken")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(SharedFiles(config.getoption("--share-files")))
+
+
+class SharedFiles:
+    """Runs tests only where their file was taken first.
+
+    Args:
+        folder: The same for all processes, for notes of who has taken what.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._is_mine: dict[Path, bool] = {}
+
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        """Leave out what another process runs; the file of a test is taken when its first test is due."""
+        if item.path not in self._is_mine:
+            self._is_mine[item.path] = self._take(item.path)
+        return None if self._is_mine[item.path] else True
+
+    def _take(self, path: Path) -> bool:
+        try:
+            (self._folder / str(path).replace("/", "+")).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the tests, and return the exit status of the process that did worse."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
+        command = [sys.executable, "-m", "pytest", "-p", "tests.side_by_side", f"--share-files={folder}", *arguments]
+        other = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        try:
+            codes = [subprocess.run(command, check=False).returncode, other.wait()]
+        finally:
+            other.kill()
+        output.seek(0)
+        print(output.read(), end="")
+    return max(codes, key=lambda code: _WORST_LAST.index(code) if code in _WORST_LAST else len(_WORST_LAST))
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,438 @@
+"""Hybrid sharding: shards over the ranks of one mesh dim, copies of them over those of another."""
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composable import (
+    ConfigError,
+    DataParallelMeshDims,
+    DefaultState,
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    full_state_dict,
+    fully_shard,
+    iter_full_params,
+    load_checkpoint,
+    load_full_state_dict,
+    no_sync,
+    plan,
+    reduce_scatter_hook,
+    register_comm_hook,
+    save_checkpoint,
+    unannotate,
+    unshard_params,
+)
+from tests.counting import CountingTransport
+from tests.models import BLOCK_CLASSES, DIM, MODELS, MLPBlock, random_input, seeded
+from tests.parity import LR, Run, assert_equal_runs, full, train_annotated, train_reference
+from tests.world import run_ranks, run_threads
+
+TorchDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
+needs_torch_dims = pytest.mark.skipif(TorchDims is None, reason="this torch has no such class")
+
+SHAPES = [(2, 2), (1, 2), (2, 1), (4, 1), (1, 4), (2, 3), (3, 2)]
+HYBRID = ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+
+
+def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def net() -> nn.Sequential:
+    return seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), MLPBlock(), MLPBlock(), nn.LayerNorm(DIM)), 0)
+
+
+def sharded_net(shape: tuple[int, int], **options: Any) -> nn.Sequential:
+    return fully_shard(net(), policy={MLPBlock}, mesh=mesh_of(shape), **options)
+
+
+# Numbers
+
+
+def train(name: str, shape: tuple[int, int], strategy: str) -> Run:
+    mesh = mesh_of(shape)
+
+    def annotate(model: nn.Module) -> None:
+        has_blocks = any(type(module) in BLOCK_CLASSES for module in model.modules())
+        fully_shard(model, mesh=mesh, strategy=strategy, policy=BLOCK_CLASSES if has_blocks else None)
+
+    return train_annotated(name, annotate)
+
+
+@pytest.mark.parametrize("strategy", HYBRID)
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_training_is_that_of_one_process_on_the_global_batch(name: str, strategy: str) -> None:
+    tolerance = 2e-2 if name == "mixed_dtypes" else 1e-6
+    assert_equal_runs(run_threads(train, 4, name, (2, 2), strategy), train_reference(name, 4), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_training_on_any_shape_of_mesh_is_that_of_one_process(shape: tuple[int, int]) -> None:
+    world_size = shape[0] * shape[1]
+    assert_equal_runs(run_threads(train, world_size, "mlp", shape, "HYBRID_SHARD"), train_reference("mlp", world_size))
+
+
+def test_processes_train_like_one() -> None:
+    assert_equal_runs(run_ranks(train, 4, "mlp", (2, 2), "HYBRID_SHARD", timeout_s=200), train_reference("mlp", 4))
+
+
+def batches_of(seed: int, world_size: int) -> list[torch.Tensor]:
+    return [random_input(1000 * seed + rank, 4, DIM) for rank in range(world_size)]
+
+
+def plain_model(seed: int) -> nn.Sequential:
+    return seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), MLPBlock(), MLPBlock()), seed)
+
+
+def random_run(seed: int, shape: tuple[int, int]) -> None:
+    """Draw annotations, micro-batches, clipping, unused parts; hold every full parameter against one process."""
+    draw, rank, world_size = random.Random(seed), dist.get_rank(), dist.get_world_size()
+    mesh, line = mesh_of(shape), init_device_mesh("cpu", (world_size,), mesh_dim_names=("all",))
+    model, plain = plain_model(seed), plain_model(seed)
+    for module in [model[1], model[2]]:
+        kind = draw.choice(["hybrid", "all", "none"])
+        if kind != "none":
+            strategy = draw.choice(HYBRID) if kind == "hybrid" else draw.choice(["FULL_SHARD", "SHARD_GRAD_OP"])
+            fully_shard(module, mesh=mesh if kind == "hybrid" else line, strategy=strategy)
+    unused_gradients = draw.choice(["none", "zero"])
+    fully_shard(model, mesh=mesh, reshard_after_forward=draw.choice([True, False]), unused_gradients=unused_gradients)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=LR, momentum=draw.choice([0.9])) for one in (model, plain)]
+    for step in range(4):
+        micro_batches, clips, skips = draw.randint(1, 3), draw.random() < 0.5, draw.random() < 0.3
+        for number in range(micro_batches):
+            every = batches_of(10 * step + number, world_size)
+            with no_sync(model) if number + 1 < micro_batches else torch.enable_grad():
+                model(every[rank]).square().mean().backward()
+            plain(torch.cat(every)).square().mean().backward()
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            norm = (clip_grad_norm_ if one is model else nn.utils.clip_grad_norm_)(
+                one.parameters(), 0.3 if clips else 9
+            )
+            assert torch.isfinite(norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not skips)
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(found), expected.detach(), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_annotations_train_like_one_process(seed: int) -> None:
+    shape = SHAPES[seed % len(SHAPES)]
+    run_threads(random_run, shape[0] * shape[1], seed, shape)
+
+
+def low_precision(shape: tuple[int, int]) -> list[torch.Tensor]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = fully_shard(net(), policy={MLPBlock}, mesh=mesh_of(shape), mp_policy=policy)
+    model(random_input(dist.get_rank(), 4, DIM)).float().square().mean().backward()
+    assert all(param.grad.dtype == torch.float32 for param in model.parameters())
+    return [full(param.grad) for param in model.parameters()]
+
+
+def test_both_legs_carry_the_reduce_dtype_and_gradients_have_their_own() -> None:
+    hybrid, line = run_threads(low_precision, 4, (2, 2)), run_threads(low_precision, 4, (1, 4))
+    for found, expected in zip(hybrid[0], line[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-3)
+    for other in hybrid[1:]:
+        assert all(torch.equal(one, same) for one, same in zip(other, hybrid[0], strict=True))
+
+
+def counted(shape: tuple[int, int], strategy: str, *, low: bool) -> tuple[dict[str, int], dict[str, int], Any]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if low else MixedPrecisionPolicy()
+    model = sharded_net(shape, strategy=strategy, mp_policy=policy)
+    x = random_input(0, 4, DIM)
+    model(x).float().sum().backward()
+    root = fully_shard.state(model).root
+    counting = CountingTransport.install(root)
+    between = {flat.routes._replicas for handle in root.handles for flat in handle.buffers}
+    for replicas in between - {None}:
+        replicas.transport = CountingTransport(replicas.transport, counting.records)
+    model(x).float().sum().backward()
+    return counting.counts(), counting.bytes(), fully_shard.state(model).plan
+
+
+@pytest.mark.parametrize("strategy", HYBRID)
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2), (3, 1)])
+def test_collectives_and_bytes_of_each_leg_are_those_of_the_plan(
+    shape: tuple[int, int], strategy: str, low: bool
+) -> None:
+    for counts, sent, made in run_threads(counted, shape[0] * shape[1], shape, strategy, low=low):
+        expected = made.expected_collectives()
+        assert counts.get("all_reduce", 0) == sum(one.all_reduces for one in expected)
+        assert sent.get("all_reduce", 0) == sum(one.all_reduce_bytes for one in expected)
+        assert counts["reduce_scatter"] == sum(one.reduce_scatters for one in expected)
+        assert sent["reduce_scatter"] == sum(one.reduce_scatter_bytes for one in expected)
+        assert (counts["all_gather"], sent["all_gather"]) == (
+            sum(one.all_gathers for one in expected),
+            sum(one.all_gather_bytes for one in expected),
+        )
+        assert bool(counts.get("all_reduce")) == (shape[0] > 1)
+
+
+def hooked() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    grads = []
+    for hook in (False, True):
+        model = sharded_net((2, 2))
+        if hook:
+            group = fully_shard.state(model).mesh.get_group()
+            register_comm_hook(model, DefaultState(group), reduce_scatter_hook)
+        model(random_input(dist.get_rank(), 4, DIM)).square().mean().backward()
+        grads.append([full(param.grad) for param in model.parameters()])
+    return grads[0], grads[1]
+
+
+def test_a_communication_hook_averages_the_first_leg_and_the_mean_is_the_same() -> None:
+    for plain, by_hook in run_threads(hooked, 4):
+        for found, expected in zip(by_hook, plain, strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+# State
+
+
+def trained(shape: tuple[int, int]) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = sharded_net(shape, strategy="HYBRID_SHARD")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        model(random_input(10 * step + dist.get_rank(), 4, DIM)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def full_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {fqn: full(param) for fqn, param in model.named_parameters()}
+
+
+def states() -> None:
+    model, _ = trained((2, 2))
+    expected = full_values(model)
+    for dst in range(4):
+        found = full_state_dict(model, dst=dst)
+        assert bool(found) == (dist.get_rank() == dst)
+        for fqn in expected.keys() & found.keys():
+            assert torch.equal(found[fqn], expected[fqn])
+    for src in range(4):
+        other = sharded_net((2, 2))
+        for param in other.parameters():
+            param.data.zero_()
+        state = {key: value.clone() for key, value in net().state_dict().items()}
+        state |= expected
+        load_full_state_dict(other, state if dist.get_rank() == src else None, src=src)
+        assert all(torch.equal(value, expected[fqn]) for fqn, value in full_values(other).items())
+    for dst in (None, 3):
+        for fqn, value in iter_full_params(model, **({} if dst is None else {"rank0_only": True})):
+            assert (value is not None) == (dst is None or dist.get_rank() == 0)
+            assert value is None or torch.equal(value, expected[fqn])
+
+
+def test_full_state_is_read_and_written_once_and_the_same_everywhere() -> None:
+    run_threads(states, 4)
+
+
+def shown(rank0_only: bool) -> None:
+    model, _ = trained((2, 2))
+    expected = {fqn: value + 1 for fqn, value in full_values(model).items()}
+    with unshard_params(model, rank0_only=rank0_only), torch.no_grad():
+        for param in model.parameters() if dist.get_rank() == 0 or not rank0_only else ():
+            param += 1
+    found = full_values(model)
+    assert all(torch.equal(found[fqn], value) for fqn, value in expected.items())
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_what_unshard_params_changes_reaches_every_copy(rank0_only: bool) -> None:
+    run_threads(shown, 4, rank0_only)
+
+
+def synced() -> None:
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        model = net()
+    fully_shard(model, policy={MLPBlock}, mesh=mesh_of((2, 2)), sync_module_states=True)
+    expected = dict(net().named_parameters())
+    assert all(torch.equal(value, expected[fqn]) for fqn, value in full_values(model).items())
+
+
+def test_first_values_of_the_first_rank_reach_every_copy() -> None:
+    run_threads(synced, 4)
+
+
+def undone() -> None:
+    model, _ = trained((2, 2))
+    twin = copy.deepcopy(model)
+    x = random_input(77 + dist.get_rank(), 4, DIM)
+    for one in (model, twin):
+        with no_sync(one):
+            one(x).square().mean().backward()
+        one(x).square().mean().backward()
+    expected = {fqn: full(param.grad) for fqn, param in model.named_parameters()}
+    assert all(torch.equal(full(param.grad), expected[fqn]) for fqn, param in twin.named_parameters())
+    with no_sync(model):
+        model(x).square().mean().backward()
+    unannotate(model)
+    for fqn, _ in twin.named_parameters():
+        kept = dict(model.named_parameters())[fqn]
+        assert not hasattr(kept, "full_tensor")
+        torch.testing.assert_close(kept.grad, expected[fqn] * 1.5)
+
+
+def test_copies_and_unannotated_models_have_the_same_gradients() -> None:
+    run_threads(undone, 4)
+
+
+def save(folder: str, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+    model, optimizer = trained(shape)
+    save_checkpoint(folder, 1, model, optimizer)
+    return full_values(model)
+
+
+def load(folder: str, shape: tuple[int, int] | None) -> dict[str, torch.Tensor]:
+    model = fully_shard(net(), policy={MLPBlock}) if shape is None else sharded_net(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    load_checkpoint(folder, model, optimizer)
+    return full_values(model)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [((2, 2), (2, 2)), ((2, 2), None), ((1, 3), (2, 1)), ((2, 1), (3, 2))])
+def test_a_checkpoint_moves_between_meshes(
+    tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int] | None
+) -> None:
+    expected = run_threads(save, saved[0] * saved[1], str(tmp_path), saved)[0]
+    world_size = 3 if loaded is None else loaded[0] * loaded[1]
+    for found in run_threads(load, world_size, str(tmp_path), loaded):
+        assert all(torch.equal(value, expected[fqn]) for fqn, value in found.items())
+
+
+# Meshes
+
+
+def chosen(way: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    model = net()
+    if way == "dims":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="a", replicate="b"))
+    elif way == "torch's dims":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        fully_shard(model, mesh=mesh, dp_mesh_dims=TorchDims(shard="a", replicate=("b",)))
+    elif way == "one dim":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="b"))
+    elif way == "groups":
+        made = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+        shard, copies = (group for ranks, group in made.items() if dist.get_rank() in ranks)
+        for module in (model[1], model):
+            fully_shard(module, process_group=(shard, copies))
+        model(random_input(dist.get_rank(), 4, DIM)).sum().backward()
+    elif way == "one group":
+        made = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3))}
+        fully_shard(model, process_group=next(group for ranks, group in made.items() if dist.get_rank() in ranks))
+    elif way == "hosts":
+        fully_shard(model[1], strategy="HYBRID_SHARD_ZERO2")
+        fully_shard(model, strategy="HYBRID_SHARD")
+    grid = fully_shard.state(model).grid
+    return grid.shard.numbers, () if grid.replicas is None else grid.replicas.numbers, grid.divisor
+
+
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        ("dims", ((0, 2), (0, 1), 4)),
+        pytest.param("torch's dims", ((0, 2), (0, 1), 4), marks=needs_torch_dims),
+        ("one dim", ((0, 1), (), 2)),
+        ("hosts", ((0, 1), (0, 2), 4)),
+        ("groups", ((0, 1), (0, 2), 4)),
+        ("one group", ((0, 1), (), 2)),
+    ],
+)
+def test_dims_are_chosen_by_name_or_by_host(
+    monkeypatch: pytest.MonkeyPatch, way: str, expected: tuple[tuple[int, ...], tuple[int, ...], int]
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert run_threads(chosen, 4, way)[0] == expected
+
+
+def refused(case: str) -> str:
+    model, square = net(), init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    line = init_device_mesh("cpu", (1,))
+    cases: dict[str, dict[str, Any]] = {
+        "no names": {"mesh": init_device_mesh("cpu", (1, 1))},
+        "three dims": {"mesh": init_device_mesh("cpu", (1, 1, 1))},
+        "one dim": {"mesh": line, "strategy": "HYBRID_SHARD"},
+        "two dims": {"mesh": square, "strategy": "FULL_SHARD"},
+        "no such dim": {"mesh": square, "dp_mesh_dims": DataParallelMeshDims(shard="c")},
+        "dims of nothing": {"dp_mesh_dims": DataParallelMeshDims(shard="c")},
+        "no dims": {"mesh": square, "dp_mesh_dims": "a"},
+        "hosts": {"strategy": "HYBRID_SHARD"},
+        "no group": {"process_group": "gloo"},
+        "mesh and group": {"process_group": dist.group.WORLD, "mesh": line},
+        "one group": {"process_group": dist.group.WORLD, "strategy": "HYBRID_SHARD"},
+        "two groups": {"process_group": (dist.group.WORLD, dist.group.WORLD), "strategy": "FULL_SHARD"},
+    }
+    with pytest.raises(ConfigError) as caught:
+        fully_shard(model, **cases[case])
+    assert fully_shard.state(model) is None and not list(model._forward_hooks)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("no names", "a mesh of 2 dims (1, 1) without names"),
+        ("three dims", "mesh has 3 dims (1, 1, 1)"),
+        ("one dim", "a hybrid strategy on a mesh of one dim (1,)"),
+        ("two dims", "a strategy on a mesh with a dim for replicas"),
+        ("no such dim", "the mesh has no dim 'c', but ('a', 'b')"),
+        ("dims of nothing", "dp_mesh_dims names dims of no mesh"),
+        ("no dims", "dp_mesh_dims is 'a'"),
+        ("no group", "process_group is 'gloo'"),
+        ("mesh and group", "both mesh and process_group are given"),
+        ("one group", "a hybrid strategy with 1 process groups"),
+        ("two groups", "a strategy with 2 process groups"),
+        ("hosts", "a hybrid strategy without a mesh, and the ranks on each host are not known of 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, case: str, expected: str) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    (text,) = run_threads(refused, 1, case)
+    assert expected in text and "\n  at:  rank 0" in text and "\n  fix: " in text
+
+
+def paired_otherwise() -> str:
+    model, outer = net(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    fully_shard(model[1], mesh=outer, dp_mesh_dims=DataParallelMeshDims(shard="a", replicate="b"))
+    with pytest.raises(ConfigError) as caught:
+        fully_shard(model, mesh=outer)
+    assert fully_shard.state(model) is None
+    model(random_input(dist.get_rank(), 4, DIM)).sum().backward()
+    return str(caught.value)
+
+
+def test_meshes_that_pair_the_same_ranks_otherwise_are_refused() -> None:
+    for text in run_threads(paired_otherwise, 4):
+        assert "a module below has copies of shards on ranks [(0, 1), (2, 3)], this one on [(0, 2), (1, 3)]" in text
+
+
+def test_dims_are_two_names() -> None:
+    for shard, other in ((1, None), ("a", 2), ("a", "a")):
+        with pytest.raises(ConfigError):
+            DataParallelMeshDims(shard, other)  # type: ignore[arg-type]
+
+
+def test_a_plan_knows_its_replicas() -> None:
+    made = plan(net(), world_size=2, replicas=3, strategy="HYBRID_SHARD", policy={MLPBlock})
+    assert "over 2 ranks x 3 replicas" in str(made)
+    assert all(one.all_reduces == one.reduce_scatters for one in made.expected_collectives())
+    with pytest.raises(ConfigError, match="strategy FULL_SHARD keeps one copy of each shard, and there are 3"):
+        plan(net(), world_size=2, replicas=3, strategy="FULL_SHARD")
+    with pytest.raises(ConfigError, match="replicas is 0"):
+        plan(net(), world_size=2, replicas=0)
