@@ -4,6 +4,7 @@ As in ``local_step.py``, but nothing is planned or merged: which parameters a st
 """
 
 from collections import defaultdict
+from operator import is_
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class PartStep:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._units: dict[int, Unit] = {}
-        self._lent: list[Unit] = []
+        # With the values that its state had.
+        self._lent: list[tuple[Unit, list[object]]] = []
         self._is_element_wise = type(optimizer) in ELEMENT_WISE
         self._stand_in: Any = object.__new__(type(optimizer))
 
@@ -57,19 +59,22 @@ class PartStep:
             return
         state = vars(self._stand_in)["state"]
         vars(self._stand_in).clear()
-        for unit in lent:
+        for unit, before in lent:
             unit.tensor.grad = None
-            if unit.tensor in state:
-                show_unit(unit, state[unit.tensor], self._optimizer.state)
+            entry = state.get(unit.tensor, {})
+            # As a rule steps change values in place.
+            if len(entry) != len(before) or not all(map(is_, entry.values(), before)):
+                show_unit(unit, entry, self._optimizer.state)
 
     def _lend(self, param: Any, group: int, state: State) -> torch.Tensor:
         unit = self._units.get(id(param))
         if unit is None or unit.pieces[0].local is not param._local_tensor:
             unit = self._units[id(param)] = Unit([Piece(param, group, None)], [0])
-        self._lent.append(unit)
-        known = self._optimizer.state
+        known, before = self._optimizer.state, []
         if param in known:
             cut_state(known[param], param)
-            state[unit.tensor] = join_state(unit, known)
+            entry = state[unit.tensor] = join_state(unit, known)
+            before = list(entry.values())
+        self._lent.append((unit, before))
         lend_to(unit.tensor, param.grad._local_tensor)
         return unit.tensor
