@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -143,6 +145,25 @@ def _fully_shard_in_bf16(model: nn.Module, unit: type[nn.Module], keeps: bool) -
     )
 
 
+def _square() -> DeviceMesh:
+    """Return a mesh with copies of shards on two halves of the ranks."""
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+
+
+def _fsdp2_hybrid(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
+    options: dict[str, Any] = {"mesh": _square()}
+    if keeps:
+        options["reshard_after_forward"] = False
+    for module in [module for module in model.modules() if isinstance(module, unit)]:
+        torch_fully_shard(module, **options)
+    return torch_fully_shard(model, **options)
+
+
+def _fully_shard_hybrid(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
+    option = False if keeps else None
+    return fully_shard(model, policy=ModuleWrapPolicy({unit}), mesh=_square(), reshard_after_forward=option)
+
+
 class _DoneEvent:
     """An event of a stream on which everything is done: the CPU has no events."""
 
@@ -205,6 +226,8 @@ ENGINES: dict[str, Callable[[nn.Module, type[nn.Module], bool], nn.Module]] = {
     "fully_shard": _fully_shard,
     "replicate": lambda model, unit, keeps: replicate(model),
     "fully_shard_zeros": _fully_shard_with_zeros,
+    "fsdp2_hybrid": _fsdp2_hybrid,
+    "fully_shard_hybrid": _fully_shard_hybrid,
     "fsdp2_bf16": _fsdp2_in_bf16,
     "fully_shard_bf16": _fully_shard_in_bf16,
     "ddp_bf16": _ddp_in_bf16,

@@ -69,18 +69,29 @@ class FSDPSettings:
             handle.requires_gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Take True only: gradients are reduced by one reduce-scatter over the mesh's one dim.
+        """Choose whether the next backwards sum up gradients over the ranks that hold copies of shards.
+
+        Without it gradients are reduced over the ranks of a shard only, and their shards wait, in ``reduce_dtype``,
+        for a backward with it, or ``reduce_gradients``: between hosts one all-reduce for all micro-batches. Until then
+        ``grad`` is what it was, and steps and norms are errors. Every rank chooses the same.
+
+        Args:
+            requires_all_reduce: Sum up at the end of each handle's backward.
+            recurse: Also in fully sharded modules below.
 
         Raises:
-            ConfigError: ``requires_all_reduce`` is False: there is no all-reduce to leave out.
+            ConfigError: ``requires_all_reduce`` is no bool; or False on a mesh of one dim.
         """
-        _checked(self, "set_requires_all_reduce", recurse=recurse, requires_all_reduce=requires_all_reduce)
-        if not requires_all_reduce:
+        handles = _checked(self, "set_requires_all_reduce", recurse=recurse, requires_all_reduce=requires_all_reduce)
+        if not requires_all_reduce and not all(handle.grid.is_hybrid for handle in handles):
             raise _refused(
                 self,
                 "set_requires_all_reduce(False) leaves out an all-reduce, and gradients of a 1-D mesh need none",
                 fix="call set_requires_gradient_sync(False) to accumulate without any reduction",
             )
+        for handle in handles:
+            for flat in handle.buffers:
+                flat.routes.kept.defers = not requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether parameters are freed between forward and backward.

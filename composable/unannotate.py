@@ -27,7 +27,7 @@ from composable.registrations import leave_alone
 from composable.replicate_module import remove_replicate_mixin
 from composable.replication import ReplicateState
 from composable.runtime import AnnotatedPart, FullyShardState
-from composable.storage import Handle, ShardedParam, handle_of, reaches_out
+from composable.storage import Handle, ShardedParam, handle_of, reaches_out, waits_for_copies
 
 __all__ = ["unannotate"]
 
@@ -140,6 +140,8 @@ class _Removal:
                     at=f"{place_of_rank()}, {handle.described}",
                     fix="call reduce_gradients() on the model first",
                 )
+            if handle.waits_for_copies:
+                raise waits_for_copies("unannotate", handle.described)
             handle.attach()
             for flat in handle.buffers:
                 flat.check_usable()

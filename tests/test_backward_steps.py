@@ -747,6 +747,34 @@ def test_parameters_beside_the_model_are_stepped_in_the_last_backward() -> None:
     run_threads(step_beside_backwards_that_are_not_the_last, 2)
 
 
+def sum_over_copies_later() -> None:
+    """Leave the all-reduce over the copies of shards to the second of two backwards, which steps."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model: Any = annotated(make_model("mlp"), "hybrid")
+    twin = make_model("mlp")
+    plain, twin_plain = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    pairs = ((model, plain), (twin, twin_plain))
+    optimizer, after = (foreach([*one.parameters(), beside]) for one, beside in pairs)
+    step_in_backward(optimizer)
+    for number in range(4):
+        model.set_requires_all_reduce(number % 2 == 1)
+        args, kwargs = inputs_of(model, number, rank)
+        (loss_of(model(*args, **kwargs)) + plain.square().sum()).backward()
+        assert (plain.grad is None) == (number % 2 == 1)
+        for other in range(size):
+            args, kwargs = inputs_of(model, number, other)
+            ((loss_of(twin(*args, **kwargs)) + twin_plain.square().sum()) / size).backward()
+        if number % 2:
+            after.step()
+            after.zero_grad()
+        torch.testing.assert_close(plain, twin_plain)
+    assert_equal_params(full_params(model), dict(twin.named_parameters()), tolerance=1e-5)
+
+
+def test_what_waits_for_its_all_reduce_over_copies_is_stepped_in_the_backward_that_has_it() -> None:
+    run_threads(sum_over_copies_later, 4)
+
+
 # Ends
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from composable import (
     ConfigError,
     DataParallelMeshDims,
     DefaultState,
+    FSDPModule,
     MixedPrecisionPolicy,
+    UsageError,
     clip_grad_norm_,
     full_state_dict,
     fully_shard,
@@ -25,12 +28,14 @@ from composable import (
     load_full_state_dict,
     no_sync,
     plan,
+    reduce_gradients,
     reduce_scatter_hook,
     register_comm_hook,
     save_checkpoint,
     unannotate,
     unshard_params,
 )
+from composable.runtime import sharded_state_of
 from tests.counting import CountingTransport
 from tests.models import BLOCK_CLASSES, DIM, MODELS, MLPBlock, random_input, seeded
 from tests.parity import LR, Run, assert_equal_runs, full, train_annotated, train_reference
@@ -90,7 +95,22 @@ def batches_of(seed: int, world_size: int) -> list[torch.Tensor]:
 
 
 def plain_model(seed: int) -> nn.Sequential:
-    return seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), MLPBlock(), MLPBlock()), seed)
+    return seeded(lambda: Tower(nn.Linear(DIM, DIM), MLPBlock(), MLPBlock()), seed)
+
+
+def is_hybrid(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule) and sharded_state_of(module).grid.is_hybrid
+
+
+class Tower(nn.Sequential):
+    def forward(self, x: torch.Tensor, layers: int = 3) -> torch.Tensor:
+        for layer in list(self)[:layers]:
+            x = layer(x)
+        return x
+
+
+def run(model: nn.Module, x: torch.Tensor, layers: int) -> torch.Tensor:
+    return model(x, layers)
 
 
 def random_run(seed: int, shape: tuple[int, int]) -> None:
@@ -105,14 +125,21 @@ def random_run(seed: int, shape: tuple[int, int]) -> None:
             fully_shard(module, mesh=mesh if kind == "hybrid" else line, strategy=strategy)
     unused_gradients = draw.choice(["none", "zero"])
     fully_shard(model, mesh=mesh, reshard_after_forward=draw.choice([True, False]), unused_gradients=unused_gradients)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=LR, momentum=draw.choice([0.9])) for one in (model, plain)]
+    is_partly = any(isinstance(module, FSDPModule) for module in model.children())
+    optimizers = [torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9) for one in (model, plain)]
     for step in range(4):
-        micro_batches, clips, skips = draw.randint(1, 3), draw.random() < 0.5, draw.random() < 0.3
+        micro_batches, clips, skips = draw.randint(1, 4), draw.random() < 0.5, draw.random() < 0.3
         for number in range(micro_batches):
-            every = batches_of(10 * step + number, world_size)
-            with no_sync(model) if number + 1 < micro_batches else torch.enable_grad():
-                model(every[rank]).square().mean().backward()
-            plain(torch.cat(every)).square().mean().backward()
+            every, is_last = batches_of(10 * step + number, world_size), number + 1 == micro_batches
+            way = draw.choice(["all", "shard", "none"]) if not is_last else "all"
+            of_hybrid = [module for module in (model, *model.children()) if is_hybrid(module)]
+            for module in of_hybrid:
+                module.set_requires_all_reduce(way != "shard", recurse=False)
+            # Some modules may have no part in the last backward.
+            head = 1 if is_partly and draw.random() < 0.3 else 3
+            with no_sync(model) if way == "none" else torch.enable_grad():
+                run(model, every[rank], head).square().mean().backward()
+            run(plain, torch.cat(every), head).square().mean().backward()
         for one, optimizer in zip((model, plain), optimizers, strict=True):
             norm = (clip_grad_norm_ if one is model else nn.utils.clip_grad_norm_)(
                 one.parameters(), 0.3 if clips else 9
@@ -124,10 +151,112 @@ def random_run(seed: int, shape: tuple[int, int]) -> None:
         torch.testing.assert_close(full(found), expected.detach(), rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_annotations_train_like_one_process(seed: int) -> None:
     shape = SHAPES[seed % len(SHAPES)]
     run_threads(random_run, shape[0] * shape[1], seed, shape)
+
+
+def part_of_the_world() -> None:
+    """Train two models, each on half of the ranks, on two dims of a mesh of three."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copy", "half", "shard"))
+    model, plain = plain_model(0), plain_model(0)
+    for module in (model[1], model):
+        fully_shard(module, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="shard", replicate="copy"))
+    rank = dist.get_rank()
+    half = [one for one in range(8) if (one // 2) % 2 == (rank // 2) % 2]
+    assert fully_shard.state(model).grid.everyone.numbers == tuple(half)
+    for step in range(2):
+        every = batches_of(step, 8)
+        model(every[rank]).square().mean().backward()
+        plain(torch.cat([every[one] for one in half])).square().mean().backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(found.grad), expected.grad)
+    for dst in range(len(half)):
+        assert bool(full_state_dict(model, dst=dst)) == (half[dst] == rank)
+
+
+def test_two_models_train_on_parts_of_the_world() -> None:
+    run_threads(part_of_the_world, 8)
+
+
+def deferred(shape: tuple[int, int], strategy: str) -> list[dict[str, int]]:
+    """Count the collectives of a step of three micro-batches, of which one has the second leg."""
+    model, counts = sharded_net(shape, strategy=strategy), []
+    model(random_input(0, 4, DIM)).sum().backward()
+    counting = counting_both_legs(model)
+    for number in range(3):
+        counting.reset()
+        model.set_requires_all_reduce(number == 2)
+        model(random_input(number, 4, DIM)).sum().backward()
+        counts.append(counting.counts())
+    return counts
+
+
+@pytest.mark.parametrize("strategy", HYBRID)
+def test_a_deferred_second_leg_is_one_all_reduce_of_each_shard(strategy: str) -> None:
+    for first, second, third in run_threads(deferred, 4, (2, 2), strategy):
+        assert first["reduce_scatter"] == second["reduce_scatter"] == third["reduce_scatter"] == third["all_reduce"] > 0
+        assert "all_reduce" not in first and "all_reduce" not in second
+    for counts in run_threads(deferred, 2, (1, 2), strategy):
+        assert not any("all_reduce" in one for one in counts)
+
+
+def waiting(then: str) -> str:
+    """Do something while gradients wait for their all-reduce; those of the next step are right in any case."""
+    model, plain = sharded_net((2, 2)), net()
+    rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=LR)
+    calls: dict[str, Callable[[], object]] = {
+        "step": optimizer.step,
+        "clip": lambda: clip_grad_norm_(model.parameters(), 1.0),
+        "copy": lambda: copy.deepcopy(model),
+        "unannotate": lambda: unannotate(model),
+    }
+    text = ""
+    model.set_requires_all_reduce(False)
+    model(random_input(rank, 4, DIM)).square().mean().backward()
+    kept = [0]
+    if then in calls:
+        with pytest.raises(UsageError) as caught:
+            calls[then]()
+        text = str(caught.value)
+    elif then == "zero_grad":
+        model.zero_grad()
+        kept = []
+    elif then == "zero_grad to zero":
+        model.zero_grad(set_to_none=False)
+        kept = []
+    model.set_requires_all_reduce(True)
+    if then == "reduce_gradients":
+        reduce_gradients(model)
+    else:
+        model(random_input(100 + rank, 4, DIM)).square().mean().backward()
+        kept.append(100)
+    for start in kept:
+        for one in range(4):
+            (plain(random_input(start + one, 4, DIM)).square().mean() / 4).backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(found.grad), expected.grad, rtol=1e-5, atol=1e-6)
+    optimizer.step()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("then", "expected"),
+    [
+        ("go on", ""),
+        ("reduce_gradients", ""),
+        ("zero_grad", ""),
+        ("zero_grad to zero", ""),
+        ("step", "with gradients that are not complete"),
+        ("clip", "with gradients that are not complete"),
+        ("copy", "deepcopy while gradients wait for the all-reduce that set_requires_all_reduce(False) left out"),
+        ("unannotate", "unannotate while gradients wait for the all-reduce"),
+    ],
+)
+def test_gradients_that_wait_for_their_all_reduce_are_not_used_and_not_lost(then: str, expected: str) -> None:
+    for text in run_threads(waiting, 4, then):
+        assert expected in text and bool(text) == bool(expected)
 
 
 def low_precision(shape: tuple[int, int]) -> list[torch.Tensor]:
@@ -146,16 +275,21 @@ def test_both_legs_carry_the_reduce_dtype_and_gradients_have_their_own() -> None
         assert all(torch.equal(one, same) for one, same in zip(other, hybrid[0], strict=True))
 
 
-def counted(shape: tuple[int, int], strategy: str, *, low: bool) -> tuple[dict[str, int], dict[str, int], Any]:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if low else MixedPrecisionPolicy()
-    model = sharded_net(shape, strategy=strategy, mp_policy=policy)
-    x = random_input(0, 4, DIM)
-    model(x).float().sum().backward()
+def counting_both_legs(model: nn.Module) -> CountingTransport:
     root = fully_shard.state(model).root
     counting = CountingTransport.install(root)
     between = {flat.routes._replicas for handle in root.handles for flat in handle.buffers}
     for replicas in between - {None}:
         replicas.transport = CountingTransport(replicas.transport, counting.records)
+    return counting
+
+
+def counted(shape: tuple[int, int], strategy: str, *, low: bool) -> tuple[dict[str, int], dict[str, int], Any]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if low else MixedPrecisionPolicy()
+    model = sharded_net(shape, strategy=strategy, mp_policy=policy)
+    x = random_input(0, 4, DIM)
+    model(x).float().sum().backward()
+    counting = counting_both_legs(model)
     model(x).float().sum().backward()
     return counting.counts(), counting.bytes(), fully_shard.state(model).plan
 

@@ -60,12 +60,14 @@ class Grid:
         replicas: Those that hold the same shard as this rank; ``None``: this rank alone.
         everyone: All whose gradients are averaged.
         columns: Of each rank of the shard group, the global numbers of those that hold the same shard; empty: none do.
+        is_hybrid: Copies were asked for, though there may be one only.
     """
 
     shard: Ranks
     replicas: Ranks | None
     everyone: Ranks
     columns: tuple[tuple[int, ...], ...] = ()
+    is_hybrid: bool = False
 
     @property
     def divisor(self) -> int:
@@ -86,10 +88,10 @@ class Grid:
             ConfigError: They are no grid: two of the ranks are in both.
         """
         if replicas.size == 1:
-            return Grid(shard, None, shard)
+            return Grid(shard, None, shard, is_hybrid=True)
         # Each rank of the shard group knows the ranks that hold what it holds.
         columns = tuple(shard.objects(replicas.numbers))
-        return Grid(shard, replicas, _everyone(columns, shard.device), columns)
+        return Grid(shard, replicas, _everyone(columns, shard.device), columns, is_hybrid=True)
 
     def replica_of(self, number: int) -> int:
         """Return which of the copies of all shards the rank with this global number is in."""

@@ -34,15 +34,16 @@ class Owner(Protocol):
 
 # Whose gradients are under way. Mostly empty, so asking costs the hot path nothing. Ranks that are threads share it:
 # parameters and gradients, which are told apart by identity, are each of one rank.
-UNFINISHED: dict[int, "weakref.ref[Owner]"] = {}
+UNFINISHED: dict[int, "tuple[weakref.ref[Owner], bool]"] = {}
 
+_ZEROING = frozenset({"zero_", "_foreach_zero_"})
 _NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
 
 
-def note_unfinished(owners: Iterable[Owner]) -> None:
-    """Note that the gradients of ``owners`` are not complete."""
+def note_unfinished(owners: Iterable[Owner], *, is_droppable: bool = False) -> None:
+    """Note that the gradients of ``owners`` are not complete; ``is_droppable``: ``zero_grad`` drops what is to come."""
     for owner in owners:
-        UNFINISHED[id(owner)] = weakref.ref(owner, partial(_forget, id(owner)))
+        UNFINISHED[id(owner)] = weakref.ref(owner, partial(_forget, id(owner))), is_droppable
 
 
 def note_finished(owners: Iterable[Owner]) -> None:
@@ -82,11 +83,16 @@ def check_operands(op: OpOverload, args: Sequence[Any]) -> None:
     first = op._schema.arguments[0] if op._schema.arguments else None
     if first is None or not (name in _NORMS or (first.alias_info is not None and first.alias_info.is_write)):
         return
-    _refuse(name.strip("_"), tree_leaves(args[0]), _by_gradient(_pairs()))
+    pairs = _pairs(leaves_droppable=name in _ZEROING)
+    _refuse(name.strip("_"), tree_leaves(args[0]), _by_gradient(pairs))
 
 
-def _pairs() -> list[tuple[torch.Tensor, Owner]]:
-    owners = [owner for reference in list(UNFINISHED.values()) if (owner := reference()) is not None]
+def _pairs(*, leaves_droppable: bool = False) -> list[tuple[torch.Tensor, Owner]]:
+    owners = [
+        owner
+        for reference, is_droppable in list(UNFINISHED.values())
+        if not (is_droppable and leaves_droppable) and (owner := reference()) is not None
+    ]
     return [(param, owner) for owner in owners for param in owner.sharded if param.requires_grad]
 
 
@@ -101,5 +107,5 @@ def _refuse(what: str, tensors: Iterable[Any], owners: dict[int, Owner]) -> None
             f"{what} with gradients that are not complete: backwards have ended, their reductions have not",
             at=f"{place_of_rank()}, {owner.described}",
             fix="first end them: by a backward after set_is_last_backward(True), or by finalize_backward(), with "
-            "wait() on what it returned",
+            "wait() on what it returned; or by a backward after set_requires_all_reduce(True)",
         )

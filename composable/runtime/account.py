@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from composable.storage import FlatBuffer
+from composable.ragged import note_finished
+from composable.storage import FlatBuffer, handle_of
 
 __all__ = ["Account"]
 
@@ -58,13 +59,13 @@ class Account:
         flat = self.flat
         given = 0
         if not flat.has_hooks():
-            given = self.had
+            given = self.had | flat.routes.kept.bits
             if self.fills_with_zeros:
                 given = flat.all_bits
             elif flat.steps_together:
                 given = 0
             if given:
-                flat.accumulate(reduced, given)
+                self._give(reduced, given)
         if given != flat.all_bits:
             self.waits.append((reduced, given))
 
@@ -74,7 +75,9 @@ class Account:
         Args:
             fills_unused: To all others as well: zeros.
         """
-        had, self.had = self.had, 0
+        kept = self.flat.routes.kept
+        had, self.had = self.had | kept.bits, 0
+        kept.bits = 0 if kept.total is None else had
         if not self.waits:
             return
         rest, self.waits = self.waits, []
@@ -89,7 +92,14 @@ class Account:
         for reduced, given in rest:
             left = had & ~given
             if left:
-                self.flat.accumulate(reduced, left, with_hooks=not given and self.flat.has_hooks())
+                self._give(reduced, left, with_hooks=not given and self.flat.has_hooks())
+
+    def _give(self, reduced: torch.Tensor, bits: int, *, with_hooks: bool = False) -> None:
+        if self.flat.steppers:
+            # What waited for the ranks with copies is whole now, and is stepped.
+            handle = handle_of(self.flat.params[0].sharded)
+            note_finished([] if handle is None else [handle])
+        self.flat.accumulate(reduced, bits, with_hooks=with_hooks)
 
     # As bytes: the same number on all ranks.
 

@@ -137,7 +137,20 @@ class HandOver:
         for turn in self._turns.values():
             for account in turn.accounts:
                 account.settle(fills_unused=turn.handle.fills_unused)
+            if turn.handle.waits_for_copies:
+                turn.handle.keep_gradients()
+                note_unfinished([turn.handle], is_droppable=True)
+                turn.waits_for_copies = True
+            elif turn.waits_for_copies:
+                note_finished([turn.handle])
+                turn.waits_for_copies = False
         self._is_settled = True
+
+    def _reduce_kept(self, handle: Handle, account: Account) -> None:
+        """Sum up over copies what earlier backwards left, if this one is to do so and has reduced nothing itself."""
+        kept = account.flat.routes.kept
+        if kept.total is not None and not kept.defers and handle.requires_gradient_sync:
+            self._reductions.begin(account, None)
 
     def _reduce_the_rest(self) -> list[Handle]:
         """Reduce what some rank still holds; returns handles of whose gradients the ranks do not tell each other."""
@@ -145,6 +158,7 @@ class HandOver:
         for handle, turn in self._turns.items():
             for account in turn.accounts:
                 if not account.has_more:
+                    self._reduce_kept(handle, account)
                     continue
                 account.has_more = False
                 # What has been stepped cannot take another part of its gradient.

@@ -27,7 +27,7 @@ class Reductions:
         self.failure: ComposableError | None = None
         self._streams = streams
         # With what the result and the source belong to.
-        self._under_way: deque[tuple[Reduction, Account, GradientBuffer]] = deque()
+        self._under_way: deque[tuple[Reduction, Account, GradientBuffer | None]] = deque()
         self._pool = GradientPool()
 
     def use_streams(self, streams: Streams) -> None:
@@ -65,8 +65,8 @@ class Reductions:
             self.failure = self.failure or error
         return gradient
 
-    def begin(self, account: Account, gradient: GradientBuffer) -> None:
-        """Start to reduce what ``take`` returned. Collective.
+    def begin(self, account: Account, gradient: GradientBuffer | None) -> None:
+        """Start to reduce what ``take`` returned; ``None``: what waits for its all-reduce over copies. Collective.
 
         Raises:
             ConfigError: A hook of the user gave no such gradients, and no message would tell the other ranks.
@@ -106,8 +106,10 @@ class Reductions:
             shard = in_region("wait for reduce", _name_of(account.flat), reduction.finish)
         else:
             shard = reduction.finish()
-        self._pool.give(account.flat.pool_key, gradient)
-        account.take(shard)
+        if gradient is not None:
+            self._pool.give(account.flat.pool_key, gradient)
+        if shard is not None:
+            account.take(shard)
 
     def end(self) -> ComposableError | None:
         """Give the buffers back to the device; returns what went wrong."""

@@ -58,12 +58,14 @@ class Streams(Protocol):
         """A backward ends, also one that was cut short: the current stream waits for all the others."""
         ...
 
-    def begin_reduction(self, path: GradientPath, gradient: GradientBuffer, *, to_host: bool = False) -> Reduction:
+    def begin_reduction(
+        self, path: GradientPath, gradient: GradientBuffer | None, *, to_host: bool = False
+    ) -> Reduction:
         """Start to reduce what the current stream has put into ``gradient``. Collective.
 
         Args:
             path: Of the flat buffer.
-            gradient: Its gradients.
+            gradient: Its gradients; ``None``: none but what the path has kept.
             to_host: The result lies in host memory: whoever finishes waits until it is there.
         """
         ...
@@ -97,8 +99,10 @@ class HostStreams:
     def end_backward(self) -> None:
         pass
 
-    def begin_reduction(self, path: GradientPath, gradient: GradientBuffer, *, to_host: bool = False) -> Reduction:
-        return path.begin(gradient.source)
+    def begin_reduction(
+        self, path: GradientPath, gradient: GradientBuffer | None, *, to_host: bool = False
+    ) -> Reduction:
+        return path.resume() if gradient is None else path.begin(gradient.source)
 
     def wait_for_copies(self) -> None:
         pass
@@ -184,11 +188,13 @@ class DeviceStreams:
         self._users.clear()
         self.wait_for_copies()
 
-    def begin_reduction(self, path: GradientPath, gradient: GradientBuffer, *, to_host: bool = False) -> Reduction:
+    def begin_reduction(
+        self, path: GradientPath, gradient: GradientBuffer | None, *, to_host: bool = False
+    ) -> Reduction:
         self._reduce.wait_stream(self._device.current_stream())
         try:
             with self._device.stream(self._reduce):
-                shard = path.begin(gradient.source).finish()
+                shard = (path.resume() if gradient is None else path.begin(gradient.source)).finish()
                 return _Reduced(self._device, shard, self._reduce.record_event(), is_on_host=to_host)
         except BaseException:
             # Nobody will wait for what was queued, and the gradient buffer is freed.
@@ -213,13 +219,13 @@ class _Reduced:
 
     __slots__ = ("_device", "_event", "_is_on_host", "_shard")
 
-    def __init__(self, device: Any, shard: torch.Tensor, event: Any, *, is_on_host: bool) -> None:
+    def __init__(self, device: Any, shard: torch.Tensor | None, event: Any, *, is_on_host: bool) -> None:
         self._device = device
         self._shard = shard
         self._event = event
         self._is_on_host = is_on_host
 
-    def finish(self) -> torch.Tensor:
+    def finish(self) -> torch.Tensor | None:
         self._device.current_stream().wait_event(self._event)
         if self._is_on_host:
             self._event.synchronize()

@@ -28,6 +28,7 @@ class Turn:
         next_forward: Who followed in the latest forward, a hint for prefetch; so are the other two.
         previous_forward: Who went before in the latest forward.
         next_backward: Who followed in the latest backward.
+        waits_for_copies: Users were told that its gradients wait for an all-reduce over copies.
     """
 
     __slots__ = (
@@ -43,6 +44,7 @@ class Turn:
         "next_forward",
         "previous_forward",
         "queued_in",
+        "waits_for_copies",
     )
 
     def __init__(self, handle: Handle) -> None:
@@ -51,6 +53,7 @@ class Turn:
             Account(flat, fills_with_zeros=handle.plan.unused_gradients == "zero") for flat in handle.buffers
         ]
         self.modules_left: set[nn.Module] = set()
+        self.waits_for_copies = False
         self.forget()
 
     def forget(self) -> None:

@@ -7,7 +7,7 @@ from composable.storage.first_values import FirstValues, ParamInitFn
 from composable.storage.flat_buffer import FlatBuffer
 from composable.storage.gradient_buffer import GradientBuffer, GradientPool
 from composable.storage.gradient_path import GradientPath, Reduction, Replicas, reduced_otherwise
-from composable.storage.handle import FIX_COPY, Handle, handle_of
+from composable.storage.handle import FIX_COPY, Handle, handle_of, waits_for_copies
 from composable.storage.module_buffers import describe_buffers, move_buffers
 from composable.storage.replicas import by_grid, collect_at, spread_from
 from composable.storage.resting_place import RestingPlace
@@ -74,4 +74,5 @@ __all__ = [
     "step_torch_optimizers",
     "stepper_of",
     "unmark_stepped",
+    "waits_for_copies",
 ]

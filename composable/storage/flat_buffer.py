@@ -443,18 +443,18 @@ class FlatBuffer:
         )
 
     def keep_gradients(self) -> bool:
-        """Note the gradients that wait on the leaves, so that ``zero_grad`` drops them; say whether there are any."""
-        kept = False
-        for param in self.params:
-            if param.unsharded is not None and param.unsharded.grad is not None:
+        """Note what waits on leaves, or as kept shards, so that ``zero_grad`` drops it; say whether there is any."""
+        waiting = self.gradient_bits() | self.routes.kept.bits
+        for number, param in enumerate(self.params):
+            if waiting >> number & 1:
                 param.keep_gradient()
-                kept = True
-        return kept
+        return waiting != 0
 
     def drop_zeroed_gradients(self) -> None:
         """Forget the kept gradients of parameters whose ``grad`` the user has dropped or set to zero meanwhile."""
-        for param in self.params:
-            param.drop_zeroed_gradient()
+        for number, param in enumerate(self.params):
+            if param.drop_zeroed_gradient():
+                self.routes.kept.drop(number, param.start, param.stop)
 
     def has_hooks(self) -> bool:
         """Say whether users registered hooks on the gradient of a sharded parameter."""

@@ -24,6 +24,7 @@ __all__ = [
     "CommScatterPath",
     "GradientPath",
     "HookPath",
+    "KeptShards",
     "PathHome",
     "Reduction",
     "Replicas",
@@ -37,11 +38,12 @@ __all__ = [
 class Reduction(Protocol):
     """A reduction that was started."""
 
-    def finish(self) -> torch.Tensor:
+    def finish(self) -> torch.Tensor | None:
         """Return this rank's shard [S] of the mean, in the dtype and on the device of the shard; call it once.
 
-        The thread waits on CPU, the current stream on a device. The source may be reused afterwards. On page-locked
-        memory the host may read the result only when the current stream has got there.
+        ``None``: it waits for later reductions. The thread waits on CPU, the current stream on a device. The source may
+        be reused afterwards. On page-locked memory the host may read the result only when the current stream has got
+        there.
         """
         ...
 
@@ -63,8 +65,21 @@ class GradientPath(Protocol):
         """
         ...
 
+    def resume(self) -> Reduction:
+        """Start to end the reductions that were kept, of which there are some. Collective: all ranks, same order."""
+        ...
 
-class ScatterPath:
+
+class _Whole:
+    """A path that leaves nothing to do."""
+
+    __slots__ = ()
+
+    def resume(self) -> Reduction:
+        raise AssertionError("nothing is kept")
+
+
+class ScatterPath(_Whole):
     """One reduce-scatter.
 
     Attributes:
@@ -110,14 +125,14 @@ class _Reduced:
 
     __slots__ = ("_shard",)
 
-    def __init__(self, shard: torch.Tensor) -> None:
+    def __init__(self, shard: torch.Tensor | None) -> None:
         self._shard = shard
 
-    def finish(self) -> torch.Tensor:
+    def finish(self) -> torch.Tensor | None:
         return self._shard
 
 
-class HookPath:
+class HookPath(_Whole):
     """What a communication hook makes of the gradients: it reduces and divides.
 
     Attributes:
@@ -220,7 +235,7 @@ class _Summing(_Scattering):
         return super().finish().div_(self._divisor)
 
 
-class CommScatterPath:
+class CommScatterPath(_Whole):
     """A reduce-scatter of the user's: torch's ``Comm``, which adds up; the path divides.
 
     Attributes:
@@ -332,41 +347,114 @@ class Replicas:
             due.start()
 
 
+class KeptShards:
+    """What the first legs of reductions gave whose second leg is to come with that of a later one.
+
+    Attributes:
+        defers: The next reductions have no second leg.
+        total: Sum of the shards [S], in the dtype that travels; ``None``: nothing is kept.
+        bits: Of the parameters that some rank had a gradient for.
+    """
+
+    __slots__ = ("bits", "defers", "total")
+
+    def __init__(self) -> None:
+        self.defers = False
+        self.total: torch.Tensor | None = None
+        self.bits = 0
+
+    def add(self, shard: torch.Tensor) -> None:
+        """Keep another shard."""
+        self.total = shard if self.total is None else self.total.add_(shard)
+
+    def drop(self, number: int, start: int, stop: int) -> None:
+        """Forget the gradient of a parameter, by its bit and its place in the shard."""
+        self.bits &= ~(1 << number)
+        if self.total is not None:
+            self.total[start:stop].zero_()
+
+    def take(self) -> torch.Tensor | None:
+        """Return the sum, which is kept no longer."""
+        total, self.total = self.total, None
+        return total
+
+
 class AllReducePath(_Around):
     """Another path, then an all-reduce of the shard that it gives over the ranks that hold copies of the shard.
 
     Args:
         inner: The other path; its result has the dtype that travels.
         replicas: Who holds copies.
+        kept: What earlier reductions left to do; it says whether this one leaves more.
         key: Of the buffer between them, the same on all.
         dtype: Of the result.
         scale: Of what the other path gives, where that has divided by its own ranks only.
     """
 
-    __slots__ = ("_dtype", "_key", "_replicas", "_scale")
+    __slots__ = ("_dtype", "_kept", "_key", "_replicas", "_scale")
 
     def __init__(
-        self, inner: GradientPath, replicas: Replicas, key: int, dtype: torch.dtype, *, scale: float = 1.0
+        self,
+        inner: GradientPath,
+        replicas: Replicas,
+        kept: KeptShards,
+        key: int,
+        dtype: torch.dtype,
+        *,
+        scale: float = 1.0,
     ) -> None:
         super().__init__(inner)
         self._replicas = replicas
+        self._kept = kept
         self._key = key
         self._dtype = dtype
         self._scale = scale
 
     def begin(self, source: torch.Tensor) -> Reduction:
         self._replicas.start()
-        reduction = _AllReducing(self.inner.begin(source), self._replicas, self._key, self._dtype, self._scale)
+        first = self.inner.begin(source)
+        return _Keeping(first, self._kept) if self._kept.defers else self._follow(first)
+
+    def resume(self) -> Reduction:
+        self._replicas.start()
+        return self._follow(_Reduced(self._kept.take()))
+
+    def _follow(self, first: Reduction) -> Reduction:
+        reduction = _AllReducing(first, self._replicas, self._kept, self._key, self._dtype, self._scale)
         self._replicas.next(reduction)
         return reduction
 
 
-class _AllReducing:
-    __slots__ = ("_dtype", "_first", "_key", "_pending", "_replicas", "_scale", "_shard")
+class _Keeping:
+    """A reduction that ends with its first leg."""
 
-    def __init__(self, first: Reduction, replicas: Replicas, key: int, dtype: torch.dtype, scale: float) -> None:
+    __slots__ = ("_first", "_kept")
+
+    def __init__(self, first: Reduction, kept: KeptShards) -> None:
+        self._first = first
+        self._kept = kept
+
+    def finish(self) -> None:
+        shard = self._first.finish()
+        assert shard is not None, "nothing below keeps it"
+        self._kept.add(shard)
+
+
+class _AllReducing:
+    __slots__ = ("_dtype", "_first", "_kept", "_key", "_pending", "_replicas", "_scale", "_shard")
+
+    def __init__(
+        self,
+        first: Reduction,
+        replicas: Replicas,
+        kept: KeptShards,
+        key: int,
+        dtype: torch.dtype,
+        scale: float,
+    ) -> None:
         self._first: Reduction | None = first
         self._replicas = replicas
+        self._kept = kept
         self._key = key
         self._dtype = dtype
         self._scale = scale
@@ -377,7 +465,10 @@ class _AllReducing:
         """Wait for the first leg and start the second one. Collective over the ranks that hold copies."""
         if self._first is None:
             return
-        self._shard = self._first.finish()
+        shard = self._first.finish()
+        assert shard is not None, "nothing below keeps it"
+        earlier = self._kept.take()
+        self._shard = shard if earlier is None else shard.add_(earlier)
         self._first = None
         self._pending = self._replicas.transport.begin_all_reduce(self._shard, self._key, scale=self._scale)
 
@@ -411,8 +502,16 @@ class ThenHookPath(_Around):
         self._stream = stream
 
     def begin(self, source: torch.Tensor) -> Reduction:
+        return self._then_hook(self.inner.begin(source))
+
+    def resume(self) -> Reduction:
+        return self._then_hook(self.inner.resume())
+
+    def _then_hook(self, reduction: Reduction) -> Reduction:
         # To its end: hooks that communicate run in one order on all ranks, and never for a step that was abandoned.
-        shard = self.inner.begin(source).finish()
+        shard = reduction.finish()
+        if shard is None:
+            return _Reduced(None)
         if self._stream is None:
             self._check(self._hook(shard), shard)
             return _Reduced(shard)
@@ -467,6 +566,9 @@ class PathHome(_Around):
     def begin(self, source: torch.Tensor) -> Reduction:
         return _GoingHome(self.inner.begin(source), self._home)
 
+    def resume(self) -> Reduction:
+        return _GoingHome(self.inner.resume(), self._home)
+
 
 class _GoingHome:
     __slots__ = ("_home", "_reduction")
@@ -475,8 +577,10 @@ class _GoingHome:
         self._reduction = reduction
         self._home = home
 
-    def finish(self) -> torch.Tensor:
+    def finish(self) -> torch.Tensor | None:
         shard = self._reduction.finish()
+        if shard is None:
+            return None
         result = self._home.empty(shard.numel(), shard.dtype)
         result.copy_(shard, non_blocking=self._home.pins)
         return result

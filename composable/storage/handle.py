@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from composable.collectives import Grid, Pending
-from composable.errors import located
+from composable.errors import UsageError, located, place_of_rank
 from composable.planning import HandlePlan
 from composable.storage.comms import CHOICES, DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
 from composable.storage.copy_reach import is_part_of_module, modules_of_copy, reaches_out
@@ -77,6 +77,15 @@ class _Managed:
         if not all(module in modules for module in handle.modules):
             # A module that would be left with parameters that nothing gathers.
             raise reaches_out("copied", handle.modules, FIX_COPY)
+
+
+def waits_for_copies(what: str, described: str) -> UsageError:
+    """Return the error of what is done while gradients wait for an all-reduce over copies."""
+    return UsageError(
+        f"{what} while gradients wait for the all-reduce that set_requires_all_reduce(False) left out",
+        at=f"{place_of_rank()}, {described}",
+        fix="call set_requires_all_reduce(True), then run a backward or reduce_gradients()",
+    )
 
 
 def handle_of(param: torch.Tensor) -> "Handle | None":
@@ -312,6 +321,8 @@ class Handle:
 
     def copied(self, memo: dict[int, Any]) -> "Handle":
         """Return a deep copy with shards of its own; ``adopt_modules`` completes it."""
+        if self.waits_for_copies:
+            raise waits_for_copies("deepcopy", self.described)
         self.attach()
         twin = memo[id(self)] = copy.copy(self)
         self._copies += 1
@@ -400,8 +411,8 @@ class Handle:
 
     @property
     def synchronises(self) -> bool:
-        """The next backward reduces gradients, as far as that is for this handle to say."""
-        return self.requires_gradient_sync
+        """The next backward ends with whole gradients, as far as that is for this handle to say."""
+        return self.requires_gradient_sync and not any(flat.routes.kept.defers for flat in self.buffers)
 
     def step_by(self, steppers: Sequence[Stepper]) -> None:
         """Let these step the parameters, from the next backward on."""
@@ -532,6 +543,11 @@ class Handle:
             return
         for flat in self.buffers:
             flat.free_buffer()
+
+    @property
+    def waits_for_copies(self) -> bool:
+        """Gradients wait for an all-reduce over the ranks that hold copies."""
+        return any(flat.routes.kept.total is not None for flat in self.buffers)
 
     def keep_gradients(self) -> None:
         """Note that gradients wait on the unsharded parameters, so that ``zero_grad`` drops them."""

@@ -15,6 +15,7 @@ from composable.storage.gradient_path import (
     CommScatterPath,
     GradientPath,
     HookPath,
+    KeptShards,
     PathHome,
     Replicas,
     ScatterPath,
@@ -42,6 +43,7 @@ class Routes:
         gather_path: How the shard becomes the whole buffer; ``None`` until connected.
         gradient_path: How the gradients become this rank's shard of their mean; ``None`` until connected.
         comms: What the user chose.
+        kept: What waits for its all-reduce over copies.
     """
 
     __slots__ = (
@@ -61,6 +63,7 @@ class Routes:
         "gather_path",
         "gradient_path",
         "home",
+        "kept",
     )
 
     def __init__(
@@ -85,6 +88,7 @@ class Routes:
         self._transport: Transport | None = None
         self._scatter_transport: Transport | None = None
         self._replicas: Replicas | None = None
+        self.kept = KeptShards()
         self._key = self._scatter_key = self._replicas_key = -1
         self._divisor = 1
 
@@ -93,6 +97,7 @@ class Routes:
         dtypes = self._gradient_dtype, self._reduce_dtype
         twin = Routes(self._group, self.home, *dtypes, self._fqn, casts_params=self._casts_params)
         twin.comms = self.comms
+        twin.kept.defers = self.kept.defers
         return twin
 
     @property
@@ -191,7 +196,7 @@ class Routes:
         if replicas is not None:
             # A communication hook has divided by the ranks that it knows.
             scale = 1.0 if comms.hook is None else 1.0 / replicas.transport.world_size
-            path = AllReducePath(path, replicas, self._replicas_key, self._gradient_dtype, scale=scale)
+            path = AllReducePath(path, replicas, self.kept, self._replicas_key, self._gradient_dtype, scale=scale)
         if comms.all_reduce_hook is not None:
             path = ThenHookPath(path, comms.all_reduce_hook, comms.all_reduce_stream)
         self.gradient_path = PathHome(path, self.home) if self.home.is_elsewhere else path

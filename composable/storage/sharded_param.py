@@ -287,11 +287,13 @@ class ShardedParam:
         watch_zeroing(held)
         self._kept_beside = held
 
-    def drop_zeroed_gradient(self) -> None:
-        """Forget the waiting gradient if ``grad`` was dropped or set to zero since; else wait on."""
+    def drop_zeroed_gradient(self) -> bool:
+        """Forget the waiting gradient if ``grad`` was dropped or set to zero since, and say so; else wait on."""
         beside, self._kept_beside = self._kept_beside, None
-        if beside is not None and (self.sharded.grad is not beside or was_zeroed(beside)):
+        is_dropped = beside is not None and (self.sharded.grad is not beside or was_zeroed(beside))
+        if is_dropped:
             self.forget_gradient()
+        return is_dropped
 
     def forget_gradient(self) -> None:
         """Drop the leaf's gradient, and what says that it waits."""
