@@ -304,7 +304,7 @@ def _check(optimizer: torch.optim.Optimizer, units: Iterable[_Unit]) -> None:
         raise UsageError("a backward is running", fix="call step_in_backward between two steps")
     for unit in units:
         if isinstance(unit, Reducer):
-            check_steppable(unit.params, unit.options)
+            check_steppable(unit.params)
         if unit.comm_hooks:
             raise UsageError(
                 "a communication hook reduces these gradients, which goes with no step inside backward",

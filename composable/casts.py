@@ -194,8 +194,8 @@ class Lending(ABC):
     def enter_backward(self, modules: Sequence[nn.Module]) -> None:
         """Lend until the running backward ends, in any way: checkpointing runs parts of forward in it."""
         if self._end() is None:
-            held = at_end_of_backward(self)
-            self._end = weakref.ref(held, self._leave_backward)
+            # No local holds what autograd does: frames live on in the traceback of Ctrl-C.
+            self._end = weakref.ref(at_end_of_backward(self), self._leave_backward)
             self._lend(modules)
 
     def put_back(self) -> None:
@@ -207,7 +207,9 @@ class Lending(ABC):
         """Do nothing: no rank waits for this one."""
 
     def finish(self) -> None:
-        """Do nothing: autograd says when backward has ended."""
+        """Let the modules hold their own: what Ctrl-C cuts short here, ``_leave_backward`` does again."""
+        if not self._depth:
+            self._restore()
 
     @property
     def is_in_backward(self) -> bool:

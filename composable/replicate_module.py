@@ -19,7 +19,7 @@ from composable.fqns import describe_module
 from composable.gradient_sync import no_sync
 from composable.hook_registration import CommHookHandle
 from composable.hook_registration import register_comm_hook as reduce_by_hook
-from composable.replication import Reducer, ReplicateState
+from composable.replication import Precision, Reducer, ReplicateState
 from composable.storage import HookFunction
 
 __all__ = ["ReplicateModule", "add_replicate_mixin", "remove_replicate_mixin"]
@@ -106,9 +106,34 @@ class ReplicateModule:
         return reduce_by_hook(_module(self), state, hook)
 
 
+class CastingReplicateModule(ReplicateModule):
+    """Mixin of those that lend copies of parameters or buffers while they run, as their mixed precision policy asks."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward. Whatever is raised, it leaves modules with their own: Ctrl-C skips the hooks after forward."""
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the module's class comes next
+        except BaseException:
+            precision = _precision(_module(self))
+            if precision is not None:
+                precision.put_back()
+            raise
+
+
 _SWAP = ClassSwap(ReplicateModule, "Replicate")
-add_replicate_mixin = _SWAP.add
+_CASTING_SWAP = ClassSwap(CastingReplicateModule, "Replicate")
 remove_replicate_mixin = _SWAP.remove
+
+
+def add_replicate_mixin(module: nn.Module) -> None:
+    """Give an annotated module the methods of its kind, unless it has them."""
+    precision = _precision(module)
+    (_SWAP if precision is None or not precision.parts else _CASTING_SWAP).add(module)
+
+
+def _precision(module: nn.Module) -> Precision | None:
+    annotation = get_registry(module).get("replicate")
+    return annotation.state.precision if annotation and isinstance(annotation.state, ReplicateState) else None
 
 
 def _module(one: object) -> nn.Module:

@@ -7,7 +7,6 @@ those of others, is said here.
 import dataclasses
 import itertools
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -85,27 +84,25 @@ class EndOfBackward:
     this rank, and only then wait.
     """
 
-    __slots__ = ("__weakref__", "_endings", "_held")
+    __slots__ = ("__weakref__", "_endings")
 
     def __init__(self) -> None:
         self._endings: list[Ending] = []
-        self._held: weakref.ref[Callable[[], None]] | None = None
 
     def queue(self) -> None:
-        """Let autograd run this.
-
-        What it holds is a bound method, which nothing else holds: this object itself lives on in the traceback of
-        an exception that was raised here, and that may be kept for long.
-        """
-        call = self.end_backward
-        self._held = weakref.ref(call)
-        queue_callback(call)
+        """Let autograd run this."""
+        queue_callback(self.end_backward)
 
     def add(self, ending: Ending) -> Callable[[], None]:
-        """Let ``ending`` run too; returns what autograd frees when the backward ends in any way."""
+        """Let ``ending`` run too; returns what autograd frees when the backward ends in any way.
+
+        Each ending has one of its own, which nothing else holds: frames live on in the traceback of an exception that
+        was raised here, with what the backward of another ending was to be told by.
+        """
         self._endings.append(ending)
-        held = None if self._held is None else self._held()
-        assert held is not None, "the backward is running"
+        # A callback that does nothing, in no frame of Python.
+        held: Callable[[], Any] = partial(bool)
+        queue_callback(held)
         return held
 
     @opaque

@@ -95,6 +95,7 @@ try:
         frame_evaluation.set_code_exec_strategy,
         frame_evaluation._FrameAction,
         frame_evaluation._FrameExecStrategy,
+        torch._C._functions.AccumulateGrad._set_sequence_nr,  # type: ignore[attr-defined]  # torch's stub lacks it
     )
 except (ImportError, AttributeError) as error:
     raise UsageError(
@@ -134,6 +135,7 @@ __all__ = [
     "functional_call_code",
     "graph_collectives",
     "groups_of_process",
+    "has_compiled",
     "hook_gradient",
     "is_tracing",
     "make_subclass",
@@ -221,6 +223,14 @@ def opaque(fn: _FunctionT, *, traced: Callable[..., Any] | None = None) -> _Func
     return fn
 
 
+def has_compiled() -> bool:
+    """Say whether anything was given to ``torch.compile`` in this process."""
+    # Read only where somebody has imported it: many optimizers do, and compile nothing.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(compiler, "cached_backends", {})  # what compiles graphs, or nothing where that was disabled
+    return any(map(callable, backends.values()))
+
+
 def find_backend(name: str) -> Callable[..., Any] | None:
     """Return the backend of ``torch.compile`` of this name, if there is one."""
     # Who asks compiles, and imports the compiler anyway.
@@ -260,10 +270,16 @@ def dispatch_rule_holder() -> Any:
 def alias_of(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return ``values``, of any dtype, as a tensor whose gradient goes to ``leaf`` and is cast to its dtype.
 
-    ``values`` have the shape of ``leaf``; nothing is computed, and nothing saved for backward.
+    ``values`` have the shape of ``leaf``; nothing is computed, and nothing saved for backward. The gradient gets to
+    ``leaf`` as soon as it is there, whenever the alias was made.
     """
     alias: torch.Tensor = _alias(leaf, leaf.shape)
     alias.data = values
+    node: Any = alias.grad_fn
+    if node is not None:  # else there is no gradient to come
+        # Of nodes that are ready autograd runs the one that was made last: without this the first ones of a forward
+        # would wait for the end of the backward, with all gradients.
+        node._set_sequence_nr(2**63 - 1)  # before all but leaves
     return alias
 
 

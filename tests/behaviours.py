@@ -583,36 +583,53 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "Native mixed precision",
-            "`mp_policy`: parameters stay, modules compute with copies, frozen ones too, ignored ones not; gradients travel "
-            "in `reduce_dtype` and rest in the parameter's dtype.",
+            "`mp_policy`: parameters stay, modules compute with copies, frozen ones too, ignored ones not. Copies are made on "
+            "a stream of its own, in the order of the last forward, with an event for each module, for which its first use "
+            "waits; gradients travel in `reduce_dtype`, as they come, and rest in the parameter's dtype.",
             (
                 *proved(
                     LOW_COPIES,
                     "test_training_is_that_of_one_process_with_the_same_casts",
                     "test_random_trees_train_as_one_process_with_the_same_casts",
                     "test_modules_hold_copies_while_they_run_and_their_own_before_and_after",
+                    "test_ctrl_c_anywhere_in_a_step_leaves_modules_with_their_own",
                     "test_gradients_travel_in_the_dtype_of_the_reduction",
+                    "test_gradients_arrive_while_backward_goes_on",
                     "test_ignored_modules_are_left_in_their_dtype",
                     "test_between_steps_there_is_nothing_but_parameters_and_buckets",
                 ),
+                *proved(
+                    "replication/test_cast_streams.py",
+                    "test_casts_run_in_the_order_of_the_last_forward_and_each_module_waits_for_its_own",
+                    "test_casts_are_ordered",
+                    "test_a_broken_rule_is_found",
+                ),
                 *proved("test_cuda_replicate.py", "test_weights_are_those_of_ddps_own_mixed_precision"),
             ),
-            gap="not here: casts on a stream of their own, with an event for each submodule. Copies are made in one pass "
-            "on the current stream, since any module may read any of them",
         ),
         Row(
             "Mixed precision with the rest",
-            "Communication hooks get buckets in low precision; gradients may stay there; norms may be left out; inputs "
-            "are cast.",
-            proved(
-                LOW_COPIES,
-                "test_communication_hooks_get_the_bucket_in_low_precision",
-                "test_gradients_may_stay_in_low_precision",
-                "test_skipped_classes_compute_in_their_own_dtype_and_give_back_what_they_got",
-                "test_each_annotation_casts_its_inputs_and_parameters",
+            "Communication hooks get buckets in low precision; an optimizer may step inside backward; gradients may stay in "
+            "low precision; norms may be left out; inputs are cast; modules that do not run are not.",
+            (
+                *proved(
+                    LOW_COPIES,
+                    "test_communication_hooks_get_the_bucket_in_low_precision",
+                    "test_an_optimizer_in_backward_steps_the_parameters_on_their_averages",
+                    "test_gradients_may_stay_in_low_precision",
+                    "test_skipped_classes_compute_in_their_own_dtype_and_give_back_what_they_got",
+                    "test_each_annotation_casts_its_inputs_and_parameters",
+                ),
+                *proved(
+                    STEPS,
+                    "test_random_models_and_policies_step_as_after_backward",
+                    "test_torchs_optimizer_in_backward_steps_on_what_was_averaged_in_low_precision",
+                ),
+                *proved(
+                    "replication/test_cast_streams.py",
+                    "test_on_the_host_what_runs_is_cast_in_one_pass_and_what_never_ran_is_not",
+                ),
             ),
-            gap="not yet: an optimizer that steps inside backward beside it, which is an error; leaving out the copies of "
-            "modules that do not run",
         ),
         Row(
             "`_apply_optimizer_in_backward`",

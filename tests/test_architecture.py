@@ -38,7 +38,7 @@ EDGES: dict[str, set[str]] = {
     "ragged": BASE | {"planning", "collectives"},
     "storage": BASE | {"fqns", "planning", "collectives", "ragged"},
     "replication": BASE | MARKS | {"casts", "fqns", "contract", "collectives", "planning", "storage"},
-    "optim": BASE | {"fqns", "contract", "_traversal_utils", "collectives", "planning", "ragged", "storage"},
+    "optim": BASE | {"claims", "fqns", "contract", "_traversal_utils", "collectives", "planning", "ragged", "storage"},
     "runtime": BASE
     | MARKS
     | {"casts", "fqns", "contract", "_traversal_utils", "collectives", "planning", "ragged", "storage"},

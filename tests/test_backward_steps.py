@@ -44,12 +44,22 @@ from tests.test_replicate_graphs import delay, looped, loss_at, wide
 from tests.world import RankErrors, run_threads
 
 ANNOTATIONS = ("fully_shard", "replicate", "mixed")
+BF16, FP32 = torch.bfloat16, torch.float32
+# What gradients are computed in, travel in and rest in, in each way that the three can differ.
+POLICIES = {
+    "low": MixedPrecisionPolicy(BF16),
+    "low, averaged in full": MixedPrecisionPolicy(BF16, FP32),
+    "averaged in low": MixedPrecisionPolicy(None, BF16),
+    "low, gradients too": MixedPrecisionPolicy(BF16, keep_low_precision_grads=True),
+    "norms in full": MixedPrecisionPolicy(BF16, skipped_module_classes=(nn.LayerNorm,)),
+}
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
 def annotated(model: nn.Module, api: str) -> nn.Module:
-    if api == "replicate":
-        return replicate(model, bucket_cap_mb=0.001)
+    """Annotate with an API, or by ``replicate`` with the policy of that name."""
+    if api == "replicate" or api in POLICIES:
+        return replicate(model, bucket_cap_mb=0.001, mp_policy=POLICIES.get(api))
     if api == "mixed":
         replicate(next(module for module in model.modules() if isinstance(module, MLPBlock | Block)))
     picked = BLOCK_CLASSES & {type(module) for module in model.modules()}
@@ -320,6 +330,17 @@ def test_a_step_that_raises_leaves_the_optimizer_whole() -> None:
     run_threads(fail_in_a_step, 2)
 
 
+@pytest.mark.parametrize("seed", range(int(os.environ.get("STEP_CASES", "12"))))
+def test_random_models_and_policies_step_as_after_backward(seed: int) -> None:
+    chance = random.Random(seed)
+    syncs = (*(chance.random() < 0.5 for _ in range(chance.randrange(3))), True)
+    # Fused kernels, and those of Adam, take no gradients in another dtype.
+    policy, make = list(POLICIES)[seed % len(POLICIES)], chance.choice([sgd, adam, fused])
+    make = sgd if POLICIES[policy].keep_low_precision_grads else make
+    name = chance.choice([name for name in NAMES if name != "mixed_dtypes"])  # It asks for a dtype in forward.
+    run_threads(step_both_ways, chance.choice([1, 2, 3]), name, policy, make, syncs)
+
+
 def reduce_after_all() -> Any:
     model = annotated(make_model("mlp"), "mixed")
     step_in_backward(sgd(model.parameters()))
@@ -354,8 +375,8 @@ class _Branches(nn.Module):
 def use_one_branch(api: str, make: Make, way: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model: nn.Module = _Branches()
-    if api == "replicate":
-        replicate(model, find_unused_parameters=True, bucket_cap_mb=0.0001)
+    if api == "replicate" or api in POLICIES:
+        replicate(model, find_unused_parameters=True, bucket_cap_mb=0.0001, mp_policy=POLICIES.get(api))
     else:
         fully_shard(model)
     optimizer = make(model.parameters())
@@ -377,7 +398,7 @@ def use_one_branch(api: str, make: Make, way: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("way", ["ours", "torch's"])
 @pytest.mark.parametrize("make", [adam, adafactor])  # Ranks step a sharded parameter together with the second.
-@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
+@pytest.mark.parametrize("api", ["fully_shard", "replicate", "low", "low, averaged in full"])
 def test_parameters_without_a_gradient_are_stepped_where_another_rank_has_one_only(
     api: str, make: Make, way: str
 ) -> None:
@@ -559,8 +580,9 @@ def peak_of_gradients(api: str, *, in_backward: bool, earlier: int = 2) -> int:
     """Return what is alive at most in a backward that comes after ``earlier`` ones, beyond what was before it."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(DEPTH)))
-    if api == "replicate":
-        replicate(model, bucket_cap_mb=DIM * DIM * 4 / 2**20)
+    if api == "replicate" or api in POLICIES:
+        bytes_each = 2 if api in ("low", "averaged in low") else 4
+        replicate(model, bucket_cap_mb=DIM * DIM * bytes_each / 2**20, mp_policy=POLICIES.get(api))
     else:
         fully_shard(model, policy={nn.Linear})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -577,7 +599,10 @@ def peak_of_gradients(api: str, *, in_backward: bool, earlier: int = 2) -> int:
     return live.peak
 
 
-@pytest.mark.parametrize(("api", "world_size"), [("fully_shard", 2), ("replicate", 2), ("replicate", 1)])
+@pytest.mark.parametrize(
+    ("api", "world_size"),
+    [("fully_shard", 2), ("replicate", 2), ("replicate", 1), *((policy, 2) for policy in list(POLICIES)[:3])],
+)
 def test_gradients_of_one_bucket_or_handle_and_the_next_are_alive(api: str, world_size: int) -> None:
     layer_bytes = DIM * DIM * 4
     (stepped, *_), (after, *_) = (
@@ -902,8 +927,6 @@ def refusals() -> Iterator[tuple[Callable[[], Any], str]]:
         yield lambda optimizer=optimizer: step_in_backward(optimizer), "a communication hook reduces these gradients"
     model, optimizer = built(make=lambda params: torch.optim.LBFGS(list(params)))
     yield lambda: step_in_backward(optimizer), "needs a closure"
-    low = replicate(make_model("mlp"), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    yield lambda: step_in_backward(sgd(low.parameters())), "where modules compute with copies"
     pair = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
     replicate(pair[0])
     replicate(pair[1])
@@ -949,7 +972,7 @@ def refuse_all() -> int:
 
 
 def test_what_does_not_go_with_it_is_refused() -> None:
-    assert run_threads(refuse_all, 2)[0] == 27
+    assert run_threads(refuse_all, 2)[0] == 26
 
 
 def different_ranks() -> None:
@@ -1042,11 +1065,22 @@ def test_torchs_optimizer_in_backward_steps_on_averages(api: str, before: bool, 
         assert_equal_params(params, expected, tolerance=1e-6)
 
 
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("api", ["low", "low, averaged in full"])
+def test_torchs_optimizer_in_backward_steps_on_what_was_averaged_in_low_precision(api: str, before: bool) -> None:
+    expected, _ = run_threads(train, 2, "mlp", api, sgd)
+    for params in run_threads(step_by_torch, 2, api, before=before):
+        assert_equal_params(params, expected, tolerance=0)
+
+
 def test_torchs_switch_keeps_the_gradients() -> None:
-    expected = train_alone("mlp", sgd, 2)
     with mock.patch.dict(os.environ, {"DDP_OVERLAPPED_OPTIM_SET_GRADS_TO_NONE": "0"}):
-        for params in run_threads(step_by_torch, 2, "replicate", before=True):
-            assert_equal_params(params, expected, tolerance=1e-6)
+        found = run_threads(step_by_torch, 2, "replicate", before=True)
+        low = run_threads(step_by_torch, 2, "low", before=True)
+    for params in found:
+        assert_equal_params(params, train_alone("mlp", sgd, 2), tolerance=1e-6)
+    for params in low:
+        assert_equal_params(params, run_threads(train, 2, "mlp", "low", sgd)[0], tolerance=0)
 
 
 def refuse_hooks(api: str) -> None:

@@ -28,6 +28,7 @@ from composable import (
     no_sync,
     plan,
     register_fsdp_forward_method,
+    replicate,
     save_checkpoint,
     unannotate,
     unshard_params,
@@ -609,14 +610,14 @@ OPTIMIZERS = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam",
 CHOICES: list[dict[str, Any]] = [{}, {"foreach": False}, {"fused": True}, {"weight_decay": 0.1}]
 
 
-def steps_that_fail(name: str, accelerated: bool) -> list[tuple[dict[str, Any], str, str]]:
-    """Return, for each choice of options, what a step says on sharded parameters, and on plain ones without us."""
+def steps_that_fail(name: str, api: Any, accelerated: bool) -> list[tuple[dict[str, Any], str, str]]:
+    """Return, for each choice of options, what a step says on annotated parameters, and on plain ones without us."""
     found = []
     for options in [*CHOICES, {"weight_decay": 0.1, "decoupled_weight_decay": True}]:
         plain = nn.Parameter(torch.ones(4, 4))
         try:
             ours = nn.Linear(4, 4, bias=False)
-            fully_shard(ours, mp_policy=MixedPrecisionPolicy(BF16, BF16, keep_low_precision_grads=True))
+            api(ours, mp_policy=MixedPrecisionPolicy(BF16, BF16, keep_low_precision_grads=True))
             optimizers = [getattr(torch.optim, name)([param], **options) for param in (*ours.parameters(), plain)]
         except (TypeError, RuntimeError):
             continue  # an option that it does not have
@@ -638,9 +639,11 @@ def steps_that_fail(name: str, accelerated: bool) -> list[tuple[dict[str, Any], 
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("accelerated", [False, True])
-def test_optimizers_that_take_no_low_precision_gradients_say_so_before_they_step(name: str, accelerated: bool) -> None:
-    found = run_threads(steps_that_fail, 1, name, accelerated)[0]
+@pytest.mark.parametrize(("api", "accelerated"), [(fully_shard, False), (fully_shard, True), (replicate, False)])
+def test_optimizers_that_take_no_low_precision_gradients_say_so_before_they_step(
+    name: str, api: Any, accelerated: bool
+) -> None:
+    found = run_threads(steps_that_fail, 1, name, api, accelerated)[0]
     assert len(found) >= 3 - (name == "Rprop")
     for options, ours, plain in found:
         assert bool(ours) is bool(plain), options

@@ -7,6 +7,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -29,12 +30,14 @@ from composable import (
     register_comm_hook,
     replicate,
     save_checkpoint,
+    step_in_backward,
     unannotate,
 )
 from tests.counting import CountingTransport
 from tests.live_bytes import LiveBytes
 from tests.low_precision import BF16, DIM, FP16, FP32, batch_of, make_net, train_in_one_process
 from tests.models import seeded
+from tests.runtime.interrupts import interrupted_at, record, sample
 from tests.world import run_ranks, run_threads, told
 
 TINY_CAP_MB = 300 / 2**20
@@ -91,6 +94,36 @@ def test_training_is_that_of_one_process_with_the_same_casts(policy: MixedPrecis
             torch.testing.assert_close(found, expected, rtol=allowed, atol=allowed)
 
 
+def step_inside(policy: MixedPrecisionPolicy, micros: int, options: dict[str, Any]) -> Any:
+    """Train as ``train`` does, but with an optimizer that steps in backward; also returns what dtypes it steps on."""
+    model = make_net()
+    replicate(model, mp_policy=policy, find_unused_parameters=True, **options)
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(params, lr=0.05)
+    seen: set[tuple[torch.dtype, torch.dtype]] = set()
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.update((one.dtype, one.grad.dtype) for one in params if one.grad is not None)
+    )
+    step_in_backward(optimizer)
+    for step, micro in itertools.product(range(3), range(micros)):
+        with no_sync(model) if micro < micros - 1 else nullcontext():
+            model(batch_of(step, dist.get_rank(), micro)).float().square().mean().backward()
+    assert all(param.grad is None for param in params)
+    return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}, seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("policy", POLICIES[1:-1], ids=str)
+def test_an_optimizer_in_backward_steps_the_parameters_on_their_averages(
+    policy: MixedPrecisionPolicy, world_size: int
+) -> None:
+    for micros, options in itertools.product([1, 3], [{}, {"bucket_cap_mb": TINY_CAP_MB}]):
+        expected = train_in_one_process(policy, world_size, steps=3, micros=micros, dtype=FP32, make=torch.optim.SGD)
+        for found, dtypes in run_threads(step_inside, world_size, policy, micros, options):
+            torch.testing.assert_close(found, expected, rtol=tolerance_of(policy), atol=tolerance_of(policy))
+            assert dtypes == {(FP32, FP32)}
+
+
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(FP32), MixedPrecisionPolicy(None, FP32)], ids=str)
 def test_a_model_in_low_precision_is_computed_and_averaged_in_full(policy: MixedPrecisionPolicy) -> None:
     run: dict[str, Any] = {"steps": 1, "micros": 1, "dtype": BF16, "make": torch.optim.SGD}
@@ -103,16 +136,21 @@ def test_a_model_in_low_precision_is_computed_and_averaged_in_full(policy: Mixed
 
 
 class Tree(nn.Module):
-    """Parts that are run once, twice, with checkpointing or not at all; some are frozen, some share a weight."""
+    """Parts that are run once, twice, with checkpointing, only read or not at all, which changes from step to step.
+
+    Some are frozen, some share a weight.
+    """
 
     def __init__(self, draw: random.Random, depth: int, pool: list[nn.Linear]) -> None:
         super().__init__()
         self.parts = nn.ModuleList()
-        self.ways: list[str] = []
+        self.ways: list[list[str]] = []
+        ways = ["once", "once", "twice", "checkpointed", "read", "unused"]
         for _ in range(draw.randint(1, 3)):
             self.parts.append(self._part(draw, depth, pool))
-            self.ways.append(draw.choice(["once", "once", "twice", "checkpointed", "unused"]))
-        self.ways[0] = "once"
+            self.ways.append([draw.choice(ways)] * 3 if draw.random() < 0.6 else draw.choices(ways, k=3))
+        self.ways[0] = ["once"] * 3
+        self.step = 0
         self.recomputes = True
         self.scale = nn.Parameter(torch.ones(()))
 
@@ -133,8 +171,11 @@ class Tree(nn.Module):
         return linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for part, way in zip(self.parts, self.ways, strict=True):
-            if way == "checkpointed" and self.recomputes:
+        for part, ways in zip(self.parts, self.ways, strict=True):
+            way = ways[self.step % 3]
+            if way == "read" and isinstance(part, nn.Linear):
+                x = x + torch.tanh(nn.functional.linear(x, part.weight, part.bias))
+            elif way == "checkpointed" and self.recomputes:
                 x = x + torch.tanh(run_with_checkpoint(part, x, use_reentrant=False))
             elif way != "unused":
                 x = x + torch.tanh(part(part(x) if way == "twice" else x))
@@ -154,7 +195,15 @@ def policy_of(seed: int) -> MixedPrecisionPolicy:
     )
 
 
-def train_tree(seed: int, *, steps: int, micros: int) -> dict[str, torch.Tensor]:
+def set_step(model: nn.Module, step: int) -> None:
+    for module in model.modules():
+        module.step = step
+
+
+def train_tree(
+    seed: int, *, steps: int, micros: int, adopt: Callable[[nn.Module], None] | None = None
+) -> dict[str, torch.Tensor]:
+    """Train the tree of that seed; ``adopt`` gets it when it is annotated."""
     draw = random.Random(seed + 2000)
     model = make_tree(seed)
     replicate(
@@ -164,14 +213,21 @@ def train_tree(seed: int, *, steps: int, micros: int) -> dict[str, torch.Tensor]
         bucket_cap_mb=draw.choice([TINY_CAP_MB, 25]),
         gradient_as_bucket_view=draw.choice([True, False]),
     )
+    if adopt is not None:
+        adopt(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    is_inside = draw.choice([True, False])
+    if is_inside:
+        step_in_backward(optimizer)
     for step in range(steps):
+        set_step(model, step)
         for micro in range(micros - 1):
             with no_sync(model):
                 model(batch_of(step, dist.get_rank(), micro)).float().square().mean().backward()
         model(batch_of(step, dist.get_rank(), micros - 1)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if not is_inside:
+            optimizer.step()
+            optimizer.zero_grad()
     return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
 
 
@@ -189,6 +245,7 @@ def train_tree_alone(seed: int, world_size: int, *, steps: int, micros: int) -> 
     reduce_dtype = policy.reduce_dtype or policy.param_dtype
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(steps):
+        set_step(model, step)
         total: dict[str, torch.Tensor] = {}
         for rank in range(world_size):
             for micro in range(micros):
@@ -308,8 +365,8 @@ def be_cut_short(error: BaseException) -> None:
             model(torch.ones(2, DIM))
         except type(error):
             # Where a script saves what it has, with the frames of the forward still alive.
-            assert {value.dtype for value in model.state_dict().values()} == {FP32}
             assert is_itself(model, before)
+            assert {value.dtype for value in model.state_dict().values()} == {FP32}
         else:
             pytest.fail("nothing was raised")
         model[0].error = None
@@ -322,20 +379,58 @@ def test_a_forward_that_is_cut_short_leaves_the_module_with_its_own(error: type[
     run_threads(be_cut_short, 1, error())
 
 
-def interrupt_and_look() -> None:
-    model = nn.Sequential(Spy())
+class Mixed(nn.Module):
+    """Reads parameters of its own, of parts that it calls and of one that it does not, and runs a part again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.again, self.read = (nn.Linear(DIM, DIM) for _ in range(3))
+        self.lstm = nn.LSTM(DIM, DIM)
+        self.scale = nn.Parameter(torch.ones(DIM))
+        self.register_buffer("table", torch.linspace(0, 1, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = run_with_checkpoint(self.again, self.up(x), use_reentrant=False)
+        x, _ = self.lstm(nn.functional.linear(x, self.read.weight) * self.table)
+        return x * self.scale
+
+
+def interrupt_everywhere() -> tuple[int, list[str]]:
+    """Return how many points were tried, and those after which modules, or the next gradients, were wrong."""
+    model = seeded(Mixed, 0)
     before = tensors_of(model)
-    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
-    model[0].error = KeyboardInterrupt()
-    try:
-        model(torch.ones(2, DIM))
-    except KeyboardInterrupt:
-        model[0].error.__traceback__ = None
-    assert is_itself(model, before)
+    flat = list(model.lstm._flat_weights)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16, buffer_dtype=BF16), find_unused_parameters=True)
+
+    def step() -> None:
+        model(torch.ones(2, DIM)).float().sum().backward()
+
+    def grads_of_step() -> list[torch.Tensor]:
+        model.zero_grad()
+        step()
+        return [param.grad.clone() for param in model.parameters() if param.grad is not None]
+
+    expected = grads_of_step()
+    points = sample(list(record(step)), 150, 0)
+    wrong = []
+    for point in points:
+        caught = interrupted_at(point, step, KeyboardInterrupt)
+        # As in the user's `except`: the frames of the step are alive.
+        is_held = all(one is own for one, own in zip(model.lstm._flat_weights, flat, strict=True))
+        if not is_itself(model, before) or not is_held:
+            wrong.append(f"{point}: copies are held")
+            caught = None
+        grads = grads_of_step()
+        if not all(map(torch.equal, grads, expected)) or len(grads) != len(expected):
+            wrong.append(f"{point}: gradients differ")
+        del caught
+    return len(points), wrong
 
 
-def test_ctrl_c_in_a_forward_leaves_parameters_also_if_nothing_is_called_after_it() -> None:
-    run_threads(interrupt_and_look, 1)
+def test_ctrl_c_anywhere_in_a_step_leaves_modules_with_their_own() -> None:
+    ((tried, wrong),) = run_threads(interrupt_everywhere, 1)
+    assert tried == 150
+    assert not wrong
 
 
 def raise_in_backward() -> None:
@@ -481,6 +576,31 @@ def test_what_a_forward_writes_to_a_copy_is_an_error() -> None:
     assert "a forward wrote to a parameter, of which it held a copy in bfloat16" in text
     # So are ranks told that wait for this one.
     assert standing.startswith("has left forward 1 of Sequential: UsageError: a forward wrote")
+
+
+def when_gradients_arrive() -> list[list[bool]]:
+    """Return of each layer, last first, which of them have their gradients when that of its output arrives."""
+    layers = [nn.Linear(DIM, DIM) for _ in range(4)]
+    weights = [layer.weight for layer in reversed(layers)]
+    model = nn.Sequential(*layers)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    seen: list[list[bool]] = []
+
+    def look(grad: torch.Tensor) -> None:
+        seen.append([weight.grad is not None for weight in weights])
+
+    for layer in layers:
+        layer.register_forward_hook(lambda module, args, out: out.register_hook(look) and None)
+    # In the second one copies are made before anything is computed.
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(2, DIM)).float().sum().backward()
+    return seen
+
+
+def test_gradients_arrive_while_backward_goes_on() -> None:
+    (seen,) = run_threads(when_gradients_arrive, 1)
+    assert seen == 2 * [[False] * 4, [True] + [False] * 3, [True] * 2 + [False] * 2, [True] * 3 + [False]]
 
 
 def lend_parameters() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from composable.claims import claim_of
 from composable.collectives import watch_ranks
 from composable.errors import UsageError, place_of_rank
 from composable.planning import first_replacement
@@ -93,18 +94,22 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_dtypes(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> None:
-    """Refuse gradients of another dtype than their sharded parameters, where torch's kernels would."""
+    """Refuse gradients of another dtype than their annotated parameters, where torch's kernels would."""
     decays = group.get("weight_decay") and not group.get("decoupled_weight_decay")
     # A decay that is added to gradients gives them the dtype of the parameters.
     if not (group.get("fused") or (kind in _LERPING and (kind is torch.optim.AdamW or not decays))):
         return
     for param in group["params"]:
-        grad = param.grad if type(param) is RaggedDTensor else None
-        if grad is not None and grad.dtype != param.dtype:
+        grad = param.grad
+        if grad is None or grad.dtype == param.dtype:
+            continue
+        claim = claim_of(param)
+        if type(param) is RaggedDTensor or claim is not None:
+            fqn = param._spec.layout.label if claim is None else claim.fqn
             raise UsageError(
                 f"{'fused ' if group.get('fused') else ''}{kind.__name__} takes no gradients of "
                 f"{dtype_text(grad.dtype)} for parameters of {dtype_text(param.dtype)}",
-                at=f"{place_of_rank()}, parameter {str(param._spec.layout.label)!r}",
+                at=f"{place_of_rank()}, parameter {str(fqn)!r}",
                 fix="annotate without keep_low_precision_grads, or take an optimizer that does, such as SGD",
             )
 

@@ -105,24 +105,19 @@ class BucketOptions:
     has_policy: bool = False
 
 
-def check_steppable(params: Sequence[ReducedParam], options: BucketOptions) -> None:
+def check_steppable(params: Sequence[ReducedParam]) -> None:
     """Raise unless an optimizer can step these parameters inside backward, bucket by bucket.
 
     Raises:
-        ConfigError: Not every gradient comes in a bucket, for the parameter that modules compute with.
+        ConfigError: Not every gradient comes in a bucket.
     """
     sparse = [item.fqn for item in params if item.is_sparse]
-    if options.has_policy:
-        why, fix = "where modules compute with copies (mp_policy)", "replicate without mp_policy"
-    elif sparse:
-        why, fix = f"beside sparse gradients, of {list_text(sparse, 3)}", "build embeddings with sparse=False"
-    else:
-        return
-    raise ConfigError(
-        f"an optimizer cannot step inside backward {why}",
-        at=f"{place_of_rank()}, parameter {params[0].fqn!r}",
-        fix=f"step after backward, or {fix}",
-    )
+    if sparse:
+        raise ConfigError(
+            f"an optimizer cannot step inside backward beside sparse gradients, of {list_text(sparse, 3)}",
+            at=f"{place_of_rank()}, parameter {params[0].fqn!r}",
+            fix="step after backward, or build embeddings with sparse=False",
+        )
 
 
 def plan_buckets(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from composable.replication.bucket import Bucket, ReducedParam
+from composable.replication.bucket import Bucket, ReducedParam, grad_dtype_of
 from composable.replication.round import Round
 from composable.replication.sender import Sender
 from composable.storage import Stepper
@@ -31,6 +31,8 @@ def step_sent(
         if not sender.finish_first():
             return
         own_round.stepped += 1
+        if bucket.casts:
+            bucket.unpack()
         _step_bucket(steppers, params, bucket)
         if not bucket.is_last():
             bucket.release()
@@ -54,9 +56,16 @@ def step_rest(
     """
     rest, own_round.stepped = buckets[own_round.stepped :], len(buckets)
     for bucket in rest:
+        if bucket.casts:
+            bucket.unpack()
         for index, view in zip(bucket.param_indices, bucket.views, strict=True):
-            if used is None or used[index] > 0:
-                params[index].param.grad = view
+            param = params[index].param
+            if used is not None and used[index] == 0:
+                continue
+            if grad_dtype_of(param) is view.dtype:
+                param.grad = view
+            elif param.grad is None:
+                param.grad = view.to(grad_dtype_of(param))
     for bucket in rest:
         _step_bucket(steppers, params, bucket)
         bucket.release()

@@ -140,13 +140,14 @@ class Exchange:
         """
         self.sender.finish()
         self.sparse.average(self.scale)
-        for bucket in self.arrangement.buckets:
+        # What an optimizer steps inside backward gets its gradients there.
+        is_stepped = self.arrangement.is_lazy
+        for bucket in () if is_stepped else self.arrangement.buckets:
             if bucket.casts or not self._grads_as_views:
                 bucket.unpack()
         report = self._tail.read(self.tail)
         used = None if self._round.is_complete else self.tail.tolist()
-        # What an optimizer steps inside backward needs no gradient.
-        if used is not None and not self.arrangement.is_lazy:
+        if used is not None and not is_stepped:
             self.arrangement.adopt_averages(used, grads_as_views=self._grads_as_views)
         return report, used
 

@@ -112,6 +112,9 @@ class Precision:
         modules: The annotated modules.
         ignored: Modules that are left alone.
         params: Whose gradients are averaged.
+
+    Attributes:
+        parts: What is lent, for each module; none if a forward has nothing to do.
     """
 
     def __init__(
@@ -124,14 +127,14 @@ class Precision:
         self._policy = plan.policy
         self._skipped = tuple(dict.fromkeys(plan.skipped.values()))
         left = frozenset(ignored)
-        self._parts = [_part_of(plan, root, left, modules) for root in modules] if plan.casts_at_border else []
+        self.parts = [_part_of(plan, root, left, modules) for root in modules] if plan.casts_at_border else []
         self._rest_grads(params)
 
     def copied(self, params: Sequence[ReducedParam], memo: dict[int, Any]) -> "Precision":
         """Return that of a copy of the modules, whose parameters are ``params``."""
         twin = copy.copy(self)
         twin._skipped = tuple(copy.deepcopy(module, memo) for module in self._skipped)
-        twin._parts = [copy.deepcopy(part, memo) for part in self._parts]
+        twin.parts = [copy.deepcopy(part, memo) for part in self.parts]
         twin._rest_grads(params)
         return twin
 
@@ -144,9 +147,9 @@ class Precision:
         before_backward: Callable[[], None],
     ) -> list[RemovableHandle]:
         """Do what ``register_replicate_hooks`` does for the annotated module ``index``, and cast."""
-        if not self._parts:
+        if not self.parts:
             return register_replicate_hooks(module, before_forward, after_forward, before_backward)
-        hooks = _CastingHooks(before_forward, after_forward, before_backward, self._parts[index], self._policy)
+        hooks = _CastingHooks(before_forward, after_forward, before_backward, self.parts[index], self._policy)
         # Outside of all others, which run between the casts.
         return [
             *around_forward(module, hooks.pre_forward, hooks.post_forward),
@@ -159,7 +162,7 @@ class Precision:
 
     def put_back(self) -> None:
         """Let modules hold their own after a forward that was cut short."""
-        for part in self._parts:
+        for part in self.parts:
             part.put_back()
 
     def close(self) -> None:
@@ -184,6 +187,10 @@ class _Part:
         slots: The places of the parameters that are cast.
         buffer_dtype: Of buffers meanwhile; ``None``: their own.
         modules: Whose buffers.
+
+    Attributes:
+        slots: As given.
+        params: Lends the copies of parameters.
     """
 
     def __init__(
@@ -194,10 +201,10 @@ class _Part:
         modules: Sequence[nn.Module],
     ) -> None:
         self._module = module
-        self._slots = slots
+        self.slots = slots
         self._buffer_dtype = buffer_dtype
         self._modules = modules
-        self._params = LowPrecisionParams(slots)
+        self.params = LowPrecisionParams(slots)
         self._buffers = None if buffer_dtype is None else CastBuffers(buffer_dtype)
         # What lives as long as the frame of each call that is running: Ctrl-C skips the hooks after forward.
         self._calls: list[weakref.ref[_Arguments]] = []
@@ -209,7 +216,7 @@ class _Part:
             self._calls.clear()
         held = _Arguments(kwargs)
         self._calls.append(weakref.ref(held, self._cut_short))
-        self._params.enter(self._modules, is_outermost=is_outermost)
+        self.params.enter(self._modules, is_outermost=is_outermost)
         if self._buffers is not None:
             self._buffers.enter(self._modules, is_outermost=is_outermost)
         return held
@@ -218,7 +225,7 @@ class _Part:
         """Undo ``enter``."""
         if self._calls:
             self._calls.pop()
-            self._params.leave()
+            self.params.leave()
             if self._buffers is not None:
                 self._buffers.leave()
 
@@ -228,7 +235,7 @@ class _Part:
         Raises:
             UsageError: It would be lost.
         """
-        slot = self._params.written()
+        slot = self.params.written()
         if slot is not None:
             raise UsageError(
                 f"a forward wrote to a parameter, of which it held a copy in {dtype_text(slot.dtype)}",
@@ -238,11 +245,11 @@ class _Part:
 
     def forget(self) -> None:
         """Free the copies: no backward is to come."""
-        self._params.forget()
+        self.params.forget()
 
     def enter_backward(self) -> None:
         """Lend for the running backward, in which parts of forward may run again."""
-        self._params.enter_backward(self._modules)
+        self.params.enter_backward(self._modules)
         if self._buffers is not None:
             self._buffers.enter_backward(self._modules)
 
@@ -250,7 +257,7 @@ class _Part:
         """Let the modules hold their own, unless the module is running."""
         if self._module not in modules_in_call():
             self._calls.clear()
-            self._params.put_back()
+            self.params.put_back()
             if self._buffers is not None:
                 self._buffers.put_back()
 
@@ -261,7 +268,7 @@ class _Part:
                 self.put_back()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Part":
-        slots = [ParamSlot(copy.deepcopy(slot.module, memo), slot.name, slot.dtype) for slot in self._slots]
+        slots = [ParamSlot(copy.deepcopy(slot.module, memo), slot.name, slot.dtype) for slot in self.slots]
         modules = [copy.deepcopy(module, memo) for module in self._modules]
         return _Part(copy.deepcopy(self._module, memo), slots, self._buffer_dtype, modules)
 

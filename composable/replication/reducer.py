@@ -257,7 +257,7 @@ class Reducer:
             ConfigError: See ``check_steppable``.
         """
         if steppers:
-            check_steppable(self.params, self.options)
+            check_steppable(self.params)
         self.steppers = tuple(steppers)
         self._arrangement.is_lazy = bool(steppers)
         for bucket in self.buckets:
