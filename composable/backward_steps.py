@@ -21,14 +21,14 @@ from composable.claims import claim_of
 from composable.collectives import Ranks
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.frames import in_backward, will_get_gradient
-from composable.optim import CHECKS_ITSELF, check_replaced
+from composable.optim import CHECKS_ITSELF, PartStep, check_replaced
 from composable.replication import Reducer, ReplicateState, check_steppable
 from composable.storage import (
     Handle,
+    check_backward,
     handle_of,
     has_torch_optimizer,
     mark_stepped,
-    refuse_graph_of_backward,
     stepper_of,
     unmark_stepped,
 )
@@ -100,6 +100,7 @@ class BackwardSteps:
         self._params = list(_params_of(optimizer))
         self._lock = threading.Lock()
         self._is_stepping = False
+        self._part = PartStep(optimizer)
         # While it steps on part of its parameters: all groups, those of the step, and their whole lists.
         self._narrowed: _Narrowed | None = None
         # Plain parameters with gradients of backwards without synchronisation.
@@ -108,7 +109,7 @@ class BackwardSteps:
         self._stepper = self._step
         try:
             self._hook_plain([param for param in self._params if _unit_of(param) is None], self._make_arrival())
-            self._hooks.append(before_step(optimizer, self._refuse_by_hand))
+            self._hooks.append(before_step(optimizer, self._before_step))
             for param in self._params:
                 mark_stepped(param, self)
             for unit in units:
@@ -132,11 +133,11 @@ class BackwardSteps:
 
     def _let_go(self) -> None:
         self._widen()
-        for unit in self._units:
-            unit.step_by([one for one in unit.steppers if one != self._stepper])
         for hook in self._hooks:
             hook.remove()
         unmark_stepped(self._params)
+        for unit in self._units:
+            unit.step_by([one for one in unit.steppers if one != self._stepper])
         self._units, self._params, self._hooks = [], [], []
         self._group_of.clear()
         self._kept.clear()
@@ -171,8 +172,7 @@ class BackwardSteps:
 
     def _step_plain(self, param: Any) -> None:
         """Step a parameter that nobody averages."""
-        if torch.is_grad_enabled():
-            raise refuse_graph_of_backward(f"of shape {list(param.shape)}")
+        check_backward(f"of shape {list(param.shape)}")
         if self._synchronises():
             self._kept.pop(id(param), None)
             self._step([param])
@@ -180,9 +180,7 @@ class BackwardSteps:
             self._kept[id(param)] = param
 
     def _synchronises(self) -> bool:
-        return all(
-            unit.synchronises if isinstance(unit, Reducer) else unit.requires_gradient_sync for unit in self._units
-        )
+        return all(unit.synchronises for unit in self._units)
 
     def _pop_kept(self) -> list[nn.Parameter]:
         """Return the plain parameters that ``no_sync`` left, and that get no more in the backward that runs, if any."""
@@ -230,6 +228,7 @@ class BackwardSteps:
             optimizer.step()
         finally:
             self._is_stepping = False
+            self._part.end()
             self._widen()
 
     def _widen(self) -> None:
@@ -242,7 +241,8 @@ class BackwardSteps:
             self._narrowed = None
 
     @opaque
-    def _refuse_by_hand(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Refuse a step by hand; in another, let the stand-in step."""
         if not self._is_stepping:
             raise UsageError(
                 "step() of an optimizer that steps inside backward",
@@ -250,6 +250,8 @@ class BackwardSteps:
                 fix="leave the call out, with scaling and clipping of gradients: backward has stepped already; "
                 "or remove() what step_in_backward returned",
             )
+        stand_in = self._part.begin()
+        return None if stand_in is None else ((stand_in, *args[1:]), kwargs)
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
@@ -260,7 +262,7 @@ def _unit_of(param: nn.Parameter) -> tuple[_Unit, Ranks] | None:
     """Return what averages the gradient of ``param``, with the ranks that do."""
     handle = handle_of(param)
     if handle is not None:
-        return handle, handle.params[0].layout.ranks
+        return handle, handle.grid.everyone
     claim = claim_of(param)
     if claim is not None and isinstance(claim.owner, ReplicateState):
         return claim.owner.reducer, claim.owner.grid.everyone
@@ -302,7 +304,7 @@ def _check(optimizer: torch.optim.Optimizer, units: Iterable[_Unit]) -> None:
         raise UsageError("a backward is running", fix="call step_in_backward between two steps")
     for unit in units:
         if isinstance(unit, Reducer):
-            check_steppable(unit.params, unit.options)
+            check_steppable(unit.params)
         if unit.comm_hooks:
             raise UsageError(
                 "a communication hook reduces these gradients, which goes with no step inside backward",

@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from composable.torch_private import (
+    backward_code,
     current_graph_task_id,
     functional_call_code,
     module_call_code,
@@ -30,6 +32,7 @@ from composable.torch_private import (
 __all__ = [
     "copied_values",
     "in_backward",
+    "in_backward_of_function",
     "in_split_backward",
     "in_torch_save",
     "is_asked_by_pipeline",
@@ -51,6 +54,12 @@ _AVERAGER = "torch.distributed.algorithms.model_averaging.utils"
 def in_backward() -> bool:
     """Say whether autograd is running a backward on this thread."""
     return current_graph_task_id() != -1
+
+
+def in_backward_of_function() -> bool:
+    """Say whether the backward of a function, as of a reentrant checkpoint, has started the one that is running."""
+    inner = next(_frames_of(backward_code), None)
+    return inner is not None and next(_frames_of(BackwardCFunction.apply.__code__, frame=inner), None) is not None
 
 
 def in_torch_save() -> bool:
@@ -148,8 +157,8 @@ def is_asked_by_pipeline() -> bool:
     return frame.f_code.co_name == "<lambda>" and frame.f_globals.get("__name__") == _STAGE
 
 
-def _frames_of(*codes: CodeType) -> Iterator[FrameType]:
-    frame = inspect.currentframe()
+def _frames_of(*codes: CodeType, frame: FrameType | None = None) -> Iterator[FrameType]:
+    frame = frame or inspect.currentframe()
     while frame is not None:
         if frame.f_code in codes:
             yield frame

@@ -179,7 +179,7 @@ def replicate(
         options = choices.bucket_options(None if delay is None else _delay_of(trainable, *delay))
         options = replace(options, has_policy=precision is not NO_PRECISION)
         if any(has_torch_optimizer(item.param) for item in trainable):
-            check_steppable(trainable, options)
+            check_steppable(trainable)
         if device is not None:
             check_device_of([(fqn, param) for fqn, param, _ in managed.params], device)
     except ComposableError as error:

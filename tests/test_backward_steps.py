@@ -3,7 +3,8 @@
 import copy
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint as reentrant
 
 from composable import (
     ComposableError,
@@ -36,6 +40,7 @@ from composable.comm_hooks import DefaultState
 from tests.live_bytes import LiveBytes
 from tests.models import BLOCK_CLASSES, Block, MLPBlock, loss_of, make_model
 from tests.parity import assert_equal_params, full_params, global_inputs, inputs_of
+from tests.test_replicate_graphs import delay, looped, loss_at, wide
 from tests.world import RankErrors, run_threads
 
 ANNOTATIONS = ("fully_shard", "replicate", "mixed")
@@ -58,7 +63,10 @@ def annotated(model: nn.Module, api: str) -> nn.Module:
     if api == "mixed":
         replicate(next(module for module in model.modules() if isinstance(module, MLPBlock | Block)))
     picked = BLOCK_CLASSES & {type(module) for module in model.modules()}
-    return fully_shard(model, policy=set(picked) or None)
+    mesh = None
+    if api == "hybrid":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(model, policy=set(picked) or None, mesh=mesh)
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -69,6 +77,10 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.05, eps=1e-3)
 
 
+def foreach(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, eps=1e-3, foreach=True)
+
+
 def fused(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.05, eps=1e-3, fused=True)
 
@@ -77,7 +89,13 @@ def adafactor(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(params, lr=0.05)
 
 
-MAKES: dict[str, Make] = {"SGD": sgd, "AdamW": adam, "fused Adam": fused, "Adafactor": adafactor}
+MAKES: dict[str, Make] = {
+    "SGD": sgd,
+    "AdamW": adam,
+    "foreach AdamW": foreach,
+    "fused Adam": fused,
+    "Adafactor": adafactor,
+}
 
 
 def train(name: str, api: str, make: Make, *, steps: int = 4, syncs: tuple[bool, ...] = (True,)) -> Any:
@@ -120,6 +138,14 @@ def test_parameters_are_those_of_an_optimizer_that_steps_after_backward(name: st
         assert_equal_params(params, expected, tolerance=1e-5)
 
 
+@pytest.mark.parametrize("world_size", [2, 4, 6])
+@pytest.mark.parametrize("make", [foreach, adafactor])
+def test_copies_of_shards_are_stepped_alike(make: Make, world_size: int) -> None:
+    expected = train_alone("mlp", make, world_size)
+    for params in run_threads(train, world_size, "mlp", "hybrid", make):
+        assert_equal_params(params, expected, tolerance=1e-5)
+
+
 @pytest.mark.parametrize("api", ANNOTATIONS)
 def test_backwards_without_synchronisation_add_up_and_the_next_one_steps(api: str) -> None:
     syncs = (False, False, True)
@@ -154,6 +180,60 @@ def test_a_forward_that_runs_again_is_no_graph_of_backward(is_first: bool) -> No
     optimizer.step()
     for params in run_threads(train_checkpointed, 2, is_first=is_first):
         assert_equal_params(params, dict(model.named_parameters()), tolerance=1e-6)
+
+
+class _Twice(nn.Module):
+    """A block that runs twice, and whose backward a reentrant checkpoint runs inside of that of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = reentrant(self.block, x, use_reentrant=True)
+        return x
+
+
+def step_inside_of_another_backward(api: str, part: str) -> None:
+    model = _Twice()
+    if api == "fully_shard":
+        fully_shard(model.get_submodule(part))
+    else:
+        replicate(model.get_submodule(part), static_graph=True)
+    with step_in_backward(sgd(model.parameters())):
+        before = full_params(model)["block.weight"]
+        with pytest.raises(UsageError, match="a backward inside of another one"):
+            model(torch.ones(2, 4)).square().mean().backward()
+        assert torch.equal(full_params(model)["block.weight"], before)
+    model.zero_grad()
+    model(torch.ones(2, 4)).square().mean().backward()
+
+
+@pytest.mark.parametrize(("api", "part"), [("fully_shard", "first"), ("replicate", "first"), ("replicate", "block")])
+def test_no_step_in_a_backward_inside_of_another_one_which_runs_a_forward_again_later(api: str, part: str) -> None:
+    run_threads(step_inside_of_another_backward, 2, api, part)
+
+
+def train_sharded_block_that_runs_twice(*, in_backward: bool) -> Any:
+    torch.manual_seed(0)
+    model = _Twice()
+    fully_shard(model.block)
+    optimizer = sgd(model.block.parameters())
+    if in_backward:
+        step_in_backward(optimizer)
+    for step in range(3):
+        model(torch.ones(2, 4) * (step + dist.get_rank())).square().mean().backward()
+        if not in_backward:
+            optimizer.step()
+            optimizer.zero_grad()
+    return full_params(model)
+
+
+def test_a_sharded_block_is_stepped_when_all_backwards_of_its_checkpoints_have_run() -> None:
+    stepped, after = (run_threads(train_sharded_block_that_runs_twice, 2, in_backward=one) for one in (True, False))
+    assert_equal_params(stepped[0], after[0], tolerance=0)
 
 
 def step_both_ways(name: str, api: str, make: Make, syncs: tuple[bool, ...]) -> None:
@@ -192,8 +272,62 @@ NAMES = (
 def test_random_models_optimizers_and_accumulation_step_as_after_backward(seed: int) -> None:
     chance = random.Random(seed)
     syncs = (*(chance.random() < 0.5 for _ in range(chance.randrange(3))), True)
-    name, api, make = chance.choice(NAMES), chance.choice(ANNOTATIONS[:2]), chance.choice([sgd, adam, fused])
+    name, api, make = chance.choice(NAMES), chance.choice(ANNOTATIONS[:2]), chance.choice([sgd, adam, foreach, fused])
     run_threads(step_both_ways, chance.choice([1, 2, 3]), name, api, make, syncs)
+
+
+def compare_states(make: Make) -> None:
+    """Train in both ways, load the state into another optimizer, and train on."""
+    pair = []
+    for in_backward in (True, False):
+        model = annotated(make_model("mlp"), "fully_shard")
+        optimizer = make(model.parameters())
+        for step in range(4):
+            if step == 2:
+                state, optimizer = optimizer.state_dict(), make(model.parameters())
+                optimizer.load_state_dict(state)
+            context = step_in_backward(optimizer) if in_backward else nullcontext()
+            args, kwargs = inputs_of(model, step, dist.get_rank())
+            with context:
+                loss_of(model(*args, **kwargs)).backward()
+            if not in_backward:
+                optimizer.step()
+                optimizer.zero_grad()
+        pair.append([optimizer.state[param] for param in model.parameters()])
+    for stepped, expected in zip(*pair, strict=True):
+        assert list(stepped) == list(expected)
+        for key, value in expected.items():
+            assert type(stepped[key]) is type(value), key
+            assert torch.equal(_piece_of(stepped[key]), _piece_of(value)), key
+
+
+def _piece_of(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("make", [sgd, adam, foreach, fused])
+def test_the_state_is_that_of_an_optimizer_that_steps_after_backward(make: Make) -> None:
+    run_threads(compare_states, 3, make)
+
+
+def fail_in_a_step() -> None:
+    model = annotated(make_model("mlp"), "fully_shard")
+    optimizer = sgd(model.parameters())
+    step_in_backward(optimizer)
+    args, kwargs = inputs_of(model, 0, dist.get_rank())
+    optimizer.param_groups[0]["lr"] = "much"
+    with pytest.raises(TypeError):
+        loss_of(model(*args, **kwargs)).backward()
+    optimizer.zero_grad()
+    assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+    before = full_params(model)
+    optimizer.param_groups[0]["lr"] = 0.1
+    loss_of(model(*args, **kwargs)).backward()
+    assert not torch.equal(full_params(model)["inp.weight"], before["inp.weight"])
+
+
+def test_a_step_that_raises_leaves_the_optimizer_whole() -> None:
+    run_threads(fail_in_a_step, 2)
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("STEP_CASES", "12"))))
@@ -238,33 +372,203 @@ class _Branches(nn.Module):
         return self.parts[part](self.common(x))
 
 
-def use_one_branch(api: str, *, in_backward: bool) -> dict[str, torch.Tensor]:
+def use_one_branch(api: str, make: Make, way: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model: nn.Module = _Branches()
     if api == "replicate" or api in POLICIES:
         replicate(model, find_unused_parameters=True, bucket_cap_mb=0.0001, mp_policy=POLICIES.get(api))
     else:
         fully_shard(model)
-    optimizer = adam(model.parameters())
-    if in_backward:
+    optimizer = make(model.parameters())
+    if way == "ours":
         step_in_backward(optimizer)
+    elif way == "torch's":
+        options = {key: optimizer.defaults[key] for key in ("lr", "eps")}
+        in_backward_api()(type(optimizer), model.parameters(), options)
     for step in range(4):
         # In the first two steps the ranks use different parts; nobody ever uses the last one.
         part = dist.get_rank() if step < 2 else 2
         model(torch.ones(2, 4) * (1 + step + dist.get_rank()), part).square().mean().backward()
-        if not in_backward:
+        if way == "after":
             optimizer.step()
             optimizer.zero_grad()
     assert optimizer.state.get(model.parts[3].weight) is None  # type: ignore[union-attr,index]
     return full_params(model)
 
 
+@pytest.mark.parametrize("way", ["ours", "torch's"])
+@pytest.mark.parametrize("make", [adam, adafactor])  # Ranks step a sharded parameter together with the second.
 @pytest.mark.parametrize("api", ["fully_shard", "replicate", "low", "low, averaged in full"])
-def test_parameters_without_a_gradient_are_stepped_where_another_rank_has_one_only(api: str) -> None:
-    stepped, after = (run_threads(use_one_branch, 2, api, in_backward=one) for one in (True, False))
+def test_parameters_without_a_gradient_are_stepped_where_another_rank_has_one_only(
+    api: str, make: Make, way: str
+) -> None:
+    stepped, after = (run_threads(use_one_branch, 2, api, make, one) for one in (way, "after"))
     for found, expected in zip(stepped, after, strict=True):
         assert_equal_params(found, expected, tolerance=0)
     assert_equal_params(stepped[0], stepped[1], tolerance=0)
+
+
+# Ranks that go different ways
+
+
+class _Parts(nn.Module):
+    """Layers that run on their own, with a bucket each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return torch.tanh(self.layers[number](x))
+
+
+class _Ways(nn.Module):
+    """Two modules to replicate, of which each rank uses any parts in any order, and two to shard, which all use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.copies = nn.ModuleList([_Parts(), _Parts()])
+        self.shards = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor, way: Sequence[tuple[int, int] | int]) -> torch.Tensor:
+        for place in way:
+            x = self.shards[place](x) if isinstance(place, int) else self.copies[place[0]](x, place[1])
+        return x
+
+
+def way_of(seed: int, step: int, rank: int) -> list[tuple[int, int] | int]:
+    chance = random.Random(f"{seed}/{step}/{rank}")
+    parts = [part for which in (0, 1) for part in chance.sample([(which, i) for i in range(4)], chance.randint(1, 4))]
+    chance.shuffle(parts)
+    first, second = sorted(chance.randint(0, len(parts)) for _ in range(2))
+    return [*parts[:first], 0, *parts[first:second], 1, *parts[second:]]
+
+
+def inputs_of_way(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def go_different_ways(seed: int) -> Any:
+    chance = random.Random(seed)
+    model = _Ways()
+    for copies in model.copies:
+        replicate(copies, find_unused_parameters=True, bucket_cap_mb=chance.choice([1e-5, 1e-4]))
+    for shards in model.shards:
+        fully_shard(shards, reshard_after_forward=True)
+    step_in_backward(sgd(model.parameters()))
+    for step in range(5):
+        rank = dist.get_rank()
+        with nullcontext() if is_synchronised(seed, step) else no_sync(model):
+            model(inputs_of_way(step, rank), way_of(seed, step, rank)).square().mean().backward()
+        assert not is_synchronised(seed, step) or all(param.grad is None for param in model.parameters())
+    return full_params(model)
+
+
+def is_synchronised(seed: int, step: int) -> bool:
+    return step == 4 or random.Random(f"{seed}/{step}").random() < 0.7
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("STEP_CASES", "4"))))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_that_use_other_parameters_in_another_order_never_wait_in_vain(world_size: int, seed: int) -> None:
+    model = _Ways()
+    optimizer = sgd(model.parameters())
+    for step in range(5):
+        for rank in range(world_size):
+            output = model(inputs_of_way(step, rank), way_of(seed, step, rank))
+            (output.square().mean() / world_size).backward()
+        if is_synchronised(seed, step):
+            optimizer.step()
+            optimizer.zero_grad()
+    for params in run_threads(go_different_ways, world_size, seed):
+        assert_equal_params(params, dict(model.named_parameters()), tolerance=1e-5)
+
+
+# Options of replicate
+
+
+OPTIONS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], dict[str, Any]]]] = {
+    "static_graph": (looped, lambda _: {"static_graph": True}),
+    "delay": (wide, delay),
+    "static_graph and delay": (wide, lambda model: {"static_graph": True, **delay(model)}),
+}
+
+
+def train_with_options(name: str, steps_by: str) -> Any:
+    make_it, options = OPTIONS[name]
+    model: Any = make_it()
+    apply = in_backward_api()
+    if steps_by == "torch's, before":
+        apply(torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9})
+    replicate(model, bucket_cap_mb=1e-3, **options(model))
+    if steps_by == "torch's, after":
+        apply(torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9})
+    if steps_by == "ours":
+        step_in_backward(sgd(model.parameters()))
+    for step in range(5):
+        with no_sync(model) if step == 2 else nullcontext():
+            loss_at(model, step, dist.get_rank()).backward()
+        assert step == 2 or all(param.grad is None for param in model.parameters())
+    return full_params(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("steps_by", ["ours", "torch's, before", "torch's, after"])
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_it_goes_with_a_static_graph_and_with_delayed_gradients(name: str, steps_by: str, world_size: int) -> None:
+    model = OPTIONS[name][0]()
+    optimizer = sgd(model.parameters())
+    for step in range(5):
+        for rank in range(world_size):
+            (loss_at(model, step, rank) / world_size).backward()
+        if step != 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    for params in run_threads(train_with_options, world_size, name, steps_by):
+        assert_equal_params(params, dict(model.named_parameters()), tolerance=1e-5)
+
+
+def change_a_static_graph() -> Any:
+    model: Any = replicate(looped(), static_graph=True, bucket_cap_mb=1e-3)
+    step_in_backward(sgd(model.parameters()))
+    for step in range(3):
+        model.uses_branch = step == 2 and dist.get_rank() == 0
+        if step == 2:
+            with pytest.raises(UsageError, match="is not like the first"):
+                loss_at(model, step, dist.get_rank()).backward()
+        else:
+            loss_at(model, step, dist.get_rank()).backward()
+    return full_params(model)
+
+
+def test_a_static_graph_that_changes_is_an_error_and_ranks_stay_equal() -> None:
+    one, other = run_threads(change_a_static_graph, 2)
+    assert_equal_params(one, other, tolerance=0)
+
+
+def step_sparse_rows_after_backward() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    twin = copy.deepcopy(model)
+    replicate(model[0])
+    replicate(model)
+    after, inside = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    step_in_backward(inside)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        model(torch.tensor([step, rank])).square().sum().backward()
+        for other in range(world_size):
+            (twin(torch.tensor([step, other])).square().sum() / world_size).backward()
+        for one in (after, optimizer):
+            one.step()
+            one.zero_grad()
+    assert_equal_params(full_params(model), dict(twin.named_parameters()), tolerance=1e-6)
+
+
+def test_an_embedding_with_sparse_gradients_is_stepped_by_another_optimizer() -> None:
+    run_threads(step_sparse_rows_after_backward, 2)
 
 
 # Memory
@@ -272,8 +576,8 @@ def test_parameters_without_a_gradient_are_stepped_where_another_rank_has_one_on
 DIM, DEPTH = 256, 8
 
 
-def peak_of_gradients(api: str, *, in_backward: bool) -> int:
-    """Return what is alive at most in the third backward, beyond what was before it."""
+def peak_of_gradients(api: str, *, in_backward: bool, earlier: int = 2) -> int:
+    """Return what is alive at most in a backward that comes after ``earlier`` ones, beyond what was before it."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(DEPTH)))
     if api == "replicate" or api in POLICIES:
@@ -284,7 +588,7 @@ def peak_of_gradients(api: str, *, in_backward: bool) -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if in_backward:
         step_in_backward(optimizer)
-    for _ in range(2):
+    for _ in range(earlier):
         model(torch.ones(1, DIM)).sum().backward()
         if not in_backward:
             optimizer.step()
@@ -308,6 +612,12 @@ def test_gradients_of_one_bucket_or_handle_and_the_next_are_alive(api: str, worl
     if api == "fully_shard":
         # All shards of gradients, beside what both have.
         assert after - stepped > (DEPTH / world_size - 2) * layer_bytes
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_first_backward_of_a_replicated_module_holds_few_gradients_too(world_size: int) -> None:
+    for peak in run_threads(peak_of_gradients, world_size, "replicate", in_backward=True, earlier=0):
+        assert peak < 5.5 * DIM * DIM * 4
 
 
 def buckets_at_rest() -> int:
@@ -413,7 +723,8 @@ def keep_plain(api: str, way: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, twin = annotated(make_model("mlp"), api), make_model("mlp")
     plain, twin_plain = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    optimizer, after = (sgd([*one.parameters(), beside]) for one, beside in ((model, plain), (twin, twin_plain)))
+    pairs = ((model, plain), (twin, twin_plain))
+    optimizer, after = (foreach([*one.parameters(), beside]) for one, beside in pairs)
     step_in_backward(optimizer)
 
     def loss(one: nn.Module, seed: int, of_rank: int) -> torch.Tensor:
@@ -459,6 +770,34 @@ def step_beside_backwards_that_are_not_the_last() -> None:
 
 def test_parameters_beside_the_model_are_stepped_in_the_last_backward() -> None:
     run_threads(step_beside_backwards_that_are_not_the_last, 2)
+
+
+def sum_over_copies_later() -> None:
+    """Leave the all-reduce over the copies of shards to the second of two backwards, which steps."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model: Any = annotated(make_model("mlp"), "hybrid")
+    twin = make_model("mlp")
+    plain, twin_plain = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    pairs = ((model, plain), (twin, twin_plain))
+    optimizer, after = (foreach([*one.parameters(), beside]) for one, beside in pairs)
+    step_in_backward(optimizer)
+    for number in range(4):
+        model.set_requires_all_reduce(number % 2 == 1)
+        args, kwargs = inputs_of(model, number, rank)
+        (loss_of(model(*args, **kwargs)) + plain.square().sum()).backward()
+        assert (plain.grad is None) == (number % 2 == 1)
+        for other in range(size):
+            args, kwargs = inputs_of(model, number, other)
+            ((loss_of(twin(*args, **kwargs)) + twin_plain.square().sum()) / size).backward()
+        if number % 2:
+            after.step()
+            after.zero_grad()
+        torch.testing.assert_close(plain, twin_plain)
+    assert_equal_params(full_params(model), dict(twin.named_parameters()), tolerance=1e-5)
+
+
+def test_what_waits_for_its_all_reduce_over_copies_is_stepped_in_the_backward_that_has_it() -> None:
+    run_threads(sum_over_copies_later, 4)
 
 
 # Ends
@@ -588,12 +927,12 @@ def refusals() -> Iterator[tuple[Callable[[], Any], str]]:
         yield lambda optimizer=optimizer: step_in_backward(optimizer), "a communication hook reduces these gradients"
     model, optimizer = built(make=lambda params: torch.optim.LBFGS(list(params)))
     yield lambda: step_in_backward(optimizer), "needs a closure"
-    pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pair = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
     replicate(pair[0])
-    replicate(pair[1], static_graph=True)
-    steps = sgd(pair.parameters())
-    yield lambda: step_in_backward(steps), "where gradients come several times"
-    pair(torch.ones(1, 4)).sum().backward()
+    replicate(pair[1])
+    steps = torch.optim.SGD(pair.parameters(), lr=0.1)
+    yield lambda: step_in_backward(steps), "beside sparse gradients"
+    pair(torch.ones(1, dtype=torch.int64)).sum().backward()
     assert all(param.grad is not None for param in pair.parameters()), "nothing is half-done"
     steps.step()
     plain = make_model("mlp")

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from composable import ConfigError, no_sync, replicate, unannotate
+from composable import ConfigError, no_sync, replicate, step_in_backward, unannotate
 from tests.models import random_input, seeded
 from tests.world import run_ranks, run_threads
 
@@ -92,6 +92,38 @@ def train(**options: Any) -> None:
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}, {"static_graph": True}])
 def test_gradients_of_split_parameters_are_averaged_over_the_other_mesh_dim(options: dict[str, bool]) -> None:
     run_ranks(train, 4, **options)
+
+
+class Normed(torch.optim.Optimizer):
+    """Steps by gradients of norm 1, which ranks compute together for a split parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if param.grad is not None:
+                param.add_(param.grad / full(param.grad.norm()), alpha=-0.1)
+
+
+def step_in_both_ways() -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    data_rank = mesh["dp"].get_local_rank()
+    models = [replicate(split(mesh["tp"]), mesh=mesh["dp"], bucket_cap_mb=TINY_CAP_MB) for _ in range(2)]
+    inside, after = (Normed(model.parameters()) for model in models)
+    with step_in_backward(inside):
+        for step in range(4):
+            for model in models:
+                loss_at(model, step, data_rank).backward()
+            after.step()
+            after.zero_grad()
+    stepped, expected = ({fqn: full(one) for fqn, one in model.named_parameters()} for model in models)
+    torch.testing.assert_close(stepped, expected, rtol=0, atol=0)
+
+
+def test_split_parameters_are_stepped_inside_backward_in_one_order_on_all_ranks() -> None:
+    run_ranks(step_in_both_ways, 4)
 
 
 def refuse_own_dim() -> str:

@@ -46,6 +46,10 @@ class Pending(Protocol):
         """Wait until the result may be read and every buffer may be reused. Idempotent."""
         ...
 
+    def is_over(self) -> bool:
+        """Say whether ``finish`` would return without waiting for other ranks."""
+        ...
+
 
 class Started:
     """A collective that was started, as the watch of ranks that wait reads it; see ``watch.py``.
@@ -76,6 +80,7 @@ class Transport(ABC):
         groups: The process groups it talks in; empty until it talks.
         begun: By tag, how many collectives whose messages have tags this rank has started.
         is_closed: The ranks have diverged, and every call raises.
+        has_nccl: CUDA tensors travel by NCCL: to finish a collective lets a stream wait, and the thread goes on.
         in_flight: What was started and nobody has waited for.
         order: Of all others in the group; shared by all transports of the group.
     """
@@ -88,6 +93,7 @@ class Transport(ABC):
     begun: Mapping[int, int] = MappingProxyType({})
     order: Order
     is_closed: bool = False
+    has_nccl: bool = False
     in_flight: "dict[Started, None]"
     _keys_taken: int = 0
 

@@ -54,6 +54,10 @@ class Messages(Started):
         self.works = []
         self.transport.in_flight.pop(self, None)
 
+    def is_over(self) -> bool:
+        """Say whether ``finish`` would return at once."""
+        return all(work.is_completed() for work in self.works)
+
 
 def wait_for_all(kept: dict[Started, None]) -> None:
     """Wait for all that was started, also by a call that an exception cut short.

@@ -36,6 +36,9 @@ class _Done:
     def finish(self) -> None:
         pass
 
+    def is_over(self) -> bool:
+        return True
+
 
 DONE = _Done()
 
@@ -83,6 +86,10 @@ class _Running(Messages):
             self._cast.copy_(self._result)
             self._cast = None
 
+    def is_over(self) -> bool:
+        # NCCL lets the stream wait, and the thread goes on.
+        return (self._result.is_cuda and self.transport.has_nccl) or Messages.is_over(self)
+
 
 class ProcessGroupTransport(Transport):
     """Moves bytes with the collectives of one process group.
@@ -107,7 +114,7 @@ class ProcessGroupTransport(Transport):
         self._mean_scale = 1.0 / self.world_size
         # To multiply with a number, torch makes this of it each time, which takes longer than a small product.
         self._mean_factor = torch.tensor(self._mean_scale, dtype=torch.float64, device="cpu")
-        self._has_mean = "cuda:nccl" in dist.get_backend_config(group)
+        self.has_nccl = "cuda:nccl" in dist.get_backend_config(group)
 
         # Gathers and reduce-scatters on CUDA run on the caller's stream, which is one for
         # communication: no second stream and no events between the two. Reductions in place
@@ -152,7 +159,7 @@ class ProcessGroupTransport(Transport):
             source, shard = torch.view_as_real(source).view(-1), torch.view_as_real(shard).view(-1)
         if not shard.is_cuda:
             options = self._scatter
-        elif self._has_mean and scale == self._mean_scale:
+        elif self.has_nccl and scale == self._mean_scale:
             options, scale = self._scatter_mean, 1.0
         else:
             options = self._scatter_here
@@ -171,7 +178,7 @@ class ProcessGroupTransport(Transport):
                 tensor.mul_(scale)
             return DONE
         parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        if tensor.is_cuda and self._has_mean and scale == self._mean_scale:
+        if tensor.is_cuda and self.has_nccl and scale == self._mean_scale:
             return _Running(self, 2 * key, self._group.allreduce, ([parts], self._mean), tensor, None)
         return _Running(self, 2 * key, self._group.allreduce, ([parts], self._sum), tensor, self._factor(scale))
 

@@ -11,12 +11,14 @@ from composable.optim.names import (
     names_by_alias,
     names_of_params,
 )
+from composable.optim.part_step import PartStep
 from composable.optim.rebind import rebind_optimizer
 
 __all__ = [
     "CHECKS_ITSELF",
     "GroupNames",
     "OptimizerNames",
+    "PartStep",
     "accelerate_optimizer",
     "check_every_step",
     "check_replaced",

@@ -26,28 +26,13 @@ from composable.optim.step_plan import State, StepPlan, plan_step
 from composable.optim.units import homes_of, sharded_params_of
 from composable.optim.watch import WatchedEntry
 from composable.ragged import RaggedLayout
-from composable.storage import stepper_of
+from composable.storage import ELEMENT_WISE, stepper_of
 from composable.torch_hooks import around_optimizer
 
 __all__ = ["accelerate_optimizer", "local_gradients"]
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 Group: TypeAlias = dict[str, Any]
-
-# Each computes an element's update from the element's own parameter, gradient and state alone.
-_ELEMENT_WISE: tuple[type[torch.optim.Optimizer], ...] = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
 
 
 def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module, *, flat: bool = False) -> OptimizerT:
@@ -75,10 +60,10 @@ def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module, *, flat: bool 
     """
     check_module("model", model)
     check_bool("flat", flat)
-    if type(optimizer) not in _ELEMENT_WISE:
+    if type(optimizer) not in ELEMENT_WISE:
         raise ConfigError(
             f"{type(optimizer).__name__} cannot be accelerated: its step may need more than local elements",
-            fix=f"pass exactly one of {', '.join(kind.__name__ for kind in _ELEMENT_WISE)}, or leave it as it is: "
+            fix=f"pass exactly one of {', '.join(kind.__name__ for kind in ELEMENT_WISE)}, or leave it as it is: "
             "every torch optimizer steps on sharded parameters",
         )
     if _local_step_of(optimizer) is not None:

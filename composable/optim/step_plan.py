@@ -21,7 +21,7 @@ from composable.optim.units import Piece, Unit, plan_units, signature_of
 from composable.optim.watch import Change, Lockstep, Snapshot, WatchedEntry
 from composable.ragged import RaggedDTensor
 
-__all__ = ["State", "StepPlan", "plan_step"]
+__all__ = ["State", "StepPlan", "join_state", "lend_to", "plan_step", "show_unit"]
 
 State: TypeAlias = defaultdict[Any, Any]
 Pattern: TypeAlias = tuple[list[bool] | None, Sequence[bool]]
@@ -69,14 +69,14 @@ class StepPlan:
     def lend(self, grads: LocalGrads) -> bool:
         """Give the units their gradients; ``False``: those of a unit do not lie in one storage any more."""
         for tensor, position in self.single_units:
-            _lend_to(tensor, grads[position])
+            lend_to(tensor, grads[position])
         for tensor in self.idle_units:
             tensor.grad = torch.empty_like(tensor, dtype=tensor.grad_dtype)
         for unit, position in self.flat_units:
             first = grads[position]
             assert first is not None, "pieces without gradient are not merged"
             try:
-                _lend_to(unit.tensor, first.as_strided((unit.numel,), (1,)))
+                lend_to(unit.tensor, first.as_strided((unit.numel,), (1,)))
             except RuntimeError:
                 return False  # past the end of the storage
         return True
@@ -110,7 +110,7 @@ class StepPlan:
             elif param in self.state:
                 state[param] = self.state[param]
         for unit in units:
-            _show_unit(unit, self.state[unit.tensor], state)
+            show_unit(unit, self.state[unit.tensor], state)
 
 
 def plan_step(census: Census, grads: LocalGrads, pattern: Pattern, state: State) -> StepPlan:
@@ -148,7 +148,8 @@ def plan_step(census: Census, grads: LocalGrads, pattern: Pattern, state: State)
     )
 
 
-def _lend_to(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
+def lend_to(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Make ``grad`` the gradient of ``tensor``."""
     if grad is not None and grad.dtype is not tensor.dtype:
         tensor.grad_dtype = grad.dtype  # It stays in the dtype of the reduction, where a policy says so.
     tensor.grad = grad
@@ -174,7 +175,7 @@ def _local_state(census: Census, units: Sequence[Unit], state: State) -> State:
             local_state[param] = entry
     for unit in units:
         if state.get(unit.pieces[0].param):
-            local_state[unit.tensor] = _join_state(unit, state)
+            local_state[unit.tensor] = join_state(unit, state)
     return local_state
 
 
@@ -216,7 +217,7 @@ def _params_of_group(index: int, members: Sequence[torch.Tensor], units: Sequenc
     return [params for params in (local, dtensors) if params]
 
 
-def _join_state(unit: Unit, state: State) -> dict[Any, Any]:
+def join_state(unit: Unit, state: State) -> dict[Any, Any]:
     """Return the state of a unit in the memory of its pieces' states; moves those into one flat tensor if needed."""
     entries = [state[piece.param] for piece in unit.pieces]
     shape = unit.pieces[0].spec.layout.shape
@@ -232,7 +233,7 @@ def _join_state(unit: Unit, state: State) -> dict[Any, Any]:
     return joined
 
 
-def _show_unit(unit: Unit, local_entry: dict[Any, Any], state: State) -> None:
+def show_unit(unit: Unit, local_entry: dict[Any, Any], state: State) -> None:
     """Make the state of a unit's parameters that of the unit."""
     for key, value in local_entry.items():
         if isinstance(value, torch.Tensor) and value.shape == unit.tensor.shape:

@@ -1,7 +1,8 @@
 """Which buckets a reducer has, and when it makes others.
 
 Until a round has shown in which order gradients arrive there is one bucket for each dtype and
-device; from then on they follow that order.
+device, or, where an optimizer steps inside backward, the order is that of registration, from the
+last to the first; from then on they follow the order of arrival.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ class Arrangement:
         bucket_of: That of each parameter; the list is changed in place.
         delayed: Those that wait for the gradient of a parameter in another one.
         order: The order in which gradients are expected; ``None``: not known.
-        is_lazy: New buckets get memory with their first gradients.
+        is_lazy: New buckets get memory with their first gradients, and lose it when those are stepped.
     """
 
     __slots__ = (
@@ -108,6 +109,10 @@ class Arrangement:
             self._rebuild(self.order)
             self._is_stale = False
         elif not self.buckets:
+            if self.is_lazy:
+                # Most gradients come in about this order, and the others cost memory in one backward.
+                self._build(self._planned(range(len(self._params))[::-1]))
+                return
             in_order, no_bytes = self._inside(range(len(self._params))), [0] * len(self._params)
             self._build(plan_buckets(in_order, self._keys(), no_bytes, first_cap_bytes=1, cap_bytes=1))
 
@@ -165,20 +170,22 @@ class Arrangement:
         # Most optimizers free gradients between two rounds: then the old buckets go before the new ones come.
         self.buckets.clear()
         self.bucket_of.clear()
-        self._build(
-            plan_buckets(
-                self._inside(order),
-                self._keys(),
-                [item.bucket_bytes for item in self._params],
-                first_cap_bytes=FIRST_CAP_BYTES,
-                cap_bytes=self._options.cap_bytes,
-            )
-        )
+        self._build(self._planned(order))
         if self.is_lazy:
             return  # Gradients in old buckets are copied as those that autograd made.
         new_views = {i: v for bucket in self.buckets for i, v in zip(bucket.param_indices, bucket.views, strict=True)}
         for param, index, view in kept:
             param.grad = new_views[index].copy_(view) if index in new_views else view
+
+    def _planned(self, order: Sequence[int]) -> list[list[int]]:
+        """Return the parameters of each bucket, if gradients come in this order."""
+        return plan_buckets(
+            self._inside(order),
+            self._keys(),
+            [item.bucket_bytes for item in self._params],
+            first_cap_bytes=FIRST_CAP_BYTES,
+            cap_bytes=self._options.cap_bytes,
+        )
 
     def _build(self, groups: Sequence[Sequence[int]]) -> None:
         buckets: list[Bucket] = []

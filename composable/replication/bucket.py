@@ -105,24 +105,19 @@ class BucketOptions:
     has_policy: bool = False
 
 
-def check_steppable(params: Sequence[ReducedParam], options: BucketOptions) -> None:
+def check_steppable(params: Sequence[ReducedParam]) -> None:
     """Raise unless an optimizer can step these parameters inside backward, bucket by bucket.
 
     Raises:
-        ConfigError: Not every gradient comes once, in a bucket.
+        ConfigError: Not every gradient comes in a bucket.
     """
     sparse = [item.fqn for item in params if item.is_sparse]
-    if options.static_graph or options.delay is not None:
-        why, fix = "where gradients come several times, or late (static_graph, a delayed all-reduce)", "leave that out"
-    elif sparse:
-        why, fix = f"beside sparse gradients, of {list_text(sparse, 3)}", "build embeddings with sparse=False"
-    else:
-        return
-    raise ConfigError(
-        f"an optimizer cannot step inside backward {why}",
-        at=f"{place_of_rank()}, parameter {params[0].fqn!r}",
-        fix=f"step after backward, or {fix}",
-    )
+    if sparse:
+        raise ConfigError(
+            f"an optimizer cannot step inside backward beside sparse gradients, of {list_text(sparse, 3)}",
+            at=f"{place_of_rank()}, parameter {params[0].fqn!r}",
+            fix="step after backward, or build embeddings with sparse=False",
+        )
 
 
 def plan_buckets(
@@ -176,6 +171,7 @@ class Bucket:
         key: Of its all-reduce.
         is_released: There is no memory until the next gradients come.
         casts: Some gradients rest in another dtype than they travel in.
+        has_split: Of some parameters tensor parallelism has split this rank holds a part.
     """
 
     def __init__(
@@ -209,7 +205,7 @@ class Bucket:
             end = stop + param.numel() * (2 if param.is_complex() else 1)
             stop += -(-(end - stop) // step) * step
             gaps.append((end, stop))
-        self._has_split = any(one is not param for one, param in zip(local, self._params, strict=True))
+        self.has_split = any(one is not param for one, param in zip(local, self._params, strict=True))
         self._stop, self._tail_numel = stop, tail_numel
         self._starts = starts
         self._gap_ends = [(end, following) for end, following in gaps if end < following]
@@ -302,7 +298,7 @@ class Bucket:
                 fresh_views.append(view)
                 fresh_params.append(param)
         grads, views = fresh, fresh_views
-        if self._has_split:
+        if self.has_split:
             grads = [local_gradient(grad, param) for grad, param in zip(fresh, fresh_params, strict=True)]
             for grad, param in zip(grads, fresh_params, strict=True):
                 # What was a sum still to be taken is one that was: `unpack` writes the average there.

@@ -19,10 +19,17 @@ def step_sent(
     own_round: Round,
     sender: Sender,
 ) -> None:
-    """Wait for the averages of the buckets before the one that was sent last, which were full, step, and free them."""
+    """Step the buckets before the one that was sent last, and free them, as far as their averages come in time.
+
+    Another rank may have other gradients first, and wait for this one elsewhere in its backward, say for a module
+    that is sharded: so no wait here may be without end, and the end of backward steps the rest.
+    """
     while own_round.stepped < own_round.sent - 1:
         bucket = buckets[own_round.stepped]
-        sender.finish_first()
+        if bucket.has_split and not bucket.flat.is_cuda:
+            return  # Such a step may be collective, and how many buckets come in time differs between ranks.
+        if not sender.finish_first():
+            return
         own_round.stepped += 1
         if bucket.casts:
             bucket.unpack()

@@ -44,9 +44,9 @@ from composable.replication.traced import traced_arrival
 from composable.storage import (
     Registration,
     Stepper,
+    check_backward,
     copied_registrations,
     nearest,
-    refuse_graph_of_backward,
     refuse_steppers,
 )
 from composable.torch_hooks import Ending, next_ending_number
@@ -257,7 +257,7 @@ class Reducer:
             ConfigError: See ``check_steppable``.
         """
         if steppers:
-            check_steppable(self.params, self.options)
+            check_steppable(self.params)
         self.steppers = tuple(steppers)
         self._arrangement.is_lazy = bool(steppers)
         for bucket in self.buckets:
@@ -462,8 +462,8 @@ class Reducer:
                 raise after_close()
             if self._round.was_stopped:
                 self._recover()
-            if self.steppers and torch.is_grad_enabled():
-                raise refuse_graph_of_backward(self.params[0].fqn)
+            if self.steppers:
+                check_backward(self.params[0].fqn)
             if self.before_round is not None:
                 self.before_round(self.synchronises)
             with torch.no_grad():

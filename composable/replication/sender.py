@@ -8,6 +8,7 @@ import torch
 from composable.collectives import Pending, Transport
 from composable.errors import ConfigError
 from composable.replication.bucket import Bucket
+from composable.replication.patience import waited_for
 from composable.storage import Registration, reduced_otherwise
 from composable.torch_private import autograd_profiler
 from composable.tracing import in_region
@@ -25,6 +26,9 @@ class _HookPending:
     def finish(self) -> None:
         result = self._future.wait()
         self._bucket.take_result(result[0] if isinstance(result, (list, tuple)) else result)
+
+    def is_over(self) -> bool:
+        return self._future.done()
 
 
 class Sender:
@@ -97,10 +101,13 @@ class Sender:
         else:
             self._finish()
 
-    def finish_first(self) -> None:
-        """Wait for the first of what was started and not waited for; no hook runs."""
+    def finish_first(self) -> bool:
+        """Wait for the first of what was started and not waited for, a while; say whether it is over. No hook runs."""
         if self._pendings:
+            if not waited_for(self._pendings[0]):
+                return False
             self._pendings.pop(0).finish()
+        return True
 
     def _finish(self) -> None:
         for pending in self._pendings:

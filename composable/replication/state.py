@@ -161,7 +161,7 @@ class ReplicateState:
         """
         reducer = self.reducer
         if any(has_torch_optimizer(item.param) for item in reducer.params):
-            check_steppable(reducer.params, reducer.options)
+            check_steppable(reducer.params)
         if forget_torch_hooks(item.param for item in reducer.params) and step_torch_optimizers not in reducer.steppers:
             if reducer.comm_hooks:
                 refuse_steppers([step_torch_optimizers], reducer.params[0].fqn)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from composable.storage import FlatBuffer
+from composable.ragged import note_finished
+from composable.storage import FlatBuffer, handle_of
 
 __all__ = ["Account"]
 
@@ -17,7 +18,7 @@ class Account:
 
     A parameter that this rank has a gradient for gets the reduced one as soon as it is there. Whether one
     without gets it depends on the other ranks, and waits for the end of backward, as do all of a
-    buffer with hooks: they run once, on the whole gradient.
+    buffer with hooks: they run once, on the whole gradient. So do all that ranks have to step together.
 
     Args:
         flat: The buffer.
@@ -58,9 +59,13 @@ class Account:
         flat = self.flat
         given = 0
         if not flat.has_hooks():
-            given = flat.all_bits if self.fills_with_zeros else self.had | flat.routes.kept.bits
+            given = self.had | flat.routes.kept.bits
+            if self.fills_with_zeros:
+                given = flat.all_bits
+            elif flat.steps_together:
+                given = 0
             if given:
-                flat.accumulate(reduced, given)
+                self._give(reduced, given)
         if given != flat.all_bits:
             self.waits.append((reduced, given))
 
@@ -87,7 +92,14 @@ class Account:
         for reduced, given in rest:
             left = had & ~given
             if left:
-                self.flat.accumulate(reduced, left, with_hooks=not given and self.flat.has_hooks())
+                self._give(reduced, left, with_hooks=not given and self.flat.has_hooks())
+
+    def _give(self, reduced: torch.Tensor, bits: int, *, with_hooks: bool = False) -> None:
+        if self.flat.steppers:
+            # What waited for the ranks with copies is whole now, and is stepped.
+            handle = handle_of(self.flat.params[0].sharded)
+            note_finished([] if handle is None else [handle])
+        self.flat.accumulate(reduced, bits, with_hooks=with_hooks)
 
     # As bytes: the same number on all ranks.
 

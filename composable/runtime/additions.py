@@ -74,10 +74,10 @@ class Additions:
 
 def _take_over_optimizers(handle: Handle) -> None:
     """Step where the reduced gradients arrive, for optimizers that wait for autograd to reach a sharded parameter."""
-    if forget_torch_hooks(param.sharded for param in handle.params) and step_torch_optimizers not in handle.steppers:
+    if forget_torch_hooks(param.sharded for param in handle.params):
         if handle.comm_hooks:
             refuse_steppers([step_torch_optimizers], handle.fqn_of(handle.params[0]))
-        handle.step_by([*handle.steppers, step_torch_optimizers])
+        handle.step_by(list(dict.fromkeys([*handle.steppers, step_torch_optimizers])))
 
 
 def _unmanaged(root: nn.Module, states: Collection[_Annotated]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -13,7 +13,9 @@ from composable.storage.replicas import by_grid, collect_at, spread_from
 from composable.storage.resting_place import RestingPlace
 from composable.storage.sharded_param import ShardedParam
 from composable.storage.stepping import (
+    ELEMENT_WISE,
     Stepper,
+    check_backward,
     forget_torch_hooks,
     give_torch_optimizers,
     has_stepped,
@@ -29,6 +31,7 @@ from composable.storage.unfilled import META_FIX, MarkedMemory, is_unfilled, mar
 
 __all__ = [
     "CHOICES",
+    "ELEMENT_WISE",
     "FIX_COPY",
     "META_FIX",
     "ClassGatheredBuffer",
@@ -48,6 +51,7 @@ __all__ = [
     "ShardedParam",
     "Stepper",
     "by_grid",
+    "check_backward",
     "collect_at",
     "copied_registrations",
     "describe_buffers",

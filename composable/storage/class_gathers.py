@@ -235,6 +235,9 @@ class _Gathering:
             self._flat.complete(self._instance, self._metadata, self._landing)
             self._shard = None
 
+    def is_over(self) -> bool:
+        return self._pending.is_over()
+
 
 def _text(sizes: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
     return ", ".join(f"{list(size)} {str(dtype).removeprefix('torch.')}" for size, dtype in sizes)

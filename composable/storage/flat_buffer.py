@@ -28,7 +28,7 @@ from composable.storage.gradient_buffer import GradientBuffer
 from composable.storage.resting_place import RestingPlace
 from composable.storage.routes import Routes
 from composable.storage.sharded_param import ShardedParam
-from composable.storage.stepping import Stepper
+from composable.storage.stepping import Stepper, steps_alone
 from composable.storage.unfilled import META_FIX
 from composable.torch_private import foreach_copy_
 
@@ -62,6 +62,7 @@ class FlatBuffer:
         is_marked: Part of the shard may hold the mark of memory that nobody has written to.
         routes: How bytes travel between the ranks.
         steppers: Get sharded parameters whose gradients are whole, and step them.
+        steps_together: Such a step may be collective: it comes when all ranks know of which parameters.
     """
 
     __slots__ = (
@@ -91,6 +92,7 @@ class FlatBuffer:
         "routes",
         "shard",
         "steppers",
+        "steps_together",
     )
 
     def __init__(
@@ -145,7 +147,7 @@ class FlatBuffer:
         # What gradients are collected in: its dtype and device.
         self._gradient_like = torch.empty(0, dtype=plan.reduce_dtype, device=device)
         self._sums = False
-        self.steppers: tuple[Stepper, ...] = ()
+        self.step_by(())
 
     def _take_values(self, originals: Sequence[nn.Parameter]) -> None:
         """Keep this rank's pieces of the originals; without a shard, in memory of their own where there are values."""
@@ -400,7 +402,7 @@ class FlatBuffer:
         twin.params = [param.copied(twin.shard, memo) for param in self.params]
         twin._pieces = [(param, index) for param, (_, index) in zip(twin.params, self._pieces, strict=True)]
         twin._hooks_known = -1
-        twin.steppers = ()
+        twin.step_by(())
         twin.routes = self.routes.unconnected()
         twin._buffer = twin._storage = None
         twin._is_allocated = False
@@ -413,6 +415,11 @@ class FlatBuffer:
                     own.leaf().grad_dtype = grad.dtype
                     own.leaf().grad = grad
         return twin
+
+    def step_by(self, steppers: Sequence[Stepper]) -> None:
+        """Let these step the sharded parameters, from the next backward on."""
+        self.steppers = tuple(steppers)
+        self.steps_together = bool(steppers) and not all(steps_alone(param.sharded) for param in self.params)
 
     def has_gradients(self) -> bool:
         """Say whether any leaf holds a gradient."""

@@ -409,10 +409,15 @@ class Handle:
         """What steps the parameters inside backward."""
         return self.buffers[0].steppers if self.buffers else ()
 
+    @property
+    def synchronises(self) -> bool:
+        """The next backward ends with whole gradients, as far as that is for this handle to say."""
+        return self.requires_gradient_sync and not any(flat.routes.kept.defers for flat in self.buffers)
+
     def step_by(self, steppers: Sequence[Stepper]) -> None:
         """Let these step the parameters, from the next backward on."""
         for flat in self.buffers:
-            flat.steppers = tuple(steppers)
+            flat.step_by(steppers)
 
     def close(self) -> None:
         """Let go of modules and shards for good. Nothing is left to gather: unsharding does nothing from now on."""

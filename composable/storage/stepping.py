@@ -15,10 +15,13 @@ import torch
 from torch import nn
 
 from composable.errors import UsageError, place_of_rank
+from composable.frames import in_backward_of_function
 from composable.torch_private import optimizers_in_backward
 
 __all__ = [
+    "ELEMENT_WISE",
     "Stepper",
+    "check_backward",
     "forget_torch_hooks",
     "give_torch_optimizers",
     "has_stepped",
@@ -28,10 +31,26 @@ __all__ = [
     "refuse_steppers",
     "step_torch_optimizers",
     "stepper_of",
+    "steps_alone",
     "unmark_stepped",
 ]
 
 Stepper: TypeAlias = Callable[[Sequence[nn.Parameter]], None]
+
+# Each computes an element's update from the element's own parameter, gradient and state alone.
+ELEMENT_WISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
 
 _MARK = "_composable_stepped"
 _OF_TORCH = "_in_backward_optimizers"  # set by torch.distributed.optim._apply_optimizer_in_backward
@@ -68,6 +87,15 @@ def stepper_of(param: object) -> object | None:
     """Return what steps ``param`` inside backward, by ``step_in_backward``."""
     mark = getattr(param, _MARK, None)
     return mark.stepper() if isinstance(mark, _Mark) and mark.holder == id(param) else None
+
+
+def steps_alone(param: torch.Tensor) -> bool:
+    """Say whether what steps ``param`` inside backward needs no other rank for it, also where it is sharded."""
+    optimizers = [*getattr(param, _OF_TORCH, ())]
+    stepper = stepper_of(param)
+    if stepper is not None:
+        optimizers.append(getattr(stepper, "optimizer"))  # noqa: B009
+    return all(type(optimizer) in ELEMENT_WISE for optimizer in optimizers)
 
 
 def has_torch_optimizer(param: torch.Tensor) -> bool:
@@ -138,3 +166,20 @@ def refuse_graph_of_backward(fqn: str) -> UsageError:
         at=f"{place_of_rank()}, parameter {fqn!r}",
         fix="remove() what step_in_backward returned, and step after the last backward",
     )
+
+
+def check_backward(fqn: str) -> None:
+    """Raise if an optimizer cannot step the parameter ``fqn``, and others, in the backward that begins.
+
+    Raises:
+        UsageError: It is to be differentiated, or runs inside of another one: its end is not that of the step, and a
+            forward that runs again after it would read new values.
+    """
+    if torch.is_grad_enabled():
+        raise refuse_graph_of_backward(fqn)
+    if in_backward_of_function():
+        raise UsageError(
+            "a backward inside of another one, as a reentrant checkpoint runs it, while an optimizer steps inside",
+            at=f"{place_of_rank()}, parameter {fqn!r}",
+            fix="checkpoint with use_reentrant=False, annotate a module around the checkpoint, or step after backward",
+        )

@@ -190,8 +190,8 @@ def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozen
     is_alike = (copies.is_static or not copies.finds_unused) and rng.random() < 0.9
     if is_alike:
         without |= CHANGING if mode == "replicate" else CHANGING | CHANGING_ROUNDS
-    if (copies.hook or copies.steps) and mode != "replicate":
-        without |= {"some ranks", "pass through", "drop on some ranks"}  # They wait inside backward.
+    if copies.hook and mode != "replicate":
+        without |= {"some ranks", "pass through", "drop on some ranks"}  # It waits inside backward.
     if not copies.is_static:
         without |= {"reentrant", "reentrant at times"}
     if mode == "mixed":

@@ -116,7 +116,7 @@ def draw_copies(rng: random.Random) -> Copies:
         return dataclasses.replace(copies, buffers=rng.choice([copies.buffers, "both"]))
     # Else what excludes each other is left out.
     if copies.steps:
-        copies = dataclasses.replace(copies, is_static=False, delays=False, policy="", hook="")
+        copies = dataclasses.replace(copies, policy="", hook="")
     return copies
 
 

@@ -108,6 +108,9 @@ class _Here:
             self._recorder.access("scale", writes=[self._scaled])
             self._scaled = None
 
+    def is_over(self) -> bool:
+        return True
+
 
 class _Beside:
     def __init__(self, pending: Pending, recorder: Recorder, event: Event) -> None:
@@ -119,3 +122,6 @@ class _Beside:
         with self._recorder.quiet():
             self._pending.finish()
         self._recorder.current_stream().wait_event(self._event)
+
+    def is_over(self) -> bool:
+        return True

@@ -195,5 +195,5 @@ def test_gradients_that_an_interrupt_leaves_are_found(monkeypatch: pytest.Monkey
     program = program_named("policy")
     points = [point for point in points_of(program) if point.file.endswith("runtime/account.py")]
     monkeypatch.setattr(Handle, "drop_gradients", lambda handle: None)
-    tried = try_points(program, sample(points, 8, 0))
+    tried = try_points(program, sample(points, 16, 0))
     assert any("gradient of" in what for what in tried.wrong.values())

@@ -1,20 +1,16 @@
-"""The gather and gradient paths carry what is to come: other bytes on the way, a second set of ranks, the host.
+"""The gather and gradient paths carry what users may think of: other bytes on the way, other places.
 
-Nothing here is a feature yet. Each path is a dozen lines of a test, put in the place of a handle's own,
+Each path is a dozen lines of a test, put in the place of a handle's own,
 and trains like one process.
 """
-
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from composable import fully_shard
-from composable.collectives import Grid, Pending, Ranks, Transport
-from composable.collectives.choose import make_transport
+from composable.collectives import Pending
 from composable.storage.gather_path import GatherPath
 from composable.storage.gradient_path import GradientPath, Reduction
 from tests.counting import Collective, CountingTransport
@@ -42,29 +38,6 @@ class Cast:
         return self.inner.finish().to(self.dtype)
 
 
-class ThenAllReduce:
-    """Adds up shards over the ranks that hold copies of them, as hybrid sharding would."""
-
-    def __init__(self, inner: GradientPath, replicas: Transport) -> None:
-        self.inner = inner
-        self.replicas = replicas
-        self.key = replicas.allocate_key()
-
-    def begin(self, source: torch.Tensor) -> Reduction:
-        return Second(self, self.inner.begin(source))
-
-
-class Second:
-    def __init__(self, path: ThenAllReduce, first: Reduction) -> None:
-        self.path = path
-        self.first = first
-
-    def finish(self) -> torch.Tensor:
-        shard = self.first.finish()
-        self.path.replicas.begin_all_reduce(shard, self.path.key).finish()
-        return shard
-
-
 class FromAfar:
     """Keeps a copy of the shard elsewhere and fetches it for each gather, as offload would."""
 
@@ -79,15 +52,8 @@ class FromAfar:
         return self.inner.begin(buffer, shard.clone())
 
 
-def annotated(grid_of: Callable[[], tuple[dist.DeviceMesh, Grid] | None] = lambda: None) -> nn.Module:
-    model = make_model("mlp")
-    found = grid_of()
-    fully_shard(model, policy=BLOCK_CLASSES, mesh=found[0] if found else None)
-    if found:
-        state = fully_shard.state(model)
-        assert state is not None
-        state.grid = found[1]
-    return model
+def annotated() -> nn.Module:
+    return fully_shard(make_model("mlp"), policy=BLOCK_CLASSES)
 
 
 def train(model: nn.Module, steps: int = 3, optimizer: torch.optim.Optimizer | None = None) -> Run:
@@ -132,36 +98,6 @@ def test_a_hook_on_the_path_halves_what_is_sent(world_size: int) -> None:
         # It is bfloat16 that was sent: float32 would be equal to the last bits.
         worst = max((run.params[fqn] - reference.params[fqn]).abs().max().item() for fqn in run.params)
         assert worst > 1e-6
-
-
-# A second set of ranks
-
-
-def two_by_two() -> tuple[dist.DeviceMesh, Grid]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    shard, replicas = Ranks.of_mesh(mesh["shards"]), Ranks.of_mesh(mesh["copies"])
-    return mesh["shards"], Grid(shard, replicas, Ranks.of_world())
-
-
-def train_on_two_dims(with_replicas: bool) -> tuple[Run, int]:
-    model = annotated(two_by_two)
-    state = fully_shard.state(model)
-    assert state is not None and state.grid.replicas is not None
-    if with_replicas:
-        replicas = make_transport("process_group", state.grid.replicas.process_group)
-        for flat in flats_of(model):
-            flat.routes.gradient_path = ThenAllReduce(flat.routes.gradient_path, replicas)
-    return train(model), state.grid.divisor
-
-
-def test_a_second_path_reduces_over_the_replicas_and_divides_once() -> None:
-    reference = train_reference("mlp", 4)
-    for run, divisor in run_threads(train_on_two_dims, 4, True):
-        assert divisor == 4
-        assert_equal_params(run.params, reference.params, tolerance=1e-6)
-    for run, _ in run_threads(train_on_two_dims, 4, False):
-        with pytest.raises(AssertionError):
-            assert_equal_params(run.params, reference.params, tolerance=1e-6)
 
 
 # What gathers read
