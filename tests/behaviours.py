@@ -543,8 +543,16 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "`_check_reducer_finalized`",
-            "Every backward checks at its end: what is missing is an error there, on every rank, by name.",
-            (*UNUSED, *proved(REPLICATE, "test_an_exception_in_the_backward_of_one_rank_keeps_nobody_waiting")),
+            "Every backward checks at its end: what is missing is an error there, on every rank, by name. Each of them "
+            "names, of every rank, the last module to get a gradient, also where an exception stopped a backward.",
+            (
+                *UNUSED,
+                *proved(
+                    REPLICATE,
+                    "test_the_error_names_the_module_that_each_rank_saw_last",
+                    "test_an_exception_in_the_backward_of_one_rank_keeps_nobody_waiting",
+                ),
+            ),
         ),
         Row(
             "`static_graph`",
@@ -691,6 +699,25 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "`NamedMemberAccessor`, per-sample gradients, `skip_init`, memory formats",
             "Docstrings of torch.",
             gap="not here: work on torch's own documents",
+        ),
+        Row(
+            "Random trees",
+            "Plain, replicated, sharded, frozen, tied, unused, shared, checkpointed and compiled modules, nested at random "
+            "and with any options: equal to one process, or refused on every rank.",
+            proved(
+                "fuzz/test_random_trees.py",
+                "test_with_any_options_of_replicate_they_do_or_are_refused_on_every_rank",
+                "test_a_few_hundred_seeds_meet_every_kind",
+            ),
+        ),
+        Row(
+            "Memory over many steps",
+            "Tensors, bytes, objects, threads and files are level, whatever the options; so is resident memory over "
+            "hundreds of steps (`python -m tests.fuzz.soak`).",
+            (
+                *proved("fuzz/test_soak.py", "test_nothing_grows"),
+                *proved("test_comm_hooks.py", "test_states_whose_hooks_are_gone_leave_nothing_behind"),
+            ),
         ),
         Row(
             "Scripts written for the wrapper",

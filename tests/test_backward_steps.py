@@ -980,6 +980,19 @@ def different_ranks() -> None:
     step_in_backward((sgd if dist.get_rank() else adam)(model.parameters()))
 
 
+def hook_around_what_others_average() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(requires_grad=False))
+    for module in (model[0], model):
+        replicate(module)
+    step_in_backward(sgd(model.parameters()))
+    with pytest.raises(UsageError, match="goes with no communication hook"):
+        register_comm_hook(model, DefaultState(dist.group.WORLD), allreduce_hook)
+
+
+def test_a_communication_hook_is_refused_around_modules_that_are_stepped() -> None:
+    run_threads(hook_around_what_others_average, 2)
+
+
 def test_ranks_with_different_optimizers_are_told_on_every_rank() -> None:
     with pytest.raises(RankErrors, match="the ranks let different optimizers step inside backward") as caught:
         run_threads(different_ranks, 2)

@@ -3,6 +3,7 @@
 import copy
 import random
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -856,6 +857,23 @@ def one_memory_at_a_time() -> None:
 
 def test_a_state_may_serve_one_replicated_module_after_the_other() -> None:
     run_threads(one_memory_at_a_time, 2)
+
+
+def states_that_come_and_go() -> list[int]:
+    model = replicate(nn.Linear(DIM, DIM))
+    reducer = replicate.state(model).reducer
+    found, states = [], [power_state() for _ in range(20)]
+    for state in states:
+        handle = register_comm_hook(model, state, powerSGD_hook.powerSGD_hook)
+        model(torch.ones(1, DIM)).sum().backward()
+        handle.remove()
+        found.append(weakref.getweakrefcount(reducer))
+    return found
+
+
+def test_states_whose_hooks_are_gone_leave_nothing_behind() -> None:
+    (found,) = run_threads(states_that_come_and_go, 1)
+    assert found == [found[0]] * 20
 
 
 def around_a_group() -> list[nn.Module]:

@@ -229,15 +229,46 @@ def change_graph(kind: str) -> str:
 )
 def test_another_graph_than_the_first_is_an_error_on_every_rank(kind: str, what: str) -> None:
     told, own = run_threads(change_graph, 2, kind)
-    assert own.splitlines()[:2] == [
+    last = "    the last module to get a gradient: 'first' on ranks 0, 1"
+    assert own.splitlines()[:3] == [
         f"this backward is not like the first one, as static_graph=True says: {what}",
+        last,
         "  at:  rank 1",
     ]
     names = "" if kind == "other" else ": 'branch.weight', 'branch.bias'"
-    assert told.splitlines()[:2] == [
+    assert told.splitlines()[:3] == [
         f"the backward of rank 1 is not like the first one, as static_graph=True says{names}",
+        last,
         "  at:  rank 0",
     ]
+
+
+def use_what_others_used(bucket_cap_mb: float) -> str:
+    model = looped()
+    rank = dist.get_rank()
+    replicate(model, static_graph=True, bucket_cap_mb=bucket_cap_mb)
+    for step in range(2):
+        model.uses_branch = rank > 0
+        loss_at(model, step, rank).backward()
+        model.zero_grad()
+    model.uses_branch = True
+    with pytest.raises(UsageError) as caught:
+        loss_at(model, 2, rank).backward()
+    model.uses_branch = rank > 0
+    model.zero_grad()
+    loss_at(model, 3, rank).backward()
+    return str(caught.value).splitlines()[0]
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [25, TINY_CAP_MB])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gradient_that_only_other_ranks_had_at_first_is_an_error_on_every_rank(
+    world_size: int, bucket_cap_mb: float
+) -> None:
+    own, *others = run_threads(use_what_others_used, world_size, bucket_cap_mb)
+    what = "is not like the first one, as static_graph=True says:"
+    assert own == f"this backward {what} 'branch.weight' (1 gradient, 0 then), 'branch.bias' (1 gradient, 0 then)"
+    assert others == [f"the backward of rank 0 {what} 'branch.weight', 'branch.bias'"] * (world_size - 1)
 
 
 def test_a_static_graph_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -104,6 +104,22 @@ def test_sparse_gradients_add_up_and_are_averaged_when_the_annotation_goes() -> 
     run_threads(accumulate, 2)
 
 
+def zero_and_leave_unused() -> None:
+    model = replicate(tables(), find_unused_parameters=True)
+    rank = dist.get_rank()
+    loss_at(model, 0, rank).backward()
+    model.zero_grad(set_to_none=False)
+    loss_at(model, 2, rank).backward()
+    assert model.bag.weight.grad.is_sparse
+    expected = mean_of_plain([2], dist.get_world_size())
+    torch.testing.assert_close(gradients_of(model), expected | {"bag.weight": torch.zeros(ROWS, DIM)})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_sparse_gradient_of_no_rows_on_any_rank_stays_one(world_size: int) -> None:
+    run_threads(zero_and_leave_unused, world_size)
+
+
 def share_a_table() -> None:
     model = tables()
     model.is_tied = dist.get_rank() == 1

@@ -208,8 +208,8 @@ class Arrangement:
             bucket.arrivals = self._arrivals_of(group, is_delayed=is_delayed)
             if self._options.static_graph and (is_last or self._counts is None):
                 # In a graph that nobody has seen a parameter may get another gradient, and in one that was to be
-                # the same too: the end of backward tells.
-                bucket.arrivals += 1
+                # the same too, also parameters of which this rank had none: the end of backward tells.
+                bucket.arrivals += 1 + len(self._params)
             buckets.append(bucket)
             if is_delayed:
                 self.delayed.append(bucket)

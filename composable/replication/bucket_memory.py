@@ -22,18 +22,23 @@ class _Caller(Protocol):
     def hook(self) -> Registration | None: ...
 
 
-# By the id of a state, who calls a hook with it, or did.
+# By the id of a state that remembers buckets, who calls a hook with it; also who did, until the next one is noted.
 _CALLERS: "weakref.WeakValueDictionary[int, _Caller]" = weakref.WeakValueDictionary()
 
 
 def note_caller(state: object, caller: _Caller) -> None:
     """Remember that ``caller`` calls its hook with ``state``."""
+    if not _remembers_buckets(state):
+        return
+    for key, other in list(_CALLERS.items()):
+        if other.hook is None or id(other.hook.state) != key:
+            _CALLERS.pop(key, None)
     _CALLERS[id(state)] = caller
 
 
 def check_memory(state: object, callers: Collection[_Caller]) -> None:
     """Raise ``ConfigError`` if ``callers``, and who calls a hook with ``state`` now, are too many for that state."""
-    if not any(cls.__name__ == "PowerSGDState" for cls in type(state).__mro__):
+    if not _remembers_buckets(state):
         return
     found = set(callers)
     earlier = _CALLERS.get(id(state))
@@ -47,3 +52,7 @@ def check_memory(state: object, callers: Collection[_Caller]) -> None:
             at=f"the modules of parameters {list_text(names)}",
             fix="register on each replicated module a state of its own",
         )
+
+
+def _remembers_buckets(state: object) -> bool:
+    return any(cls.__name__ == "PowerSGDState" for cls in type(state).__mro__)

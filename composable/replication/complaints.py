@@ -1,6 +1,6 @@
 """What the reducer says when a backward goes wrong, on this rank or on another."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.replication.bucket import ReducedParam
@@ -53,12 +53,16 @@ def round_error(
         static: What all backwards were to be like; ``None``: nothing.
     """
     told = list(zip(ranks, report.complaints, strict=False))
+    last_of = dict(zip(ranks, report.last, strict=False))
+    if missing or not last_of:
+        last_of[own_rank] = last
+    seen = {rank: None if index is None else _module_of(params[index].fqn) for rank, index in last_of.items()}
     if static is not None:
         changes = [(params[index].fqn, now, then) for index, now, then in static.changes]
         changed = [rank for rank, value in told if value == GRAPH_CHANGED]
         if changes or changed:
             elsewhere = [params[index].fqn for index in static.changes_elsewhere(report.used)]
-            return _graph_changed(changes, elsewhere, [rank for rank in changed if rank != own_rank])
+            return _graph_changed(changes, elsewhere, [rank for rank in changed if rank != own_rank], seen)
     # Flags are added up over the ranks; in bfloat16 the names of few among many ranks may be lost.
     full = len(ranks) - 0.5
     return backward_error(
@@ -68,6 +72,7 @@ def round_error(
         others=[rank for rank, value in told if value > 0 and rank != own_rank],
         stopped=[rank for rank, value in told if value == STOPPED],
         hook_failed=[rank for rank, value in told if value == HOOK_FAILED],
+        seen=seen,
     )
 
 
@@ -78,6 +83,7 @@ def backward_error(
     others: Sequence[int],
     stopped: Sequence[int],
     hook_failed: Sequence[int],
+    seen: Mapping[int, str | None],
 ) -> UsageError:
     """Return the error for the parameters that are missing here, or for what other ranks complain about.
 
@@ -88,6 +94,7 @@ def backward_error(
         others: Other ranks on which something is missing.
         stopped: Ranks whose backward was stopped by an exception.
         hook_failed: Ranks on which a communication hook gave no gradients as they should be.
+        seen: Of each rank that told, the module that got a gradient last; ``None``: none did.
     """
     lines = []
     if missing:
@@ -103,6 +110,8 @@ def backward_error(
     fix = _FIX_UNUSED if lines else "drop the gradients of this step, and see what was raised there"
     if stopped:
         lines.append(f"{ranks_text(stopped)} did not finish backward: an exception stopped it there")
+    if lines:
+        lines.append(_seen_last(seen))
     if hook_failed:
         lines.append(
             f"{ranks_text(hook_failed)} got no averages of the right dtype and shape from the communication hook"
@@ -111,8 +120,29 @@ def backward_error(
     return UsageError("\n".join(lines), at=place_of_rank(), fix=fix)
 
 
+def _module_of(fqn: str) -> str:
+    """Return what messages call the module that holds a parameter."""
+    name = fqn.rpartition(".")[0]
+    return repr(name) if name else "the replicated module"
+
+
+def _seen_last(seen: Mapping[int, str | None]) -> str:
+    """Return the line that says which module got a gradient last, on each rank."""
+    ranks_of: dict[str | None, list[str]] = {}
+    for rank, module in seen.items():
+        ranks_of.setdefault(module, []).append(str(rank))
+    shown = [
+        f"{module or 'none'} on rank{'s' * (len(ranks) > 1)} {list_text(ranks, _MAX_NAMES_SHOWN, write=str)}"
+        for module, ranks in ranks_of.items()
+    ]
+    return f"    the last module to get a gradient: {list_text(shown, _MAX_NAMES_SHOWN, write=str)}"
+
+
 def _graph_changed(
-    changes: Sequence[tuple[str, int, int]], elsewhere: Sequence[str], others: Sequence[int]
+    changes: Sequence[tuple[str, int, int]],
+    elsewhere: Sequence[str],
+    others: Sequence[int],
+    seen: Mapping[int, str | None],
 ) -> UsageError:
     """Return the error for a backward that is not like the first, though it was promised to be.
 
@@ -120,6 +150,7 @@ def _graph_changed(
         changes: (FQN, gradients now, gradients in the first backward) of what is different on this rank.
         elsewhere: FQNs of which other ranks have a gradient than then; shown only where nothing is different here.
         others: Other ranks where something is different.
+        seen: Of each rank that told, the module that got a gradient last.
     """
     lines = []
     if changes:
@@ -136,6 +167,7 @@ def _graph_changed(
         lines.append(
             f"the backward of {ranks_text(others)} is not like the first one, as static_graph=True says{names}"
         )
+    lines.append(_seen_last(seen))
     return UsageError(
         "\n".join(lines),
         at=place_of_rank(),

@@ -130,7 +130,8 @@ class Exchange:
                 item.param.grad is not None or bucket.index() < stepped
                 for item, bucket in zip(self._params, self.arrangement.bucket_of, strict=True)
             ]
-        self._tail.write(tail, used, complaint)
+        order = self._round.order
+        self._tail.write(tail, used, complaint, order[-1] if order else None)
 
     def wait(self) -> tuple[Report | None, list[float] | None]:
         """Wait for all buckets, and put every average where its gradient was.
@@ -156,6 +157,10 @@ class Exchange:
         self.sender.finish()
         self.sparse.average(self.scale, is_stopped=True)
         return self.tail.clone()
+
+    def went_well(self, values: Sequence[float]) -> bool:
+        """Say whether no rank complained; ``values`` is what the ranks said."""
+        return not self._tail.is_complaint(values)
 
     @property
     def tail(self) -> torch.Tensor:

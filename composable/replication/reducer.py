@@ -290,7 +290,7 @@ class Reducer:
 
     def check_comm_hooks(self, registrations: Sequence[Registration]) -> Registration | None:
         """Return what ``register_comm_hooks`` would choose; raises what it does."""
-        if registrations and self.steppers:
+        if registrations and self.steppers and self.params:
             refuse_steppers(self.steppers, self.params[0].fqn)
         return nearest(registrations)
 
@@ -363,7 +363,7 @@ class Reducer:
         if failure is not None:
             raise hook_failed(failure, self.params[0].fqn)
         if missing or self._round.complaint or (report is not None and any(report.complaints)):
-            raise self._exchange.error_of(missing, report or Report((), ()), self._static)
+            raise self._exchange.error_of(missing, report or Report(), self._static)
 
     def share(self, number: float) -> list[float]:
         """Return the number of each rank, in the order of the transport. Collective; no backward is running."""
@@ -530,7 +530,7 @@ class Reducer:
         """Take this round as the one that all others are like, if it went well on every rank."""
         values = tail.tolist()
         assert self._static is not None, "asked for"
-        if not any(values[len(self.params) :]):
+        if self._exchange.went_well(values):
             self._static.learn(self._round.seen, values[: len(self.params)])
             self._arrangement.narrow(self._round.seen.copy(), self._static.unused)
 

@@ -152,17 +152,18 @@ def _is_whole_backward(node: Any) -> bool:
     """
     if node is None:
         return False
+    # The node itself has begun. The engine would deny it of the only root of a backward, which it counts as no node.
     seen = {node}
     stack = [node]
     while stack:
-        current = stack.pop()
-        try:
-            if not will_engine_execute_node(current):
+        for following, _ in stack.pop().next_functions:
+            if following is None or following in seen:
+                continue
+            try:
+                if not will_engine_execute_node(following):
+                    return False
+            except RuntimeError:  # Raised for a leaf that is an input of torch.autograd.grad.
                 return False
-        except RuntimeError:  # Raised for a leaf that is an input of torch.autograd.grad.
-            return False
-        for following, _ in current.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
+            seen.add(following)
+            stack.append(following)
     return True

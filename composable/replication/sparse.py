@@ -81,8 +81,9 @@ class SparseGradients:
             values[:count] = rows.values()
         every_number, every_value = self._gather(numbers), self._gather(values)
         # Every rank adds up in the same order, so that the ranks stay equal.
-        numbers = torch.cat([part[:count] for part, count in zip(every_number, counts, strict=True) if count > 0])
-        values = torch.cat([part[:count] for part, count in zip(every_value, counts, strict=True) if count > 0])
+        filled = [max(count, 0) for count in counts]  # Nothing at all on a rank without a gradient.
+        numbers = torch.cat([part[:count] for part, count in zip(every_number, filled, strict=True)])
+        values = torch.cat([part[:count] for part, count in zip(every_value, filled, strict=True)])
         values *= scale
         return torch.sparse_coo_tensor(numbers[None], values, param.shape, check_invariants=False).coalesce()
 

@@ -1,8 +1,9 @@
 """The elements behind the gradients of a round's last bucket.
 
-One flag per parameter, set by the ranks that have a gradient for it, and one number per rank, not
-zero if that rank complains. They tell every rank which parameters were unused everywhere, and of
-errors elsewhere, without a collective of their own.
+One flag per parameter, set by the ranks that have a gradient for it; one number per rank, not
+zero if that rank complains; and for each rank the digits of the parameter whose gradient was the
+last to arrive there. They tell every rank which parameters were unused everywhere, and of errors
+elsewhere, without a collective of their own.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,9 @@ import torch
 
 __all__ = ["Report", "Tail"]
 
+# Of the digits: bfloat16 holds all integers up to it.
+_BASE = 256
+
 
 class Report(NamedTuple):
     """What a tail said.
@@ -19,10 +23,12 @@ class Report(NamedTuple):
     Attributes:
         used: Of each parameter, how many ranks had a gradient.
         complaints: Of each rank, its number; below zero: its backward was stopped.
+        last: Of each rank, the parameter whose gradient was the last to arrive; ``None``: none arrived.
     """
 
-    used: Sequence[float]
-    complaints: Sequence[float]
+    used: Sequence[float] = ()
+    complaints: Sequence[float] = ()
+    last: Sequence[int | None] = ()
 
 
 class Tail:
@@ -34,33 +40,54 @@ class Tail:
         world_size: Ranks of the transport.
     """
 
-    __slots__ = ("_late", "_numel", "_rank", "_world_size")
+    __slots__ = ("_digits", "_late", "_numel", "_own", "_own_last", "_rank", "_world_size")
 
     def __init__(self, numel: int, rank: int, world_size: int) -> None:
         self._numel = numel
         self._rank = rank
         self._world_size = world_size
+        self._digits = 1
+        while _BASE**self._digits <= numel:
+            self._digits += 1
+        self._own: torch.Tensor | None = None  # What stands behind the flags where this rank does not complain.
+        self._own_last = -1
         self._late: tuple[torch.Tensor, torch.Event] | None = None
 
     @property
     def numel(self) -> int:
         """Elements that the last bucket has behind its gradients."""
-        return self._numel + self._world_size
+        return self._numel + (1 + self._digits) * self._world_size
 
-    def write(self, tail: torch.Tensor, used: Sequence[bool] | None, complaint: int) -> None:
+    def write(self, tail: torch.Tensor, used: Sequence[bool] | None, complaint: int, last: int | None) -> None:
         """Fill ``tail`` before it is sent.
 
         Args:
             tail: Of the last bucket.
             used: Of each parameter, whether this rank has a gradient; ``None``: all arrived, and there is no complaint.
             complaint: This rank's number.
+            last: The parameter whose gradient was the last to arrive; ``None``: none has.
         """
-        flags, complaints = tail[: self._numel], tail[self._numel :]
+        flags, numbers = tail[: self._numel], tail[self._numel :]
         flags.fill_(1)
-        complaints.zero_()
+        numbers.copy_(self._own_numbers(tail, 0 if last is None else last + 1))
         if used is not None:
             flags.copy_(torch.tensor(used, dtype=flags.dtype))
-            complaints[self._rank] = complaint
+            numbers[self._rank] = complaint
+
+    def _own_numbers(self, tail: torch.Tensor, last: int) -> torch.Tensor:
+        """Return what stands behind the flags: as a rule that of the round before, so that nothing is written."""
+        own = self._own
+        if own is None or last != self._own_last or own.dtype != tail.dtype or own.device != tail.device:
+            numbers = [0] * (self.numel - self._numel)
+            for digit in range(self._digits):
+                numbers[(1 + digit) * self._world_size + self._rank] = last // _BASE**digit % _BASE
+            own = self._own = torch.tensor(numbers, dtype=tail.dtype, device=tail.device)
+            self._own_last = last
+        return own
+
+    def is_complaint(self, values: Sequence[float]) -> bool:
+        """Say whether a rank complains; ``values`` is what a tail holds after the all-reduce."""
+        return any(values[self._numel : self._numel + self._world_size])
 
     def read(self, tail: torch.Tensor) -> Report | None:
         """Return what the ranks say, if one complains.
@@ -69,7 +96,7 @@ class Tail:
         idle, return that of the round before, if any.
         """
         if tail.device.type == "cpu":
-            complaints: list[float] = tail[self._numel :].tolist()
+            complaints: list[float] = tail[self._numel : self._numel + self._world_size].tolist()
             return self._report(tail.tolist()) if any(complaints) else None
         report = None
         if self._late is not None:
@@ -77,7 +104,7 @@ class Tail:
             event.synchronize()  # Of the round before; long done.
             values = host.tolist()
             values[self._numel + self._rank] = 0  # This rank has raised it by itself.
-            report = self._report(values)
+            report = self._report(values) if self.is_complaint(values) else None
         host = torch.empty(tail.shape, dtype=tail.dtype, pin_memory=tail.device.type == "cuda")
         host.copy_(tail, non_blocking=True)
         event = torch.Event(tail.device.type)
@@ -86,4 +113,10 @@ class Tail:
         return report
 
     def _report(self, values: Sequence[float]) -> Report:
-        return Report(values[: self._numel], values[self._numel :])
+        start, count = self._numel, self._world_size
+        last: list[int | None] = []
+        for rank in range(count):
+            digits = [round(values[start + (1 + digit) * count + rank]) for digit in range(self._digits)]
+            number = sum(value * _BASE**digit for digit, value in enumerate(digits))
+            last.append(number - 1 if number else None)
+        return Report(values[:start], values[start : start + count], last)

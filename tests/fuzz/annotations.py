@@ -153,7 +153,7 @@ def _replicate_or_less(model: Model, request: _Request) -> None:
     if error is None:
         return
     _refused(model, error)
-    kept = ("bucket_cap_mb", "gradient_as_bucket_view", "init_sync", "ignored_params")
+    kept = ("bucket_cap_mb", "gradient_as_bucket_view", "init_sync", "ignored_params", "ignored_modules")
     less = {name: value for name, value in request.options.items() if name in kept}
     _Request(request.api, request.modules, {"find_unused_parameters": True, **less}).run()
 
@@ -167,8 +167,12 @@ def ignored_by(model: Model, annotation: Annotation) -> dict[str, nn.Parameter]:
     """Return the parameters that the caller is to average."""
     if annotation.copies is None or annotation.mode != "replicate":
         return {}
-    options = _replicate(annotation, "root", model, model).options.get("ignored_params", [])
-    return {name: one for name, one in model.named_parameters() if any(one is left or name == left for left in options)}
+    options = _replicate(annotation, "root", model, model).options
+    left = [
+        *options.get("ignored_params", []),
+        *(p for one in options.get("ignored_modules", []) for p in one.parameters()),
+    ]
+    return {name: param for name, param in model.named_parameters() if any(param is one or name == one for one in left)}
 
 
 def _checkpoint(model: Model, annotation: Annotation) -> None:
@@ -225,6 +229,10 @@ def _requests(model: Model, annotation: Annotation) -> list[_Request]:
     chosen = [(name, one) for name, one in offered if annotation.rng(name).random() < annotation.share]
     if mode == "replicate":
         return [_replicate(annotation, "root", model, model)]
+    if mode == "together":
+        trained = [(name, one) for name, one in chosen if any(param.requires_grad for param in one.parameters())]
+        groups = _lists(annotation, trained, lambda name, *modules: _replicate(annotation, name, model, *modules))
+        return [*groups, _replicate(annotation, "root", model, model)]
     if mode == "root":
         return [_shard(annotation, "root", model)]
     if mode == "function":
@@ -236,7 +244,8 @@ def _requests(model: Model, annotation: Annotation) -> list[_Request]:
     if mode == "size":
         return [_shard(annotation, "root", model, policy=SizePolicy(annotation.rng("size").choice([4, 16, 30])))]
     if mode == "lists":
-        return [*_lists(annotation, chosen), _shard(annotation, "root", model)]
+        groups = _lists(annotation, chosen, lambda name, *modules: _shard(annotation, name, *modules))
+        return [*groups, _shard(annotation, "root", model)]
     if mode == "roots":
         tops = [module for module in (model.front, model.trunk, model.inp, *model.heads) if module is not None]
         chosen = [(name, one) for name, one in offered if one in tops or (name, one) in chosen]
@@ -246,32 +255,40 @@ def _requests(model: Model, annotation: Annotation) -> list[_Request]:
         is_safe = not annotation.is_reentrant or name in ("inp", "head 0", "head 1")
         has_some = any(param.requires_grad for param in module.parameters())
         if mode == "nested" and has_some:
-            requests.append(_replicate(annotation, name, module, model))
+            requests.append(_replicate(annotation, name, model, module))
         elif mode == "nested":
             continue
         elif mode == "mixed" and is_safe and has_some and annotation.rng(f"{name}, api").random() < 0.4:
-            requests.append(_replicate(annotation, name, module, model))
+            requests.append(_replicate(annotation, name, model, module))
         else:
             requests.append(_shard(annotation, name, module))
     return requests
 
 
-def _lists(annotation: Annotation, chosen: Sequence[tuple[str, nn.Module]]) -> list[_Request]:
-    """Share handles among modules of which none is inside another; what is inside one gets a handle of its own."""
+def _lists(
+    annotation: Annotation, chosen: Sequence[tuple[str, nn.Module]], request: Callable[..., _Request]
+) -> list[_Request]:
+    """Make requests of several modules of which none is inside another, and of its own for what is inside one.
+
+    Args:
+        annotation: Says which go together.
+        chosen: Names and modules.
+        request: Makes one out of a name and modules.
+    """
     rng = annotation.rng("lists")
     apart: list[tuple[str, nn.Module]] = []
     for name, module in rng.sample(list(chosen), len(chosen)):
         if not any(_are_nested(module, other) for _, other in apart):
             apart.append((name, module))
     inside = [
-        _shard(annotation, name, module)
+        request(name, module)
         for name, module in chosen
         if any(module is not one and _holds(one, module) for _, one in apart)
     ]
     groups = []
     while apart:
         count = rng.randint(1, 3)
-        groups.append(_shard(annotation, apart[0][0], *(module for _, module in apart[:count])))
+        groups.append(request(apart[0][0], *(module for _, module in apart[:count])))
         apart = apart[count:]
     return inside + groups
 
@@ -293,14 +310,14 @@ def _shard(annotation: Annotation, name: str, *modules: nn.Module, **options: An
     return _Request(fully_shard, modules, {"transport": annotation.transport, **options})
 
 
-def _replicate(annotation: Annotation, name: str, module: nn.Module, model: Model) -> _Request:
+def _replicate(annotation: Annotation, name: str, model: Model, *modules: nn.Module) -> _Request:
     rng = annotation.rng(f"{name}, options")
     if annotation.copies is not None:
-        return _Request(replicate, (module,), options_of(annotation.copies, module, model, rng))
+        return _Request(replicate, modules, options_of(annotation.copies, modules, model, rng))
     options = {
         "find_unused_parameters": True,
         "bucket_cap_mb": rng.choice([25, 1e-4]),
         "broadcast_buffers": rng.choice([True, False]),
         "gradient_as_bucket_view": rng.choice([True, False]),
     }
-    return _Request(replicate, (module,), options)
+    return _Request(replicate, modules, options)

@@ -29,7 +29,7 @@ from composable import (
     update_process_group,
 )
 from composable.fsdp_module import FSDPModule
-from tests.fuzz.annotations import Annotation, Refused, annotate_again
+from tests.fuzz.annotations import Annotation, Refused, annotate_again, ignored_by
 from tests.fuzz.copies import Wrong, replicated, unless_refused
 from tests.fuzz.nodes import Call
 from tests.fuzz.programs import BATCH
@@ -49,6 +49,7 @@ class Between:
         rng: Gives the same numbers on every rank, and in one process.
         number: Of the step before.
         folder: Where all ranks may write.
+        annotation: How the model was annotated first.
         other: The next way to annotate.
     """
 
@@ -58,6 +59,7 @@ class Between:
     rng: random.Random
     number: int
     folder: Path
+    annotation: Annotation
     other: Annotation
 
     def scale(self, factor: float) -> None:
@@ -184,9 +186,10 @@ def deep_copy(on: Between) -> None:
             module.loss = None
     grads = [param.grad for param in on.model.parameters()]
     on.model, on.optimizer = copy.deepcopy((on.model, on.optimizer))
-    if on.is_plain:
-        # Of a plain module deepcopy drops them.
-        for param, grad in zip(on.model.parameters(), grads, strict=True):
+    # Of a plain module deepcopy drops them, and of what an annotation leaves alone.
+    alone = None if on.is_plain else ignored_by(on.model, on.annotation)
+    for (name, param), grad in zip(on.model.named_parameters(), grads, strict=True):
+        if alone is None or name in alone:
             param.grad = None if grad is None else grad.clone()
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.fuzz.annotations import MODES, Annotation, direct_parts, draw_annotation
 from tests.fuzz.between import ACTIONS, Between
-from tests.fuzz.copies import CHANGING, Copies, draw_copies
+from tests.fuzz.copies import CHANGING, CHANGING_ROUNDS, Copies, draw_copies
 from tests.fuzz.copies import MODES as COPY_MODES
 from tests.fuzz.nodes import KINDS, Spec, kinds_in, tags_in
 from tests.fuzz.programs import PROGRAMS, Step
@@ -91,9 +91,11 @@ class Case:
     def is_like_the_first(self) -> bool:
         """Every backward of a rank has the same graph."""
         kinds = set(kinds_in(self.tree))
-        return (
-            self.front is None and not kinds & CHANGING and len(set(self.programs)) == 1 and set(self.programs) <= ALIKE
-        )
+        if kinds & CHANGING or (self.annotation.mode != "replicate" and kinds & CHANGING_ROUNDS):
+            return False
+        if self.annotation.mode == "together" and "reentrant" in self.tags:
+            return False  # What a reentrant checkpoint runs again is a backward of its own.
+        return self.front is None and len(set(self.programs)) == 1 and set(self.programs) <= ALIKE
 
     @property
     def tags(self) -> frozenset[str]:
@@ -133,7 +135,7 @@ def make_model(case: Case) -> Model:
 def draw(seed: int, world_size: int, without: frozenset[str] = frozenset(), steps: int = 3) -> Case:
     """Return the case of a seed, without some kinds of nodes, annotations, programs, actions, hooks."""
     rng = random.Random(seed)
-    tree = _tree(rng, without | {"sparse rows"})
+    tree = _tree(rng, without | {"sparse rows", "compiled", "tied across"})
     front = None
     if "drop" not in without and rng.random() < 0.2:
         front = Spec("drop", rng.getrandbits(32), (Spec(rng.choice(["linear", "scalars"]), rng.getrandbits(32)),))
@@ -187,13 +189,14 @@ def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozen
         without |= {"force"}  # A graph of backward, which is refused.
     is_alike = (copies.is_static or not copies.finds_unused) and rng.random() < 0.9
     if is_alike:
-        without |= CHANGING
+        without |= CHANGING if mode == "replicate" else CHANGING | CHANGING_ROUNDS
     if copies.hook and mode != "replicate":
         without |= {"some ranks", "pass through", "drop on some ranks"}  # It waits inside backward.
     if not copies.is_static:
         without |= {"reentrant", "reentrant at times"}
     if mode == "mixed":
-        without |= {"sparse rows"}  # fully_shard does not take them.
+        # fully_shard does not take the first, nor what another module's forward uses.
+        without |= {"sparse rows", "tied across"}
     tree = _tree(rng, without)
     tags = tags_in(tree)
     annotation = dataclasses.replace(draw_annotation(rng, tags, ["hand"]), mode=mode, copies=copies)
@@ -201,6 +204,8 @@ def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozen
         annotation, seed=rng.getrandbits(32), copies=dataclasses.replace(draw_copies(rng), finds_unused=True,
         is_static=copies.is_static, ignores=False, policy=copies.policy, steps="", syncs=False),
     )  # fmt: skip
+    if mode != "replicate" and not copies.hook:  # Else the tree may be one in which hooks of several modules wait.
+        other = dataclasses.replace(other, copies=dataclasses.replace(other.copies or Copies(), hook=""))
     is_sparse = "sparse" in tags
     case = Case(
         seed=seed,
@@ -292,7 +297,7 @@ def _programs_for(case: Case) -> list[str]:
     model = make_model(case)
     direct = frozenset.intersection(*(direct_parts(model, one) for one in annotations))
     is_sharded = all(map(_is_all_sharded, annotations))
-    has_parts = any(one.mode in ("roots", "mixed", "nested") for one in annotations)
+    has_parts = any(one.mode in ("roots", "mixed", "nested", "together") for one in annotations)
     # Parts that do not run in every forward hear of no other's backward, which is to average what they keep.
     some = ("chosen", "heads", "drop") if case.annotation.copies is not None else ("chosen",)
     is_partial = case.front is not None or any(_has(case.tree, kind) for kind in some)
@@ -321,7 +326,7 @@ def _programs_for(case: Case) -> list[str]:
 
 
 def _are_copies(case: Case, which: str) -> bool:
-    return case.annotation.mode == "replicate" or (case.annotation.mode == "nested" and which == "all")
+    return case.annotation.mode == "replicate" or (case.annotation.mode in ("nested", "together") and which == "all")
 
 
 def step_of(case: Case, model: Model, number: int, rank: int, *, is_plain: bool) -> Step:
@@ -341,7 +346,7 @@ def between_of(
 ) -> Between:
     """Return what an action gets."""
     rng = random.Random(f"{case.seed}/{number}/{index}")
-    return Between(model, optimizer, is_plain, rng, number, folder, case.other)
+    return Between(model, optimizer, is_plain, rng, number, folder, case.annotation, case.other)
 
 
 def kinds_of(case: Case) -> Iterator[str]:

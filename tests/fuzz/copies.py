@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch import nn
 from composable import ComposableError, MixedPrecisionPolicy, allreduce_hook, register_comm_hook
 from composable.comm_hooks import DefaultState
 from composable.replicate_module import ReplicateModule
-from tests.fuzz.trees import Model
+from tests.fuzz.trees import Model, candidates
 
 __all__ = [
     "CHANGING",
+    "CHANGING_ROUNDS",
     "MODES",
     "Copies",
     "Wrong",
@@ -28,8 +29,8 @@ __all__ = [
     "unless_refused",
 ]
 
-# All by one call; parts by calls of their own; parts, and the rest is sharded.
-MODES = "replicate nested mixed".split()
+# All by one call; parts by calls of their own; several parts by one call; parts, and the rest is sharded.
+MODES = "replicate nested together mixed".split()
 # Kinds of nodes of which not all parameters are used in every forward, or not always alike.
 CHANGING = frozenset(
     [
@@ -45,6 +46,8 @@ CHANGING = frozenset(
         "cut off",
     ]
 )
+# A module in it that is annotated itself has one backward with two gradients, or two with one each.
+CHANGING_ROUNDS = frozenset(["reentrant at times"])
 _POLICIES = {
     "average": MixedPrecisionPolicy(reduce_dtype=torch.float32),
     "compute": MixedPrecisionPolicy(
@@ -131,8 +134,8 @@ def ignored_of(copies: Copies, model: Model, rng: random.Random) -> dict[str, nn
     return found
 
 
-def options_of(copies: Copies, module: nn.Module, model: Model, rng: random.Random) -> dict[str, Any]:
-    """Return arguments of ``replicate`` for one call."""
+def options_of(copies: Copies, modules: Sequence[nn.Module], model: Model, rng: random.Random) -> dict[str, Any]:
+    """Return arguments of ``replicate`` for one call, of ``modules``."""
     options: dict[str, Any] = {
         "find_unused_parameters": copies.finds_unused,
         "bucket_cap_mb": rng.choice([25, 1e-4, 1e-3]),
@@ -146,11 +149,21 @@ def options_of(copies: Copies, module: nn.Module, model: Model, rng: random.Rand
         options["forward_sync_buffers"] = rng.choice([True, False])
     if copies.policy:
         options["mp_policy"] = _POLICIES[copies.policy]
-    left = ignored_of(copies, model, rng) if module is model else {}
+    if rng.random() < 0.3:
+        options["process_group"] = dist.group.WORLD
+    left = ignored_of(copies, model, rng) if model in modules else {}
     if left:
         options["ignored_params"] = [name if rng.random() < 0.5 else param for name, param in left.items()]
+    apart: list[nn.Parameter] = []
+    if model in modules and copies.ignores and rng.random() < 0.5:
+        # Buffers of theirs would differ.
+        fits = [one for _, one in candidates(model) if one is not model.inp and not any(True for _ in one.buffers())]
+        options["ignored_modules"] = rng.sample(fits, 1)
+        apart = list(options["ignored_modules"][0].parameters())
     if copies.delays:
-        names = [(name, param) for name, param in module.named_parameters() if param.requires_grad and name not in left]
+        named = [pair for module in modules for pair in module.named_parameters()]
+        names = [(name, param) for name, param in named if param.requires_grad and name not in left]
+        names = [(name, param) for name, param in names if not any(param is one for one in apart)]
         # Also such as others manage, or sparse ones: refused.
         options["delay_all_reduce_named_params"] = rng.sample(names, min(len(names), rng.randint(1, 3)))
         options["param_to_hook_all_reduce"] = rng.choice(names)[1] if names and rng.random() < 0.95 else None

@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import random
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -343,6 +344,37 @@ class Parametrized(Node):
         return x + self.lin(x)
 
 
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+@kind("compiled", tags="first_order compiled", parts="block.up block.down block")
+class Compiled(Node):
+    """A block that torch.compile has compiled, in place or with a wrapper.
+
+    Not in threads of a forward: where ranks are threads of one process, the compiler takes one's for another's.
+    """
+
+    def setup(self) -> None:
+        block, backend = _Block(), self.choose("eager", "aot_eager")
+        if self.uid % 2:
+            block.compile(backend=backend)
+            self.block: nn.Module = block
+        else:
+            self.block = torch.compile(block, backend=backend)  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        with warnings.catch_warnings():
+            # The compiler looks at attributes of tensors that warn.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            return self.block(x)
+
+
 class _Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -431,6 +463,18 @@ class Residual(Node):
 class Parallel(Node):
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         return torch.stack([kid(x, call) for kid in self.kids]).sum(0)
+
+
+@kind("tied across", kids=(1, 2), tags="tied")
+class TiedAcross(Node):
+    """Has a parameter of what is below, too."""
+
+    def setup(self) -> None:
+        below = [one for one in self.kids.parameters() if one.numel()]
+        self.shared = below[self.uid % len(below)] if below else param(WIDTH)
+
+    def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        return self.through(x, call) + 0.1 * x * self.shared.mean()
 
 
 @kind("alias", kids=(1, 2))
@@ -561,7 +605,7 @@ def _plainly(fn: Callable[..., torch.Tensor], *args: Any, use_reentrant: bool) -
     return fn(*args)
 
 
-@kind("thread", kids=(1, 1), tags="thread")
+@kind("thread", kids=(1, 1), tags="thread", bans="compiled")
 class Thread(Node):
     """Part of the forward runs in another thread."""
 

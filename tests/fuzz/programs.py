@@ -375,7 +375,7 @@ def in_thread(fn: Callable[[], None]) -> None:
         raise errors[0]
 
 
-@program("all in a thread", single=True)
+@program("all in a thread", excludes="compiled", single=True)
 def all_in_thread(step: Step) -> None:
     in_thread(lambda: plain(step))
 

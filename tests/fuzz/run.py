@@ -5,7 +5,7 @@
     python -m tests.fuzz.run --seeds 0-200 --ranks processes
     python -m tests.fuzz.run --seeds 1234 --shrink
 
-One tree is described. ``--shrink`` looks for the simplest one that ends in the same way.
+One tree is described, and each that hangs, with the stacks of all threads. ``--shrink`` looks for the simplest one that ends in the same way.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ended.append((case, outcome))
         if outcome.kind != "right" and not (outcome.kind == "refused" and options.quiet):
             print(f"{outcome.kind:<10} seed {case.seed}, {case.world_size} ranks: {outcome.text}", flush=True)
-        if is_single:
+        if is_single or outcome.kind == "hang":
             print(case, outcome.details, sep="\n", flush=True)
         if options.shrink and outcome.kind in ("wrong", "hang", "error"):
             with worker(options.timeout) as one:
@@ -86,7 +86,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps of each tree")
     parser.add_argument("--without", type=_names, default=frozenset(), help="what to leave out, separated by ;")
     parser.add_argument("--replicate", action="store_true", help="trees of which all or part is replicated")
-    parser.add_argument("--timeout", type=float, default=30.0, help="seconds for one tree")
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds that a tree may be idle")
     parser.add_argument("--shrink", action="store_true", help="look for a simpler tree that ends in the same way")
     parser.add_argument("--quiet", action="store_true", help="do not list what is refused")
     return parser.parse_args(arguments)

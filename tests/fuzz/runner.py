@@ -18,6 +18,7 @@ from tests.fuzz.annotations import Refused, annotate, ignored_by
 from tests.fuzz.between import ACTIONS
 from tests.fuzz.cases import Case, between_of, make_model, step_of
 from tests.fuzz.copies import Wrong, unless_refused
+from tests.fuzz.nodes import kinds_in
 from tests.fuzz.programs import PROGRAMS
 from tests.fuzz.trees import Model
 from tests.world import RankErrors, run_ranks, run_threads
@@ -26,6 +27,8 @@ __all__ = ["OUTCOMES", "Outcome", "Wrong", "check_gradients", "run_case"]
 
 OUTCOMES = "right refused wrong hang error impossible".split()
 LR = 0.05
+# Of float64.
+EXACT = 1e-8
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
         params = dict(zip(record.values, optimizer.param_groups[0]["params"], strict=True))
         _run_program(case, model, number, record)
         place = f"step {number} ({name})"
-        _average_ignored(case, model)
+        _average_ignored(case, model, record)
         grads = dict.fromkeys(record.grads) if steps_inside else record.grads
         check_gradients(params, grads, _tolerance(case), place)
         if case.hooks == "count":
@@ -268,6 +271,10 @@ def _run_program(case: Case, model: Model, number: int, record: _Record) -> None
         elif "uneven inputs" in text:
             if not copies.is_static or "uneven" not in name:
                 raise Wrong(text) from error
+        elif "after its module was reduced" in text:
+            # Of a sharded module that gives out tensors in a way nobody sees: see docs/optimizers.md.
+            if not copies.steps or case.annotation.mode != "mixed" or "hidden box" not in kinds_in(case.tree):
+                raise Wrong(text) from error
         elif "second gradient" in text:
             if "reentrant" not in case.tags:
                 raise Wrong(text) from error
@@ -284,16 +291,17 @@ def _run_program(case: Case, model: Model, number: int, record: _Record) -> None
         raise Wrong(f"no error, though {sorted(record.missing)} have no gradient, step {number} ({name})")
 
 
-def _average_ignored(case: Case, model: Model) -> None:
+def _average_ignored(case: Case, model: Model, record: _Record) -> None:
     """Do for parameters that are left alone what the annotation does for the others. Collective."""
-    for param in ignored_by(model, case.annotation).values():
+    for name, param in ignored_by(model, case.annotation).items():
         if not param.requires_grad:
             continue
         dense = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
         total = torch.cat([dense.detach().flatten(), dense.new_tensor([param.grad is not None])])
         dist.all_reduce(total)
         if total[-1] > 0:
-            param.grad = (total[:-1] / case.world_size).view(param.shape)
+            mean, want = (total[:-1] / case.world_size).view(param.shape), record.grads[name]
+            param.grad = mean.to_sparse(1) if want is not None and want.is_sparse else mean
 
 
 def _step_inside(case: Case, model: Model, optimizer: torch.optim.Optimizer, *, is_torchs_first: bool) -> bool:
@@ -319,7 +327,7 @@ def _apply_in_backward(case: Case, model: Model) -> None:
 def _tolerance(case: Case) -> float:
     if case.copies.policy == "compute":
         return 1e-3
-    return 1e-4 if "float32" in case.tags or case.copies.policy else 1e-8
+    return 1e-4 if "float32" in case.tags or case.copies.policy else EXACT
 
 
 def check_gradients(
@@ -355,7 +363,7 @@ def _check_full_values(params: Mapping[str, nn.Parameter], expected: dict[str, t
 
 
 def _check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], tolerance: float, what: str, place: str) -> None:
-    """Compare this rank's elements."""
+    """Compare this rank's elements; in lower dtypes, what is off counts beside the largest of a tensor."""
     pieces = {}
     for name, (tensor, want) in pairs.items():
         have = tensor.detach()
@@ -374,8 +382,10 @@ def _check(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], tolerance: float
     if not every or torch.allclose(*every, rtol=tolerance, atol=tolerance, equal_nan=True):
         return
     for name, (have, want) in pieces.items():
-        if not torch.allclose(have, want, rtol=tolerance, atol=tolerance, equal_nan=True):
-            off, most = (have - want).abs().max().item(), want.abs().max().item()
+        most = want.abs().max().item() if want.numel() else 0.0
+        least = tolerance * max(1.0, most if tolerance > EXACT else 1.0)
+        if not torch.allclose(have, want, rtol=tolerance, atol=least, equal_nan=True):
+            off = (have - want).abs().max().item()
             raise Wrong(f"{what} differs: '{name}', {place}, off by up to {off:.2g}, right are up to {most:.2g}")
 
 

@@ -7,8 +7,8 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -19,19 +19,30 @@ from tests.fuzz.runner import Outcome, run_case
 
 __all__ = ["Worker", "shrink", "worker"]
 
-# Beyond the limit of the run itself, which also takes apart what hangs.
-PATIENCE_S = 15.0
+# How often to look whether a case goes on.
+LOOK_S = 0.5
+# A case that computes for so many times as long as one may be idle is stuck too.
+MOST_BUSY = 5
+# Of the run itself, which only stands in where nobody looks.
+RUN_TIMEOUT_S = 3600.0
 
 
 class Worker:
-    """A process that runs one case after the other."""
+    """A process that runs one case after the other.
 
-    def __init__(self, timeout_s: float) -> None:
+    Args:
+        timeout_s: A case is stuck that was idle for so long. Time in which it computes, or waits for a processor that
+            others use, does not count: on a machine that is busy, a case may take as long as it likes.
+        perform: What runs a case, within so many seconds.
+    """
+
+    def __init__(self, timeout_s: float, perform: Callable[..., Outcome] = run_case) -> None:
         # macOS libraries do not survive a fork.
         self._context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
         if sys.platform != "darwin":
             self._context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.testing", "pytest"])
         self._timeout_s = timeout_s
+        self._perform = perform
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection
         self._stacks = Path(tempfile.mkstemp(prefix="stacks-")[1])
@@ -42,9 +53,10 @@ class Worker:
             if self._process is None:
                 self._start()
             try:
-                self._pipe.send((case, self._timeout_s))
-                if not self._pipe.poll(self._timeout_s + PATIENCE_S):
-                    yield case, Outcome("hang", "the process is stuck", self._end(signal.SIGABRT))
+                self._pipe.send(case)
+                stuck = self._wait()
+                if stuck:
+                    yield case, Outcome("hang", stuck, self._end(signal.SIGABRT))
                     continue
                 outcome = self._pipe.recv()
             except (EOFError, OSError):
@@ -61,9 +73,25 @@ class Worker:
 
     def _start(self) -> None:
         self._pipe, far_end = self._context.Pipe()
-        self._process = self._context.Process(target=_serve, args=(far_end, self._stacks), daemon=True)  # type: ignore[attr-defined]
+        self._process = self._context.Process(target=_serve, args=(far_end, self._stacks, self._perform), daemon=True)  # type: ignore[attr-defined]
         self._process.start()
         far_end.close()
+
+    def _wait(self) -> str:
+        """Wait for an outcome; returns why there will be none, or ""."""
+        assert self._process is not None and self._process.pid is not None, "started before"
+        pid, idle_s = self._process.pid, 0.0
+        first_s = used_s = _processor_s(pid)
+        while not self._pipe.poll(LOOK_S):
+            before_s, used_s = used_s, _processor_s(pid)
+            # A thread that looks now and then whether others go on is no progress.
+            is_idle = used_s - before_s < 0.1 * LOOK_S and not _wants_processor(pid)
+            idle_s = idle_s + LOOK_S if is_idle else 0.0
+            if idle_s >= self._timeout_s:
+                return f"all threads have waited for {idle_s:g} s"
+            if used_s - first_s >= MOST_BUSY * self._timeout_s:
+                return f"not done after {used_s - first_s:.0f} s of processor time"
+        return ""
 
     def _end(self, how: int = 0) -> str:
         """End the process and return the stacks it left."""
@@ -80,9 +108,9 @@ class Worker:
 
 
 @contextmanager
-def worker(timeout_s: float = 20.0) -> Iterator[Worker]:
+def worker(timeout_s: float = 20.0, perform: Callable[..., Outcome] = run_case) -> Iterator[Worker]:
     """Give a worker, and end it."""
-    one = Worker(timeout_s)
+    one = Worker(timeout_s, perform)
     try:
         yield one
     finally:
@@ -105,17 +133,37 @@ def shrink(case: Case, outcome: Outcome, worker: Worker, tries: int = 300) -> It
                 break
 
 
-def _serve(pipe: Connection, stacks: Path) -> None:
+def _processor_s(pid: int) -> float:
+    """Return the seconds of processor time that a process has used; always 0 where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _wants_processor(pid: int) -> bool:
+    """Say whether a thread of the process runs, or would if others or a disk let it; no where nothing tells."""
+    for file in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):  # The thread has ended.
+            if file.read_text().rpartition(")")[2].split()[0] in "RD":
+                return True
+    return False
+
+
+def _serve(pipe: Connection, stacks: Path, perform: Callable[..., Outcome]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     with stacks.open("w") as file:
         faulthandler.enable(file)
         while True:
             try:
-                case, timeout_s = pipe.recv()
+                case = pipe.recv()
             except (EOFError, OSError):
                 return
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                outcome = run_case(case, timeout_s=timeout_s)
+                outcome = perform(case, timeout_s=RUN_TIMEOUT_S)
+            if "torch._dynamo" in sys.modules:
+                torch._dynamo.reset()  # Else what it compiled for one tree is looked through for the next.
             pipe.send(outcome)

@@ -6,44 +6,76 @@ import torch
 from composable.replication.complaints import backward_error
 from composable.replication.tail import Report, Tail
 
+NUMEL = 2
+LAST = "    the last module to get a gradient: 'x' on ranks 0, 1, none on rank 2"
 
-def added_up(*told: tuple[list[bool] | None, int]) -> torch.Tensor:
-    """Return the sum of the tails that the ranks write, for two parameters."""
-    total = torch.zeros(2 + len(told))
-    for rank, (used, complaint) in enumerate(told):
-        tail = torch.full((2 + len(told),), 7.0)
-        Tail(2, rank, len(told)).write(tail, used, complaint)
-        total += tail
+
+def added_up(
+    *told: tuple[list[bool] | None, int, int | None], numel: int = NUMEL, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return the sum of the tails that the ranks write."""
+    tails = [Tail(numel, rank, len(told)) for rank in range(len(told))]
+    total = torch.zeros(tails[0].numel, dtype=dtype)
+    for tail, (used, complaint, last) in zip(tails, told, strict=True):
+        written = torch.full((tail.numel,), 7.0, dtype=dtype)
+        tail.write(written, used, complaint, last)
+        total += written
     return total
 
 
 def test_nothing_is_reported_where_nobody_complains() -> None:
-    total = added_up((None, 0), ([True, False], 0))
-    assert Tail(2, 0, 2).read(total) is None
-    assert total.tolist() == [2, 1, 0, 0]
+    total = added_up((None, 0, 1), ([True, False], 0, 0))
+    assert Tail(NUMEL, 0, 2).read(total) is None
+    assert total.tolist() == [2, 1, 0, 0, 2, 1]
 
 
-def test_every_rank_reads_who_complains_and_how_many_had_each_gradient() -> None:
-    total = added_up((None, 0), ([True, False], 1), ([False, False], -1))
+def test_every_rank_reads_who_complains_and_how_many_had_each_gradient_and_which_was_the_last() -> None:
+    total = added_up((None, 0, 1), ([True, False], 1, 0), ([False, False], -1, None))
     for rank in range(3):
-        assert Tail(2, rank, 3).read(total) == Report(used=[2, 1], complaints=[0, 1, -1])
+        assert Tail(NUMEL, rank, 3).read(total) == Report(used=[2, 1], complaints=[0, 1, -1], last=[1, 0, None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_last_of_many_parameters_is_read_in_any_dtype(dtype: torch.dtype) -> None:
+    numel = 70_000
+    for first in (0, 254, 255, 256, 65_534, 65_535, 69_999):
+        total = added_up((None, 0, first), ([False] * numel, 3, None), numel=numel, dtype=dtype)
+        report = Tail(numel, 1, 2).read(total)
+        assert report is not None and report.last == [first, None]
+
+
+def test_what_a_rank_says_of_itself_is_that_of_the_running_round() -> None:
+    tail = Tail(NUMEL, 0, 1)
+    written = torch.empty(tail.numel)
+    for complaint, last in [(1, 0), (0, 0), (0, 1), (2, None)]:
+        tail.write(written, [True, True], complaint, last)
+        report = tail.read(written)
+        assert (report is None) == (complaint == 0)
+        assert report is None or (report.complaints, report.last) == ([complaint], [last])
+        assert written.tolist()[-1] == (0 if last is None else last + 1)
 
 
 @pytest.mark.parametrize(
     ("missing", "others", "stopped", "hook_failed", "lines"),
     [
-        (["a"], [], [], [], ["backward ended without a gradient for 1 parameter: 'a'", "last gradient"]),
-        (["a", "b"], [2], [], [], ["for 2 parameters: 'a', 'b'", "last gradient", "    so did rank 2"]),
-        ([], [1, 2], [], [], ["ranks 1, 2 ended backward without a gradient for 'c'"]),
-        ([], [1], [2], [], ["rank 1 ended backward without a gradient for 'c'", "rank 2 did not finish backward"]),
-        ([], [], [2], [], ["rank 2 did not finish backward: an exception stopped it there"]),
+        (["a"], [], [], [], ["backward ended without a gradient for 1 parameter: 'a'", "last gradient", LAST]),
+        (["a", "b"], [2], [], [], ["for 2 parameters: 'a', 'b'", "last gradient", "    so did rank 2", LAST]),
+        ([], [1, 2], [], [], ["ranks 1, 2 ended backward without a gradient for 'c'", LAST]),
+        (
+            [],
+            [1],
+            [2],
+            [],
+            ["rank 1 ended backward without a gradient for 'c'", "rank 2 did not finish backward", LAST],
+        ),
+        ([], [], [2], [], ["rank 2 did not finish backward: an exception stopped it there", LAST]),
         ([], [], [], [0], ["rank 0 got no averages of the right dtype and shape from the communication hook"]),
     ],
 )
 def test_an_error_names_what_is_missing_here_before_what_is_missing_elsewhere(
     missing: list[str], others: list[int], stopped: list[int], hook_failed: list[int], lines: list[str]
 ) -> None:
-    error = backward_error(missing, "z", ["c"], others, stopped, hook_failed)
+    error = backward_error(missing, "z", ["c"], others, stopped, hook_failed, {0: "'x'", 1: "'x'", 2: None})
     found = error.what.splitlines()
     assert len(found) == len(lines), error
     assert all(part in line for part, line in zip(lines, found, strict=True)), error
