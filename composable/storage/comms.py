@@ -128,7 +128,9 @@ def nearest(registrations: Sequence[Registration]) -> Registration | None:
         if found is not None and one is not found and found.module is not None and not one.reaches(found.module):
             raise ConfigError(
                 "two communication hooks reach the same parameters, and neither is the nearer",
-                at=" and ".join(describe_module(module) for each in (one, found) if (module := each.module)),
+                at=" and ".join(
+                    describe_module(module) for each in (one, found) if (module := each.module) is not None
+                ),
                 fix="register on the module that owns the parameters",
             )
     return found
