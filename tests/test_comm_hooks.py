@@ -38,7 +38,7 @@ from composable import (
 )
 from composable.collectives.watch import explained
 from tests.counting import CountingTransport
-from tests.models import BATCH, DIM, random_input, seeded
+from tests.models import BATCH, DIM, MLPBlock, random_input, seeded
 from tests.parity import full
 from tests.test_divergence import wait_until_all_are_told
 from tests.world import run_ranks, run_threads
@@ -886,9 +886,9 @@ def test_states_whose_hooks_are_gone_leave_nothing_behind() -> None:
 
 def around_a_group() -> list[nn.Module]:
     """Return two modules that each hold one of two layers that share a handle."""
-    holders = [nn.Sequential(nn.Linear(DIM, DIM)) for _ in range(2)]
-    fully_shard([holder[0] for holder in holders])
-    return holders
+    holders = [MLPBlock(DIM, DIM) for _ in range(2)]
+    fully_shard([holder.up for holder in holders])
+    return [*holders]
 
 
 def own_group() -> dist.ProcessGroup:
