@@ -259,6 +259,44 @@ def test_gradients_that_wait_for_their_all_reduce_are_not_used_and_not_lost(then
         assert expected in text and bool(text) == bool(expected)
 
 
+class Failing(torch.autograd.Function):
+    """A layer whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise RuntimeError("no backward")
+
+
+def cut_short(*, then: str) -> None:
+    """Reduce some modules in a backward that fails, among micro-batches without the second leg, and begin anew."""
+    model, plain = sharded_net((2, 2)), net()
+    rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=LR)
+    model.set_requires_all_reduce(False)
+    model(random_input(rank, 4, DIM)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="no backward"):
+        model(Failing.apply(random_input(rank, 4, DIM).requires_grad_())).square().mean().backward()
+    if then == "reset_iter_state":
+        model.reset_iter_state()
+        optimizer.step()
+    model.zero_grad()
+    for start, requires in ((10, False), (20, True)):
+        model.set_requires_all_reduce(requires)
+        model(random_input(start + rank, 4, DIM)).square().mean().backward()
+        for one in range(4):
+            (plain(random_input(start + one, 4, DIM)).square().mean() / 4).backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(found.grad), expected.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("then", ["zero_grad", "reset_iter_state"])
+def test_what_waits_is_forgotten_with_a_backward_that_was_cut_short(then: str) -> None:
+    run_threads(cut_short, 4, then=then)
+
+
 def low_precision(shape: tuple[int, int]) -> list[torch.Tensor]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     model = fully_shard(net(), policy={MLPBlock}, mesh=mesh_of(shape), mp_policy=policy)

@@ -373,6 +373,10 @@ class KeptShards:
         if self.total is not None:
             self.total[start:stop].zero_()
 
+    def clear(self) -> None:
+        """Forget the gradients of all parameters."""
+        self.total, self.bits = None, 0
+
     def take(self) -> torch.Tensor | None:
         """Return the sum, which is kept no longer."""
         total, self.total = self.total, None

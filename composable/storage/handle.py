@@ -549,6 +549,11 @@ class Handle:
         """Gradients wait for an all-reduce over the ranks that hold copies."""
         return any(flat.routes.kept.total is not None for flat in self.buffers)
 
+    def forget_kept_shards(self) -> None:
+        """Forget what waits for an all-reduce over copies."""
+        for flat in self.buffers:
+            flat.routes.kept.clear()
+
     def keep_gradients(self) -> None:
         """Note that gradients wait on the unsharded parameters, so that ``zero_grad`` drops them."""
         for flat in self.buffers:
