@@ -608,3 +608,61 @@ def test_a_plan_knows_its_replicas() -> None:
         plan(net(), world_size=2, replicas=3, strategy="FULL_SHARD")
     with pytest.raises(ConfigError, match="replicas is 0"):
         plan(net(), world_size=2, replicas=0)
+def on_mesh(ranks: list[list[int]]) -> bool:
+    """Send first values, load from another rank, train and take values on every rank, in a mesh of these ranks."""
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
+    rank, plain = dist.get_rank(), seeded(lambda: nn.Linear(5, 3), 0)
+    model = fully_shard(seeded(lambda: nn.Linear(5, 3), rank), mesh=mesh, sync_module_states=True)
+    assert torch.equal(full(model.weight), plain.weight)
+    model(random_input(rank, 4, 5)).square().mean().backward()
+    for one in range(4):
+        (plain(random_input(one, 4, 5)).square().mean() / 4).backward()
+    torch.testing.assert_close(full(model.weight.grad), plain.weight.grad)
+    other = seeded(lambda: nn.Linear(5, 3), 9).state_dict()
+    load_full_state_dict(model, other if rank == 1 else None, src=1)
+    assert torch.equal(full(model.weight), other["weight"])
+    return all(bool(full_state_dict(model, dst=dst)) == (dst == rank) for dst in range(4))
+
+
+@pytest.mark.parametrize("ranks", [[[0, 3], [1, 2]], [[2, 3], [0, 1]]])
+def test_replicas_may_come_in_any_order(ranks: list[list[int]]) -> None:
+    assert all(run_threads(on_mesh, 4, ranks))
+
+
+def misplaced(ranks: Any) -> str:
+    model = net()
+    with pytest.raises(ConfigError) as caught:
+        if isinstance(ranks, list):
+            fully_shard(model, mesh=DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard")))
+        else:
+            made = {one: dist.new_group(list(one)) for one in dict.fromkeys((*ranks[0], *ranks[1]))}
+            fully_shard(model, process_group=tuple(made[of[dist.get_rank()]] for of in ranks))
+    assert fully_shard.state(model) is None
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([[0, 1], [3, 2]], "in the order [3, 2], process groups have them ascending"),
+        ([[0, 3], [2, 1]], "in the order [2, 1], process groups have them ascending"),
+        ((((0, 1), (0, 1), (2, 3), (2, 3)), ((0, 3), (1, 2), (1, 2), (0, 3))), "are no grid"),
+        ((((0, 1), (0, 1), (2,)), ((0, 2), (1,), (0, 2))), "are no grid"),
+        ((((0, 1), (0, 1)), ((0, 1), (0, 1))), "are no grid"),
+    ],
+)
+def test_ranks_whose_copies_are_of_other_shards_are_refused_on_every_rank(ranks: Any, expected: str) -> None:
+    world_size = 4 if isinstance(ranks, list) else len(ranks[0])
+    assert all(expected in text for text in run_threads(misplaced, world_size, ranks))
+
+
+def out_of_order() -> str:
+    with pytest.raises(ConfigError) as caught:
+        fully_shard(net(), mesh=DeviceMesh("cpu", [1, 0]))
+    return str(caught.value)
+
+
+def test_a_line_of_ranks_out_of_order_is_refused() -> None:
+    assert all("in the order [1, 0]" in text for text in run_threads(out_of_order, 2))
+
+
