@@ -371,6 +371,29 @@ def test_a_communication_hook_averages_the_first_leg_and_the_mean_is_the_same() 
 
 # State
 
+def hooked_between(hooks: list[bool]) -> None:
+    """Register a communication hook, or take it away, while shards wait for their second leg."""
+    model, plain, rank = sharded_net((2, 2)), net(), dist.get_rank()
+    group, removable = fully_shard.state(model).mesh.get_group(), None
+    for number, is_hooked in enumerate(hooks):
+        if is_hooked:
+            removable = register_comm_hook(model, DefaultState(group), reduce_scatter_hook)
+        model.set_requires_all_reduce(number + 1 == len(hooks))
+        model(random_input(10 * number + rank, 4, DIM)).square().mean().backward()
+        for one in range(4):
+            (plain(random_input(10 * number + one, 4, DIM)).square().mean() / 4).backward()
+        if removable is not None:
+            removable.remove()
+            removable = None
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(found.grad), expected.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("hooks", [[False, True], [True, False], [True, True, False, True]])
+def test_shards_that_wait_are_divided_once_whatever_hooks_come_and_go(hooks: list[bool]) -> None:
+    run_threads(hooked_between, 4, hooks)
+
+
 
 def trained(shape: tuple[int, int]) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     model = sharded_net(shape, strategy="HYBRID_SHARD")
