@@ -211,6 +211,7 @@ def waiting(then: str) -> str:
         "clip": lambda: clip_grad_norm_(model.parameters(), 1.0),
         "copy": lambda: copy.deepcopy(model),
         "unannotate": lambda: unannotate(model),
+        "show": lambda: unshard_params(model, with_grads=True).__enter__(),
     }
     text = ""
     model.set_requires_all_reduce(False)
@@ -252,6 +253,7 @@ def waiting(then: str) -> str:
         ("clip", "with gradients that are not complete"),
         ("copy", "deepcopy while gradients wait for the all-reduce that set_requires_all_reduce(False) left out"),
         ("unannotate", "unannotate while gradients wait for the all-reduce"),
+        ("show", "unshard_params(with_grads=True) while gradients wait for the all-reduce"),
     ],
 )
 def test_gradients_that_wait_for_their_all_reduce_are_not_used_and_not_lost(then: str, expected: str) -> None:
@@ -295,6 +297,23 @@ def cut_short(*, then: str) -> None:
 @pytest.mark.parametrize("then", ["zero_grad", "reset_iter_state"])
 def test_what_waits_is_forgotten_with_a_backward_that_was_cut_short(then: str) -> None:
     run_threads(cut_short, 4, then=then)
+
+
+def chosen_apart() -> str:
+    """Leave out the second leg on one rank only."""
+    model = sharded_net((2, 2))
+    model.set_requires_all_reduce(dist.get_rank() != 1)
+    with pytest.raises(RuntimeError) as caught:
+        model(random_input(0, 4, DIM)).square().mean().backward()
+        dist.barrier()
+    told = {handle.settings_text() for handle in fully_shard.state(model).root.handles}
+    assert told == {"all-reduce over copies off" if dist.get_rank() == 1 else ""}
+    return str(caught.value)
+
+
+def test_a_wait_for_the_second_leg_is_named_and_who_left_it_out_tells_of_it() -> None:
+    texts = run_threads(chosen_apart, 4)
+    assert any("the wait for the all-reduce over copies of module" in text for text in texts), texts
 
 
 def low_precision(shape: tuple[int, int]) -> list[torch.Tensor]:
@@ -369,8 +388,6 @@ def test_a_communication_hook_averages_the_first_leg_and_the_mean_is_the_same() 
             torch.testing.assert_close(found, expected)
 
 
-# State
-
 def hooked_between(hooks: list[bool]) -> None:
     """Register a communication hook, or take it away, while shards wait for their second leg."""
     model, plain, rank = sharded_net((2, 2)), net(), dist.get_rank()
@@ -393,6 +410,8 @@ def hooked_between(hooks: list[bool]) -> None:
 def test_shards_that_wait_are_divided_once_whatever_hooks_come_and_go(hooks: list[bool]) -> None:
     run_threads(hooked_between, 4, hooks)
 
+
+# State
 
 
 def trained(shape: tuple[int, int]) -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -617,20 +636,6 @@ def test_meshes_that_pair_the_same_ranks_otherwise_are_refused() -> None:
         assert "a module below has copies of shards on ranks [(0, 1), (2, 3)], this one on [(0, 2), (1, 3)]" in text
 
 
-def test_dims_are_two_names() -> None:
-    for shard, other in ((1, None), ("a", 2), ("a", "a")):
-        with pytest.raises(ConfigError):
-            DataParallelMeshDims(shard, other)  # type: ignore[arg-type]
-
-
-def test_a_plan_knows_its_replicas() -> None:
-    made = plan(net(), world_size=2, replicas=3, strategy="HYBRID_SHARD", policy={MLPBlock})
-    assert "over 2 ranks x 3 replicas" in str(made)
-    assert all(one.all_reduces == one.reduce_scatters for one in made.expected_collectives())
-    with pytest.raises(ConfigError, match="strategy FULL_SHARD keeps one copy of each shard, and there are 3"):
-        plan(net(), world_size=2, replicas=3, strategy="FULL_SHARD")
-    with pytest.raises(ConfigError, match="replicas is 0"):
-        plan(net(), world_size=2, replicas=0)
 def on_mesh(ranks: list[list[int]]) -> bool:
     """Send first values, load from another rank, train and take values on every rank, in a mesh of these ranks."""
     mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
@@ -689,3 +694,17 @@ def test_a_line_of_ranks_out_of_order_is_refused() -> None:
     assert all("in the order [1, 0]" in text for text in run_threads(out_of_order, 2))
 
 
+def test_dims_are_two_names() -> None:
+    for shard, other in ((1, None), ("a", 2), ("a", "a")):
+        with pytest.raises(ConfigError):
+            DataParallelMeshDims(shard, other)  # type: ignore[arg-type]
+
+
+def test_a_plan_knows_its_replicas() -> None:
+    made = plan(net(), world_size=2, replicas=3, strategy="HYBRID_SHARD", policy={MLPBlock})
+    assert "over 2 ranks x 3 replicas" in str(made)
+    assert all(one.all_reduces == one.reduce_scatters for one in made.expected_collectives())
+    with pytest.raises(ConfigError, match="strategy FULL_SHARD keeps one copy of each shard, and there are 3"):
+        plan(net(), world_size=2, replicas=3, strategy="FULL_SHARD")
+    with pytest.raises(ConfigError, match="replicas is 0"):
+        plan(net(), world_size=2, replicas=0)

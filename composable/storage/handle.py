@@ -376,6 +376,7 @@ class Handle:
         chosen = {
             self.chosen_text(): True,
             "gradient sync off": not self.requires_gradient_sync,
+            "all-reduce over copies off": any(flat.routes.kept.defers for flat in self.buffers),
             "gradients of a backward without sync": self.requires_gradient_sync and self.has_unsynced_gradients,
             f"reshard after forward {self.reshard_option}": self.reshard_option != self.plan.reshard_after_forward,
             "reshard after backward off": not self.reshard_after_backward,
