@@ -303,9 +303,13 @@ def chosen_apart() -> str:
     """Leave out the second leg on one rank only."""
     model = sharded_net((2, 2))
     model.set_requires_all_reduce(dist.get_rank() != 1)
-    with pytest.raises(RuntimeError) as caught:
+
+    def meet() -> None:
         model(random_input(0, 4, DIM)).square().mean().backward()
         dist.barrier()
+
+    with pytest.raises(RuntimeError) as caught:
+        meet()
     told = {handle.settings_text() for handle in fully_shard.state(model).root.handles}
     assert told == {"all-reduce over copies off" if dist.get_rank() == 1 else ""}
     return str(caught.value)
@@ -659,12 +663,14 @@ def test_replicas_may_come_in_any_order(ranks: list[list[int]]) -> None:
 
 def misplaced(ranks: Any) -> str:
     model = net()
+    where: dict[str, Any] = {}
+    if isinstance(ranks, list):
+        where["mesh"] = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
+    else:
+        made = {one: dist.new_group(list(one)) for one in dict.fromkeys((*ranks[0], *ranks[1]))}
+        where["process_group"] = tuple(made[of[dist.get_rank()]] for of in ranks)
     with pytest.raises(ConfigError) as caught:
-        if isinstance(ranks, list):
-            fully_shard(model, mesh=DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard")))
-        else:
-            made = {one: dist.new_group(list(one)) for one in dict.fromkeys((*ranks[0], *ranks[1]))}
-            fully_shard(model, process_group=tuple(made[of[dist.get_rank()]] for of in ranks))
+        fully_shard(model, **where)
     assert fully_shard.state(model) is None
     return str(caught.value)
 

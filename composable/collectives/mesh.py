@@ -87,7 +87,7 @@ class Grid:
         """Return the ranks of both. Collective over all of them.
 
         Raises:
-            ConfigError: On every rank: they are no grid, in which ranks with the same place in a shard group have copies.
+            ConfigError: On every rank: they are no grid, where ranks with copies have one place in their shard groups.
         """
         rows = tuple(replicas.objects(shard.numbers))
         fits = all(
