@@ -211,6 +211,7 @@ def waiting(then: str) -> str:
         "clip": lambda: clip_grad_norm_(model.parameters(), 1.0),
         "copy": lambda: copy.deepcopy(model),
         "unannotate": lambda: unannotate(model),
+        "show": lambda: unshard_params(model, with_grads=True).__enter__(),
     }
     text = ""
     model.set_requires_all_reduce(False)
@@ -252,11 +253,71 @@ def waiting(then: str) -> str:
         ("clip", "with gradients that are not complete"),
         ("copy", "deepcopy while gradients wait for the all-reduce that set_requires_all_reduce(False) left out"),
         ("unannotate", "unannotate while gradients wait for the all-reduce"),
+        ("show", "unshard_params(with_grads=True) while gradients wait for the all-reduce"),
     ],
 )
 def test_gradients_that_wait_for_their_all_reduce_are_not_used_and_not_lost(then: str, expected: str) -> None:
     for text in run_threads(waiting, 4, then):
         assert expected in text and bool(text) == bool(expected)
+
+
+class Failing(torch.autograd.Function):
+    """A layer whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise RuntimeError("no backward")
+
+
+def cut_short(*, then: str) -> None:
+    """Reduce some modules in a backward that fails, among micro-batches without the second leg, and begin anew."""
+    model, plain = sharded_net((2, 2)), net()
+    rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=LR)
+    model.set_requires_all_reduce(False)
+    model(random_input(rank, 4, DIM)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="no backward"):
+        model(Failing.apply(random_input(rank, 4, DIM).requires_grad_())).square().mean().backward()
+    if then == "reset_iter_state":
+        model.reset_iter_state()
+        optimizer.step()
+    model.zero_grad()
+    for start, requires in ((10, False), (20, True)):
+        model.set_requires_all_reduce(requires)
+        model(random_input(start + rank, 4, DIM)).square().mean().backward()
+        for one in range(4):
+            (plain(random_input(start + one, 4, DIM)).square().mean() / 4).backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(found.grad), expected.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("then", ["zero_grad", "reset_iter_state"])
+def test_what_waits_is_forgotten_with_a_backward_that_was_cut_short(then: str) -> None:
+    run_threads(cut_short, 4, then=then)
+
+
+def chosen_apart() -> str:
+    """Leave out the second leg on one rank only."""
+    model = sharded_net((2, 2))
+    model.set_requires_all_reduce(dist.get_rank() != 1)
+
+    def meet() -> None:
+        model(random_input(0, 4, DIM)).square().mean().backward()
+        dist.barrier()
+
+    with pytest.raises(RuntimeError) as caught:
+        meet()
+    told = {handle.settings_text() for handle in fully_shard.state(model).root.handles}
+    assert told == {"all-reduce over copies off" if dist.get_rank() == 1 else ""}
+    return str(caught.value)
+
+
+def test_a_wait_for_the_second_leg_is_named_and_who_left_it_out_tells_of_it() -> None:
+    texts = run_threads(chosen_apart, 4)
+    assert any("the wait for the all-reduce over copies of module" in text for text in texts), texts
 
 
 def low_precision(shape: tuple[int, int]) -> list[torch.Tensor]:
@@ -329,6 +390,29 @@ def test_a_communication_hook_averages_the_first_leg_and_the_mean_is_the_same() 
     for plain, by_hook in run_threads(hooked, 4):
         for found, expected in zip(by_hook, plain, strict=True):
             torch.testing.assert_close(found, expected)
+
+
+def hooked_between(hooks: list[bool]) -> None:
+    """Register a communication hook, or take it away, while shards wait for their second leg."""
+    model, plain, rank = sharded_net((2, 2)), net(), dist.get_rank()
+    group, removable = fully_shard.state(model).mesh.get_group(), None
+    for number, is_hooked in enumerate(hooks):
+        if is_hooked:
+            removable = register_comm_hook(model, DefaultState(group), reduce_scatter_hook)
+        model.set_requires_all_reduce(number + 1 == len(hooks))
+        model(random_input(10 * number + rank, 4, DIM)).square().mean().backward()
+        for one in range(4):
+            (plain(random_input(10 * number + one, 4, DIM)).square().mean() / 4).backward()
+        if removable is not None:
+            removable.remove()
+            removable = None
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(found.grad), expected.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("hooks", [[False, True], [True, False], [True, True, False, True]])
+def test_shards_that_wait_are_divided_once_whatever_hooks_come_and_go(hooks: list[bool]) -> None:
+    run_threads(hooked_between, 4, hooks)
 
 
 # State
@@ -554,6 +638,66 @@ def paired_otherwise() -> str:
 def test_meshes_that_pair_the_same_ranks_otherwise_are_refused() -> None:
     for text in run_threads(paired_otherwise, 4):
         assert "a module below has copies of shards on ranks [(0, 1), (2, 3)], this one on [(0, 2), (1, 3)]" in text
+
+
+def on_mesh(ranks: list[list[int]]) -> bool:
+    """Send first values, load from another rank, train and take values on every rank, in a mesh of these ranks."""
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
+    rank, plain = dist.get_rank(), seeded(lambda: nn.Linear(5, 3), 0)
+    model = fully_shard(seeded(lambda: nn.Linear(5, 3), rank), mesh=mesh, sync_module_states=True)
+    assert torch.equal(full(model.weight), plain.weight)
+    model(random_input(rank, 4, 5)).square().mean().backward()
+    for one in range(4):
+        (plain(random_input(one, 4, 5)).square().mean() / 4).backward()
+    torch.testing.assert_close(full(model.weight.grad), plain.weight.grad)
+    other = seeded(lambda: nn.Linear(5, 3), 9).state_dict()
+    load_full_state_dict(model, other if rank == 1 else None, src=1)
+    assert torch.equal(full(model.weight), other["weight"])
+    return all(bool(full_state_dict(model, dst=dst)) == (dst == rank) for dst in range(4))
+
+
+@pytest.mark.parametrize("ranks", [[[0, 3], [1, 2]], [[2, 3], [0, 1]]])
+def test_replicas_may_come_in_any_order(ranks: list[list[int]]) -> None:
+    assert all(run_threads(on_mesh, 4, ranks))
+
+
+def misplaced(ranks: Any) -> str:
+    model = net()
+    where: dict[str, Any] = {}
+    if isinstance(ranks, list):
+        where["mesh"] = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
+    else:
+        made = {one: dist.new_group(list(one)) for one in dict.fromkeys((*ranks[0], *ranks[1]))}
+        where["process_group"] = tuple(made[of[dist.get_rank()]] for of in ranks)
+    with pytest.raises(ConfigError) as caught:
+        fully_shard(model, **where)
+    assert fully_shard.state(model) is None
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([[0, 1], [3, 2]], "in the order [3, 2], process groups have them ascending"),
+        ([[0, 3], [2, 1]], "in the order [2, 1], process groups have them ascending"),
+        ((((0, 1), (0, 1), (2, 3), (2, 3)), ((0, 3), (1, 2), (1, 2), (0, 3))), "are no grid"),
+        ((((0, 1), (0, 1), (2,)), ((0, 2), (1,), (0, 2))), "are no grid"),
+        ((((0, 1), (0, 1)), ((0, 1), (0, 1))), "are no grid"),
+    ],
+)
+def test_ranks_whose_copies_are_of_other_shards_are_refused_on_every_rank(ranks: Any, expected: str) -> None:
+    world_size = 4 if isinstance(ranks, list) else len(ranks[0])
+    assert all(expected in text for text in run_threads(misplaced, world_size, ranks))
+
+
+def out_of_order() -> str:
+    with pytest.raises(ConfigError) as caught:
+        fully_shard(net(), mesh=DeviceMesh("cpu", [1, 0]))
+    return str(caught.value)
+
+
+def test_a_line_of_ranks_out_of_order_is_refused() -> None:
+    assert all("in the order [1, 0]" in text for text in run_threads(out_of_order, 2))
 
 
 def test_dims_are_two_names() -> None:

@@ -60,6 +60,7 @@ class Grid:
         replicas: Those that hold the same shard as this rank; ``None``: this rank alone.
         everyone: All whose gradients are averaged.
         columns: Of each rank of the shard group, the global numbers of those that hold the same shard; empty: none do.
+        rows: Of each of the replicas, the global numbers of its shard group; empty: there are none.
         is_hybrid: Copies were asked for, though there may be one only.
     """
 
@@ -67,6 +68,7 @@ class Grid:
     replicas: Ranks | None
     everyone: Ranks
     columns: tuple[tuple[int, ...], ...] = ()
+    rows: tuple[tuple[int, ...], ...] = ()
     is_hybrid: bool = False
 
     @property
@@ -82,20 +84,31 @@ class Grid:
 
     @staticmethod
     def hybrid(shard: Ranks, replicas: Ranks) -> "Grid":
-        """Return the ranks of both. Collective over all of them, unless they are the world or there is one replica.
+        """Return the ranks of both. Collective over all of them.
 
         Raises:
-            ConfigError: They are no grid: two of the ranks are in both.
+            ConfigError: On every rank: they are no grid, where ranks with copies have one place in their shard groups.
         """
+        rows = tuple(replicas.objects(shard.numbers))
+        fits = all(
+            len(row) == shard.size and row[shard.rank] == number
+            for row, number in zip(rows, replicas.numbers, strict=True)
+        )
+        told = shard.objects((replicas.numbers, sorted(rows), fits))
+        if not all(fits and others == sorted(rows) for _, others, fits in told):
+            raise ConfigError(
+                f"shard groups {list(rows)} and copies on ranks {[numbers for numbers, *_ in told]} are no grid",
+                at=place_of_rank(),
+                fix="pass a mesh of two dims: init_device_mesh('cpu', (2, 2), mesh_dim_names=('replicate', 'shard'))",
+            )
         if replicas.size == 1:
             return Grid(shard, None, shard, is_hybrid=True)
-        # Each rank of the shard group knows the ranks that hold what it holds.
-        columns = tuple(shard.objects(replicas.numbers))
-        return Grid(shard, replicas, _everyone(columns, shard.device), columns, is_hybrid=True)
+        columns = tuple(numbers for numbers, *_ in told)
+        return Grid(shard, replicas, _everyone(columns, shard.device), columns, rows, is_hybrid=True)
 
     def replica_of(self, number: int) -> int:
-        """Return which of the copies of all shards the rank with this global number is in."""
-        return next((column.index(number) for column in self.columns if number in column), 0)
+        """Return which of ``replicas`` is in the same copy of all shards as the rank with this global number."""
+        return next((index for index, row in enumerate(self.rows) if number in row), 0)
 
     @staticmethod
     def whole(ranks: Ranks) -> "Grid":
@@ -107,12 +120,6 @@ class Grid:
 def _everyone(columns: Sequence[Sequence[int]], device: torch.device) -> Ranks:
     """Return the ranks of all copies of all shards; one group for all that ask. Collective over them at first."""
     numbers = tuple(sorted(number for column in columns for number in column))
-    if len(set(numbers)) != len(numbers):
-        raise ConfigError(
-            f"ranks that share parameters also hold copies of them: {sorted(numbers)}",
-            at=place_of_rank(),
-            fix="pass a mesh of two dims: init_device_mesh('cpu', (2, 2), mesh_dim_names=('replicate', 'shard'))",
-        )
     world = dist.group.WORLD
     assert world is not None, "checked by who made the mesh"
     if numbers == tuple(dist.get_process_group_ranks(world)):
@@ -136,7 +143,7 @@ def resolve_grid(
 ) -> tuple[DeviceMesh, Grid]:
     """Return the 1-D mesh of the ranks that share the parameters, and all ranks of an annotation.
 
-    Collective where there are replicas, over them and the shard group.
+    Collective where there may be replicas, over them and the shard group.
 
     Args:
         mesh: Of one dim; of two, replicas first; of any number with ``dims``; ``None``: all ranks, with a replica on
@@ -170,6 +177,7 @@ def resolve_grid(
                 at=place_of_rank(),
                 fix="pass a mesh of two dims, replicas first; or leave it out: one replica on each host",
             )
+        _check_order(shard_mesh, 0)
         return shard_mesh, Grid.of(shard_mesh)
     chosen = _dims_of(mesh) if dims is None else dims
     names = mesh.mesh_dim_names or ()
@@ -179,6 +187,7 @@ def resolve_grid(
                 f"the mesh has no dim {name!r}, but {names}", at=place_of_rank(), fix="name dims that the mesh has"
             )
     shard_mesh = _resolve_mesh(mesh[chosen.shard], params, caller=caller)
+    _check_order(mesh, names.index(chosen.shard))
     if (chosen.replicate is None) is bool(is_hybrid) and is_hybrid is not None:
         raise ConfigError(
             f"a {'hybrid ' * is_hybrid}strategy on a mesh {'without' if is_hybrid else 'with'} a dim for replicas",
@@ -188,6 +197,18 @@ def resolve_grid(
     if chosen.replicate is None:
         return shard_mesh, Grid.of(shard_mesh)
     return shard_mesh, Grid.hybrid(Ranks.of_mesh(shard_mesh), Ranks.of_mesh(mesh[chosen.replicate]))
+
+
+def _check_order(mesh: DeviceMesh, dim: int) -> None:
+    """Refuse a mesh in which ranks along ``dim`` have other places than in their group, which is in ascending order."""
+    rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim]).tolist()
+    mixed = [row for row in rows if row != sorted(row)]
+    if mixed:
+        raise ConfigError(
+            f"the mesh has the ranks that share parameters in the order {mixed[0]}, process groups have them ascending",
+            at=place_of_rank(),
+            fix="list them in ascending order, as init_device_mesh does",
+        )
 
 
 def _as_dims(dims: object) -> DataParallelMeshDims:

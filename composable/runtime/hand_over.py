@@ -128,6 +128,12 @@ class HandOver:
         for agreement in self._agreements:
             agreement.abandon()
 
+    def forget_kept(self) -> None:
+        """Forget shards that wait for an all-reduce over copies: some may hold part of a backward only."""
+        for turn in self._turns.values():
+            turn.handle.forget_kept_shards()
+            self._note_waiting(turn)
+
     def close(self) -> None:
         """Forget the agreements, and with them the shards."""
         self._agreements = ()
@@ -139,12 +145,17 @@ class HandOver:
                 account.settle(fills_unused=turn.handle.fills_unused)
             if turn.handle.waits_for_copies:
                 turn.handle.keep_gradients()
-                note_unfinished([turn.handle], is_droppable=True)
-                turn.waits_for_copies = True
-            elif turn.waits_for_copies:
-                note_finished([turn.handle])
-                turn.waits_for_copies = False
+            self._note_waiting(turn)
         self._is_settled = True
+
+    def _note_waiting(self, turn: Turn) -> None:
+        """Let users know whether gradients wait for an all-reduce over copies."""
+        if turn.handle.waits_for_copies:
+            note_unfinished([turn.handle], is_droppable=True)
+            turn.waits_for_copies = True
+        elif turn.waits_for_copies:
+            note_finished([turn.handle])
+            turn.waits_for_copies = False
 
     def _reduce_kept(self, handle: Handle, account: Account) -> None:
         """Sum up over copies what earlier backwards left, if this one is to do so and has reduced nothing itself."""

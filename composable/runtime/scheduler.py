@@ -700,6 +700,7 @@ class Scheduler:
         for handle, turn in self._turns.items():
             turn.end_step()
             handle.drop_gradients()
+        self._hand_over.forget_kept()
         self._hand_over.is_deferred, self._finalizing = False, None
         self._queue.clear()
         self._armed = []

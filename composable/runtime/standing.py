@@ -58,10 +58,13 @@ class Standing:
         return found
 
     def name_of(self, started: Started) -> str | None:
-        """Return whose all-gather or reduce-scatter it is."""
+        """Return what it does for whom; ``None``: it is none of the root's."""
         for handle, flat in self._flats:
             if flat.routes.has_started(started):
-                return f"the {'reduce-scatter' if started.tag % 2 else 'all-gather'} of {handle.described}"
+                what = "reduce-scatter" if started.tag % 2 else "all-gather"
+                if flat.routes.is_between_copies(started):
+                    what = "all-reduce over copies"
+                return f"the {what} of {handle.described}"
         return None
 
     def is_run_by(self, runner: object) -> bool:

@@ -21,7 +21,7 @@ from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.ragged import RaggedDTensor, hand_over_grad, slice_full
 from composable.runtime import Scheduler
-from composable.storage import Handle, ShardedParam, collect_at, spread_from
+from composable.storage import Handle, ShardedParam, collect_at, spread_from, waits_for_copies
 
 __all__ = ["unshard_params"]
 
@@ -181,6 +181,8 @@ def _check_gradients(found: Sequence[tuple[Handle, Scheduler]]) -> None:
                 at=f"{place_of_rank()}, {handle.described}",
                 fix="run a backward outside of no_sync first",
             )
+        if handle.waits_for_copies:
+            raise waits_for_copies("unshard_params(with_grads=True)", handle.described)
         for param in handle.params:
             members.setdefault(handle.grid.everyone, []).append((handle.fqn_of(param), param))
     for ranks, named in members.items():

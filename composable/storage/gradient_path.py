@@ -352,7 +352,7 @@ class KeptShards:
 
     Attributes:
         defers: The next reductions have no second leg.
-        total: Sum of the shards [S], in the dtype that travels; ``None``: nothing is kept.
+        total: Sum of the shards [S], in the dtype that travels, divided in full; ``None``: nothing is kept.
         bits: Of the parameters that some rank had a gradient for.
     """
 
@@ -372,6 +372,10 @@ class KeptShards:
         self.bits &= ~(1 << number)
         if self.total is not None:
             self.total[start:stop].zero_()
+
+    def clear(self) -> None:
+        """Forget the gradients of all parameters."""
+        self.total, self.bits = None, 0
 
     def take(self) -> torch.Tensor | None:
         """Return the sum, which is kept no longer."""
@@ -413,14 +417,14 @@ class AllReducePath(_Around):
     def begin(self, source: torch.Tensor) -> Reduction:
         self._replicas.start()
         first = self.inner.begin(source)
-        return _Keeping(first, self._kept) if self._kept.defers else self._follow(first)
+        return _Keeping(first, self._kept, self._scale) if self._kept.defers else self._follow(first, self._scale)
 
     def resume(self) -> Reduction:
         self._replicas.start()
-        return self._follow(_Reduced(self._kept.take()))
+        return self._follow(_Reduced(self._kept.take()), scale=1.0)
 
-    def _follow(self, first: Reduction) -> Reduction:
-        reduction = _AllReducing(first, self._replicas, self._kept, self._key, self._dtype, self._scale)
+    def _follow(self, first: Reduction, scale: float) -> Reduction:
+        reduction = _AllReducing(first, self._replicas, self._kept, self._key, self._dtype, scale)
         self._replicas.next(reduction)
         return reduction
 
@@ -428,16 +432,18 @@ class AllReducePath(_Around):
 class _Keeping:
     """A reduction that ends with its first leg."""
 
-    __slots__ = ("_first", "_kept")
+    __slots__ = ("_first", "_kept", "_scale")
 
-    def __init__(self, first: Reduction, kept: KeptShards) -> None:
+    def __init__(self, first: Reduction, kept: KeptShards, scale: float) -> None:
         self._first = first
         self._kept = kept
+        self._scale = scale
 
     def finish(self) -> None:
         shard = self._first.finish()
         assert shard is not None, "nothing below keeps it"
-        self._kept.add(shard)
+        # The path of the next reduction may be another one.
+        self._kept.add(shard if self._scale == 1.0 else shard.mul_(self._scale))
 
 
 class _AllReducing:
@@ -468,7 +474,10 @@ class _AllReducing:
         shard = self._first.finish()
         assert shard is not None, "nothing below keeps it"
         earlier = self._kept.take()
-        self._shard = shard if earlier is None else shard.add_(earlier)
+        if earlier is not None:
+            shard.mul_(self._scale).add_(earlier)
+            self._scale = 1.0
+        self._shard = shard
         self._first = None
         self._pending = self._replicas.transport.begin_all_reduce(self._shard, self._key, scale=self._scale)
 

@@ -376,6 +376,7 @@ class Handle:
         chosen = {
             self.chosen_text(): True,
             "gradient sync off": not self.requires_gradient_sync,
+            "all-reduce over copies off": any(flat.routes.kept.defers for flat in self.buffers),
             "gradients of a backward without sync": self.requires_gradient_sync and self.has_unsynced_gradients,
             f"reshard after forward {self.reshard_option}": self.reshard_option != self.plan.reshard_after_forward,
             "reshard after backward off": not self.reshard_after_backward,
@@ -548,6 +549,11 @@ class Handle:
     def waits_for_copies(self) -> bool:
         """Gradients wait for an all-reduce over the ranks that hold copies."""
         return any(flat.routes.kept.total is not None for flat in self.buffers)
+
+    def forget_kept_shards(self) -> None:
+        """Forget what waits for an all-reduce over copies."""
+        for flat in self.buffers:
+            flat.routes.kept.clear()
 
     def keep_gradients(self) -> None:
         """Note that gradients wait on the unsharded parameters, so that ``zero_grad`` drops them."""

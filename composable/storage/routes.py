@@ -147,13 +147,17 @@ class Routes:
             self._choose_gradient_path(self.scatter_transport)
 
     def has_started(self, started: Started) -> bool:
-        """Say whether a collective is an all-gather or a reduce-scatter of the buffer."""
+        """Say whether a collective is one of the buffer's."""
         key, is_reduction = divmod(started.tag, 2)
-        if self._replicas is not None and self._replicas.transport.has_started(started):
+        if self.is_between_copies(started):
             return key == self._replicas_key
         transport = self._scatter_transport if is_reduction else self._transport
         own = self._scatter_key if is_reduction else self._key
         return key == own and transport is not None and transport.has_started(started)
+
+    def is_between_copies(self, started: Started) -> bool:
+        """Say whether a collective goes over the ranks that hold copies."""
+        return self._replicas is not None and self._replicas.transport.has_started(started)
 
     def check_hook(self) -> None:
         """Raise what is wrong with what the hooks gave last, if anything.
