@@ -619,6 +619,53 @@ def test_parameters_that_a_functional_call_lends_are_cast_too() -> None:
     run_threads(lend_parameters, 1)
 
 
+def differentiate_lent(steps_first: bool) -> list[bool]:
+    model = nn.Sequential(nn.Linear(DIM, 1))
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    own = list(model.parameters())
+    x = torch.ones(1, DIM)
+    if steps_first:
+        model(x).sum().backward()
+    other = {name: 2 * param.detach() for name, param in model.named_parameters()}
+    torch.func.grad(lambda params: functional_call(model, params, (x,)).sum())(other)
+    holds_own = all(one is param for one, param in zip(model.parameters(), own, strict=True))
+    model.zero_grad()
+    model(x).sum().backward()
+    return [holds_own, all(param.grad is not None for param in own)]
+
+
+@pytest.mark.parametrize("steps_first", [False, True])
+def test_the_backward_of_a_functional_call_leaves_the_module_with_its_own(steps_first: bool) -> None:
+    assert run_threads(differentiate_lent, 2, steps_first) == 2 * [[True, True]]
+
+
+class Assigns(nn.Module):
+    """Gives a layer another weight while it runs, and takes its bias away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(self.first(x))
+        self.layer.weight = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+        del self.layer.bias
+        return x
+
+
+def assign_in_forward() -> tuple[torch.Tensor, bool]:
+    model = Assigns()
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    model(torch.ones(1, 2)).sum().backward()
+    return model.layer.weight, hasattr(model.layer, "bias")
+
+
+def test_what_a_forward_assigns_stays_after_backward() -> None:
+    weight, has_bias = run_threads(assign_in_forward, 1)[0]
+    assert torch.equal(weight, torch.ones(2, 2))
+    assert not has_bias
+
+
 def watch_parameters() -> None:
     model = nn.Linear(DIM, 1, bias=False)
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))

@@ -291,8 +291,9 @@ _LOOKS_AGAIN = 64
 
 
 def _hold(unit: _Unit) -> None:
-    """Put the copies in their places."""
+    """Put the copies in their places, but for those that hold something else by now, in backward say."""
     if not unit.is_lent and unit.held is not None:
-        for slot, _, copied, _ in unit.copies or ():
-            unit.held[slot.name] = copied
+        for slot, own, copied, _ in unit.copies or ():
+            if unit.held.get(slot.name) is own:
+                unit.held[slot.name] = copied
         unit.is_lent = True
