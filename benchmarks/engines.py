@@ -112,56 +112,26 @@ def _fsdp1(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
     )
 
 
-def _fsdp2(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
-    option = {"reshard_after_forward": False} if keeps else {}
+def _fsdp2(model: nn.Module, unit: type[nn.Module], keeps: bool, **options: Any) -> nn.Module:
+    if keeps:
+        options["reshard_after_forward"] = False
     for module in [module for module in model.modules() if isinstance(module, unit)]:
-        torch_fully_shard(module, **option)
-    return torch_fully_shard(model, **option)
+        torch_fully_shard(module, **options)
+    return torch_fully_shard(model, **options)
 
 
-def _fully_shard(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
-    return fully_shard(model, policy=ModuleWrapPolicy({unit}), reshard_after_forward=False if keeps else None)
+def _fully_shard(model: nn.Module, unit: type[nn.Module], keeps: bool, **options: Any) -> nn.Module:
+    option = False if keeps else None
+    return fully_shard(model, policy=ModuleWrapPolicy({unit}), reshard_after_forward=option, **options)
 
 
 # What is most used for training in low precision: computed and gathered in two bytes, reduced in four.
 BF16: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-def _fsdp2_in_bf16(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
-    options: dict[str, Any] = {"mp_policy": TorchMixedPrecisionPolicy(**BF16)}
-    if keeps:
-        options["reshard_after_forward"] = False
-    for module in [module for module in model.modules() if isinstance(module, unit)]:
-        torch_fully_shard(module, **options)
-    return torch_fully_shard(model, **options)
-
-
-def _fully_shard_in_bf16(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
-    return fully_shard(
-        model,
-        policy=ModuleWrapPolicy({unit}),
-        reshard_after_forward=False if keeps else None,
-        mp_policy=MixedPrecisionPolicy(**BF16),
-    )
-
-
 def _square() -> DeviceMesh:
     """Return a mesh with copies of shards on two halves of the ranks."""
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-
-
-def _fsdp2_hybrid(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
-    options: dict[str, Any] = {"mesh": _square()}
-    if keeps:
-        options["reshard_after_forward"] = False
-    for module in [module for module in model.modules() if isinstance(module, unit)]:
-        torch_fully_shard(module, **options)
-    return torch_fully_shard(model, **options)
-
-
-def _fully_shard_hybrid(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
-    option = False if keeps else None
-    return fully_shard(model, policy=ModuleWrapPolicy({unit}), mesh=_square(), reshard_after_forward=option)
 
 
 class _DoneEvent:
@@ -212,12 +182,6 @@ def _replicate_with_hook(model: nn.Module, state: object, hook: Any) -> nn.Modul
     return model
 
 
-def _fully_shard_with_zeros(model: nn.Module, unit: type[nn.Module], keeps: bool) -> nn.Module:
-    """Without the message in which ranks agree at the end of backward: what that costs."""
-    option = False if keeps else None
-    return fully_shard(model, policy=ModuleWrapPolicy({unit}), reshard_after_forward=option, unused_gradients="zero")
-
-
 ENGINES: dict[str, Callable[[nn.Module, type[nn.Module], bool], nn.Module]] = {
     "plain": lambda model, unit, keeps: model,
     "ddp": lambda model, unit, keeps: DistributedDataParallel(model),
@@ -225,11 +189,12 @@ ENGINES: dict[str, Callable[[nn.Module, type[nn.Module], bool], nn.Module]] = {
     "fsdp2": _fsdp2,
     "fully_shard": _fully_shard,
     "replicate": lambda model, unit, keeps: replicate(model),
-    "fully_shard_zeros": _fully_shard_with_zeros,
-    "fsdp2_hybrid": _fsdp2_hybrid,
-    "fully_shard_hybrid": _fully_shard_hybrid,
-    "fsdp2_bf16": _fsdp2_in_bf16,
-    "fully_shard_bf16": _fully_shard_in_bf16,
+    # Without the message in which ranks agree at the end of backward: what that costs.
+    "fully_shard_zeros": lambda *args: _fully_shard(*args, unused_gradients="zero"),
+    "fsdp2_hybrid": lambda *args: _fsdp2(*args, mesh=_square()),
+    "fully_shard_hybrid": lambda *args: _fully_shard(*args, mesh=_square()),
+    "fsdp2_bf16": lambda *args: _fsdp2(*args, mp_policy=TorchMixedPrecisionPolicy(**BF16)),
+    "fully_shard_bf16": lambda *args: _fully_shard(*args, mp_policy=MixedPrecisionPolicy(**BF16)),
     "ddp_bf16": _ddp_in_bf16,
     "replicate_bf16": _replicate_in_bf16,
     "ddp_fp16_hook": lambda model, unit, keeps: _ddp_with_hook(model, None, fp16_compress_hook),

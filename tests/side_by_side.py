@@ -34,11 +34,27 @@ class SharedFiles:
         self._folder = folder
         self._is_mine: dict[Path, bool] = {}
 
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        """Leave out what another process runs; the file of a test is taken when its first test is due."""
-        if item.path not in self._is_mine:
-            self._is_mine[item.path] = self._take(item.path)
-        return None if self._is_mine[item.path] else True
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Run what no other process does, as pytest runs all: each test is told which one follows."""
+        if session.testsfailed or session.config.option.collectonly:
+            return None
+        mine = (item for item in session.items if self._is_run_here(item.path))
+        item = next(mine, None)
+        while item is not None:
+            following = next(mine, None)
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+            item = following
+        return True
+
+    def _is_run_here(self, path: Path) -> bool:
+        """Say so; the file of a test is taken when its first test is due."""
+        if path not in self._is_mine:
+            self._is_mine[path] = self._take(path)
+        return self._is_mine[path]
 
     def _take(self, path: Path) -> bool:
         try:

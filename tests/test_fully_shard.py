@@ -1100,7 +1100,9 @@ BAD: dict[str, Callable[[Any], Any]] = {
     "module_list": lambda model: fully_shard(model.blocks),
     "no_module": lambda model: fully_shard(3),
     "twice": _twice,
-    "mesh_rank": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))),
+    "mesh_rank": lambda model: fully_shard(
+        model, mesh=init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "b", "c"))
+    ),
     "mesh_kind": lambda model: fully_shard(model, mesh=dist.group.WORLD),
     "foreign_module": lambda model: fully_shard(model, ignored_modules=[nn.Linear(2, 2)]),
     "no_pick": lambda model: fully_shard(model, policy={nn.Conv2d}),
@@ -1114,7 +1116,7 @@ EXPECTED = {
     "module_list": r"ConfigError: .*ModuleList(.|\n)*fix: .*",
     "no_module": r"ConfigError: .*int(.|\n)*fix: .*",
     "twice": r"ConfigError: fully_shard is already on this module(.|\n)*at: .*MLPBlock(.|\n)*fix: .*",
-    "mesh_rank": r"ConfigError: mesh has 2 dims(.|\n)*at: .*rank [01](.|\n)*fix: .*",
+    "mesh_rank": r"ConfigError: mesh has 3 dims(.|\n)*at: .*rank [01](.|\n)*fix: .*",
     "mesh_kind": r"ConfigError: mesh is a SimulatedGroup(.|\n)*fix: .*",
     "foreign_module": r"ConfigError: .*ignored(.|\n)*fix: .*",
     "no_pick": r"ConfigError: .*picks nothing(.|\n)*fix: .*",

@@ -32,7 +32,9 @@ def test_each_test_runs_once_and_a_failure_in_either_process_is_one(tmp_path: Pa
     log = tmp_path / "log"
     for number in range(4):
         text = FILE.format(log=str(log), name=number, claim=number != broken)
-        (tmp_path / f"test_{number}.py").write_text(text)
+        # In folders of their own: what is set up for one is torn down before the other.
+        (tmp_path / f"folder{number % 2}").mkdir(exist_ok=True)
+        (tmp_path / f"folder{number % 2}" / f"test_{number}.py").write_text(text)
     code, output = run(tmp_path)
     assert code == (broken is not None), output
     assert sorted(log.read_text().splitlines()) == [f"{name} {number}" for name in range(4) for number in range(5)]

@@ -261,7 +261,10 @@ def copy_and_drop(on: Between) -> None:
             if isinstance(getattr(module, "loss", None), torch.Tensor):
                 module.loss = None
         twin: Any = copy.deepcopy(on.model)
-        twin(torch.randn(BATCH, twin.inp.in_features), Call(0, on.number)).sum().backward()
+        call = Call(0, on.number)
+        loss = twin(torch.randn(BATCH, twin.inp.in_features), call).sum()
+        # Every parameter has to take part, where ranks expect a gradient for each.
+        (loss + sum(aux.sum() for aux in call.outside)).backward()
 
 
 @action("copies: update_process_group", needs_copies=True)

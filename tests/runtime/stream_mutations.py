@@ -310,7 +310,10 @@ MUTATIONS = [
     Mutation(
         "a gradient buffer is filled again while it is reduced",
         [
-            ("        self._pool.give(account.flat.pool_key, gradient)\n", ""),
+            (
+                "        if gradient is not None:\n            self._pool.give(account.flat.pool_key, gradient)\n",
+                "",
+            ),
             (
                 "        self._under_way.append(",
                 "        self._pool.give(account.flat.pool_key, gradient)\n        self._under_way.append(",
