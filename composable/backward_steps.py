@@ -32,7 +32,7 @@ from composable.storage import (
     stepper_of,
     unmark_stepped,
 )
-from composable.torch_hooks import after_gradients, before_step
+from composable.torch_hooks import after_gradients, after_step, before_step
 from composable.torch_private import opaque
 
 __all__ = ["BackwardSteps", "step_in_backward"]
@@ -109,7 +109,7 @@ class BackwardSteps:
         self._stepper = self._step
         try:
             self._hook_plain([param for param in self._params if _unit_of(param) is None], self._make_arrival())
-            self._hooks.append(before_step(optimizer, self._before_step))
+            self._hooks += [before_step(optimizer, self._before_step), after_step(optimizer, self._after_step)]
             for param in self._params:
                 mark_stepped(param, self)
             for unit in units:
@@ -252,6 +252,11 @@ class BackwardSteps:
             )
         stand_in = self._part.begin()
         return None if stand_in is None else ((stand_in, *args[1:]), kwargs)
+
+    @opaque
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Show what the stand-in has made to the hooks that follow."""
+        self._part.end()
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:

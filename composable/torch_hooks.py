@@ -38,6 +38,7 @@ __all__ = [
     "Ending",
     "GradientHook",
     "after_gradients",
+    "after_step",
     "around_forward",
     "around_optimizer",
     "around_state_dict",
@@ -284,6 +285,15 @@ def before_every_step(check: Callable[..., None]) -> RemovableHandle:
 def before_step(optimizer: torch.optim.Optimizer, check: Callable[..., None]) -> RemovableHandle:
     """Call ``check(optimizer, args, kwargs)`` before each step of ``optimizer``."""
     registered: RemovableHandle = optimizer.register_step_pre_hook(check)
+    return registered
+
+
+def after_step(optimizer: torch.optim.Optimizer, call: Callable[..., None]) -> RemovableHandle:
+    """Call ``call(optimizer, args, kwargs)`` after each step of ``optimizer``, before all that is called then."""
+    registered: RemovableHandle = optimizer.register_step_post_hook(call)
+    hooks = registered.hooks_dict_ref()
+    assert hooks is not None, "the optimizer is alive"
+    hooks.move_to_end(registered.id, last=False)
     return registered
 
 

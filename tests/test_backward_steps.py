@@ -664,6 +664,50 @@ def test_a_scheduler_changes_the_rate_of_the_next_backward(api: str) -> None:
         assert_equal_params(params, expected, tolerance=1e-6)
 
 
+def set_rate(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+
+
+def replace_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    first, second, *others = [param for group in optimizer.param_groups for param in group["params"]]
+    first.grad = None
+    second.grad = second.grad * 2
+    for param in others:
+        param.grad.mul_(3)
+
+
+def follow_hooks(hook: Callable[..., None]) -> None:
+    model, twin = nn.Linear(4, 4), nn.Linear(4, 4)
+    twin.load_state_dict(model.state_dict())
+    fully_shard(model)
+    optimizer, after = adam(model.parameters()), adam(twin.parameters())
+    kept: list[list[list[str]]] = [[], []]
+    for number, one in enumerate((optimizer, after)):
+
+        def note(stepped: torch.optim.Optimizer, args: Any, kwargs: Any, kept: list[Any] = kept[number]) -> None:
+            kept.append([sorted(entry) for entry in stepped.state.values()])
+
+        # One hook after it is registered before what steps in backward is there, the other one after that.
+        one.register_step_post_hook(note)
+        if one is optimizer:
+            step_in_backward(one)
+        one.register_step_pre_hook(hook)
+        one.register_step_post_hook(note)
+    for _ in range(2):
+        model(torch.ones(2, 4)).square().sum().backward()
+        twin(torch.ones(2, 4)).square().sum().backward()
+        after.step()
+        after.zero_grad()
+    assert_equal_params(full_params(model), dict(twin.named_parameters()), tolerance=1e-6)
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("hook", [set_rate, replace_gradients])
+def test_hooks_on_a_step_of_sharded_parameters_change_it_and_see_its_state(hook: Callable[..., None]) -> None:
+    run_threads(follow_hooks, 1, hook)
+
+
 def save_and_go_on(api: str, folder: Path) -> None:
     def run(model: nn.Module, number: int) -> None:
         args, kwargs = inputs_of(model, number, dist.get_rank())

@@ -4,11 +4,12 @@ import copy
 import gc
 import itertools
 import random
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any
+from contextlib import nullcontext, suppress
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -617,6 +618,100 @@ def lend_parameters() -> None:
 
 def test_parameters_that_a_functional_call_lends_are_cast_too() -> None:
     run_threads(lend_parameters, 1)
+
+
+def differentiate_lent(steps_first: bool) -> list[bool]:
+    model = nn.Sequential(nn.Linear(DIM, 1))
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    own = list(model.parameters())
+    x = torch.ones(1, DIM)
+    if steps_first:
+        model(x).sum().backward()
+    other = {name: 2 * param.detach() for name, param in model.named_parameters()}
+    torch.func.grad(lambda params: functional_call(model, params, (x,)).sum())(other)
+    holds_own = all(one is param for one, param in zip(model.parameters(), own, strict=True))
+    model.zero_grad()
+    model(x).sum().backward()
+    return [holds_own, all(param.grad is not None for param in own)]
+
+
+@pytest.mark.parametrize("steps_first", [False, True])
+def test_the_backward_of_a_functional_call_leaves_the_module_with_its_own(steps_first: bool) -> None:
+    assert run_threads(differentiate_lent, 2, steps_first) == 2 * [[True, True]]
+
+
+class Assigns(nn.Module):
+    """Gives a layer another weight while it runs, and takes its bias away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(self.first(x))
+        self.layer.weight = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+        del self.layer.bias
+        return x
+
+
+def assign_in_forward() -> tuple[torch.Tensor, bool]:
+    model = Assigns()
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    model(torch.ones(1, 2)).sum().backward()
+    return model.layer.weight, hasattr(model.layer, "bias")
+
+
+def test_what_a_forward_assigns_stays_after_backward() -> None:
+    weight, has_bias = run_threads(assign_in_forward, 1)[0]
+    assert torch.equal(weight, torch.ones(2, 2))
+    assert not has_bias
+
+
+class Met(nn.Parameter):
+    """Two threads that cast it at the same time meet."""
+
+    met: ClassVar[threading.Barrier]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to:
+            with suppress(threading.BrokenBarrierError):
+                cls.met.wait(0.1)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class InThreads(nn.Module):
+    """Two threads read its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.weight = Met(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        threads = [threading.Thread(target=lambda: found.append(self.inner.weight)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return (x * found[0] * found[1]).sum()
+
+
+def read_in_threads() -> tuple[bool, torch.Tensor | None]:
+    Met.met = threading.Barrier(2)
+    model = InThreads()
+    own = model.inner.weight
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    model(torch.ones(2)).backward()
+    return model.inner.weight is own, own.grad
+
+
+def test_threads_of_one_forward_read_one_copy() -> None:
+    # In a process: ranks as threads run their own threads in turns.
+    holds_own, grad = run_ranks(read_in_threads, 1)[0]
+    assert holds_own
+    torch.testing.assert_close(grad, torch.full((2,), 2.0))
 
 
 def watch_parameters() -> None:

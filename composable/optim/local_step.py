@@ -12,7 +12,7 @@ checked before it is used, and made anew where it does not fit any more.
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from composable.arguments import check_bool, check_module
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.optim.census import Census, Neighbours, cut_of, take_census
 from composable.optim.checks import CHECKS_ITSELF, check_parameters, check_replaced
-from composable.optim.step_plan import State, StepPlan, plan_step
+from composable.optim.step_plan import Group, State, StepPlan, make_stand_in, plan_step
 from composable.optim.units import homes_of, sharded_params_of
 from composable.optim.watch import WatchedEntry
 from composable.ragged import RaggedLayout
@@ -32,7 +32,6 @@ from composable.torch_hooks import around_optimizer
 __all__ = ["accelerate_optimizer", "local_gradients"]
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
-Group: TypeAlias = dict[str, Any]
 
 
 def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module, *, flat: bool = False) -> OptimizerT:
@@ -136,7 +135,7 @@ class _LocalStep:
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, *, flat: bool) -> None:
         self.is_flat = flat
         self._model = weakref.ref(model)
-        self._stand_in = _make_stand_in(optimizer, self._local_groups)
+        self._stand_in = make_stand_in(optimizer, self._local_groups)
         self._stand_in.state = _no_state()
         self._optimizer: torch.optim.Optimizer | None = None
         self._groups: list[Group] | None = None
@@ -276,12 +275,3 @@ def _no_state() -> State:
 def _show_plain_entries(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     state = {key: dict(entry) if type(entry) is WatchedEntry else entry for key, entry in state_dict["state"].items()}
     return {**state_dict, "state": state}
-
-
-def _make_stand_in(optimizer: torch.optim.Optimizer, local_groups: Callable[[], list[Group]]) -> Any:
-    """Return an optimizer of the same kind and options, whose parameters are found when they are asked for."""
-    kind = type(optimizer)
-    groups = property(lambda _: local_groups())
-    stand_in: Any = object.__new__(type(f"Local{kind.__name__}", (kind,), {"param_groups": groups}))
-    vars(stand_in).update(vars(optimizer))
-    return stand_in

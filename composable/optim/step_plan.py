@@ -6,7 +6,7 @@ parameter without gradient) is planned anew.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -21,8 +21,9 @@ from composable.optim.units import Piece, Unit, plan_units, signature_of
 from composable.optim.watch import Change, Lockstep, Snapshot, WatchedEntry
 from composable.ragged import RaggedDTensor
 
-__all__ = ["State", "StepPlan", "join_state", "lend_to", "plan_step", "show_unit"]
+__all__ = ["Group", "State", "StepPlan", "join_state", "lend_to", "make_stand_in", "plan_step", "show_unit"]
 
+Group: TypeAlias = dict[str, Any]
 State: TypeAlias = defaultdict[Any, Any]
 Pattern: TypeAlias = tuple[list[bool] | None, Sequence[bool]]
 
@@ -215,6 +216,15 @@ def _params_of_group(index: int, members: Sequence[torch.Tensor], units: Sequenc
     dtensors: list[Any] = [param for param in others if isinstance(param, DTensor)]
     local += [param for param in others if not isinstance(param, DTensor)]
     return [params for params in (local, dtensors) if params]
+
+
+def make_stand_in(optimizer: torch.optim.Optimizer, local_groups: Callable[[], list[Group]]) -> Any:
+    """Return an optimizer of the same kind and options, whose parameters are found when they are asked for."""
+    kind = type(optimizer)
+    groups = property(lambda _: local_groups())
+    stand_in: Any = object.__new__(type(f"Local{kind.__name__}", (kind,), {"param_groups": groups}))
+    vars(stand_in).update(vars(optimizer))
+    return stand_in
 
 
 def join_state(unit: Unit, state: State) -> dict[Any, Any]:

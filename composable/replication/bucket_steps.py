@@ -30,9 +30,9 @@ def step_sent(
             return  # Such a step may be collective, and how many buckets come in time differs between ranks.
         if not sender.finish_first():
             return
-        own_round.stepped += 1
         if bucket.casts:
             bucket.unpack()
+        own_round.stepped += 1
         _step_bucket(steppers, params, bucket)
         if not bucket.is_last():
             bucket.release()
@@ -54,8 +54,7 @@ def step_rest(
         own_round: Knows which buckets were stepped.
         used: Of each parameter, how many ranks had a gradient; ``None``: all had one.
     """
-    rest, own_round.stepped = buckets[own_round.stepped :], len(buckets)
-    for bucket in rest:
+    for bucket in buckets[own_round.stepped :]:
         if bucket.casts:
             bucket.unpack()
         for index, view in zip(bucket.param_indices, bucket.views, strict=True):
@@ -66,7 +65,8 @@ def step_rest(
                 param.grad = view
             elif param.grad is None:
                 param.grad = view.to(grad_dtype_of(param))
-    for bucket in rest:
+        # What is cut short goes on here: the other ranks step all buckets.
+        own_round.stepped += 1
         _step_bucket(steppers, params, bucket)
         bucket.release()
 

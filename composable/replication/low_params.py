@@ -8,6 +8,7 @@ what they are without copies. What autograd has saved of the copies lives as lon
 nothing is left.
 """
 
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -103,7 +104,7 @@ class LowPrecisionParams(Lending):
         casts: Decides on which stream they are made; ``None``: not known before the first forward.
     """
 
-    __slots__ = ("_ahead", "_forwards", "_is_lent", "_read", "_tied", "_units", "casts")
+    __slots__ = ("_ahead", "_forwards", "_is_lent", "_lock", "_read", "_tied", "_units", "casts")
 
     def __init__(self, slots: Sequence[ParamSlot]) -> None:
         super().__init__()
@@ -113,6 +114,8 @@ class LowPrecisionParams(Lending):
         self._units = list(units.values())
         self.casts: CastStreams | None = None
         self._is_lent = False
+        # A forward may run modules in threads, which read a copy at the same time.
+        self._lock = threading.RLock()
         # One copy serves all places of a tied parameter.
         self._tied: dict[_Key, torch.Tensor] = {}
         # Units as this forward reads them, and what of that is expected of the next one.
@@ -194,19 +197,20 @@ class LowPrecisionParams(Lending):
 
     def _use(self, unit: _Unit) -> None:
         """Make the copies of a module ready: somebody is about to read one."""
-        casts = self.casts
-        if not self._is_lent or unit.unread is None or casts is None:
-            return  # Somebody has kept what stood for the dict of a forward that is over.
-        if unit.copies is None:
-            with outside_transforms() if running_transform() is not None else nullcontext():
-                casts.begin()
-                self._cast([unit], casts)
-        is_settled = unit.event is None or casts.wait_for(unit.event)
-        _hold(unit)
-        if is_settled and unit.module.__dict__["_parameters"] is unit.unread:
-            unit.module.__dict__["_parameters"] = unit.held
-        if not self.is_in_backward:
-            self._read[unit] = None
+        with self._lock:
+            casts = self.casts
+            if not self._is_lent or unit.unread is None or casts is None:
+                return  # Somebody has kept what stood for the dict of a forward that is over.
+            if unit.copies is None:
+                with outside_transforms() if running_transform() is not None else nullcontext():
+                    casts.begin()
+                    self._cast([unit], casts)
+            is_settled = unit.event is None or casts.wait_for(unit.event)
+            _hold(unit)
+            if is_settled and unit.module.__dict__["_parameters"] is unit.unread:
+                unit.module.__dict__["_parameters"] = unit.held
+            if not self.is_in_backward:
+                self._read[unit] = None
 
     def _restore(self) -> None:
         if not self._is_lent:
@@ -291,8 +295,9 @@ _LOOKS_AGAIN = 64
 
 
 def _hold(unit: _Unit) -> None:
-    """Put the copies in their places."""
+    """Put the copies in their places, but for those that hold something else by now, in backward say."""
     if not unit.is_lent and unit.held is not None:
-        for slot, _, copied, _ in unit.copies or ():
-            unit.held[slot.name] = copied
+        for slot, own, copied, _ in unit.copies or ():
+            if unit.held.get(slot.name) is own:
+                unit.held[slot.name] = copied
         unit.is_lent = True

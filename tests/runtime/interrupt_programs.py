@@ -177,6 +177,11 @@ def in_buckets(model: Net) -> None:
     replicate(model, bucket_cap_mb=0.0002)
 
 
+def in_uneven_buckets(model: Net) -> None:
+    """One rank uses more parameters than the other, so it steps more buckets before backward ends."""
+    replicate(model, bucket_cap_mb=0.0002, find_unused_parameters=True)
+
+
 def in_copied_buckets(model: Net) -> None:
     replicate(model, bucket_cap_mb=0.0002, gradient_as_bucket_view=False, find_unused_parameters=True)
 
@@ -245,6 +250,7 @@ PROGRAMS = [
     Program("replicate, no_sync", in_buckets, accumulates=True),
     Program("replicate, first step", in_buckets, is_first=True),
     Program("replicate, steps in backward", in_buckets, steps=True),
+    Program("replicate, steps in backward, unused parameters", in_uneven_buckets, UNUSED, steps=True),
     Program("replicate, static graph", in_static_buckets, UNUSED),
     Program("replicate, static graph, first step", in_static_buckets, UNUSED, is_first=True),
     Program("replicate, delayed", in_delayed_buckets),

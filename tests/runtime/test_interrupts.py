@@ -20,6 +20,7 @@ from composable.casts import CastBuffers, LentBuffers
 from composable.collectives.base import Transport
 from composable.collectives.choose import make_transport
 from composable.replication.bucket import Bucket
+from composable.replication.bucket_steps import step_rest
 from composable.replication.reducer import Reducer
 from composable.storage import Handle
 from tests.runtime.interrupt_programs import PROGRAMS, Program
@@ -79,6 +80,17 @@ def test_where_things_could_stay_half_done_steps_are_stopped_at_any_line(
     ]
     points = [one for one in points if one.nth <= 2]
     assert len(points) >= 10
+    tried = try_points(program, points)
+    assert not tried.wrong, {str(point): what for point, what in tried.wrong.items()}
+
+
+def test_ranks_that_have_stepped_other_buckets_are_stopped_between_two_steps() -> None:
+    program = program_named("replicate, steps in backward, unused parameters")
+    lines, first = inspect.getsourcelines(step_rest)
+    # Where the optimizer has begun, some of its parameters may be stepped; that is so in any step.
+    between = {first + number for number, line in enumerate(lines) if "_step_bucket(" not in line}
+    points = [one for one in points_of(program) if one.file.endswith("/bucket_steps.py") and one.line in between]
+    assert len(points) > 20
     tried = try_points(program, points)
     assert not tried.wrong, {str(point): what for point, what in tried.wrong.items()}
 
