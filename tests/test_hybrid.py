@@ -176,6 +176,23 @@ def part_of_the_world() -> None:
         assert bool(full_state_dict(model, dst=dst)) == (half[dst] == rank)
 
 
+def two_transports() -> set[str]:
+    mesh, model, plain = mesh_of((2, 2)), plain_model(0), plain_model(0)
+    fully_shard(model[1], mesh=mesh, transport="process_group")
+    fully_shard(model, mesh=mesh, transport="point_to_point")
+    every = batches_of(0, 4)
+    model(every[dist.get_rank()]).square().mean().backward()
+    plain(torch.cat(every)).square().mean().backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(found.grad), expected.grad)
+    handles = fully_shard.state(model).root.handles
+    return {flat.routes._replicas.transport.name for handle in handles for flat in handle.buffers}
+
+
+def test_each_annotation_has_its_transport_on_both_legs() -> None:
+    assert run_threads(two_transports, 4)[0] == {"process_group", "point_to_point"}
+
+
 def test_two_models_train_on_parts_of_the_world() -> None:
     run_threads(part_of_the_world, 8)
 

@@ -194,15 +194,18 @@ class Root:
                 for handle in found._handles:
                     # Graphs of forwards below either root may read them: nobody knows when the last one is gone.
                     handle.is_shared |= found.root.state not in states
-        replicas: dict[Ranks, Replicas] = {}
+        replicas: dict[tuple[Ranks, str], Replicas] = {}
         for found in states:
             transport = transport_of(found.grid.shard.process_group, found.transport_name)
             copies = found.grid.replicas
-            if copies is not None and copies not in replicas:
-                replicas[copies] = Replicas(transport_of(copies.process_group, found.transport_name))
+            between: Replicas | None = None
+            if copies is not None:
+                key = copies, found.transport_name
+                between = replicas.get(key) or Replicas(transport_of(copies.process_group, found.transport_name))
+                replicas[key] = between
             for handle in found._handles:
                 for flat in handle.buffers:
-                    flat.routes.connect(transport, found.grid.divisor, None if copies is None else replicas[copies])
+                    flat.routes.connect(transport, found.grid.divisor, between)
             if any(handle.is_offloaded for handle in found._handles):
                 # ``to_empty`` has made them where the parameters rest.
                 managed = managed_modules(found.modules, found.ignored_modules)
