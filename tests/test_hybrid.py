@@ -353,6 +353,19 @@ def test_both_legs_carry_the_reduce_dtype_and_gradients_have_their_own() -> None
         assert all(torch.equal(one, same) for one, same in zip(other, hybrid[0], strict=True))
 
 
+def order_of_legs() -> list[str]:
+    model = sharded_net((2, 2))
+    model(random_input(0, 4, DIM)).sum().backward()
+    counting = counting_both_legs(model)
+    model(random_input(0, 4, DIM)).sum().backward()
+    return [record.op for record in counting.records if record.op in ("reduce_scatter", "all_reduce")]
+
+
+def test_a_second_leg_starts_before_the_first_leg_of_the_next_module() -> None:
+    for found in run_threads(order_of_legs, 4):
+        assert len(found) >= 6 and found == ["reduce_scatter", "all_reduce"] * (len(found) // 2)
+
+
 def counting_both_legs(model: nn.Module) -> CountingTransport:
     root = fully_shard.state(model).root
     counting = CountingTransport.install(root)
@@ -548,6 +561,18 @@ def test_a_checkpoint_moves_between_meshes(
         assert all(torch.equal(value, expected[fqn]) for fqn, value in found.items())
 
 
+def saved_bytes(folder: str, shape: tuple[int, int]) -> int:
+    model, optimizer = trained(shape)
+    save_checkpoint(folder, 1, model, optimizer)
+    return sum(path.stat().st_size for path in Path(folder).rglob("*.distcp"))
+
+
+def test_a_checkpoint_holds_each_value_once(tmp_path: Path) -> None:
+    once = run_threads(saved_bytes, 2, str(tmp_path / "once"), (1, 2))[0]
+    copied = run_threads(saved_bytes, 6, str(tmp_path / "copied"), (3, 2))[0]
+    assert once > 0 and copied < 1.5 * once
+
+
 # Meshes
 
 
@@ -640,6 +665,12 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, case: str
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     (text,) = run_threads(refused, 1, case)
     assert expected in text and "\n  at:  rank 0" in text and "\n  fix: " in text
+
+
+@pytest.mark.parametrize("count", ["0", "2"])
+def test_ranks_on_a_host_that_divide_nothing_are_refused(monkeypatch: pytest.MonkeyPatch, count: str) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", count)
+    assert f"the ranks on each host are {count} of 1" in run_threads(refused, 1, "hosts")[0]
 
 
 def paired_otherwise() -> str:

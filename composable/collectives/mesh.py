@@ -59,7 +59,6 @@ class Grid:
         shard: Those that share each shard between them.
         replicas: Those that hold the same shard as this rank; ``None``: this rank alone.
         everyone: All whose gradients are averaged.
-        columns: Of each rank of the shard group, the global numbers of those that hold the same shard; empty: none do.
         rows: Of each of the replicas, the global numbers of its shard group; empty: there are none.
         is_hybrid: Copies were asked for, though there may be one only.
     """
@@ -67,7 +66,6 @@ class Grid:
     shard: Ranks
     replicas: Ranks | None
     everyone: Ranks
-    columns: tuple[tuple[int, ...], ...] = ()
     rows: tuple[tuple[int, ...], ...] = ()
     is_hybrid: bool = False
 
@@ -103,8 +101,12 @@ class Grid:
             )
         if replicas.size == 1:
             return Grid(shard, None, shard, is_hybrid=True)
-        columns = tuple(numbers for numbers, *_ in told)
-        return Grid(shard, replicas, _everyone(columns, shard.device), columns, rows, is_hybrid=True)
+        return Grid(shard, replicas, _everyone(rows, shard.device), rows, is_hybrid=True)
+
+    @property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """Of each rank of the shard group, the global numbers of those that hold the same shard; empty: none do."""
+        return tuple(zip(*self.rows))
 
     def replica_of(self, number: int) -> int:
         """Return which of ``replicas`` is in the same copy of all shards as the rank with this global number."""
@@ -117,9 +119,9 @@ class Grid:
         return Grid(alone, ranks, ranks)
 
 
-def _everyone(columns: Sequence[Sequence[int]], device: torch.device) -> Ranks:
+def _everyone(rows: Sequence[Sequence[int]], device: torch.device) -> Ranks:
     """Return the ranks of all copies of all shards; one group for all that ask. Collective over them at first."""
-    numbers = tuple(sorted(number for column in columns for number in column))
+    numbers = tuple(sorted(number for row in rows for number in row))
     world = dist.group.WORLD
     assert world is not None, "checked by who made the mesh"
     if numbers == tuple(dist.get_process_group_ranks(world)):
@@ -242,7 +244,7 @@ def _mesh_of_hosts(params: Iterable[nn.Parameter]) -> DeviceMesh:
     world, size = dist.group.WORLD, dist.get_world_size()
     assert world is not None, "checked above"
     known = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not known.isdigit() or size % int(known):
+    if not known.isdigit() or not int(known) or size % int(known):
         raise ConfigError(
             f"a hybrid strategy without a mesh, and the ranks on each host are {known or 'not known'} of {size}",
             at=place_of_rank(),
