@@ -445,6 +445,36 @@ def test_shards_that_wait_are_divided_once_whatever_hooks_come_and_go(hooks: lis
     run_threads(hooked_between, 4, hooks)
 
 
+def keep_and_halve(shard: torch.Tensor) -> None:
+    """Halve what is equal on the ranks with copies only after the second leg: their sum then is twice the same."""
+    total = shard.clone()
+    dist.all_reduce(total, group=group_of_copies())
+    torch.testing.assert_close(total, 2 * shard)
+    shard.mul_(0.5)
+
+
+def group_of_copies() -> dist.ProcessGroup:
+    return mesh_of((2, 2)).get_group("replicate")
+
+
+def halved(way: str) -> None:
+    scaled, plain = sharded_net((2, 2)), sharded_net((2, 2))
+    for module in (scaled, scaled[1], scaled[2]):
+        if way == "factor":
+            module.set_gradient_divide_factor(8.0)
+        else:
+            module.set_all_reduce_hook(keep_and_halve)
+    for model in (scaled, plain):
+        model(random_input(dist.get_rank(), 4, DIM)).square().mean().backward()
+    for found, expected in zip(scaled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(found.grad), full(expected.grad) / 2)
+
+
+@pytest.mark.parametrize("way", ["factor", "hook after both legs"])
+def test_a_factor_divides_once_and_a_hook_sees_the_result_of_both_legs(way: str) -> None:
+    run_threads(halved, 4, way)
+
+
 # State
 
 
