@@ -9,7 +9,7 @@ from composable.collectives.places import Told, described, notice_tree
 from composable.collectives.process_group import DONE
 from composable.collectives.ranks import Ranks, compare_in_each
 from composable.collectives.verdict import Tree
-from composable.collectives.watch import annotating, set_divergence_timeout, watch_ranks
+from composable.collectives.watch import annotating, explain_waits, set_divergence_timeout, watch_ranks
 
 __all__ = [
     "DONE",
@@ -28,6 +28,7 @@ __all__ = [
     "choose_transport_for",
     "compare_in_each",
     "described",
+    "explain_waits",
     "host_transport_of",
     "make_host_ranks",
     "notice_tree",
