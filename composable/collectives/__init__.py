@@ -1,7 +1,12 @@
 """How bytes move between ranks, and how ranks agree: the only folder that calls ``torch.distributed``."""
 
 from composable.collectives.base import Pending, Started, Transport
-from composable.collectives.choose import choose_transport_for, host_transport_of, transport_of
+from composable.collectives.choose import (
+    choose_transport_for,
+    host_transport_of,
+    settle_transport_for,
+    transport_of,
+)
 from composable.collectives.group_calls import all_reduce_in, reduce_scatter_in, wait_for_work
 from composable.collectives.mesh import DataParallelMeshDims, Grid, GroupOrPair, resolve_grid, resolve_ranks
 from composable.collectives.own_groups import OwnTransport, make_host_ranks
@@ -36,6 +41,7 @@ __all__ = [
     "resolve_grid",
     "resolve_ranks",
     "set_divergence_timeout",
+    "settle_transport_for",
     "transport_of",
     "wait_for_work",
     "watch_ranks",

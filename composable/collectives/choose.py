@@ -23,6 +23,7 @@ __all__ = [
     "choose_transport_for",
     "host_transport_of",
     "make_transport",
+    "settle_transport_for",
     "transport_of",
 ]
 
@@ -61,18 +62,28 @@ def choose_transport(device_type: str, backend: str, hosts: Sequence[int], name:
 
 
 def choose_transport_for(ranks: Ranks, name: str = "auto") -> str:
-    """Return the name of the transport for these ranks. Collective where it depends on their hosts.
+    """Return the name of the transport for these ranks, as it is if they all share a host. Not collective.
 
     Raises:
         ConfigError: As ``choose_transport``.
     """
-    kind, backend = ranks.device.type, dist.get_backend(ranks.process_group)
-    on_one_host = (0,) * ranks.size
-    choice = choose_transport(kind, backend, on_one_host, name)
-    if name != "auto" or choice == ProcessGroupTransport.name:
-        # The same on any hosts: nobody need be asked.
-        return choice
-    return choose_transport(kind, backend, hosts_of(ranks), name)
+    return choose_transport(ranks.device.type, dist.get_backend(ranks.process_group), (0,) * ranks.size, name)
+
+
+def settle_transport_for(ranks: Ranks, name: str) -> str:
+    """Return the name of the transport for these ranks, wherever they are. Collective if that makes a difference.
+
+    Where ranks have not yet compared what they do, one that waits here for another's host may meet a collective of
+    another size, which ends the process.
+
+    Args:
+        ranks: Who talks.
+        name: The user's choice, which has been checked.
+    """
+    on_one_host = choose_transport_for(ranks, name)
+    if name != "auto" or on_one_host == ProcessGroupTransport.name:
+        return on_one_host
+    return choose_transport(ranks.device.type, dist.get_backend(ranks.process_group), hosts_of(ranks), name)
 
 
 def make_transport(name: str, group: dist.ProcessGroup) -> Transport:

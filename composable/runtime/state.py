@@ -3,6 +3,7 @@
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,7 +11,15 @@ from torch.utils.hooks import RemovableHandle
 
 import _traversal_utils
 from composable.casts import LentBuffers
-from composable.collectives import Grid, OwnTransport, Ranks, host_transport_of, notice_tree, transport_of
+from composable.collectives import (
+    Grid,
+    OwnTransport,
+    Ranks,
+    host_transport_of,
+    notice_tree,
+    settle_transport_for,
+    transport_of,
+)
 from composable.contract import get_registry, managing_state
 from composable.errors import UsageError, located, place_of_rank
 from composable.planning import ShardPlan, managed_modules, name_modules
@@ -38,7 +47,7 @@ class FullyShardState:
         plan: What the annotation decided.
         mesh: 1-D mesh of the shard group.
         grid: The ranks of the mesh, and those of its replicas.
-        transport_name: How the handles' bytes travel.
+        transport_choice: How the handles' bytes shall travel, as the user said.
         ignored_modules: What the annotation leaves alone, with all below.
         ignored_slots: (module, name) of the parameters outside of these that it leaves alone.
         skipped_modules: What keeps its dtype under the mixed precision policy, each with the outermost around it.
@@ -55,7 +64,7 @@ class FullyShardState:
         self.plan: ShardPlan
         self.mesh: DeviceMesh
         self.grid: Grid
-        self.transport_name = ""
+        self.transport_choice = "auto"
         self.ignored_modules: frozenset[nn.Module] = frozenset()
         self.ignored_slots: list[tuple[nn.Module, str]] = []
         self.skipped_modules: dict[nn.Module, nn.Module] = {}
@@ -196,12 +205,15 @@ class Root:
                     handle.is_shared |= found.root.state not in states
         replicas: dict[tuple[Ranks, str], Replicas] = {}
         for found in states:
-            transport = transport_of(found.grid.shard.process_group, found.transport_name)
+            name = settle_transport_for(found.grid.shard, found.transport_choice)
+            if name != found.plan.transport:
+                found.plan = replace(found.plan, transport=name)
+            transport = transport_of(found.grid.shard.process_group, name)
             copies = found.grid.replicas
             between: Replicas | None = None
             if copies is not None:
-                key = copies, found.transport_name
-                between = replicas.get(key) or Replicas(transport_of(copies.process_group, found.transport_name))
+                key = copies, name
+                between = replicas.get(key) or Replicas(transport_of(copies.process_group, name))
                 replicas[key] = between
             for handle in found._handles:
                 for flat in handle.buffers:
@@ -264,7 +276,7 @@ def _make_agreements(states: Sequence[FullyShardState], accounts: Sequence[Accou
     found: dict[Ranks, tuple[str, list[Account]]] = {}
     for account in accounts:
         state = ranks_of[account.flat]
-        own = found.setdefault(state.grid.everyone, (state.transport_name, []))[1]
+        own = found.setdefault(state.grid.everyone, (state.plan.transport, []))[1]
         if not account.fills_with_zeros:
             own.append(account)
     handles: dict[Ranks, list[Handle]] = {}

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -140,3 +141,27 @@ def test_uneven_hosts_are_refused_on_every_rank() -> None:
         text = "\n".join(texts)
         assert "different numbers of ranks: 2 on 1 host, 1 on 1 host" in text
         assert f"at:  rank {rank}" in text
+
+
+def transports_before_and_after_a_forward(transport: str) -> tuple[str, str]:
+    model = fully_shard(nn.Linear(4, 4), transport=transport)
+    state = sharded_state_of(model)
+    before = state.plan.transport
+    model(torch.ones(2, 4)).sum().backward()
+    return before, state.plan.transport
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_host", "transport", "expected"),
+    [
+        (None, "auto", ("point_to_point", "point_to_point")),
+        (3, "auto", ("point_to_point", "process_group")),
+        (3, "point_to_point", ("point_to_point", "point_to_point")),
+        (None, "process_group", ("process_group", "process_group")),
+    ],
+)
+def test_a_plan_has_the_transport_of_the_hosts_from_the_first_forward_on(
+    ranks_per_host: int | None, transport: str, expected: tuple[str, str]
+) -> None:
+    found = run_threads(transports_before_and_after_a_forward, 6, transport, ranks_per_host=ranks_per_host)
+    assert found == [expected] * 6
