@@ -20,10 +20,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Host", "Job", "cut", "two_hosts", "why_no_hosts"]
+__all__ = ["WIRE", "Host", "Job", "NoHostsError", "cut", "two_hosts", "why_no_hosts"]
 
 ROOT = Path(__file__).parent.parent
-_WIRE = "wire0"
+WIRE = "wire0"
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _NOBODY = "02:00:00:00:00:01"
 _PORT = 29500  # nobody else can be on it in a namespace of its own
@@ -86,7 +86,7 @@ class Host:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": _WIRE,
+            "GLOO_SOCKET_IFNAME": WIRE,
             "COMPOSABLE_HOST": "",
             **variables,
         }
@@ -131,7 +131,7 @@ def cut(hosts: Sequence[Host]) -> None:
     """Cut the wire between two hosts: what is sent from now on is lost, and nobody is told."""
     for host, other in (hosts, hosts[::-1]):
         # Frames for a card that nobody has. Addresses and routes stay, so the ranks of one host still reach each other.
-        host.run(*f"ip neighbour replace {other.address} lladdr {_NOBODY} nud permanent dev {_WIRE}".split())
+        host.run(*f"ip neighbour replace {other.address} lladdr {_NOBODY} nud permanent dev {WIRE}".split())
 
 
 @contextmanager
@@ -155,11 +155,11 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
                 _wait_until_ready(first)
                 enter = ["nsenter", "--target", str(first.pid), "--user", "--preserve-credentials"]
                 unshare = [*enter, "unshare", "--net", "cat"]
-            wire = ["ip", "link", "add", _WIRE, "type", "veth", "peer", "name", _WIRE]
+            wire = ["ip", "link", "add", WIRE, "type", "veth", "peer", "name", WIRE]
             hosts[0].run(*wire, "netns", str(hosts[1]._first.pid))
             for host in hosts:
-                host.run("ip", "address", "add", f"{host.address}/24", "dev", _WIRE)
-                host.run("ip", "link", "set", _WIRE, "up")
+                host.run("ip", "address", "add", f"{host.address}/24", "dev", WIRE)
+                host.run("ip", "link", "set", WIRE, "up")
                 host.run("ip", "link", "set", "lo", "up")
             yield hosts[0], hosts[1]
         finally:

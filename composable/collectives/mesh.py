@@ -330,6 +330,7 @@ def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
     mesh_dim = sum(places.get(name, -1) < places.get(own, -1) for name in others)
     dims = (*others[:mesh_dim], own, *others[mesh_dim:])
     made = root[dims]
+    wait_like_the_world(Ranks.of_mesh(other, dim) for dim in range(other.ndim))
     known.append((root, names, made))
     return made, mesh_dim
 

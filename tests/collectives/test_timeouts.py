@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from composable import fully_shard, replicate
 from composable.collectives.timeouts import told_timeout
@@ -14,31 +15,35 @@ from composable.torch_private import groups_of_process, timeout_of
 from tests.world import run_ranks
 
 WORLD_S = 120.0  # what tests/world.py tells the default group: twice its own patience
+DEFAULT_S = 1800.0
 
 
 def seconds_of_groups() -> dict[str, float]:
     return {name: timeout_of(group).total_seconds() for name, group in groups_of_process().items()}
 
 
-def timeouts_after_a_step(annotation: str) -> set[float]:
+def timeouts_after_a_step(way: str) -> set[float]:
     model = nn.Linear(4, 4)
-    if annotation == "replicate":
-        replicate(model, device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"])
-        used = 1
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "inner"))
+    if way == "replicate":
+        replicate(model, device_mesh=mesh["dp"])
+    elif way == "copies":
+        fully_shard(model, mesh=mesh)
     else:
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-        used = 2
+        parallelize_module(model, mesh["inner"], ColwiseParallel())
+        fully_shard(model, mesh=mesh["dp"])
     model(torch.ones(2, 4)).sum().backward()
     found = seconds_of_groups()
-    assert len(found) > used, "transports have groups of their own"
-    # What the annotation has nothing to do with is left alone.
-    assert sorted(found.values())[-1] == (1800.0 if annotation == "replicate" else WORLD_S)
-    return {seconds for seconds in found.values() if seconds < 1800}
+    assert len(found) > 3, "the world, two dims, and groups of transports"
+    if way == "replicate":
+        # What the annotation has nothing to do with is left alone.
+        assert found.pop(mesh["inner"].get_group().group_name) == DEFAULT_S
+    return set(found.values())
 
 
-@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
-def test_all_groups_of_an_annotation_wait_as_long_as_the_world(annotation: str) -> None:
-    assert run_ranks(timeouts_after_a_step, 4, annotation) == [{WORLD_S}] * 4
+@pytest.mark.parametrize("way", ["replicate", "copies", "tensor parallelism"])
+def test_all_groups_of_an_annotation_wait_as_long_as_the_world(way: str) -> None:
+    assert run_ranks(timeouts_after_a_step, 4, way) == [{WORLD_S}] * 4
 
 
 def timeouts_of_a_group_with_its_own() -> tuple[float, float]:
