@@ -80,10 +80,7 @@ def main() -> None:
                 said = jobs[0].said()
                 if any(codes):
                     sys.exit(said)
-                print(
-                    *(line for line in said.splitlines() if line.split()[2:3] and line.split()[2] in TRANSPORTS),
-                    sep="\n",
-                )
+                print("\n".join(line for line in said.splitlines() if any(name in line for name in TRANSPORTS)))
 
 
 if __name__ == "__main__":
