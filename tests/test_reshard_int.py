@@ -160,6 +160,8 @@ def random_run(seed: int) -> None:
         if draw.random() < 0.7:
             fully_shard(module, reshard_after_forward=draw.choice([None, True, False, *divisors * 2]))
     fully_shard(model, reshard_after_forward=draw.choice(divisors), unused_gradients=draw.choice(["none", "zero"]))
+    model.set_reshard_after_backward(draw.random() < 0.7)
+    model.set_keep_unsharded_storage(draw.random() < 0.3)
     optimizers = [torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9) for one in made]
     for step in range(4):
         micro_batches, clips, skips = draw.randint(1, 3), draw.random() < 0.5, draw.random() < 0.3

@@ -280,7 +280,7 @@ class ShardPlan:
         """Return the most bytes of unsharded parameters at a time.
 
         Handles that are not resharded after forward all live at its end; of the others, those
-        of the modules that are running and of the ``prefetch`` that come next.
+        of the modules that are running and of the ``prefetch`` that come next. Secondary shards are not counted.
 
         Args:
             prefetch: Handles gathered ahead of their use.
