@@ -1,6 +1,7 @@
 """What an annotation will do, decided before anything is changed: names and shapes in, numbers out."""
 
 from composable.planning.cut import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape
+from composable.planning.handle_plan import BufferPlan, HandlePlan
 from composable.planning.layout import FlatLayout
 from composable.planning.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn, is_hybrid
@@ -13,7 +14,7 @@ from composable.planning.precision import (
     skipped_modules,
 )
 from composable.planning.replaced import first_replacement, mark_replaced, marks_made, replacement_of
-from composable.planning.shard_plan import BufferPlan, HandlePlan, ShardPlan
+from composable.planning.shard_plan import ShardPlan
 from composable.planning.subclasses import Form
 from composable.planning.tree import managed_modules, name_modules
 

@@ -15,11 +15,12 @@ from composable.arguments import readable_twice
 from composable.contract import get_registry
 from composable.errors import ConfigError
 from composable.planning.alignment import Cut, choose_cuts
+from composable.planning.handle_plan import BufferPlan, HandlePlan, ParamPlan
 from composable.planning.layout import layout_of_rows, plan_layout
 from composable.planning.offload import NO_OFFLOAD, OffloadPolicy
 from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, ParamDtypes, skipped_modules
-from composable.planning.shard_plan import BufferPlan, HandlePlan, ParamPlan, ShardPlan
+from composable.planning.shard_plan import ShardPlan
 from composable.planning.structure import FoundHandle, FoundParam, find_structure, named_roots
 from composable.planning.subclasses import Form
 from composable.planning.tree import managed_modules
