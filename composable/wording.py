@@ -11,6 +11,7 @@ __all__ = [
     "class_name",
     "count_text",
     "dtype_text",
+    "handle_name",
     "join_fqn",
     "list_text",
     "module_text",
@@ -47,6 +48,11 @@ def class_name(value: object) -> str:
 def module_text(fqn: str, kind: str) -> str:
     """Return what messages call a module: by its FQN and its class; one that has no FQN is the root of its tree."""
     return f"module {fqn!r} ({kind})" if fqn else f"module {kind}"
+
+
+def handle_name(module_fqns: Sequence[str]) -> str:
+    """Return what plans call a handle: the FQN of its module, or the positions of several."""
+    return ", ".join(fqn or "(root)" for fqn in module_fqns)
 
 
 def list_text(names: Collection[str], most: int = 5, *, write: Callable[[str], str] = repr) -> str:

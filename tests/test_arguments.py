@@ -21,6 +21,8 @@ from composable import (
     DataParallelMeshDims,
     DefaultState,
     FSDPModule,
+    Link,
+    Links,
     LowPrecisionState,
     MixedPrecisionPolicy,
     ModuleWrapPolicy,
@@ -137,6 +139,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         {
             "module": {"plain"},
             "world_size": {"3"},
+            "ranks_per_host": OPTIONAL,
             "policy": OPTIONAL,
             "strategy": OPTIONAL,
             "reshard_after_forward": {"None", "True"},
@@ -151,6 +154,22 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "transport": set(),
         },
     ),
+    "ShardPlan.on_hosts": (
+        lambda **arguments: plan(nn.Linear(2, 2), world_size=6).on_hosts(**arguments),
+        dict,
+        {"ranks_per_host": {"3"}},
+    ),
+    "ShardPlan.estimate": (
+        lambda **arguments: plan(nn.Linear(2, 2), world_size=2, ranks_per_host=2).estimate(**arguments),
+        lambda: {"links": Links(Link(0, 1e9))},
+        {"links": set()},
+    ),
+    "Link": (
+        Link,
+        lambda: {"latency": 1e-6, "bandwidth": 1e9},
+        {"latency": {"3", "1.5", "np.3"}, "bandwidth": {"3", "1.5", "np.3"}},
+    ),
+    "Links": (Links, lambda: {"inside": Link(0, 1e9)}, {"inside": set(), "between": OPTIONAL}),
     "fully_shard": (
         fully_shard,
         lambda: {"module": nn.Sequential(nn.Linear(2, 2), nn.ReLU())},
@@ -452,6 +471,7 @@ ELSEWHERE = {
         "FSDPModule",
         "GradientReductionHandle",
         "ParamBucket",
+        "PlanEstimate",
         "RaggedDTensor",
         "ReductionStats",
         "ReplicateModule",  # tests/test_replicate_module.py

@@ -3,6 +3,7 @@
 from composable.planning.cut import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape
 from composable.planning.handle_plan import BufferPlan, HandlePlan
 from composable.planning.layout import FlatLayout
+from composable.planning.links import Link, Links, PlanEstimate
 from composable.planning.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn, is_hybrid
 from composable.planning.planner import HandleMembers, make_plan, plan
@@ -28,9 +29,12 @@ __all__ = [
     "Form",
     "HandleMembers",
     "HandlePlan",
+    "Link",
+    "Links",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParamDtypes",
+    "PlanEstimate",
     "RaggedShard",
     "ShardOptions",
     "ShardPlacementFn",

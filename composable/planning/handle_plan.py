@@ -3,24 +3,19 @@
 Byte counts are per rank unless they say otherwise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from composable.planning.layout import FlatLayout, Promise
 from composable.planning.subclasses import Subclass
-from composable.wording import bytes_text, count_text, dtype_text, list_text
+from composable.wording import bytes_text, count_text, dtype_text, handle_name, list_text
 
-__all__ = ["FQNS_SHOWN", "BufferPlan", "HandlePlan", "ParamPlan", "describe_handle", "dtypes_text", "handle_name"]
+__all__ = ["FQNS_SHOWN", "BufferPlan", "HandlePlan", "ParamPlan", "describe_handle", "dtypes_text"]
 
 # Of a list of names, as a plan prints it.
 FQNS_SHOWN = 3
-
-
-def handle_name(module_fqns: Sequence[str]) -> str:
-    """Return what plans call a handle: the FQN of its module, or the positions of several."""
-    return ", ".join(fqn or "(root)" for fqn in module_fqns)
 
 
 @dataclass(frozen=True)

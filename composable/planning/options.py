@@ -103,6 +103,7 @@ class ShardOptions:
         mp_policy: Dtypes of computation and reduction, also as torch's own policies.
         offload_policy: Where shards, gradients and optimizer state rest, also as torch's own policies.
         shard_as_bytes: Classes of parameters with packed storage and state beside it.
+        hosts: Of each rank the host that it is on, as ``ShardPlan`` has them.
 
     Raises:
         ConfigError: Options are wrong, or contradict each other.
@@ -122,6 +123,7 @@ class ShardOptions:
     mp_policy: object = NO_CASTS
     offload_policy: object = NO_OFFLOAD
     shard_as_bytes: Collection[type[torch.Tensor]] = ()
+    hosts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, size, what in (

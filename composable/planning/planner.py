@@ -52,6 +52,7 @@ def plan(
     *,
     world_size: int,
     replicas: int = 1,
+    ranks_per_host: int | None = None,
     policy: PolicyLike | None = None,
     strategy: ShardingStrategy | str | None = None,
     reshard_after_forward: bool | None = None,
@@ -71,6 +72,8 @@ def plan(
         module: An unannotated module, or several that share one handle; may be on the meta device.
         world_size: Ranks that would share the parameters.
         replicas: Ranks that would hold each shard: with more than one, as many times ``world_size`` ranks train.
+        ranks_per_host: Ranks on each host, which say what crosses between hosts: ranks are numbered host by host, and
+            those that share parameters are neighbours.
         policy: Which submodules get handles of their own.
         strategy: ``FULL_SHARD``, ``SHARD_GRAD_OP``, ``HYBRID_SHARD`` or ``HYBRID_SHARD_ZERO2``, or its name; instead of
             ``reshard_after_forward``.
@@ -113,7 +116,8 @@ def plan(
         offload_policy=offload_policy,
         shard_as_bytes=shard_as_bytes,
     )
-    return make_plan(module, options)[0]
+    made = make_plan(module, options)[0]
+    return made if ranks_per_host is None else made.on_hosts(ranks_per_host)
 
 
 def make_plan(
@@ -156,6 +160,7 @@ def make_plan(
         ignored_fqns=structure.ignored_fqns,
         mp_policy=options.precision,
         offload_policy=options.offload,
+        hosts=options.hosts,
     )
     members = tuple(
         HandleMembers(

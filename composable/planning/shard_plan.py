@@ -10,10 +10,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from composable.arguments import described
+from composable.errors import ConfigError, UsageError
 from composable.planning.handle_plan import FQNS_SHOWN, BufferPlan, HandlePlan, describe_handle, dtypes_text
+from composable.planning.links import HandleEstimate, Links, PlanEstimate
 from composable.planning.memory import HandleBytes, Reduced, peak_of_step
 from composable.planning.offload import NO_OFFLOAD, OffloadPolicy
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy
+from composable.planning.traffic import Exchange, HandleTraffic, Traffic, groups_of
 from composable.wording import bytes_text, count_text, list_text, module_text, sibling_lines
 
 __all__ = ["HandleCollectives", "ShardPlan"]
@@ -34,6 +38,11 @@ class HandleCollectives:
     all_reduces: int = 0
     all_reduce_bytes: int = 0
 
+    @property
+    def collectives(self) -> int:
+        """Calls of all kinds."""
+        return self.all_gathers + self.reduce_scatters + self.all_reduces
+
 
 @dataclass(frozen=True)
 class ShardPlan:
@@ -52,6 +61,7 @@ class ShardPlan:
         mp_policy: Dtypes of computation and reduction, as they were asked for.
         offload_policy: Where shards, gradients and optimizer state rest.
         replicas: Ranks that hold each shard.
+        hosts: Of each rank, one copy of all shards after the other, the host that it is on; empty: not known.
     """
 
     world_size: int
@@ -63,6 +73,7 @@ class ShardPlan:
     mp_policy: MixedPrecisionPolicy = NO_CASTS
     offload_policy: OffloadPolicy = NO_OFFLOAD
     replicas: int = 1
+    hosts: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def numel(self) -> int:
@@ -210,6 +221,84 @@ class ShardPlan:
             )
         return tuple(found)
 
+    @property
+    def collectives_per_step(self) -> int:
+        """Calls of collectives in one training step whose forward starts at the annotated module."""
+        return sum(one.collectives for one in self.expected_collectives())
+
+    def on_hosts(self, ranks_per_host: int) -> "ShardPlan":
+        """Return this plan for hosts that have so many ranks each, in order: the first host the first ranks, and so on.
+
+        Raises:
+            ConfigError: It is no number that divides that of all ranks.
+        """
+        ranks = self.world_size * self.replicas
+        is_number = isinstance(ranks_per_host, int) and not isinstance(ranks_per_host, bool)
+        if not is_number or ranks_per_host < 1 or ranks % ranks_per_host:
+            raise ConfigError(
+                f"ranks_per_host is {described(ranks_per_host)}, and there are {count_text(ranks, 'rank')}",
+                fix="pass how many ranks each host has, the same on all hosts",
+            )
+        return replace(self, hosts=tuple(rank // ranks_per_host for rank in range(ranks)))
+
+    def expected_traffic(self, *, is_root: bool = True) -> Traffic:
+        """Return what one rank sends in one training step, to ranks on its host and to those on others.
+
+        Counted are the bytes of the collectives of ``expected_collectives`` on links, as means over all ranks. They
+        are exact where transport is ``point_to_point``, but for all-reduces; elsewhere those of a ring, below which no
+        algorithm stays in all. See ``docs/plan.md``.
+
+        Args:
+            is_root: Forward starts at the annotated module.
+
+        Raises:
+            UsageError: There are several ranks, and which of them share a host is not known.
+        """
+        return Traffic(tuple(HandleTraffic.of(*one) for one in self._exchanges(self._known_hosts(), is_root=is_root)))
+
+    def estimate(self, links: Links, *, is_root: bool = True) -> PlanEstimate:
+        """Return how long communication takes in one training step if nothing hides it, by handle and class of link.
+
+        A message takes the latency of its link, and its bytes over the bandwidth; what follows for collectives, and
+        what is left out, stands in ``docs/plan.md``.
+
+        Args:
+            links: What messages take inside hosts and between them.
+            is_root: Forward starts at the annotated module.
+
+        Raises:
+            ConfigError: ``links`` are none, or there is none between hosts and several hosts.
+            UsageError: There are several ranks, and which of them share a host is not known.
+        """
+        if not isinstance(links, Links):
+            raise ConfigError(f"links is {described(links)}", fix="pass composable.Links(inside=composable.Link(...))")
+        exchanges = self._exchanges(self._known_hosts(), is_root=is_root)
+        return PlanEstimate(tuple(HandleEstimate.of(fqns, found, links) for fqns, found in exchanges))
+
+    def _known_hosts(self) -> tuple[int, ...]:
+        if not self.hosts and self.world_size * self.replicas > 1:
+            raise UsageError(
+                "which ranks share a host is not known",
+                fix="plan(..., ranks_per_host=8), plan.on_hosts(8), or start the script with torchrun",
+            )
+        return self.hosts or (0,)
+
+    def _exchanges(
+        self, hosts: Sequence[int], *, is_root: bool
+    ) -> Iterator[tuple[tuple[str, ...], tuple[Exchange, ...]]]:
+        """Yield for each handle the names of its modules, and what its collectives move between whom."""
+        sharing, copies = groups_of(hosts, self.world_size)
+        is_direct = self.transport == "point_to_point"
+        for one in self.expected_collectives(is_root=is_root):
+            yield (
+                one.module_fqns,
+                (
+                    Exchange(one.all_gathers, one.all_gather_bytes, sharing, is_direct=is_direct),
+                    Exchange(one.reduce_scatters, one.reduce_scatter_bytes, sharing, is_direct=is_direct),
+                    Exchange(one.all_reduces, one.all_reduce_bytes, copies, passes=2),
+                ),
+            )
+
     def part(self, handles: Iterable[HandlePlan], roots: Mapping[str, str], class_names: Sequence[str]) -> "ShardPlan":
         """Return the plan of some of the handles, as if the modules around them had been annotated on their own.
 
@@ -226,6 +315,7 @@ class ShardPlan:
             mp_policy=self.mp_policy,
             offload_policy=self.offload_policy,
             replicas=self.replicas,
+            hosts=self.hosts,
         )
 
     def without(self, handles: Sequence[HandlePlan]) -> "ShardPlan":
