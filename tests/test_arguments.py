@@ -164,6 +164,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         lambda: {"links": Links(Link(0, 1e9))},
         {"links": set()},
     ),
+    "ShardPlan.diff": (plan(nn.Linear(2, 2), world_size=2).diff, dict, {"other": set()}),
     "Link": (
         Link,
         lambda: {"latency": 1e-6, "bandwidth": 1e9},
@@ -471,6 +472,7 @@ ELSEWHERE = {
         "FSDPModule",
         "GradientReductionHandle",
         "ParamBucket",
+        "PlanDiff",
         "PlanEstimate",
         "RaggedDTensor",
         "ReductionStats",

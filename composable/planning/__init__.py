@@ -6,6 +6,7 @@ from composable.planning.layout import FlatLayout
 from composable.planning.links import Link, Links, PlanEstimate
 from composable.planning.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn, is_hybrid
+from composable.planning.plan_diff import PlanDiff
 from composable.planning.planner import HandleMembers, make_plan, plan
 from composable.planning.precision import (
     NO_CASTS,
@@ -34,6 +35,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParamDtypes",
+    "PlanDiff",
     "PlanEstimate",
     "RaggedShard",
     "ShardOptions",

@@ -12,7 +12,7 @@ from composable.planning.layout import FlatLayout, Promise
 from composable.planning.subclasses import Subclass
 from composable.wording import bytes_text, count_text, dtype_text, handle_name, list_text
 
-__all__ = ["FQNS_SHOWN", "BufferPlan", "HandlePlan", "ParamPlan", "describe_handle", "dtypes_text"]
+__all__ = ["FQNS_SHOWN", "BufferPlan", "HandlePlan", "ParamPlan", "describe_buffer", "describe_handle", "dtypes_text"]
 
 # Of a list of names, as a plan prints it.
 FQNS_SHOWN = 3
@@ -169,7 +169,7 @@ class HandlePlan:
 
 def describe_handle(handle: HandlePlan) -> str:
     """Return what is said of a handle after its name and class."""
-    kinds = ", ".join(map(_describe_buffer, handle.buffers))
+    kinds = ", ".join(map(describe_buffer, handle.buffers))
     padding = f", padding {bytes_text(handle.padding_bytes)}" if handle.padding_bytes else ""
     tied = sum(bool(param.shared_fqns) for param in handle.params)
     return (
@@ -182,7 +182,8 @@ def describe_handle(handle: HandlePlan) -> str:
     )
 
 
-def _describe_buffer(buffer: BufferPlan) -> str:
+def describe_buffer(buffer: BufferPlan) -> str:
+    """Return the dtypes of a buffer, and whether it is trained."""
     return dtypes_text(buffer) + ("" if buffer.requires_grad else " frozen")
 
 

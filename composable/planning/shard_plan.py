@@ -6,7 +6,7 @@ Byte counts are per rank unless they say otherwise.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from composable.planning.handle_plan import FQNS_SHOWN, BufferPlan, HandlePlan, 
 from composable.planning.links import HandleEstimate, Links, PlanEstimate
 from composable.planning.memory import HandleBytes, Reduced, peak_of_step
 from composable.planning.offload import NO_OFFLOAD, OffloadPolicy
+from composable.planning.plan_diff import PlanDiff, PlanFacts, diff_of
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy
 from composable.planning.traffic import Exchange, HandleTraffic, Traffic, groups_of
 from composable.wording import bytes_text, count_text, list_text, module_text, sibling_lines
@@ -275,13 +276,16 @@ class ShardPlan:
         exchanges = self._exchanges(self._known_hosts(), is_root=is_root)
         return PlanEstimate(tuple(HandleEstimate.of(fqns, found, links) for fqns, found in exchanges))
 
+    def _one_host(self) -> tuple[int, ...]:
+        return (0,) * (self.world_size * self.replicas)
+
     def _known_hosts(self) -> tuple[int, ...]:
         if not self.hosts and self.world_size * self.replicas > 1:
             raise UsageError(
                 "which ranks share a host is not known",
                 fix="plan(..., ranks_per_host=8), plan.on_hosts(8), or start the script with torchrun",
             )
-        return self.hosts or (0,)
+        return self.hosts or self._one_host()
 
     def _exchanges(
         self, hosts: Sequence[int], *, is_root: bool
@@ -298,6 +302,35 @@ class ShardPlan:
                     Exchange(one.all_reduces, one.all_reduce_bytes, copies, passes=2),
                 ),
             )
+
+    def diff(self, other: "ShardPlan") -> PlanDiff:
+        """Return in what ``other`` differs from this plan: of the same model or of another one, for any ranks.
+
+        The result is false where nothing does; also what ``==`` leaves out counts, transport and hosts.
+
+        Raises:
+            ConfigError: ``other`` is no plan.
+        """
+        if not isinstance(other, ShardPlan):
+            raise ConfigError(f"other is {described(other)}", fix="pass a ShardPlan: plan(...), or that of a state")
+        return diff_of(self._facts(), other._facts())
+
+    def _facts(self) -> PlanFacts:
+        is_known = bool(self.hosts)
+        handles = [HandleTraffic.of(*one) for one in self._exchanges(self.hosts or self._one_host(), is_root=True)]
+        traffic = Traffic(tuple(handles))
+        figures = {
+            "elements": self.numel,
+            "bytes at rest": self.bytes_per_rank_at_rest(),
+            "bytes at rest on the host": self.host_bytes_per_rank_at_rest(),
+            "bytes at the peak": self.peak_bytes_per_rank(),
+            "collectives of a step": traffic.collectives,
+            "bytes sent in a step": traffic.inside_bytes + traffic.between_bytes,
+            "bytes sent inside the host": traffic.inside_bytes if is_known else None,
+            "bytes sent to other hosts": traffic.between_bytes if is_known else None,
+        }
+        settings = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "handles"}
+        return PlanFacts(settings, figures, self.handles)
 
     def part(self, handles: Iterable[HandlePlan], roots: Mapping[str, str], class_names: Sequence[str]) -> "ShardPlan":
         """Return the plan of some of the handles, as if the modules around them had been annotated on their own.
