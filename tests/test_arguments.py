@@ -27,6 +27,7 @@ from composable import (
     MixedPrecisionPolicy,
     ModuleWrapPolicy,
     RaggedShard,
+    ShardPlan,
     SizePolicy,
     accelerate_optimizer,
     as_ddp,
@@ -165,6 +166,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         {"links": set()},
     ),
     "ShardPlan.diff": (plan(nn.Linear(2, 2), world_size=2).diff, dict, {"other": set()}),
+    "ShardPlan.from_json": (ShardPlan.from_json, dict, {"text": set()}),
     "Link": (
         Link,
         lambda: {"latency": 1e-6, "bandwidth": 1e9},

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
+from composable import Link, Links
 from composable.contract import contract, get_registry
 from composable.errors import ConfigError
 from composable.planning import HandlePlan, ShardingStrategy, ShardOptions, ShardPlan, make_plan, plan
@@ -18,6 +19,8 @@ from composable.planning.replaced import mark_replaced
 from composable.policies import SizePolicy
 from composable.ragged.spec import ragged_spec
 from composable.ragged.tensor import RaggedDTensor
+from examples.gpt import GPT, GPTSize
+from examples.gpt import Block as GPTBlock
 from tests.models import MLP, Block, FrozenMixed, MixedDtypes, MLPBlock, Scalars, TiedAcross, TiedWithin, TinyGPT
 
 
@@ -436,6 +439,21 @@ def test_a_thousand_layers_are_planned_in_well_under_a_second() -> None:
         elapsed_s.append(time.perf_counter() - start)
     # 0.4 s on an idle core; the bound leaves room for a busy machine, and still rules out quadratic work.
     assert min(elapsed_s) < 2
+
+
+@pytest.mark.parametrize("world_size", [8, 64, 512, 4096])
+def test_a_plan_for_thousands_of_ranks_takes_no_longer(world_size: int) -> None:
+    with torch.device("meta"):
+        model = GPT(GPTSize(layers=48, width=4096, heads=32, context=64))
+    elapsed_s = []
+    for _ in range(2):
+        start = time.perf_counter()
+        made = plan(model, policy={GPTBlock}, world_size=world_size, ranks_per_host=8)
+        made.peak_bytes_per_rank(), made.digest(), str(made), made.expected_traffic()
+        made.estimate(Links(Link(1e-6, 1e9), Link(1e-6, 1e9)))
+        elapsed_s.append(time.perf_counter() - start)
+    # 0.03 s on an idle core, of which ten milliseconds for the groups of 4096 ranks.
+    assert min(elapsed_s) < 1
 
 
 # -- what is refused

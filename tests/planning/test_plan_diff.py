@@ -21,7 +21,7 @@ def gpt(layers: int = 3, policy: object = None, **given: object) -> ShardPlan:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_plan_does_not_differ_from_one_that_is_made_alike(seed: int) -> None:
-    found = random_plan(seed).diff(random_plan(seed))
+    found = random_plan(seed).diff(ShardPlan.from_json(random_plan(seed).to_json()))
     assert found.is_empty and not found
     assert str(found) == "the plans are alike"
 
