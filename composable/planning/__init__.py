@@ -1,8 +1,8 @@
 """What an annotation will do, decided before anything is changed: names and shapes in, numbers out."""
 
-from composable.planning.cut import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape
+from composable.planning.cut import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape, strides_of
 from composable.planning.handle_plan import BufferPlan, HandlePlan
-from composable.planning.layout import FlatLayout
+from composable.planning.layout import FlatLayout, Span
 from composable.planning.links import Link, Links, PlanEstimate
 from composable.planning.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn, is_hybrid
@@ -17,7 +17,7 @@ from composable.planning.precision import (
 )
 from composable.planning.replaced import first_replacement, mark_replaced, marks_made, replacement_of
 from composable.planning.shard_plan import ShardPlan
-from composable.planning.subclasses import Form
+from composable.planning.subclasses import Form, SplitNode
 from composable.planning.tree import managed_modules, name_modules
 
 __all__ = [
@@ -42,6 +42,8 @@ __all__ = [
     "ShardPlacementFn",
     "ShardPlan",
     "ShardingStrategy",
+    "Span",
+    "SplitNode",
     "as_mixed_precision",
     "boxes",
     "first_replacement",
@@ -57,4 +59,5 @@ __all__ = [
     "plan",
     "replacement_of",
     "skipped_modules",
+    "strides_of",
 ]

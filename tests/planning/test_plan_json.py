@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from composable import ConfigError, CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlan, UsageError, plan
 from tests.models import Block, TinyGPT
@@ -46,6 +49,19 @@ def test_random_plans_have_every_feature() -> None:
     assert {made.offload_policy for made in plans} >= {CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)}
     assert any(made.mp_policy.skipped_module_classes for made in plans)
     assert {bool(made.hosts) for made in plans} == {True, False}
+
+
+def test_a_parameter_that_tensor_parallelism_has_split_is_read() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(4, 4)
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(1)]))
+        made = plan(model, world_size=2)
+    finally:
+        dist.destroy_process_group()
+    read = ShardPlan.from_json(made.to_json())
+    assert fields_of(read) == fields_of(made) and "split as tp: Shard(dim=1) of [4, 4]" in str(read)
 
 
 def test_the_text_is_this() -> None:
