@@ -147,7 +147,7 @@ def _between(links: Links) -> Link:
 class PlanEstimate:
     """Seconds that communication takes in a training step, if nothing hides it and the network is idle.
 
-    The formula: ``composable/planning/links.py``. Left out: small messages, such as who has gradients; optimizers,
+    What is assumed: ``docs/plan.md``. Left out: small messages, such as who has gradients; optimizers,
     clipping and checkpoints; communication hooks and collectives of the user's.
     """
 

@@ -56,7 +56,7 @@ def of_json(cls: type[Any], text: object, format_number: int) -> Any:
     if not isinstance(data, dict):
         raise misfit(f"the text is {described(data)}, no object", "")
     found = data.pop("format", None)
-    if found != format_number or isinstance(found, bool):
+    if type(found) is not int or found != format_number:
         raise ConfigError(
             f"the format of the text is {described(found)}, and {format_number} is known",
             fix="read it with the version of the library that wrote it",

@@ -20,7 +20,7 @@ from composable.planning.plan_checks import check_handles, check_ranks
 from composable.planning.plan_diff import PlanDiff, PlanFacts, diff_of
 from composable.planning.plan_json import as_json, of_json
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy
-from composable.planning.traffic import Exchange, HandleTraffic, Traffic, groups_of
+from composable.planning.traffic import Exchange, Group, HandleTraffic, Traffic, groups_of
 from composable.wording import bytes_text, count_text, list_text, module_text, sibling_lines
 
 __all__ = ["HandleCollectives", "ShardPlan"]
@@ -260,7 +260,8 @@ class ShardPlan:
         Raises:
             UsageError: There are several ranks, and which of them share a host is not known.
         """
-        return Traffic(tuple(HandleTraffic.of(*one) for one in self._exchanges(self._known_hosts(), is_root=is_root)))
+        self._check_hosts()
+        return self._traffic(is_root=is_root)
 
     def estimate(self, links: Links, *, is_root: bool = True) -> PlanEstimate:
         """Return how long communication takes in one training step if nothing hides it, by handle and class of link.
@@ -278,25 +279,29 @@ class ShardPlan:
         """
         if not isinstance(links, Links):
             raise ConfigError(f"links is {described(links)}", fix="pass composable.Links(inside=composable.Link(...))")
-        exchanges = self._exchanges(self._known_hosts(), is_root=is_root)
+        self._check_hosts()
+        exchanges = self._exchanges(is_root=is_root)
         return PlanEstimate(tuple(HandleEstimate.of(fqns, found, links) for fqns, found in exchanges))
 
-    def _one_host(self) -> tuple[int, ...]:
-        return (0,) * (self.world_size * self.replicas)
+    def _traffic(self, *, is_root: bool) -> Traffic:
+        return Traffic(tuple(HandleTraffic.of(fqns, found) for fqns, found in self._exchanges(is_root=is_root)))
 
-    def _known_hosts(self) -> tuple[int, ...]:
+    def _check_hosts(self) -> None:
         if not self.hosts and self.world_size * self.replicas > 1:
             raise UsageError(
                 "which ranks share a host is not known",
                 fix="plan(..., ranks_per_host=8), plan.on_hosts(8), or start the script with torchrun",
             )
-        return self.hosts or self._one_host()
 
-    def _exchanges(
-        self, hosts: Sequence[int], *, is_root: bool
-    ) -> Iterator[tuple[tuple[str, ...], tuple[Exchange, ...]]]:
-        """Yield for each handle the names of its modules, and what its collectives move between whom."""
-        sharing, copies = groups_of(hosts, self.world_size)
+    def _exchanges(self, *, is_root: bool) -> Iterator[tuple[tuple[str, ...], tuple[Exchange, ...]]]:
+        """Yield for each handle the names of its modules, and what its collectives move between whom.
+
+        Where hosts are not known, as if there were one.
+        """
+        if self.hosts:
+            sharing, copies = groups_of(self.hosts, self.world_size)
+        else:
+            sharing, copies = (((Group((size,), 0), 1),) for size in (self.world_size, self.replicas))
         is_direct = self.transport == "point_to_point"
         for one in self.expected_collectives(is_root=is_root):
             yield (
@@ -321,9 +326,7 @@ class ShardPlan:
         return diff_of(self._facts(), other._facts())
 
     def _facts(self) -> PlanFacts:
-        is_known = bool(self.hosts)
-        handles = [HandleTraffic.of(*one) for one in self._exchanges(self.hosts or self._one_host(), is_root=True)]
-        traffic = Traffic(tuple(handles))
+        is_known, traffic = bool(self.hosts), self._traffic(is_root=True)
         figures = {
             "elements": self.numel,
             "bytes at rest": self.bytes_per_rank_at_rest(),

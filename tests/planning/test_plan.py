@@ -78,6 +78,20 @@ TinyGPT: 5 handles over 2 ranks, transport point_to_point
     )
 
 
+class Twins(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.layer0, self.layer1 = (nn.Linear(2, 2) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer1(self.layer0(self.layer(x)))
+
+
+def test_a_sibling_without_a_number_has_a_line_of_its_own() -> None:
+    lines = str(plan(Twins(), policy={nn.Linear}, world_size=1)).splitlines()
+    assert [line.split(":")[0].strip() for line in lines[2:]] == ["layer (Linear)", "layer[0-1] (Linear) x 2, each"]
+
+
 def test_a_plan_without_policy_warns_that_nothing_can_overlap() -> None:
     assert_expected_inline(
         str(plan(TinyGPT(tied=True), world_size=4)),

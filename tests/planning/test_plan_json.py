@@ -272,6 +272,7 @@ def test_a_text_that_was_changed_anywhere_is_refused_or_is_a_plan(seed: int) -> 
         ("{}", "the format of the text is None, and 1 is known"),
         ('{"format": 2}', "the format of the text is 2, and 1 is known"),
         ('{"format": true}', "the format of the text is True"),
+        ('{"format": 1.0}', "the format of the text is 1.0"),
         ('{"format": 1}', "the field 'world_size' is missing"),
         (None, "the text is None"),
         (b"{}", "the text is a bytes"),
@@ -282,6 +283,12 @@ def test_what_is_no_plan_is_refused(text: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ShardPlan.from_json(text)
     assert message in caught.value.what and caught.value.fix
+
+
+def test_a_plan_for_absurdly_many_ranks_is_compared_at_once() -> None:
+    data = json.loads(plan(nn.Linear(2, 2), world_size=2).to_json())
+    read = ShardPlan.from_json(json.dumps({**data, "replicas": 2**62}))
+    assert not read.diff(read)
 
 
 PARAM, SPAN = ("handles", 1, "params", 0), ("handles", 1, "buffers", 0, "layout", "spans", 0)
