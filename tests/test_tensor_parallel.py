@@ -321,3 +321,18 @@ def look() -> None:
 
 def test_a_sharded_parameter_has_the_shape_of_the_whole_on_the_mesh_of_both_dims() -> None:
     run_threads(look, 4)
+
+
+def annotate_two_models() -> list[bool]:
+    shapes = []
+    for _ in range(2):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = parallelize_module(nn.Sequential(nn.Linear(4, 6)), mesh["tp"], {"0": ColwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        model(torch.ones(2, 4)).sum().backward()
+        shapes.append(model[0].weight.grad.shape == (6, 4))
+    return shapes
+
+
+def test_each_model_may_have_a_mesh_of_its_own_that_is_equal() -> None:
+    assert run_threads(annotate_two_models, 4) == [[True, True]] * 4

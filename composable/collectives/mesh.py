@@ -319,7 +319,8 @@ def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
             fix="give the two other dims of one mesh: init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))",
         )
     root, names = root_mesh(mesh), (*(mesh.mesh_dim_names or ()), *(other.mesh_dim_names or ()))
-    if len(names) != 1 + other.ndim or root_mesh(other) is not root:
+    # Equal, not the same: DTensor gives parameters the first of the equal meshes that a process has made.
+    if len(names) != 1 + other.ndim or root_mesh(other) != root:
         raise ConfigError(
             "the parameter is a DTensor on a mesh that is no part of the one that it is to be sharded on",
             fix="make one mesh, init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp')), and pass mesh['tp'] to "
@@ -327,7 +328,7 @@ def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
         )
     known = _JOINED.setdefault(mesh.get_group(), [])
     for of_root, of_names, made in known:
-        if of_root is root and of_names == names:
+        if of_root == root and of_names == names:
             return made, (made.mesh_dim_names or ()).index(names[0])
     # A flattened dim is none of the root's own. Splits of one tensor dim are nested in the order of the other mesh.
     places = {name: place for place, name in enumerate(root.mesh_dim_names or ())}
