@@ -88,6 +88,15 @@ def test_a_difference_that_is_only_where_parameters_are_cut_is_said() -> None:
     assert str(found) == "handle blocks.0 changed: where parameters are cut changes"
 
 
+def test_handles_and_parameters_in_another_order_are_said() -> None:
+    before = gpt(layers=1)
+    (swapped,) = before.diff(replace(before, handles=before.handles[::-1])).settings
+    assert (swapped.name, swapped.after) == ("order of handles", ("blocks.0", "(root)"))
+    handle = replace(before.handles[1], params=before.handles[1].params[::-1])
+    (changed,) = before.diff(replace(before, handles=(before.handles[0], handle))).changed
+    assert [change.name for change in changed.changes] == ["order of parameters"]
+
+
 def test_what_is_no_plan_is_refused() -> None:
     with pytest.raises(ConfigError, match="other is 'plan'"):
         gpt().diff("plan")  # type: ignore[arg-type]

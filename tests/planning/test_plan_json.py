@@ -4,6 +4,8 @@ import copy
 import functools
 import json
 import random
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -340,6 +342,16 @@ def test_a_value_that_does_not_fit_is_named(path: tuple[Any, ...], value: Any, m
     error = refusal(data)
     assert message in error.what
     assert error.at
+
+
+def test_a_text_makes_no_module_import_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy, asked = types.ModuleType("lazy"), []
+    lazy.__dict__["__getattr__"] = asked.append  # what a module does that imports its parts when they are needed
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    data = json.loads(text_of())
+    data["mp_policy"]["skipped_module_classes"] = ["lazy:Layer"]
+    assert "no class of modules 'lazy:Layer' is loaded" in refusal(data).what
+    assert asked == []
 
 
 # -- what a text cannot hold
