@@ -91,7 +91,8 @@ class HandlePlan:
         reason: Why they have a handle.
         params: In ``named_parameters()`` order.
         buffers: One for each class of parameters.
-        reshard_after_forward: ``None``: only where the module is not the root.
+        reshard_after_forward: ``None``: only where the module is not the root. An int: but for secondary shards, from
+            which as many ranks gather again.
         unused_gradients: What a parameter that no rank has a gradient for gets, ``none`` or ``zero``.
     """
 
@@ -100,7 +101,7 @@ class HandlePlan:
     reason: str
     params: tuple[ParamPlan, ...]
     buffers: tuple[BufferPlan, ...]
-    reshard_after_forward: bool | None
+    reshard_after_forward: bool | int | None
     unused_gradients: str = "none"
 
     @property
@@ -162,9 +163,19 @@ class HandlePlan:
             ),
         )
 
+    @property
+    def secondary_ranks(self) -> int | None:
+        """How many ranks gather from secondary shards for backward; ``None``: there are none."""
+        return self.reshard_after_forward if type(self.reshard_after_forward) is int else None
+
+    @property
+    def secondary_bytes(self) -> int:
+        """Bytes of the secondary shards between forward and backward."""
+        return self.buffer_bytes // self.secondary_ranks if self.secondary_ranks else 0
+
     def is_resharded_after_forward(self, *, is_root: bool) -> bool:
         """Return whether the handle is freed between forward and backward, if its module is (not) the root."""
-        return not is_root if self.reshard_after_forward is None else self.reshard_after_forward
+        return not is_root if self.reshard_after_forward is None else bool(self.reshard_after_forward)
 
 
 def describe_handle(handle: HandlePlan) -> str:
@@ -176,10 +187,18 @@ def describe_handle(handle: HandlePlan) -> str:
         f"{count_text(len(handle.params), 'param')}"
         f"{f' ({tied} tied)' if tied else ''}, {handle.numel:,} {kinds},"
         f" {bytes_text(handle.shard_bytes)} per rank{padding}; {handle.reason}"
-        f"{'; kept for backward' if handle.reshard_after_forward is False else ''}"
+        f"{_describe_kept(handle)}"
         f"{'; unused gradients are zero' if handle.unused_gradients == 'zero' else ''}"
         f"{_describe_notes(handle)}"
     )
+
+
+def _describe_kept(handle: HandlePlan) -> str:
+    """Return what stays between forward and backward, as a clause."""
+    if handle.secondary_ranks is not None:
+        of = count_text(handle.secondary_ranks, "rank")
+        return f"; {bytes_text(handle.secondary_bytes)} kept for backward, a secondary shard over {of}"
+    return "; kept for backward" if handle.reshard_after_forward is False else ""
 
 
 def describe_buffer(buffer: BufferPlan) -> str:

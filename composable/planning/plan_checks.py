@@ -33,6 +33,9 @@ def check_handles(handles: Sequence[HandlePlan], world_size: int) -> None:
     for index, handle in enumerate(handles):
         where = f"handles[{index}]"
         _check_known(handle.unused_gradients, UNUSED_GRADIENTS, f"{where}.unused_gradients")
+        ranks = handle.secondary_ranks
+        if ranks is not None and (not 1 < ranks < world_size or world_size % ranks):
+            raise misfit(f"{ranks} is no part of {world_size} ranks", f"{where}.reshard_after_forward")
         _check_new(handle.module_fqns, modules, f"{where}.module_fqns")
         if not handle.module_fqns or len(handle.class_names) != len(handle.module_fqns):
             what = f"{count_text(len(handle.module_fqns), 'module')} of {len(handle.class_names)} classes"

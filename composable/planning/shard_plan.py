@@ -20,7 +20,7 @@ from composable.planning.plan_checks import check_handles, check_ranks
 from composable.planning.plan_diff import PlanDiff, PlanFacts, diff_of
 from composable.planning.plan_json import as_json, of_json
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy
-from composable.planning.traffic import Exchange, Group, HandleTraffic, Traffic, groups_of
+from composable.planning.traffic import Exchange, Group, Groups, HandleTraffic, Traffic, groups_of
 from composable.wording import bytes_text, count_text, list_text, module_text, sibling_lines
 
 __all__ = ["HandleCollectives", "ShardPlan"]
@@ -33,7 +33,8 @@ _FORMAT = 1
 class HandleCollectives:
     """What one handle's collectives amount to in one training step.
 
-    Bytes are of whole buffers; of all-reduces, which are between the ranks that hold copies, of shards.
+    Bytes are of whole buffers; of all-reduces, which are between the ranks that hold copies, of shards. Gathers from
+    secondary shards, which are between a part of the ranks, are counted apart.
     """
 
     module_fqns: tuple[str, ...]
@@ -43,11 +44,13 @@ class HandleCollectives:
     reduce_scatter_bytes: int
     all_reduces: int = 0
     all_reduce_bytes: int = 0
+    secondary_all_gathers: int = 0
+    secondary_all_gather_bytes: int = 0
 
     @property
     def collectives(self) -> int:
         """Calls of all kinds."""
-        return self.all_gathers + self.reduce_scatters + self.all_reduces
+        return self.all_gathers + self.reduce_scatters + self.all_reduces + self.secondary_all_gathers
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ class ShardPlan:
         """Return the most bytes of unsharded parameters at a time.
 
         Handles that are not resharded after forward all live at its end; of the others, those
-        of the modules that are running and of the ``prefetch`` that come next.
+        of the modules that are running and of the ``prefetch`` that come next. Secondary shards are not counted.
 
         Args:
             prefetch: Handles gathered ahead of their use.
@@ -174,6 +177,7 @@ class ShardPlan:
                 handle.gradient_bytes,
                 tuple(self._reduced(buffer) for buffer in handle.buffers if buffer.requires_grad),
                 handle.is_resharded_after_forward(is_root=is_root),
+                handle.secondary_bytes,
             )
             for handle, depth in zip(self.handles, depths, strict=True)
         ]
@@ -203,16 +207,17 @@ class ShardPlan:
     def expected_collectives(self, *, is_root: bool = True) -> tuple[HandleCollectives, ...]:
         """Return each handle's collectives in one training step: forward, backward, gradients synchronised.
 
-        One all-gather of each buffer for forward, one more for backward if it was freed between,
-        and one reduce-scatter of each buffer that requires gradients; where there are replicas, an
-        all-reduce of its shard. Empty buffers need none.
+        One all-gather of each buffer for forward, one more for backward if it was freed between, from
+        secondary shards where there are any, and one reduce-scatter of each buffer that requires gradients;
+        where there are replicas, an all-reduce of its shard. Empty buffers need none.
 
         Args:
             is_root: Forward starts at the annotated module.
         """
         found = []
         for handle in self.handles:
-            gathers = 2 if handle.is_resharded_after_forward(is_root=is_root) else 1
+            again = handle.is_resharded_after_forward(is_root=is_root)
+            gathers = 2 if again and handle.secondary_ranks is None else 1
             buffers = [buffer for buffer in handle.buffers if buffer.layout.numel]
             trainable = [buffer for buffer in buffers if buffer.requires_grad]
             found.append(
@@ -222,7 +227,8 @@ class ShardPlan:
                     gathers * sum(buffer.buffer_bytes for buffer in buffers),
                     len(trainable),
                     sum(buffer.gradient_bytes for buffer in trainable),
-                    *((len(trainable), sum(map(_between_replicas, trainable))) if self.replicas > 1 else ()),
+                    *((len(trainable), sum(map(_between_replicas, trainable))) if self.replicas > 1 else (0, 0)),
+                    *((len(buffers), handle.buffer_bytes) if handle.secondary_ranks else (0, 0)),
                 )
             )
         return tuple(found)
@@ -298,20 +304,26 @@ class ShardPlan:
 
         Where hosts are not known, as if there were one.
         """
+        sharing = self._groups(self.world_size)
+        copies: Groups = ((Group((self.replicas,), 0), 1),)
         if self.hosts:
-            sharing, copies = groups_of(self.hosts, self.world_size)
-        else:
-            sharing, copies = (((Group((size,), 0), 1),) for size in (self.world_size, self.replicas))
+            _, copies = groups_of(self.hosts, self.world_size)
         is_direct = self.transport == "point_to_point"
-        for one in self.expected_collectives(is_root=is_root):
+        for handle, one in zip(self.handles, self.expected_collectives(is_root=is_root), strict=True):
+            secondary = self._groups(handle.secondary_ranks) if handle.secondary_ranks else sharing
             yield (
                 one.module_fqns,
                 (
                     Exchange(one.all_gathers, one.all_gather_bytes, sharing, is_direct=is_direct),
                     Exchange(one.reduce_scatters, one.reduce_scatter_bytes, sharing, is_direct=is_direct),
                     Exchange(one.all_reduces, one.all_reduce_bytes, copies, passes=2),
+                    Exchange(one.secondary_all_gathers, one.secondary_all_gather_bytes, secondary, is_direct=is_direct),
                 ),
             )
+
+    def _groups(self, size: int) -> Groups:
+        """Return the groups of so many neighbours each."""
+        return groups_of(self.hosts, size)[0] if self.hosts else ((Group((size,), 0), 1),)
 
     def diff(self, other: "ShardPlan") -> PlanDiff:
         """Return in what ``other`` differs from this plan: of the same model or of another one, for any ranks.

@@ -93,7 +93,7 @@ def options(rng: random.Random, model: nn.Module) -> dict[str, Any]:
         "policy": rng.choice(
             [None, {nn.Linear}, {nn.Sequential}, SizePolicy(20), lambda module: hasattr(module, "scale")]
         ),
-        "reshard_after_forward": rng.choice([None, True, False]),
+        "reshard_after_forward": rng.choice([None, True, False, 2, 3, 8]),
         "ignored_params": [param for param in model.parameters() if rng.random() < 0.05],
         "ignored_modules": [module for module in inner if rng.random() < 0.05],
         "unused_gradients": rng.choice(["none", "zero"]),

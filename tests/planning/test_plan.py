@@ -449,9 +449,9 @@ def test_a_thousand_layers_are_planned_in_well_under_a_second() -> None:
         model = TinyGPT(layers=1000)
     elapsed_s = []
     for _ in range(2):
-        start = time.perf_counter()
+        start = time.process_time()
         str(plan(model, policy={Block}, world_size=8))
-        elapsed_s.append(time.perf_counter() - start)
+        elapsed_s.append(time.process_time() - start)
     # 0.4 s on an idle core; the bound leaves room for a busy machine, and still rules out quadratic work.
     assert min(elapsed_s) < 2
 
@@ -462,11 +462,11 @@ def test_a_plan_for_thousands_of_ranks_takes_no_longer(world_size: int) -> None:
         model = GPT(GPTSize(layers=48, width=4096, heads=32, context=64))
     elapsed_s = []
     for _ in range(2):
-        start = time.perf_counter()
+        start = time.process_time()
         made = plan(model, policy={GPTBlock}, world_size=world_size, ranks_per_host=8)
         made.peak_bytes_per_rank(), made.digest(), str(made), made.expected_traffic()
         made.estimate(Links(Link(1e-6, 1e9), Link(1e-6, 1e9)))
-        elapsed_s.append(time.perf_counter() - start)
+        elapsed_s.append(time.process_time() - start)
     # 0.03 s on an idle core, of which ten milliseconds for the groups of 4096 ranks.
     assert min(elapsed_s) < 1
 
@@ -633,7 +633,7 @@ def test_a_sum_that_is_still_to_be_taken_is_refused(one_rank: None) -> None:
         ({"world_size": 0}, "world_size is 0"),
         ({"strategy": "NO_SUCH"}, "strategy is 'NO_SUCH'\n  fix: pass one of 'FULL_SHARD', 'SHARD_GRAD_OP'"),
         ({"strategy": "FULL_SHARD", "reshard_after_forward": True}, "strategy and reshard_after_forward"),
-        ({"reshard_after_forward": 2}, "reshard_after_forward is 2"),
+        ({"reshard_after_forward": 3}, "reshard_after_forward is 3, and 2 ranks share the parameters"),
         ({"align": {"nothing": "tensor"}}, r"align names parameters that no handle owns: \['nothing'\]"),
         ({"align": {"inp.weight": "rows"}}, "align of 'inp.weight' is 'rows'"),
         ({"policy": "Block"}, "is not a policy"),

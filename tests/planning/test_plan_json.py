@@ -49,6 +49,7 @@ def test_random_plans_have_every_feature() -> None:
     assert any(made.kept_fqns for made in plans) and any(made.ignored_fqns for made in plans)
     assert any(span.order for made in plans for one in made.handles for buf in one.buffers for span in buf.layout.spans)
     assert {made.offload_policy for made in plans} >= {CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)}
+    assert any(handle.secondary_ranks for made in plans for handle in made.handles)
     assert any(made.mp_policy.skipped_module_classes for made in plans)
     assert {bool(made.hosts) for made in plans} == {True, False}
 
@@ -231,7 +232,7 @@ def test_every_value_of_another_type_is_named() -> None:
                 continue
             changed = copy.deepcopy(data)
             at(changed, path[:-1])[path[-1]] = other
-            if path[-1] in ("reshard_after_forward", "cast_root_forward_inputs") and isinstance(other, bool):
+            if path[-1] in ("reshard_after_forward", "cast_root_forward_inputs") and isinstance(other, bool | int):
                 continue  # None stands for a choice of two
             error = refusal(changed)
             assert error.at == name_of(path), f"{name_of(path)} = {other}"
@@ -316,6 +317,7 @@ PARAM, SPAN = ("handles", 1, "params", 0), ("handles", 1, "buffers", 0, "layout"
         ((*SPAN, "order"), [1], "[1] are not the dims of [16]"),
         (("handles", 1, "module_fqns"), [""], "'' is there twice"),
         (("handles", 1, "class_names"), [], "1 module of 0 classes"),
+        (("handles", 1, "reshard_after_forward"), 2, "2 is no part of 2 ranks"),
         (("handles", 1, "unused_gradients"), "some", "'some' is none of 'none', 'zero'"),
         (("handles", 1, "buffers"), [], "no buffer has 'blocks.0.norm1.weight'"),
         (("handles", 1, "buffers", 0, "layout", "world_size"), 3, "3, and the plan is for 2"),

@@ -83,6 +83,17 @@ def test_copies_inside_a_host_and_shards_across_is_the_other_way_round() -> None
     assert made.inside_bytes == 0 and made.between_bytes == 3 * 128 + 128
 
 
+def test_gathers_from_secondary_shards_stay_where_their_ranks_are() -> None:
+    options = {"world_size": 4, "ranks_per_host": 2, "transport": "process_group"}
+    whole = plan(wide(), **options, reshard_after_forward=True).expected_traffic()
+    made = plan(wide(), **options, reshard_after_forward=2)
+    found = made.expected_traffic()
+    # The second gather is of 256 bytes between two ranks of one host: half of the buffer inside, none between.
+    assert (found.inside_bytes, found.between_bytes) == (2 * 96 + 128, 2 * 96)
+    assert (whole.inside_bytes, whole.between_bytes) == (3 * 96, 3 * 96)
+    assert found.collectives == whole.collectives == made.collectives_per_step == 3
+
+
 def test_one_rank_sends_nothing_wherever_it_is() -> None:
     found = plan(wide(), world_size=1).expected_traffic()
     assert (found.inside_bytes, found.between_bytes, found.collectives) == (0, 0, 2)
