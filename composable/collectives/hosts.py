@@ -20,7 +20,7 @@ from composable.collectives.ranks import Ranks
 from composable.errors import ConfigError, place_of_rank
 from composable.wording import count_text
 
-__all__ = ["hosts_of", "number_hosts", "rows_of_hosts"]
+__all__ = ["hosts_of", "known_hosts", "number_hosts", "rows_of_hosts"]
 
 # Says which host a process is on, in place of what the system says.
 VARIABLE = "COMPOSABLE_HOST"
@@ -43,6 +43,11 @@ def hosts_of(ranks: Ranks) -> tuple[int, ...]:
     if known is None:
         known = _KNOWN[group] = number_hosts(_names(ranks, group))
     return known
+
+
+def known_hosts(ranks: Ranks) -> tuple[int, ...]:
+    """Return what ``hosts_of`` has found before for the group of ``ranks``; empty: nobody has asked. Not collective."""
+    return () if ranks.group is None else _KNOWN.get(ranks.group, ())
 
 
 def number_hosts(names: Sequence[str]) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Which ranks share a shard, which hold copies of it, and all of them together."""
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable.arguments import described
-from composable.collectives.hosts import hosts_of, rows_of_hosts
+from composable.collectives.hosts import hosts_of, known_hosts, rows_of_hosts
 from composable.collectives.ranks import Ranks, device_for
 from composable.collectives.timeouts import told_timeout, wait_like_the_world
 from composable.errors import ConfigError, UsageError, place_of_rank
@@ -113,6 +114,19 @@ class Grid:
     def columns(self) -> tuple[tuple[int, ...], ...]:
         """Of each rank of the shard group, the global numbers of those that hold the same shard; empty: none do."""
         return tuple(zip(*self.rows))
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """Of each rank, one copy of all shards after the other, its host; empty: not known.
+
+        As the ranks have told each other, if they were asked before; else as torchrun counts.
+        """
+        rows = self.rows or (self.shard.numbers,)
+        told = dict(zip(self.everyone.numbers, known_hosts(self.everyone)))
+        if told:
+            return tuple(told[number] for row in rows for number in row)
+        ranks_per_host = _ranks_per_host()
+        return tuple(number // ranks_per_host for row in rows for number in row) if ranks_per_host else ()
 
     def replica_of(self, number: int) -> int:
         """Return which of ``replicas`` is in the same copy of all shards as the rank with this global number."""
@@ -270,6 +284,13 @@ def _mesh_of_hosts(params: Iterable[nn.Parameter]) -> DeviceMesh:
         rows = rows_of_hosts(hosts_of(Ranks.of(world, device_for(kind))))
         made[kind] = DeviceMesh(kind, torch.tensor(rows, device="cpu"), mesh_dim_names=("replicate", "shard"))
     return made[kind]
+
+
+def _ranks_per_host() -> int | None:
+    """Return how many ranks torchrun has started on each host; ``None``: something else did, or hosts differ."""
+    known = os.environ.get("LOCAL_WORLD_SIZE", "")
+    count = int(known) if known.isdecimal() else 0
+    return count if count and dist.get_world_size() % count == 0 else None
 
 
 def _of_groups(groups: object, params: Iterable[nn.Parameter], is_hybrid: bool | None) -> tuple[DeviceMesh, Grid]:

@@ -96,6 +96,15 @@ def test_a_network_namespace_of_its_own_is_another_host() -> None:
     assert names[0] != names[1] and all(len(name.strip()) == 16 for name in names)
 
 
+def hosts_of_plan() -> tuple[int, ...]:
+    return fully_shard.state(fully_shard(nn.Linear(4, 4), strategy="HYBRID_SHARD")).plan.hosts
+
+
+def test_a_plan_has_the_hosts_that_ranks_have_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert run_threads(hosts_of_plan, 4, ranks_per_host=2) == [(0, 0, 1, 1)] * 4
+
+
 def grid_of_hosts() -> tuple[tuple[int, ...], tuple[int, ...]]:
     model = fully_shard(nn.Linear(4, 4), strategy="HYBRID_SHARD")
     grid = sharded_state_of(model).grid
