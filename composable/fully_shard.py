@@ -18,8 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 import _traversal_utils
 from composable.arguments import check_outside_inference, readable_twice
 from composable.casts import keep_dtype
-from composable.collectives import DataParallelMeshDims, GroupOrPair, annotating, choose_transport_for, resolve_grid
-from composable.contract import contract, set_member
+from composable.collectives import (
+    DataParallelMeshDims,
+    GroupOrPair,
+    annotating,
+    check_inside,
+    choose_transport_for,
+    resolve_grid,
+)
+from composable.contract import annotated_below, contract, set_member
 from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.fsdp_module import add_mixin
@@ -42,6 +49,7 @@ from composable.planning import (
 )
 from composable.policies import PolicyLike
 from composable.registrations import take_charge
+from composable.replication import ReplicateState
 from composable.runtime import FullyShardState, register_fully_shard_hooks
 from composable.saving import register_load_check, register_room
 from composable.storage import (
@@ -216,7 +224,10 @@ def fully_shard(
 
 
 def _check_pairs(state: FullyShardState) -> None:
-    """Refuse a mesh that pairs the ranks of another annotation below in another way."""
+    """Refuse a mesh that lacks ranks of another annotation below, or pairs them in another way."""
+    for module, other_state in annotated_below(state.modules):
+        if other_state is not state and isinstance(other_state, FullyShardState | ReplicateState):
+            check_inside(other_state.grid, state.grid, describe_module(module))
     for module in state.modules:
         for below in _traversal_utils._get_fsdp_states(module):
             own, other = state.grid.columns, below.grid.columns if below is not state else ()

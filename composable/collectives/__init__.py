@@ -3,7 +3,14 @@
 from composable.collectives.base import Pending, Started, Transport
 from composable.collectives.choose import choose_transport_for, host_transport_of, transport_of
 from composable.collectives.group_calls import all_reduce_in, reduce_scatter_in, wait_for_work
-from composable.collectives.mesh import DataParallelMeshDims, Grid, GroupOrPair, resolve_grid, resolve_ranks
+from composable.collectives.mesh import (
+    DataParallelMeshDims,
+    Grid,
+    GroupOrPair,
+    check_inside,
+    resolve_grid,
+    resolve_ranks,
+)
 from composable.collectives.own_groups import OwnTransport, make_host_ranks
 from composable.collectives.places import Told, described, notice_tree
 from composable.collectives.process_group import DONE
@@ -25,6 +32,7 @@ __all__ = [
     "Tree",
     "all_reduce_in",
     "annotating",
+    "check_inside",
     "choose_transport_for",
     "compare_in_each",
     "described",
