@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from composable.optim.annotated import ranks_of_layout
 from composable.optim.units import Home, Piece, find_chains
 from composable.planning import marks_made
 from composable.ragged import RaggedDTensor, RaggedLayout, slice_full
@@ -148,8 +149,8 @@ class Neighbours:
 
 
 def cut_of(layout: RaggedLayout) -> object:
-    """Return what is equal for parameters that are cut over the same mesh dim."""
-    return id(layout.mesh), layout.mesh_dim
+    """Return what is equal for parameters that are cut over the same mesh dim, with the same copies."""
+    return id(layout.mesh), layout.mesh_dim, ranks_of_layout(layout)
 
 
 def _local_grad(grad: Any, piece: Piece) -> torch.Tensor | None:
