@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import _traversal_utils
-from composable.arguments import check_outside_inference, readable_twice
+from composable.arguments import check_bool, check_outside_inference, readable_twice
 from composable.casts import keep_dtype
 from composable.collectives import (
     DataParallelMeshDims,
@@ -89,6 +89,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     unused_gradients: str = "none",
+    follows_parent: bool | None = None,
     align: AlignLike | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     param_init_fn: ParamInitFn | None = None,
@@ -137,6 +138,10 @@ def fully_shard(
             as it is, as in one process; at the end of each backward ranks tell each other with one small
             message. ``zero``: a zero gradient, without the message; optimizers then move the parameter by
             momentum and weight decay, and a gradient that arrives after its module was reduced is an error.
+        follows_parent: Gather, free and reduce ``module`` with the fully sharded module around it, whether it is
+            called or not: ranks may call it or leave it out, and call several in any order. ``None``: where it is
+            annotated on fewer ranks than the root, as experts are. Where no module around has parameters of its
+            own, or it is called from elsewhere, it is gathered when it is called. See docs/experts.md.
         align: Where a parameter may be cut, by FQN below ``module``, or by a function of the FQN and the parameter
             (``None``: as without). ``row``, the default: between rows where that costs at most 1 % of padding, and
             anywhere else. ``element``: anywhere. ``tensor``: nowhere, one rank holds it whole. A number n: between
@@ -187,6 +192,8 @@ def fully_shard(
         try:
             check_outside_inference("fully_shard")
             _check_first_values(param_init_fn, sync_module_states)
+            check_bool("follows_parent", follows_parent, or_none=True)
+            state.follows_parent = follows_parent
             options = ShardOptions(
                 world_size=state.grid.shard.size,
                 replicas=1 if state.grid.replicas is None else state.grid.replicas.size,
