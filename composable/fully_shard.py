@@ -24,10 +24,11 @@ from composable.collectives import (
     annotating,
     check_inside,
     choose_transport_for,
+    joined_mesh,
     resolve_grid,
 )
 from composable.contract import annotated_below, contract, set_member
-from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
+from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.fsdp_module import add_mixin
 from composable.planning import (
@@ -40,6 +41,7 @@ from composable.planning import (
     ShardingStrategy,
     ShardOptions,
     ShardPlacementFn,
+    SplitNode,
     is_hybrid,
     make_plan,
     managed_modules,
@@ -214,6 +216,7 @@ def fully_shard(
             state.ignored_modules = frozenset(ignored_modules or ())
             state.skipped_modules = skipped_modules(_managed(state), state.plan.mp_policy)
             state.ignored_slots = _slots_of(state, ignored_params or ())
+            _check_meshes(members, state.mesh)
             _check_no_gradients(members)
             _check_optimizers(members)
             _check_state_is_not_sent(members, is_synced=sync_module_states)
@@ -264,6 +267,14 @@ def _slots_of(state: FullyShardState, params: Iterable[nn.Parameter]) -> list[tu
         for name, param in module._parameters.items()
         if id(param) in wanted
     ]
+
+
+def _check_meshes(members: Sequence[HandleMembers], mesh: DeviceMesh) -> None:
+    """Refuse parameters that are split over ranks that fit no mesh together with ``mesh``."""
+    for fqn, form in (pair for one in members for pair in one.forms.items()):
+        if isinstance(form.node, SplitNode):
+            with located(f"{place_of_rank()}, parameter {fqn!r} {list(form.node.spec.shape)}"):
+                joined_mesh(mesh, form.node.spec.mesh)
 
 
 def _check_no_gradients(members: Sequence[HandleMembers]) -> None:

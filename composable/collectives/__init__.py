@@ -8,6 +8,7 @@ from composable.collectives.mesh import (
     Grid,
     GroupOrPair,
     check_inside,
+    joined_mesh,
     resolve_grid,
     resolve_ranks,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "compare_in_each",
     "described",
     "host_transport_of",
+    "joined_mesh",
     "make_host_ranks",
     "notice_tree",
     "reduce_scatter_in",

@@ -13,6 +13,7 @@ Source: gradient clipping, arXiv 1211.5063.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -78,7 +79,7 @@ def get_total_norm(
     listed = list_of_tensors("tensors", tensors)
     check_finished("get_total_norm", listed)
     for tensor in listed:
-        pieces.add(tensor, ranks_of_param(tensor))
+        pieces.add(tensor, _home_of(tensor))
     return pieces.total_norm(norm_type, error_if_nonfinite, foreach).to(pieces.dtype)
 
 
@@ -129,7 +130,7 @@ def clip_grad_norm_(
     for parameter in params:
         if parameter.grad is not None:
             grads.append(parameter.grad)
-            pieces.add(parameter.grad, ranks_of_param(parameter))
+            pieces.add(parameter.grad, _home_of(parameter))
     scaled = [_local(grad) for grad in grads]
     for gradients in accelerated:
         pieces.add_accelerated(gradients)
@@ -180,7 +181,7 @@ class _Groups:
     """The ranks that tensors are cut over; equal ranks of two meshes are one group."""
 
     def __init__(self) -> None:
-        self._by_mesh: dict[tuple[int, int], tuple[Ranks, ...]] = {}
+        self._by_mesh: dict[tuple[int, tuple[int, ...]], tuple[Ranks, ...]] = {}
         self._by_placements: dict[tuple[int, tuple[Placement, ...]], tuple[Ranks, ...]] = {}
         self._known: dict[tuple[tuple[int, ...], str], Ranks] = {}
 
@@ -205,15 +206,53 @@ class _Groups:
         return groups
 
     def of_layout(self, layout: RaggedLayout) -> tuple[Ranks, ...]:
-        """Return the one group over which ragged pieces have to be added."""
-        found = self._by_mesh.get((id(layout.mesh), layout.mesh_dim))
+        """Return the groups over which ragged pieces have to be added: one, and those that tensors are split over."""
+        key = id(layout.mesh), layout.cut_dims
+        found = self._by_mesh.get(key)
         if found is None:
-            found = self._by_mesh[id(layout.mesh), layout.mesh_dim] = (self.known_as(layout.ranks),)
+            found = self._by_mesh[key] = tuple(map(self.known_as, layout.every_ranks))
         return found
 
     def known_as(self, ranks: Ranks) -> Ranks:
         """Return the first group of these ranks that was met."""
         return self._known.setdefault((ranks.numbers, ranks.device.type), ranks)
+
+
+class _Home(NamedTuple):
+    """Where an annotation has a tensor.
+
+    Attributes:
+        ranks: All whose gradients it averages.
+        sizes: Of the mesh dims over which tensor parallelism has split it, or has copies.
+        is_first: Of all ranks that have a part or a copy of it, this one is the first.
+    """
+
+    ranks: Ranks
+    sizes: tuple[int, ...]
+    is_first: bool
+
+
+def _home_of(tensor: torch.Tensor) -> _Home | None:
+    """Return where a parameter or a ragged gradient is; ``None``: no annotation is known."""
+    if type(tensor) is RaggedDTensor:
+        return _home_of_layout(tensor._spec.layout)
+    ranks = ranks_of_param(tensor)
+    if ranks is None:
+        return None
+    if not isinstance(tensor, DTensor):
+        return _Home(ranks, (), ranks.rank == 0)
+    mesh = tensor._spec.mesh
+    return _Home(ranks, tuple(mesh.shape), ranks.rank == 0 and not any(mesh.get_coordinate() or ()))
+
+
+def _home_of_layout(layout: RaggedLayout) -> _Home | None:
+    ranks = ranks_of_layout(layout)
+    if ranks is None:
+        return None
+    mesh = layout.mesh
+    if mesh.ndim == 1:
+        return _Home(ranks, (), ranks.rank == 0)
+    return _Home(ranks, tuple(mesh.shape), ranks.rank == 0 and not any(mesh.get_coordinate() or ()))
 
 
 class _Pieces:
@@ -225,9 +264,9 @@ class _Pieces:
 
     def __init__(self, op: str) -> None:
         self._op = op
-        self._expected: Counter[tuple[Ranks | None, tuple[Ranks, ...]]] = Counter()
+        self._expected: Counter[tuple[_Home | None, tuple[Ranks, ...]]] = Counter()
         self._groups = _Groups()
-        self._by_cut: dict[tuple[Ranks | None, tuple[Ranks, ...]], list[torch.Tensor]] = {}
+        self._by_cut: dict[tuple[_Home | None, tuple[Ranks, ...]], list[torch.Tensor]] = {}
         self._home: torch.device | None = None
         self._dtypes: set[torch.dtype] = set()
 
@@ -239,26 +278,26 @@ class _Pieces:
 
     def expect(self, tensor: torch.Tensor) -> None:
         """Take part in what the groups of a tensor exchange, also without its gradient."""
-        self._expect(ranks_of_param(tensor), self._groups.of(tensor))
+        self._expect(_home_of(tensor), self._groups.of(tensor))
 
-    def _expect(self, home: Ranks | None, cut: tuple[Ranks, ...]) -> None:
+    def _expect(self, home: _Home | None, cut: tuple[Ranks, ...]) -> None:
         self._expected[home, cut] += 1
         self._by_cut.setdefault((home, cut), [])
 
-    def add(self, tensor: torch.Tensor, home: Ranks | None) -> None:
-        """Add a whole tensor's piece; ``home``: all ranks that have the tensor."""
+    def add(self, tensor: torch.Tensor, home: _Home | None) -> None:
+        """Add a whole tensor's piece; ``home``: of the parameter whose gradient it is."""
         tensor = _without_partial(tensor)
         self._add(home, self._groups.of(tensor), _local(tensor))
 
     def add_accelerated(self, gradients: LocalGradients) -> None:
         """Add what an accelerated optimizer steps with."""
-        home, cut = ranks_of_layout(gradients.layout), self._groups.of_layout(gradients.layout)
+        home, cut = _home_of_layout(gradients.layout), self._groups.of_layout(gradients.layout)
         self._expect(home, cut)
         self._dtypes |= gradients.dtypes
         for local in gradients.tensors:
             self._add(home, cut, local)
 
-    def _add(self, home: Ranks | None, cut: tuple[Ranks, ...], local: torch.Tensor) -> None:
+    def _add(self, home: _Home | None, cut: tuple[Ranks, ...], local: torch.Tensor) -> None:
         self._home = self._home or local.device
         self._dtypes.add(local.dtype)
         self._by_cut.setdefault((home, cut), []).append(local)
@@ -280,27 +319,26 @@ class _Pieces:
 
     def _part_of_all(self, whole: NormParts, home: torch.device, foreach: bool | None) -> torch.Tensor:
         """Return the part of all pieces of all ranks. Collective over the groups."""
-        homes = {ranks for ranks, _ in self._by_cut if ranks is not None}
-        outer = max(homes, key=lambda ranks: ranks.order, default=None)
-        apart = {ranks for ranks in homes if outer is not None and set(ranks.numbers) < set(outer.numbers)}
-        merged: dict[Ranks | None, dict[tuple[Ranks, ...], list[torch.Tensor]]] = {None: {}}
-        listed: Counter[tuple[Ranks | None, tuple[Ranks, ...]]] = Counter()
-        for (ranks, cut), locals_ in self._by_cut.items():
-            own = ranks if ranks in apart else None
+        homes = {found for found, _ in self._by_cut if found is not None}
+        outer = max((found.ranks for found in homes), key=lambda ranks: ranks.order, default=None)
+        apart = {found for found in homes if outer is not None and set(found.ranks.numbers) < set(outer.numbers)}
+        merged: dict[_Home | None, dict[tuple[Ranks, ...], list[torch.Tensor]]] = {None: {}}
+        listed: Counter[tuple[_Home | None, tuple[Ranks, ...]]] = Counter()
+        for (found, cut), locals_ in self._by_cut.items():
+            own = found if found in apart else None
             merged.setdefault(own, {}).setdefault(cut, []).extend(locals_)
-            listed[own, cut] += self._expected[ranks, cut]
+            listed[own, cut] += self._expected[found, cut]
         parts = {
-            ranks: {cut: _part_of(locals_, whole, home, foreach) for cut, locals_ in by_cut.items()}
-            for ranks, by_cut in merged.items()
+            found: {cut: _part_of(locals_, whole, home, foreach) for cut, locals_ in by_cut.items()}
+            for found, by_cut in merged.items()
         }
         everywhere = parts.pop(None)
-        for ranks in sorted(apart, key=lambda ranks: ranks.order):
+        for found in sorted(apart, key=lambda found: (found.ranks.order, found.sizes)):
             assert outer is not None, "some ranks are a part of it"
-            of_part = self._add_over_ranks(
-                parts[ranks], {cut: listed[ranks, cut] for cut in merged[ranks]}, whole, home
-            )
-            if ranks.rank:
-                of_part = whole.nothing((1,), home)  # Of each group the first rank tells of it.
+            counts = {cut: listed[found, cut] for cut in merged[found]}
+            of_part = self._add_over_ranks(parts[found], counts, whole, home)
+            if not found.is_first:
+                of_part = whole.nothing((1,), home)  # One of those that have it tells of it.
             cut = (self._groups.known_as(outer),)
             # Where nothing else is cut over all of them, this is an all-reduce more.
             everywhere[cut] = whole.combine(everywhere[cut], of_part) if cut in everywhere else of_part

@@ -6,8 +6,10 @@ A name means one thing in a checkpoint, whichever rank wrote it.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from composable.collectives import Ranks
 from composable.errors import ConfigError, place_of_rank
@@ -55,21 +57,29 @@ def find_parts(model: nn.Module, ranks: Ranks) -> Parts:
     """Find out which ranks have which entries. Collective: all of ``ranks``.
 
     Raises:
-        ConfigError: Ranks of several groups have a parameter of one name that is annotated in each group on its own,
-            so it has several values.
+        ConfigError: A parameter of one name is annotated in each of several groups of ranks, and others of the model
+            on all of these: so it has several values.
     """
     with ranks.agreed():
         homes: dict[str, tuple[int, ...]] = dict.fromkeys(get_model_state_dict(model), ())
-        for param, name in names_of_params(model).items():
-            found = ranks_of_param(param)
-            if found is not None and name in homes:
-                homes[name] = found.numbers
+        found = {name: _home_of(param) for param, name in names_of_params(model).items() if name in homes}
+        whole = set(max(found.values(), key=lambda home: len(home), default=()))
+        # Alone, equal groups may be those that tensor parallelism leaves for data.
+        homes |= {name: home for name, home in found.items() if set(home) < whole}
     if ranks.are_alike("\n".join(f"{name} {home}" for name, home in homes.items())):
         return Parts()
     every = ranks.objects(homes)
     _check_one_each(every)
     names = [frozenset(one) for one in every]
     return Parts(frozenset.intersection(*names), frozenset.union(*names) - homes.keys())
+
+
+def _home_of(param: torch.Tensor) -> tuple[int, ...]:
+    """Return the ranks that have pieces or copies of a parameter; none: no annotation is known."""
+    if isinstance(param, DTensor) and param.device_mesh.ndim > 1:
+        return tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
+    found = ranks_of_param(param)
+    return () if found is None else found.numbers
 
 
 def _check_one_each(every: Sequence[dict[str, tuple[int, ...]]]) -> None:

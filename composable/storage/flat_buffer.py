@@ -18,12 +18,22 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from composable.collectives import Pending
+from composable.collectives import Pending, joined_mesh
 from composable.errors import UsageError, place_of_rank
 from composable.frames import will_get_gradient
-from composable.planning import NO_CASTS, BufferPlan, HandleMembers, MixedPrecisionPolicy, local_shape
-from composable.ragged import HOOKS, RaggedDTensor, hand_over_grad, ragged_spec
+from composable.planning import (
+    NO_CASTS,
+    BufferPlan,
+    Form,
+    HandleMembers,
+    MixedPrecisionPolicy,
+    Span,
+    SplitNode,
+    local_shape,
+)
+from composable.ragged import HOOKS, RaggedDTensor, RaggedSpec, hand_over_grad, ragged_spec, splits_of
 from composable.storage.gradient_buffer import GradientBuffer
 from composable.storage.resting_place import RestingPlace
 from composable.storage.routes import Routes
@@ -303,6 +313,7 @@ class FlatBuffer:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Say whether a plain tensor lies in the buffer, whose memory is there."""
         storage = self._storage
+        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         # Tensors of other classes, or under a transform, have no memory of their own.
         if storage is None or type(tensor) not in _PLAIN or tensor.device.type != self.device.type:
             return False
@@ -349,7 +360,7 @@ class FlatBuffer:
                 had ^= 1 << self.params.index(param)
             else:
                 views.append(view)
-                grads.append(grad)
+                grads.append(param.block_of_grad(grad) if param.is_split else grad)
                 leaf.grad = None
         if not grads:
             return had
@@ -561,7 +572,7 @@ def _sharded_params(
                 span.fqn.removeprefix(f"{module_fqn}."),
                 members.owners[span.fqn],
                 original,
-                ragged_spec(mesh, span.shape, plan.dtype, bounds, order=span.order),
+                _spec_of(span, plan.dtype, bounds, mesh, form),
                 shard,
                 start,
                 stop,
@@ -572,6 +583,16 @@ def _sharded_params(
             )
         )
     return params
+
+
+def _spec_of(span: Span, dtype: torch.dtype, bounds: Sequence[int], mesh: DeviceMesh, form: Form | None) -> RaggedSpec:
+    if form is None or not isinstance(form.node, SplitNode):
+        return ragged_spec(mesh, span.shape, dtype, bounds, order=span.order)
+    whole = form.node.spec
+    joined, mesh_dim = joined_mesh(mesh, whole.mesh)
+    others = [dim for dim in range(joined.ndim) if dim != mesh_dim]
+    splits = {others[dim]: split for dim, split in splits_of(whole.placements).items()}
+    return ragged_spec(joined, whole.shape, dtype, bounds, mesh_dim=mesh_dim, order=span.order, splits=splits)
 
 
 def _cannot_cast(fqn: str, old: torch.dtype, new: torch.dtype) -> UsageError:
