@@ -63,7 +63,7 @@ def find_parts(model: nn.Module, ranks: Ranks) -> Parts:
     with ranks.agreed():
         homes: dict[str, tuple[int, ...]] = dict.fromkeys(get_model_state_dict(model), ())
         found = {name: _home_of(param) for param, name in names_of_params(model).items() if name in homes}
-        whole = set(max(found.values(), key=lambda home: len(home), default=()))
+        whole = max(map(set, found.values()), key=len, default=set())
         # Alone, equal groups may be those that tensor parallelism leaves for data.
         homes |= {name: home for name, home in found.items() if set(home) < whole}
     if ranks.are_alike("\n".join(f"{name} {home}" for name, home in homes.items())):
