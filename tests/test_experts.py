@@ -146,6 +146,14 @@ def test_real_processes_train_alike() -> None:
     assert_equal(run_ranks(train, 4, (2, 2), 4), reference(4, 4))
 
 
+def annotate_with_secondary_shards(net: Net, mesh: Any) -> None:
+    annotate(net, mesh, reshard_after_forward=2)
+
+
+def test_ranks_that_call_other_experts_keep_secondary_shards_alike() -> None:
+    assert_equal(run_threads(train, 4, (4, 1), 4, annotate_with_secondary_shards), reference(4, 4))
+
+
 def annotate_hybrid(net: Net, mesh: Any) -> None:
     """Keep copies of shards of experts and of all else."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copies", "ep", "shard"))

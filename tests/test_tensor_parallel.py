@@ -156,6 +156,10 @@ def test_training_is_that_of_one_process_on_all_batches(sizes: tuple[int, ...], 
     run_threads(train, world_size, sizes, {"reshard_after_forward": frees})
 
 
+def test_backward_may_gather_among_a_part_of_the_data_ranks() -> None:
+    run_threads(train, 8, (4, 2), {"reshard_after_forward": 2})
+
+
 def train_with_checkpoints() -> None:
     mesh = mesh_of(2, 2)
     model = split(seeded(Model, 0), mesh["tp"])

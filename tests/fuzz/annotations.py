@@ -26,6 +26,7 @@ __all__ = [
     "annotate_again",
     "direct_parts",
     "draw_annotation",
+    "draw_freed",
     "ignored_by",
 ]
 
@@ -340,8 +341,16 @@ def _shard(annotation: Annotation, name: str, *modules: nn.Module, **options: An
         strategy = rng.choice(["FULL_SHARD", "SHARD_GRAD_OP"])
         options["strategy"] = HYBRID[strategy] if is_hybrid else strategy
     else:
-        options["reshard_after_forward"] = rng.choice([None, True, False])
+        options["reshard_after_forward"] = draw_freed(rng)
     return _Request(fully_shard, modules, {"transport": annotation.transport, **options})
+
+
+def draw_freed(rng: random.Random) -> bool | int | None:
+    """Return what is freed between forward and backward; as often as not, where ranks can be parted, all but a part."""
+    # Who only asks which modules are annotated has no ranks.
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    parts = [number for number in range(2, size) if size % number == 0]
+    return rng.choice([None, True, False, *parts * 3])
 
 
 def _replicate(annotation: Annotation, name: str, model: Model, *modules: nn.Module) -> _Request:
