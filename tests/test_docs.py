@@ -118,6 +118,7 @@ PROGRAMS = [
     "cluster",
     "comm_hooks",
     "cuts",
+    "experts",
     "from_fsdp1",
     "from_fsdp2",
     "hybrid",
@@ -134,7 +135,7 @@ PROGRAMS = [
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_code_of_a_page_runs_on_some_ranks_and_prints_what_follows_it(name: str) -> None:
     blocks = blocks_of(f"docs/{name}.md")
-    printed = run_ranks(run_blocks, 4 if name == "hybrid" else 2, [source for source, _ in blocks])[0]
+    printed = run_ranks(run_blocks, 4 if name in ("experts", "hybrid") else 2, [source for source, _ in blocks])[0]
     assert printed == [expected for _, expected in blocks]
 
 
