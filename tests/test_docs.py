@@ -126,6 +126,7 @@ PROGRAMS = [
     "offload",
     "recipes",
     "replicate",
+    "uneven_inputs",
 ]
 
 

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.frames import watch_graph
 from composable.runtime.streams import Streams
+from composable.runtime.telling import Teller
 from composable.runtime.turn import Turn
 from composable.storage import Handle
 from composable.torch_hooks import before_gradients
@@ -27,11 +28,25 @@ class Unsharded:
         handles: All handles of the root.
         streams: Of the device where they live.
         hear: A bound method, called when a backward gets to a leaf of ``watch_leaves``.
+
+    Attributes:
+        teller: Tells ranks without inputs of gathers; ``None``: all have inputs.
     """
 
-    __slots__ = ("_find_stale", "_graphs", "_handles", "_hear", "_leaf_hooks", "_lingering", "_streams", "_unsharded")
+    __slots__ = (
+        "_find_stale",
+        "_graphs",
+        "_handles",
+        "_hear",
+        "_leaf_hooks",
+        "_lingering",
+        "_streams",
+        "_unsharded",
+        "teller",
+    )
 
     def __init__(self, handles: Sequence[Handle], streams: Streams, hear: Callable[[], None]) -> None:
+        self.teller: Teller | None = None
         self._handles = tuple(handles)
         self._streams = streams
         self._hear = hear
@@ -63,6 +78,8 @@ class Unsharded:
         """Start gathering ahead of use; ``unshard`` waits for it."""
         if handle.is_unsharded or handle.is_gathering:
             return
+        if self.teller is not None:
+            self.teller.gather(handle)
         if handle.bring_back():
             self._streams.shards_written()
         self._unsharded[handle] = None
@@ -122,8 +139,7 @@ class Unsharded:
             if written is not None:
                 # The shards are read here and now, and not only by gathers.
                 written.wait()
-            for handle in self._find_stale(kept):
-                self.reshard(handle)
+            self._free_stale(kept)
 
     def refresh(self, handles: Iterable[Handle]) -> None:
         """Free what an earlier step left of ``handles``, hidden, where a rank has written its shard since. Collective.
@@ -132,8 +148,13 @@ class Unsharded:
         """
         hidden = [handle for handle in handles if handle.is_unsharded and handle.is_hidden]
         if hidden:
-            for handle in self._find_stale(hidden):
-                self.reshard(handle)
+            self._free_stale(hidden)
+
+    def _free_stale(self, kept: Sequence[Handle]) -> None:
+        # A rank that ran no modules has none of them, and its optimizer has written its shards.
+        has_all = self.teller is None or not self.teller.has_listeners
+        for handle in self._find_stale(kept) if has_all else kept:
+            self.reshard(handle)
 
     # Memory that stays
 
