@@ -18,9 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 import _traversal_utils
 from composable.arguments import check_outside_inference, readable_twice
 from composable.casts import keep_dtype
-from composable.collectives import DataParallelMeshDims, GroupOrPair, annotating, choose_transport_for, resolve_grid
+from composable.collectives import (
+    DataParallelMeshDims,
+    GroupOrPair,
+    annotating,
+    choose_transport_for,
+    joined_mesh,
+    resolve_grid,
+)
 from composable.contract import contract, set_member
-from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
+from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.fsdp_module import add_mixin
 from composable.planning import (
@@ -33,6 +40,7 @@ from composable.planning import (
     ShardingStrategy,
     ShardOptions,
     ShardPlacementFn,
+    SplitNode,
     is_hybrid,
     make_plan,
     managed_modules,
@@ -75,7 +83,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     process_group: GroupOrPair | None = None,
     strategy: ShardingStrategy | str | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy = NO_CASTS,
     offload_policy: OffloadPolicy = NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
@@ -119,7 +127,9 @@ def fully_shard(
             torchrun counts them.
         reshard_after_forward: Free the unsharded parameters between forward and backward.
             ``None``: free them, except those of the root, which backward needs first. ``False``: forwards without
-            gradients too leave them there for the next one, which gathers again what was written since.
+            gradients too leave them there for the next one, which gathers again what was written since. A number n of
+            ranks, a divisor of those that share the parameters: forward leaves a secondary shard on each rank, and
+            backward gathers from n consecutive ranks, say those of a host; 1 is as ``False``, all are as ``True``.
         mp_policy: Dtypes of computation and reduction, also as torch's own policies.
         offload_policy: ``CPUOffloadPolicy()``: shards, gradients and optimizer state rest in host memory, and the
             device holds what is unsharded only; also as torch's own policies. See docs/offload.md.
@@ -199,6 +209,7 @@ def fully_shard(
             state.ignored_modules = frozenset(ignored_modules or ())
             state.skipped_modules = skipped_modules(_managed(state), state.plan.mp_policy)
             state.ignored_slots = _slots_of(state, ignored_params or ())
+            _check_meshes(members, state.mesh)
             _check_no_gradients(members)
             _check_optimizers(members)
             _check_state_is_not_sent(members, is_synced=sync_module_states)
@@ -246,6 +257,14 @@ def _slots_of(state: FullyShardState, params: Iterable[nn.Parameter]) -> list[tu
         for name, param in module._parameters.items()
         if id(param) in wanted
     ]
+
+
+def _check_meshes(members: Sequence[HandleMembers], mesh: DeviceMesh) -> None:
+    """Refuse parameters that are split over ranks that fit no mesh together with ``mesh``."""
+    for fqn, form in (pair for one in members for pair in one.forms.items()):
+        if isinstance(form.node, SplitNode):
+            with located(f"{place_of_rank()}, parameter {fqn!r} {list(form.node.spec.shape)}"):
+                joined_mesh(mesh, form.node.spec.mesh)
 
 
 def _check_no_gradients(members: Sequence[HandleMembers]) -> None:

@@ -151,6 +151,7 @@ __all__ = [
     "reduce_scatter_into",
     "register_group",
     "replace_flat_weights",
+    "root_mesh",
     "running_transform",
     "split_backward_code",
     "started_in",
@@ -254,6 +255,12 @@ def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) ->
 
 
 # -- ragged parameters: composable/ragged/
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of which ``mesh`` is a part; itself if it is no part."""
+    root: DeviceMesh = mesh._get_root_mesh()
+    return root
 
 
 def dispatch_rule_holder() -> Any:

@@ -22,7 +22,7 @@ from composable.fqns import describe_module
 from composable.frames import in_backward, modules_in_call
 from composable.fsdp_module import remove_mixin
 from composable.planning import mark_replaced
-from composable.ragged import collect_full
+from composable.ragged import RaggedDTensor, collect_blocks
 from composable.registrations import leave_alone
 from composable.replicate_module import remove_replicate_mixin
 from composable.replication import ReplicateState
@@ -237,25 +237,31 @@ def _make_whole(handle: Handle, grid: Grid) -> None:
     handle.close()
     while buffers:
         flat = buffers.pop(0)
-        values = collect_full([param.ragged for param in flat.params], dst=None)
+        values = collect_blocks([param.ragged for param in flat.params], dst=None)
         assert values is not None, "every rank takes them"
         for param, value in zip(flat.params, values, strict=True):
-            param.place(param.plain_copy(value, _full_gradient(param, grid, divisor, has_kept=has_kept_gradients)))
+            grad = _full_gradient(param, grid, divisor, has_kept=has_kept_gradients)
+            param.place(param.plain_copy(value, None if grad is None else param.around_grad(grad)))
             param.sharded.grad = None
             mark_replaced(param.sharded, handle.fqn_of(param), *param.owners[0])
             leave_alone(module for module, _ in param.owners)
 
 
 def _full_gradient(param: ShardedParam, grid: Grid, divisor: float, *, has_kept: bool) -> torch.Tensor | None:
-    """Return the full gradient, if there is one, with the mean of those that ``no_sync`` kept. Collective."""
+    """Return the block of the gradient, if there is one, with the mean of those that ``no_sync`` kept. Collective."""
     sharded, leaf = param.sharded, param.unsharded
     # Where the policy keeps gradients in low precision, the plain parameter has none of that.
-    full = sharded.grad.full_tensor().to(sharded.dtype) if isinstance(sharded.grad, DTensor) else None
+    held = sharded.grad
+    full = None
+    if isinstance(held, RaggedDTensor):
+        full = held.gather_block().to(sharded.dtype)
+    elif isinstance(held, DTensor):
+        full = param.layout.block_of(held.full_tensor()).to(sharded.dtype)
     if not has_kept or not sharded.requires_grad or not sharded.numel():
         return full
     kept = torch.zeros(param.shape, dtype=sharded.dtype, device=sharded.device)
     if leaf is not None and leaf.grad is not None:
-        kept.copy_(leaf.grad)
+        kept.copy_(param.block_of_grad(leaf.grad))
     real = torch.view_as_real(kept) if kept.is_complex() else kept
     real.copy_(grid.everyone.reduce(real, ReduceOp.SUM).div_(divisor))
     return kept if full is None else full.add_(kept)

@@ -176,7 +176,7 @@ class _ShardedPart:
         follower = self._follower
         match what:
             case "gather":
-                follower.gather(args[0])
+                follower.gather(args[0], takes_secondary=args[1])
             case "begin_backward":
                 follower.begin_backward()
             case "drop":
@@ -239,8 +239,8 @@ class _SchedulerTeller:
     def drop(self, handle: Handle, bits: Sequence[int]) -> None:
         self._steps.tell(self._number, "drop", self._indices[handle], list(bits))
 
-    def gather(self, handle: Handle) -> None:
-        self._steps.tell(self._number, "gather", self._indices[handle])
+    def gather(self, handle: Handle, *, takes_secondary: bool) -> None:
+        self._steps.tell(self._number, "gather", self._indices[handle], takes_secondary)
 
     def reduce(self, handle: Handle, position: int) -> None:
         defers = handle.buffers[position].routes.kept.defers

@@ -178,6 +178,7 @@ SETTINGS: dict[str, Callable[[Net], None]] = {
     "zeros for unused": lambda model: shard(model, unused_gradients="zero"),
     "kept after backward": set_up(keep_after_backward),
     "hybrid kept after backward": set_up(keep_after_backward, lambda model: shard_hybrid(model, "HYBRID_SHARD_ZERO2")),
+    "secondary shards": lambda model: shard(model, reshard_after_forward=hybrid_mesh().size(1)),
     "prefetch by hand": set_up(prefetch_by_hand),
     "one gradient buffer": set_up(lambda model: model.set_reduce_scatter_max_input_buffers(1)),
     "groups apart": set_up(lambda model: model.set_separate_reduce_scatter_group(True)),

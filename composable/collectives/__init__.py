@@ -3,8 +3,15 @@
 from composable.collectives.base import Pending, Started, Transport
 from composable.collectives.choose import choose_transport_for, host_transport_of, transport_of
 from composable.collectives.group_calls import all_reduce_in, reduce_scatter_in, wait_for_work
-from composable.collectives.mesh import DataParallelMeshDims, Grid, GroupOrPair, resolve_grid, resolve_ranks
-from composable.collectives.own_groups import OwnTransport, make_host_ranks
+from composable.collectives.mesh import (
+    DataParallelMeshDims,
+    Grid,
+    GroupOrPair,
+    joined_mesh,
+    resolve_grid,
+    resolve_ranks,
+)
+from composable.collectives.own_groups import OwnTransport, make_host_ranks, part_of
 from composable.collectives.places import Told, described, notice_tree
 from composable.collectives.process_group import DONE
 from composable.collectives.ranks import Ranks, compare_in_each
@@ -29,8 +36,10 @@ __all__ = [
     "compare_in_each",
     "described",
     "host_transport_of",
+    "joined_mesh",
     "make_host_ranks",
     "notice_tree",
+    "part_of",
     "reduce_scatter_in",
     "resolve_grid",
     "resolve_ranks",

@@ -14,14 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable.arguments import described
 from composable.collectives.ranks import Ranks, device_for
 from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.torch_private import root_mesh
 
-__all__ = ["DataParallelMeshDims", "Grid", "GroupOrPair", "resolve_grid", "resolve_ranks"]
+__all__ = ["DataParallelMeshDims", "Grid", "GroupOrPair", "joined_mesh", "resolve_grid", "resolve_ranks"]
 
 # The ranks that share parameters; of two groups the second holds copies of their shards.
 GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 # Groups of all ranks of a mesh of two dims, by the world and the ranks: every annotation on the mesh takes the same.
 _EVERYONE: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]" = WeakKeyDictionary()
+
+# Meshes of a dim for data parallelism and others, by the group of the first: (the root, names, the mesh).
+_JOINED: "WeakKeyDictionary[dist.ProcessGroup, list[tuple[DeviceMesh, tuple[str, ...], DeviceMesh]]]"
+_JOINED = WeakKeyDictionary()
 
 # Meshes with a replica on each host.
 _OF_HOSTS: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], DeviceMesh]]" = WeakKeyDictionary()
@@ -277,6 +282,47 @@ def _of_groups(groups: object, params: Iterable[nn.Parameter], is_hybrid: bool |
         return shard_mesh, Grid.of(shard_mesh)
     shard = Ranks.of_mesh(shard_mesh)
     return shard_mesh, Grid.hybrid(shard, Ranks.of(pair[1], shard.device))
+
+
+def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
+    """Return the mesh of the dims of both, of one root, and which of them that of ``mesh`` is.
+
+    No communication.
+
+    Args:
+        mesh: Of one dim, over which parameters are to be sharded.
+        other: Over which tensor parallelism has split or replicated a parameter.
+
+    Raises:
+        ConfigError: They have ranks beside this one in common, or are no parts of one mesh with names.
+    """
+    shared = set(mesh.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())
+    if len(shared) > 1 or set(mesh.mesh_dim_names or ()) & set(other.mesh_dim_names or ()):
+        raise ConfigError(
+            f"the parameter is a DTensor over ranks {other.mesh.tolist()}, some of which would share its shards "
+            f"({mesh.mesh.tolist()})",
+            fix="give the two other dims of one mesh: init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))",
+        )
+    root, names = root_mesh(mesh), (*(mesh.mesh_dim_names or ()), *(other.mesh_dim_names or ()))
+    # Equal, not the same: DTensor gives parameters the first of the equal meshes that a process has made.
+    if len(names) != 1 + other.ndim or root_mesh(other) != root:
+        raise ConfigError(
+            "the parameter is a DTensor on a mesh that is no part of the one that it is to be sharded on",
+            fix="make one mesh, init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp')), and pass mesh['tp'] to "
+            "parallelize_module and mesh['dp'] to fully_shard",
+        )
+    known = _JOINED.setdefault(mesh.get_group(), [])
+    for of_root, of_names, made in known:
+        if of_root == root and of_names == names:
+            return made, (made.mesh_dim_names or ()).index(names[0])
+    # A flattened dim is none of the root's own. Splits of one tensor dim are nested in the order of the other mesh.
+    places = {name: place for place, name in enumerate(root.mesh_dim_names or ())}
+    own, *others = names
+    mesh_dim = sum(places.get(name, -1) < places.get(own, -1) for name in others)
+    dims = (*others[:mesh_dim], own, *others[mesh_dim:])
+    made = root[dims]
+    known.append((root, names, made))
+    return made, mesh_dim
 
 
 def _check_world(caller: str) -> None:

@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from composable.optim.units import Home, Piece, find_chains
+from composable.optim.units import Home, Piece, cut_of, find_chains
 from composable.planning import marks_made
 from composable.ragged import RaggedDTensor, RaggedLayout, slice_full
 from composable.torch_private import DisableTorchFunction
 
-__all__ = ["Census", "LocalGrads", "Neighbours", "cut_of", "take_census"]
+__all__ = ["Census", "LocalGrads", "Neighbours", "take_census"]
 
 Group: TypeAlias = dict[str, Any]
 LocalGrads: TypeAlias = Sequence[torch.Tensor | None]
@@ -33,7 +33,7 @@ class Census:
         marks: How many parameters had been replaced in this process.
         pieces: What this rank has of the sharded parameters, in order of the groups.
         params: The parameter of each piece.
-        layouts: One of a parameter for each mesh dim that parameters are cut over.
+        layouts: One of a parameter for each set of mesh dims that parameters are cut over.
         dtypes: Of all pieces, on every rank.
         owned: Indices of the pieces with elements.
         is_owned: Of each piece, whether it has elements.
@@ -145,11 +145,6 @@ class Neighbours:
             return self
         origins = list(map(sub, addresses, census.starts))
         return Neighbours(addresses, list(map(eq, origins, origins[1:])))
-
-
-def cut_of(layout: RaggedLayout) -> object:
-    """Return what is equal for parameters that are cut over the same mesh dim."""
-    return id(layout.mesh), layout.mesh_dim
 
 
 def _local_grad(grad: Any, piece: Piece) -> torch.Tensor | None:

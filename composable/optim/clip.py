@@ -173,7 +173,7 @@ class _Groups:
     """The ranks that tensors are cut over; equal ranks of two meshes are one group."""
 
     def __init__(self) -> None:
-        self._by_mesh: dict[tuple[int, int], tuple[Ranks, ...]] = {}
+        self._by_mesh: dict[tuple[int, tuple[int, ...]], tuple[Ranks, ...]] = {}
         self._by_placements: dict[tuple[int, tuple[Placement, ...]], tuple[Ranks, ...]] = {}
         self._known: dict[tuple[tuple[int, ...], str], Ranks] = {}
 
@@ -198,10 +198,11 @@ class _Groups:
         return groups
 
     def of_layout(self, layout: RaggedLayout) -> tuple[Ranks, ...]:
-        """Return the one group over which ragged pieces have to be added."""
-        found = self._by_mesh.get((id(layout.mesh), layout.mesh_dim))
+        """Return the groups over which ragged pieces have to be added: one, and those that tensors are split over."""
+        key = id(layout.mesh), layout.cut_dims
+        found = self._by_mesh.get(key)
         if found is None:
-            found = self._by_mesh[id(layout.mesh), layout.mesh_dim] = (self._known_as(layout.ranks),)
+            found = self._by_mesh[key] = tuple(map(self._known_as, layout.every_ranks))
         return found
 
     def _known_as(self, ranks: Ranks) -> Ranks:

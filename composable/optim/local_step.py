@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from composable.arguments import check_bool, check_module
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.optim.census import Census, Neighbours, cut_of, take_census
+from composable.optim.census import Census, Neighbours, take_census
 from composable.optim.checks import CHECKS_ITSELF, check_parameters, check_replaced
 from composable.optim.step_plan import Group, State, StepPlan, make_stand_in, plan_step
-from composable.optim.units import homes_of, sharded_params_of
+from composable.optim.units import cut_of, homes_of, sharded_params_of
 from composable.optim.watch import WatchedEntry
 from composable.ragged import RaggedLayout
 from composable.storage import ELEMENT_WISE, stepper_of
@@ -87,7 +87,7 @@ def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module, *, flat: bool 
 
 
 class LocalGradients(NamedTuple):
-    """Gradients of parameters that are cut over one mesh dim.
+    """Gradients of parameters that are cut over the same mesh dims.
 
     Attributes:
         layout: Of one of the parameters.
@@ -107,7 +107,7 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[LocalGradients] | 
     are few, and the padding between pieces, which is zero, is in them. No communication.
 
     Returns:
-        One entry for each mesh dim that parameters are cut over, in the same order on every rank.
+        One entry for each set of mesh dims that parameters are cut over, in the same order on every rank.
         ``None``: the optimizer is not accelerated.
     """
     step = _local_step_of(optimizer)

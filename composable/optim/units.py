@@ -17,10 +17,20 @@ from torch import nn
 
 import _traversal_utils
 from composable.optim.entries import is_per_element
-from composable.ragged import RaggedDTensor, RaggedSpec
+from composable.ragged import RaggedDTensor, RaggedLayout, RaggedSpec
 from composable.storage import Handle
 
-__all__ = ["Home", "Piece", "Unit", "find_chains", "homes_of", "plan_units", "sharded_params_of", "signature_of"]
+__all__ = [
+    "Home",
+    "Piece",
+    "Unit",
+    "cut_of",
+    "find_chains",
+    "homes_of",
+    "plan_units",
+    "sharded_params_of",
+    "signature_of",
+]
 
 # What the kernels of fused optimizers do at once, at most; what is left over is computed in another way.
 _VECTOR_BYTES = 64
@@ -162,6 +172,11 @@ def merge(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> torch.Tens
     return first.as_strided((numel,), (1,), first.storage_offset())
 
 
+def cut_of(layout: RaggedLayout) -> object:
+    """Return what is equal for parameters that are cut, and split, over the same mesh dims: norms add up alike."""
+    return id(layout.mesh), layout.cut_dims
+
+
 def find_chains(pieces: Sequence[Piece], groups: Sequence[dict[str, Any]]) -> list[list[int]]:
     """Return the indices of pieces that may be merged with their neighbours, as far as gradients and state allow it."""
     at_home = [(piece.home, index) for index, piece in enumerate(pieces) if piece.home is not None]
@@ -190,6 +205,7 @@ def _may_follow(piece: Piece, other: Piece, group: dict[str, Any]) -> bool:
         or here.buffer != there.buffer
         or there.position != here.position + 1
         or piece.local.dtype != other.local.dtype
+        or cut_of(piece.spec.layout) != cut_of(other.spec.layout)
     ):
         return False
     if merge([piece.local, other.local], [0, there.start - here.start]) is None:

@@ -1,7 +1,7 @@
 """What an annotation will do, decided before anything is changed: names and shapes in, numbers out."""
 
-from composable.planning.cut import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape
-from composable.planning.layout import FlatLayout
+from composable.planning.cut import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape, strides_of
+from composable.planning.layout import FlatLayout, Span
 from composable.planning.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn, is_hybrid
 from composable.planning.planner import HandleMembers, make_plan, plan
@@ -14,7 +14,7 @@ from composable.planning.precision import (
 )
 from composable.planning.replaced import first_replacement, mark_replaced, marks_made, replacement_of
 from composable.planning.shard_plan import BufferPlan, HandlePlan, ShardPlan
-from composable.planning.subclasses import Form
+from composable.planning.subclasses import Form, SplitNode
 from composable.planning.tree import managed_modules, name_modules
 
 __all__ = [
@@ -35,6 +35,8 @@ __all__ = [
     "ShardPlacementFn",
     "ShardPlan",
     "ShardingStrategy",
+    "Span",
+    "SplitNode",
     "as_mixed_precision",
     "boxes",
     "first_replacement",
@@ -50,4 +52,5 @@ __all__ = [
     "plan",
     "replacement_of",
     "skipped_modules",
+    "strides_of",
 ]

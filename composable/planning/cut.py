@@ -13,7 +13,7 @@ import torch
 from composable.errors import ConfigError
 from composable.torch_private import Placement
 
-__all__ = ["RaggedShard", "boxes", "in_memory_order", "in_order_of_dims", "local_shape", "order_of"]
+__all__ = ["RaggedShard", "boxes", "in_memory_order", "in_order_of_dims", "local_shape", "order_of", "strides_of"]
 
 
 class RaggedShard(Placement):
@@ -79,6 +79,16 @@ def in_order_of_dims(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor
 
 def _inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
+
+
+def strides_of(shape: Sequence[int], order: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the strides of a dense tensor whose memory is in an order."""
+    strides = [1] * len(shape)
+    step = 1
+    for dim in reversed(order or range(len(shape))):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
 
 
 def local_shape(shape: Sequence[int], bounds: Sequence[int], rank: int, order: Sequence[int] = ()) -> tuple[int, ...]:

@@ -381,8 +381,6 @@ def _form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) ->
     """Return how a parameter of a subclass is sharded; refuse what a flat buffer would lose or corrupt."""
     if nn.parameter.is_lazy(param):
         raise ConfigError("a lazy parameter has no shape yet", fix="run one forward of the module before annotating it")
-    if isinstance(param, DTensor):
-        raise ConfigError("a DTensor parameter cannot be sharded again", fix="name it in ignored_params")
     form = form_of(param, byte_classes)
     storage = param if form is None else form.storage_of(param)
     if storage.layout is not torch.strided or storage.is_quantized:

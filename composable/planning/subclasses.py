@@ -1,8 +1,9 @@
 """Parameters of tensor subclasses: what of one lies in a flat buffer, and how an instance is made around other memory.
 
-Four kinds. *Marked*: an ``nn.Parameter`` with attributes and nothing else. *Bytes*: packed storage with state
+Five kinds. *Marked*: an ``nn.Parameter`` with attributes and nothing else. *Bytes*: packed storage with state
 beside it, of a class that the user names. *Gathered*: the class says itself what ranks exchange, in
-``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. Any other is refused.
+``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. *Split*: a DTensor of tensor parallelism, of which the block
+that this rank has is sharded. Any other is refused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,13 +12,15 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable.errors import ConfigError
-from composable.torch_private import make_subclass
+from composable.planning.cut import order_of, strides_of
+from composable.torch_private import DTensorSpec, TensorMeta, dtensor_new, make_subclass
 
-__all__ = ["Form", "Subclass", "form_of"]
+__all__ = ["Form", "SplitNode", "Subclass", "form_of"]
 
-Kind = Literal["marked", "bytes", "gathered"]
+Kind = Literal["marked", "bytes", "gathered", "split"]
 _PROTOCOL = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 # What a class may say of its own and still be an ordinary parameter to all who compute with it.
 _HARMLESS = frozenset(
@@ -34,13 +37,17 @@ class Subclass:
         name: Of the class.
         kind: How it is sharded.
         path: The attributes that lead to what is sharded; empty: the parameter itself.
+        splits: How tensor parallelism has split it.
     """
 
     name: str
     kind: Kind
     path: tuple[str, ...] = ()
+    splits: str = ""
 
     def __str__(self) -> str:
+        if self.kind == "split":
+            return self.splits
         if self.kind == "gathered":
             return f"gathered by {self.name}"
         return f"bytes of {'.'.join((self.name, *self.path))}"
@@ -124,6 +131,60 @@ class _Wrapper:
 
 
 @dataclass(eq=False)
+class SplitNode:
+    """A DTensor, of which this rank has one block.
+
+    Attributes:
+        spec: Of the original: its mesh, its placements, the shape of the whole.
+        block_shape: Shape of the block.
+    """
+
+    spec: DTensorSpec
+    block_shape: torch.Size
+
+    def around(self, storage: torch.Tensor) -> torch.Tensor:
+        shape, order = self.spec.shape, order_of(storage)
+        meta = TensorMeta(shape, strides_of(shape, order), storage.dtype)
+        spec = DTensorSpec(self.spec.mesh, self.spec.placements, tensor_meta=meta)
+        return dtensor_new(DTensor, storage, spec, requires_grad=False)
+
+    def move(self, device: torch.device) -> None:
+        pass
+
+    def block_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return this rank's block of a DTensor, of a plain tensor that is the whole, or that is the block.
+
+        Collective over the DTensor's ranks if it is placed otherwise, such as a gradient that is still to be summed.
+
+        Raises:
+            ConfigError: It is on another mesh, or has another shape.
+        """
+        spec = self.spec
+        if isinstance(value, DTensor):
+            if value.shape != spec.shape or value.device_mesh != spec.mesh:
+                raise ConfigError(
+                    f"{list(value.shape)} placed {value.placements} on {value.device_mesh} for a parameter of "
+                    f"{list(spec.shape)} placed {spec.placements} on {spec.mesh}"
+                )
+            if value.placements != spec.placements:
+                with torch.no_grad():
+                    value = value.redistribute(placements=spec.placements)
+            return _plain(value._local_tensor)
+        if value.shape != self.block_shape and value.shape == spec.shape:
+            value = value.detach()
+            for mesh_dim, placement in enumerate(spec.placements):
+                if isinstance(placement, Shard):
+                    step = -(-value.shape[placement.dim] // spec.mesh.size(mesh_dim))
+                    start = min(spec.mesh.get_local_rank(mesh_dim) * step, value.shape[placement.dim])
+                    value = value.narrow(placement.dim, start, min(step, value.shape[placement.dim] - start))
+            return value
+        return value.detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SplitNode":
+        return self
+
+
+@dataclass(eq=False)
 class Form:
     """How parameters of one subclass come apart, and together again around other memory; one for each parameter.
 
@@ -145,7 +206,12 @@ class Form:
         return self.subclass.kind
 
     def storage_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what is sharded of an instance, a plain tensor on the same memory; another tensor as it is."""
+        """Return what is sharded of an instance, a plain tensor on the same memory; another tensor as it is.
+
+        Of a parameter that is split: see ``SplitNode.block_of``.
+        """
+        if isinstance(self.node, SplitNode):
+            return self.node.block_of(tensor)
         if not isinstance(tensor, self.cls):
             return tensor.detach()
         for name in self.subclass.path:
@@ -192,7 +258,7 @@ def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> 
     """Return how a parameter of a tensor subclass is sharded; ``None`` for an ordinary one.
 
     Args:
-        param: Not lazy, no DTensor.
+        param: Not lazy.
         byte_classes: Those of packed storage that users named.
 
     Raises:
@@ -201,6 +267,8 @@ def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> 
     if type(param) is nn.Parameter:
         return None
     name = type(param).__name__
+    if isinstance(param, DTensor):
+        return _split_form(param)
     if isinstance(param, tuple(byte_classes)):
         form = _taken_apart(param, "bytes")
         _check_bytes(param, name)
@@ -229,6 +297,25 @@ def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> 
         )
     _check_rebuilt(param, form)
     return form
+
+
+def _split_form(param: DTensor) -> Form:
+    spec, local = param._spec, param._local_tensor
+    if type(param) is not DTensor or type(local) is not torch.Tensor:
+        raise ConfigError(
+            f"a {type(param).__name__} of {type(local).__name__} cannot be sharded again",
+            fix="name it in ignored_params",
+        )
+    names = spec.mesh.mesh_dim_names or tuple(map(str, range(spec.mesh.ndim)))
+    strange = [placement for placement in spec.placements if type(placement) not in (Shard, Replicate)]
+    if strange:
+        raise ConfigError(
+            f"the parameter is a DTensor placed {strange[0]!r}, and what can be sharded is Shard or Replicate",
+            fix="redistribute it before, or name it in ignored_params",
+        )
+    splits = ", ".join(f"{name}: {placement!r}" for name, placement in zip(names, spec.placements, strict=True))
+    subclass = Subclass("DTensor", "split", ("_local_tensor",), f"split as {splits} of {list(spec.shape)}")
+    return Form(subclass, DTensor, SplitNode(spec, local.shape))
 
 
 def _check_bytes(param: nn.Parameter, name: str) -> None:

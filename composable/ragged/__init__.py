@@ -5,10 +5,10 @@ from composable.ragged.fallback_log import fallback_counts, strict_mode
 from composable.ragged.lockstep import confirm_alike
 from composable.ragged.norms import NormParts, cut_dims, summed_in
 from composable.ragged.registration import register_ragged
-from composable.ragged.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_full
+from composable.ragged.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_block, slice_full, splits_of
 from composable.ragged.tensor import HOOKS, RaggedDTensor, hand_over_grad, was_zeroed, watch_zeroing
 from composable.ragged.torch_calls import teach_torch
-from composable.ragged.transfer import cast_dtype, collect_full, spread_full
+from composable.ragged.transfer import cast_dtype, collect_blocks, spread_blocks
 from composable.ragged.unfinished import check_finished, note_finished, note_unfinished
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "RaggedSpec",
     "cast_dtype",
     "check_finished",
-    "collect_full",
+    "collect_blocks",
     "confirm_alike",
     "cut_dims",
     "fallback_counts",
@@ -30,8 +30,10 @@ __all__ = [
     "note_unfinished",
     "ragged_spec",
     "register_ragged",
+    "slice_block",
     "slice_full",
-    "spread_full",
+    "splits_of",
+    "spread_blocks",
     "strict_mode",
     "summed_in",
     "teach_torch",

@@ -4,6 +4,8 @@ A flat range of an n-dimensional tensor is a few boxes. Each is saved, and read 
 world size, straight from and into the local piece: no tensor is communicated.
 """
 
+from operator import add
+
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -21,8 +23,8 @@ def chunks_of(layout: RaggedLayout) -> list[ChunkStorageMetadata]:
         # Without a chunk a tensor without elements would be missing from the checkpoint.
         return [ChunkStorageMetadata(torch.Size([0] * len(layout.shape)), layout.shape)] if layout.rank == 0 else []
     return [
-        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        for offsets, sizes in boxes(layout.shape, layout.lo, layout.hi, layout.order)
+        ChunkStorageMetadata(torch.Size(map(add, layout.block_offsets, offsets)), torch.Size(sizes))
+        for offsets, sizes in boxes(layout.block_shape, layout.lo, layout.hi, layout.order)
     ]
 
 

@@ -129,7 +129,7 @@ def _new(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
     this, size = args[0], torch.Size(args[1])
     spec: RaggedSpec = this._spec
     layout = spec.layout
-    if size.numel() != layout.shape.numel():
+    if size.numel() != layout.shape.numel() or (size != layout.shape and layout.splits):
         return replicate(op(this._local_tensor, size, *args[2:], **kwargs), layout)
     if size != layout.shape:
         # As many elements in another shape can be cut at the same places.

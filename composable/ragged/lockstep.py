@@ -40,7 +40,8 @@ def confirm(op: str, tensors: Sequence[Any]) -> None:
         layout: RaggedLayout = tensor._spec.layout
         if not any(layout.shares_ranks(other) for other in asked):
             asked.append(layout)
-            layout.ranks.confirm(key, shown=lambda: _text(op, tensors), what=_WHAT, fix=_FIX)
+            for ranks in layout.every_ranks:
+                ranks.confirm(key, shown=lambda: _text(op, tensors), what=_WHAT, fix=_FIX)
 
 
 def confirm_layout(op: str, ranks: Ranks, layout: RaggedLayout, dtype: torch.dtype) -> None:
@@ -93,4 +94,5 @@ def _tensor_text(tensor: Any) -> str:
 def _layout_text(layout: RaggedLayout, dtype: torch.dtype) -> str:
     bounds = str(layout.bounds) if len(layout.bounds) <= _SHOWN_BOUNDS else f"{layout.bounds[:_SHOWN_BOUNDS]} and so on"
     order = f" in the order of dims {layout.order}" if layout.order else ""
+    order += f" in blocks of {list(layout.block_shape)}" if layout.splits else ""
     return f"{list(layout.shape)} {dtype_text(dtype)} cut at {bounds}{order}"

@@ -170,7 +170,7 @@ def _norms_of_group(
             parts = found
         else:
             parts[:, torch.tensor(owned, device=device)] = found
-    return whole.norms(layout.ranks.reduce(parts, whole.op))
+    return whole.norms(layout.reduce(parts, whole.op))
 
 
 def _norm_over_dims(this: Any, order: float, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None) -> DTensor:
@@ -183,16 +183,19 @@ def _norm_over_dims(this: Any, order: float, dims: Sequence[int], keepdim: bool,
     whole = NormParts(order)
     confirm(f"the {order:g}-norm over dims {tuple(dims)}", [this])
     parts = _parts_over_dims(this._local_tensor, layout, whole, dims)
-    norms = whole.norms(layout.ranks.reduce(parts, whole.op)).to(kind)
+    norms = whole.norms(layout.reduce(parts, whole.op)).to(kind)
     return replicate(norms if keepdim else norms.squeeze(tuple(dims)), layout)
 
 
 def _parts_over_dims(local: torch.Tensor, layout: RaggedLayout, whole: NormParts, dims: Sequence[int]) -> torch.Tensor:
     """Return what a piece adds to the norms over ``dims``, of the whole result's shape; finite order above 0."""
-    shape = layout.shape
-    parts = whole.nothing([1 if dim in dims else size for dim, size in enumerate(shape)], local.device)
+    shape = layout.block_shape
+    every = whole.nothing([1 if dim in dims else size for dim, size in enumerate(layout.shape)], local.device)
     if layout.lo == layout.hi:
-        return parts
+        return every
+    parts = every
+    for dim, (offset, size) in enumerate(zip(layout.block_offsets, shape)):
+        parts = parts if dim in dims else parts.narrow(dim + 1, offset, size)
     # Zeros fill the piece up to whole rows of the first dim.
     width = shape.numel() // shape[0]
     first, last = layout.lo // width, -(-layout.hi // width)
@@ -205,7 +208,7 @@ def _parts_over_dims(local: torch.Tensor, layout: RaggedLayout, whole: NormParts
     )
     own = parts if 0 in dims else parts[:, first:last]
     own.copy_(whole.of(norms))
-    return parts
+    return every
 
 
 def _real_of(dtype: torch.dtype) -> torch.dtype:
@@ -222,7 +225,7 @@ def any_or_all(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[st
     confirm(str(op), [this])
     local = op(this._local_tensor)
     reduce_op = ReduceOp.MAX if op is aten.any.default else ReduceOp.MIN
-    return replicate(layout.ranks.reduce(local.to(torch.uint8), reduce_op).to(local.dtype), layout)
+    return replicate(layout.reduce(local.to(torch.uint8), reduce_op).to(local.dtype), layout)
 
 
 def unscale(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

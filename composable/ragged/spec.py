@@ -4,20 +4,25 @@ A cut is ragged: every rank owns one contiguous range of the flattened parameter
 length, also none. All ranks hold the same bounds, so each knows what the others own.
 Nothing here is a tensor subclass: local tensors in, local or full tensors out.
 
+Where tensor parallelism has split the parameter over other dims of the mesh, what is cut is a *block*: what
+the ranks along the cut dim hold together. Ranks along the other dims have other blocks, and other bounds.
+
 Terms: a *local* tensor is this rank's piece, ``[rows, *rest]`` when every bound falls on a
-row and 1-D otherwise; a *full* tensor has the parameter's shape.
+row of the block and 1-D otherwise; a *full* tensor has the parameter's shape.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import torch
-from torch.distributed.tensor import Replicate
+from torch.distributed import ReduceOp
+from torch.distributed.tensor import Replicate, Shard
 
 from composable.collectives import Ranks
 from composable.errors import ConfigError
-from composable.planning import RaggedShard, in_memory_order, in_order_of_dims, local_shape
+from composable.planning import RaggedShard, in_memory_order, in_order_of_dims, local_shape, strides_of
 from composable.torch_private import (
     DeviceMesh,
     DTensorSpec,
@@ -32,11 +37,16 @@ __all__ = [
     "Label",
     "RaggedLayout",
     "RaggedSpec",
+    "Split",
+    "gather_block",
     "gather_full",
+    "join_blocks",
     "ragged_spec",
     "rebuild_spec",
     "replicated_spec",
+    "slice_block",
     "slice_full",
+    "splits_of",
 ]
 
 
@@ -55,14 +65,31 @@ class Label(Protocol):
     def module(self) -> str: ...
 
 
+class Split(NamedTuple):
+    """One split of a parameter into blocks, by a ``Shard`` of tensor parallelism.
+
+    Attributes:
+        mesh_dim: Over which dim of the mesh.
+        dim: Of the parameter.
+        rank: This rank within ``mesh_dim``.
+    """
+
+    mesh_dim: int
+    dim: int
+    rank: int
+
+
 class RaggedLayout:
     """Which elements of a parameter each rank owns; what casts of a parameter and its gradient share.
 
     Attributes:
         mesh: The ranks.
-        mesh_dim: The dim of it that the parameter is cut over; replicated over the others.
+        mesh_dim: The dim of it that the parameter is cut over; replicated over those that are not in ``splits`` either.
         shape: Shape of the whole.
-        bounds: See ``RaggedShard``.
+        splits: How the whole is split into blocks, the outermost split first; mostly not at all.
+        block_shape: Shape of the block that is cut; without splits that of the whole.
+        block_offsets: Where in the whole the block begins, for each dim.
+        bounds: Of the block, see ``RaggedShard``.
         order: In which the dims are flattened, and lie in a full tensor's memory; empty: as they are numbered.
         rank: This rank within ``mesh_dim``.
         lo: First element that this rank owns.
@@ -75,6 +102,9 @@ class RaggedLayout:
         "_label",
         "_placements",
         "_ranks",
+        "_split_ranks",
+        "block_offsets",
+        "block_shape",
         "bounds",
         "hi",
         "lo",
@@ -84,6 +114,7 @@ class RaggedLayout:
         "order",
         "rank",
         "shape",
+        "splits",
     )
 
     def __init__(
@@ -94,8 +125,10 @@ class RaggedLayout:
         bounds: tuple[int, ...],
         rank: int,
         order: tuple[int, ...] = (),
+        splits: tuple[Split, ...] = (),
     ) -> None:
         self.mesh = mesh
+        self.splits = splits
         self.order = order
         self.mesh_dim = mesh_dim
         self.shape = shape
@@ -103,14 +136,28 @@ class RaggedLayout:
         self.rank = rank
         self.lo = bounds[rank]
         self.hi = bounds[rank + 1]
-        self.local_shape = local_shape(shape, bounds, rank, order)
+        self.block_offsets, self.block_shape = (0,) * len(shape), shape
+        for split, around in zip(splits, self.shapes_around()):
+            start, stop = _parts(around[split.dim], mesh.size(split.mesh_dim))[split.rank]
+            self.block_offsets = _with_dim(self.block_offsets, split.dim, self.block_offsets[split.dim] + start)
+            self.block_shape = torch.Size(_with_dim(self.block_shape, split.dim, stop - start))
+        self.local_shape = local_shape(self.block_shape, bounds, rank, order)
         self._ranks: Ranks | None = None
+        self._split_ranks: tuple[Ranks, ...] | None = None
         self._key: str | None = None
         self._label: Label | None = None
-        ragged = RaggedShard(bounds, order)
+        others = {split.mesh_dim: Shard(split.dim) for split in splits}
         self._placements: tuple[Placement, ...] = tuple(
-            ragged if dim == mesh_dim else Replicate() for dim in range(mesh.ndim)
+            RaggedShard(bounds, order) if dim == mesh_dim else others.get(dim, Replicate()) for dim in range(mesh.ndim)
         )
+
+    def shapes_around(self) -> Iterator[torch.Size]:
+        """Yield the shape that each split splits, as this rank sees it."""
+        shape = self.shape
+        for mesh_dim, dim, rank in self.splits:
+            yield shape
+            start, stop = _parts(shape[dim], self.mesh.size(mesh_dim))[rank]
+            shape = torch.Size(_with_dim(shape, dim, stop - start))
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -129,10 +176,33 @@ class RaggedLayout:
 
     @property
     def ranks(self) -> Ranks:
-        """Those that share the parameter."""
+        """Those that share the block."""
         if self._ranks is None:
             self._ranks = Ranks.of_mesh(self.mesh, self.mesh_dim)
         return self._ranks
+
+    @property
+    def split_ranks(self) -> tuple[Ranks, ...]:
+        """For each split, those that have the parts."""
+        if self._split_ranks is None:
+            self._split_ranks = tuple(Ranks.of_mesh(self.mesh, split.mesh_dim) for split in self.splits)
+        return self._split_ranks
+
+    @property
+    def every_ranks(self) -> tuple[Ranks, ...]:
+        """The groups over which pieces have to be added up, one after the other, for a sum over the whole."""
+        return (self.ranks, *self.split_ranks)
+
+    @property
+    def cut_dims(self) -> tuple[int, ...]:
+        """The dims of the mesh over which ranks hold different elements."""
+        return (self.mesh_dim, *(split.mesh_dim for split in self.splits))
+
+    def reduce(self, tensor: torch.Tensor, op: "ReduceOp.RedOpType") -> torch.Tensor:
+        """Reduce a small tensor over all ranks that hold different elements; as ``Ranks.reduce``."""
+        for ranks in self.every_ranks:
+            tensor = ranks.reduce(tensor, op)
+        return tensor
 
     @property
     def label(self) -> Label | None:
@@ -149,12 +219,14 @@ class RaggedLayout:
         if self._key is None:
             mesh, who = self.mesh, "" if self._label is None else self._label.key
             dims = f"{mesh.device_type} {mesh.mesh_dim_names} {tuple(mesh.shape)} {self.mesh_dim}"
-            self._key = f"{who} {tuple(self.shape)} {self.bounds} {self.order} {dims}"
+            # Ranks with other blocks have other bounds.
+            cut = [split[:2] for split in self.splits] or self.bounds
+            self._key = f"{who} {tuple(self.shape)} {cut} {self.order} {dims}"
         return self._key
 
     def shares_ranks(self, other: "RaggedLayout") -> bool:
-        """Say whether two tensors are cut over the same dim of the same mesh."""
-        return self.mesh_dim == other.mesh_dim and (self.mesh is other.mesh or self.mesh == other.mesh)
+        """Say whether two tensors are cut, and split, over the same dims of the same mesh."""
+        return self.cut_dims == other.cut_dims and (self.mesh is other.mesh or self.mesh == other.mesh)
 
     def matches(self, other: "RaggedLayout") -> bool:
         """Say whether the pieces of two tensors cover the same elements on every rank."""
@@ -162,20 +234,32 @@ class RaggedLayout:
             self.bounds == other.bounds
             and self.shape == other.shape
             and self.order == other.order
+            and self.splits == other.splits
             and self.shares_ranks(other)
         )
 
     def empty_full(self, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """Return a full tensor of undefined content, whose memory is in the layout's order."""
-        if not self.order:
-            return torch.empty(self.shape, dtype=dtype, device=device)
-        return in_order_of_dims(
-            torch.empty([self.shape[dim] for dim in self.order], dtype=dtype, device=device), self.order
-        )
+        return self._empty(self.shape, dtype, device)
 
-    def flat(self, full: torch.Tensor) -> torch.Tensor:
-        """Return a full tensor [numel] in the order in which it is cut; a view where that is its memory's."""
-        return in_memory_order(full.reshape(self.shape) if self.order else full, self.order).reshape(-1)
+    def empty_block(self, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+        """Return a block of undefined content, whose memory is in the layout's order."""
+        return self._empty(self.block_shape, dtype, device)
+
+    def _empty(self, shape: torch.Size, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+        if not self.order:
+            return torch.empty(shape, dtype=dtype, device=device)
+        return in_order_of_dims(torch.empty([shape[dim] for dim in self.order], dtype=dtype, device=device), self.order)
+
+    def block_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the block of a full tensor that this rank shares; a view."""
+        for dim in {split.dim for split in self.splits}:
+            full = full.narrow(dim, self.block_offsets[dim], self.block_shape[dim])
+        return full
+
+    def flat(self, block: torch.Tensor) -> torch.Tensor:
+        """Return a block [numel] in the order in which it is cut; a view where that is its memory's."""
+        return in_memory_order(block.reshape(self.block_shape) if self.order else block, self.order).reshape(-1)
 
 
 class RaggedSpec(DTensorSpec):
@@ -192,7 +276,7 @@ class RaggedSpec(DTensorSpec):
     """
 
     def __init__(self, layout: RaggedLayout, dtype: torch.dtype) -> None:
-        strides = _strides(layout.shape, layout.order)
+        strides = strides_of(layout.shape, layout.order)
         super().__init__(layout.mesh, layout.placements, tensor_meta=TensorMeta(layout.shape, strides, dtype))
         self.layout = layout
         self.dtype = dtype
@@ -228,10 +312,8 @@ class RaggedSpec(DTensorSpec):
 
     def __reduce__(self) -> tuple[object, ...]:
         layout = self.layout
-        return (
-            rebuild_spec,
-            (layout.mesh, layout.mesh_dim, tuple(layout.shape), self.dtype, layout.bounds, layout.rank, layout.order),
-        )
+        cut = layout.bounds, layout.rank, layout.order, tuple(map(tuple, layout.splits))
+        return rebuild_spec, (layout.mesh, layout.mesh_dim, tuple(layout.shape), self.dtype, *cut)
 
 
 def ragged_spec(
@@ -242,8 +324,9 @@ def ragged_spec(
     *,
     mesh_dim: int = -1,
     order: Sequence[int] = (),
+    splits: Mapping[int, int] = MappingProxyType({}),
 ) -> RaggedSpec:
-    """Describe a tensor that is cut at ``bounds`` over one dim of ``mesh`` and replicated over the others.
+    """Describe a tensor that is cut at ``bounds`` over one dim of ``mesh`` and split or replicated over the others.
 
     Every rank makes the same call; no communication.
 
@@ -251,12 +334,13 @@ def ragged_spec(
         mesh: The ranks.
         shape: Shape of the whole tensor.
         dtype: Element type.
-        bounds: One more than ``mesh_dim`` has ranks: rank ``r`` owns flat ``[bounds[r], bounds[r + 1])``.
+        bounds: One more than ``mesh_dim`` has ranks: rank ``r`` owns flat ``[bounds[r], bounds[r + 1])`` of the block.
         mesh_dim: The dim of the mesh; the last one by default.
         order: In which the dims are flattened, the outermost first; empty: as they are numbered.
+        splits: Of other dims of the mesh, over which dim of the tensor each splits it, as ``Shard`` does.
 
     Raises:
-        ConfigError: Bounds or order do not fit the mesh or the shape, or this rank is not in the mesh.
+        ConfigError: Bounds, order or splits do not fit the mesh or the shape, or this rank is not in the mesh.
     """
     mesh_dim = mesh_dim % mesh.ndim
     size = torch.Size(shape)
@@ -266,11 +350,23 @@ def ragged_spec(
     bounds = tuple(bounds)
     if len(bounds) != mesh.size(mesh_dim) + 1:
         raise ConfigError(f"{len(bounds)} bounds for a mesh dim of {mesh.size(mesh_dim)} ranks", fix="give one more")
-    if bounds[-1] != size.numel():
-        raise ConfigError(f"bounds {bounds} end before or after the {size.numel()} elements of {list(size)}")
     if order and len(order) != len(size):
         raise ConfigError(f"order {tuple(order)} for {len(size)} dims", fix="give every dim once, or none")
-    return RaggedSpec(RaggedLayout(mesh, mesh_dim, size, bounds, coordinate[mesh_dim], tuple(order)), dtype)
+    found = []
+    for other, dim in sorted(splits.items()):
+        if not (0 <= other < mesh.ndim and other != mesh_dim and -len(size) <= dim < len(size)):
+            raise ConfigError(f"dim {dim} of {list(size)} split over dim {other} of a mesh of {mesh.ndim} dims")
+        found.append(Split(other, dim % len(size), coordinate[other]))
+    layout = RaggedLayout(mesh, mesh_dim, size, bounds, coordinate[mesh_dim], tuple(order), tuple(found))
+    block = layout.block_shape
+    if bounds[-1] != block.numel():
+        raise ConfigError(f"bounds {bounds} end before or after the {block.numel()} elements of {list(block)}")
+    return RaggedSpec(layout, dtype)
+
+
+def splits_of(placements: Sequence[Placement]) -> dict[int, int]:
+    """Return which mesh dims split a tensor, and over which of its dims."""
+    return {dim: placement.dim for dim, placement in enumerate(placements) if isinstance(placement, Shard)}
 
 
 def rebuild_spec(
@@ -281,9 +377,11 @@ def rebuild_spec(
     bounds: tuple[int, ...],
     rank: int,
     order: tuple[int, ...] = (),
+    splits: tuple[tuple[int, int, int], ...] = (),
 ) -> RaggedSpec:
     """Restore a pickled spec; keeps the rank that wrote it, whose piece it describes."""
-    return RaggedSpec(RaggedLayout(mesh, mesh_dim, torch.Size(shape), bounds, rank, order), dtype)
+    found = tuple(Split(*split) for split in splits)
+    return RaggedSpec(RaggedLayout(mesh, mesh_dim, torch.Size(shape), bounds, rank, order, found), dtype)
 
 
 def replicated_spec(mesh: DeviceMesh, full: torch.Tensor) -> DTensorSpec:
@@ -294,48 +392,96 @@ def replicated_spec(mesh: DeviceMesh, full: torch.Tensor) -> DTensorSpec:
 
 def slice_full(full: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     """Return this rank's piece of a full tensor, in the local shape; a view where its memory is in the cut's order."""
-    return layout.flat(full)[layout.lo : layout.hi].view(layout.local_shape)
+    return slice_block(layout.block_of(full), layout)
+
+
+def slice_block(block: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
+    """Return this rank's piece of a block, as ``slice_full`` does."""
+    return layout.flat(block)[layout.lo : layout.hi].view(layout.local_shape)
 
 
 def gather_full(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     """Return the full tensor on every rank, fresh and dense, its memory in the layout's order.
 
+    Collective: all ranks of the layout's groups, same order.
+    """
+    return join_blocks(gather_block(local, layout), layout)
+
+
+def gather_block(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
+    """Return the block on every rank that shares it, fresh and dense, its memory in the layout's order.
+
     Collective: all ranks of the layout's group, same order.
     """
-    bounds, world_size = layout.bounds, len(layout.bounds) - 1
     device, home = torch.device(layout.mesh.device_type), local.device
     if local.is_meta:
-        return layout.empty_full(local.dtype, home)
+        return layout.empty_block(local.dtype, home)
     # Offloaded to the host: the group talks in device tensors only.
     source = local.detach().reshape(-1)
     source = source if home.type == device.type else source.to(device)
-    full = layout.empty_full(local.dtype, source.device)
-    if is_tracing() and world_size > 1 and full.numel():
-        return _traceable_gather(source, layout).to(home)
+    block = layout.empty_block(local.dtype, source.device)
+    bounds = layout.bounds
+    if is_tracing() and len(bounds) > 2 and block.numel():
+        whole = torch.cat(_traceable_gather(source, bounds, layout.ranks))
+        if not layout.order:
+            return whole.view(layout.block_shape).to(home)
+        return in_order_of_dims(whole.view([layout.block_shape[dim] for dim in layout.order]), layout.order).to(home)
     # Bytes, because not every backend knows every dtype.
-    full_bytes, item = layout.flat(full).view(torch.uint8), local.element_size()
-    full_bytes[layout.lo * item : layout.hi * item].copy_(source.contiguous().view(torch.uint8))
-    layout.ranks.gather_ragged(full_bytes, [bound * item for bound in bounds])
-    return full if home.type == device.type else full.to(home)
+    block_bytes, item = layout.flat(block).view(torch.uint8), local.element_size()
+    block_bytes[layout.lo * item : layout.hi * item].copy_(source.contiguous().view(torch.uint8))
+    layout.ranks.gather_ragged(block_bytes, [bound * item for bound in bounds])
+    return block if home.type == device.type else block.to(home)
 
 
-def _traceable_gather(source: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
+def join_blocks(block: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
+    """Return the full tensor of which every rank has its block, dense; ``block`` itself where it is the whole.
+
+    Collective: all ranks over which the whole is split, same order.
+    """
+    if not layout.splits:
+        return block
+    if block.is_meta:
+        return layout.empty_full(block.dtype, block.device)
+    device, home = torch.device(layout.mesh.device_type), block.device
+    joined = block if home.type == device.type else block.to(device)
+    levels = [*zip(layout.splits, layout.shapes_around(), layout.split_ranks, strict=True)]
+    for split, shape, ranks in reversed(levels):
+        parts = _parts(shape[split.dim], ranks.size)
+        width = shape.numel() // max(shape[split.dim], 1)
+        bounds = [0, *(stop * width for _, stop in parts)]
+        pieces = _gather_flat(joined.reshape(-1), bounds, ranks)
+        shapes = [_with_dim(shape, split.dim, stop - start) for start, stop in parts]
+        joined = torch.cat([piece.view(size) for piece, size in zip(pieces, shapes, strict=True)], split.dim)
+    if layout.order:
+        joined = layout.empty_full(joined.dtype, joined.device).copy_(joined)
+    return joined if home.type == device.type else joined.to(home)
+
+
+def _gather_flat(own: torch.Tensor, bounds: Sequence[int], ranks: Ranks) -> Sequence[torch.Tensor]:
+    """Return the flat tensor of each rank, this one's being ``own``."""
+    if is_tracing() and ranks.size > 1 and bounds[-1]:
+        return _traceable_gather(own, bounds, ranks)
+    item = own.element_size()
+    every = own.new_empty(bounds[-1])
+    every[bounds[ranks.rank] : bounds[ranks.rank + 1]].copy_(own)
+    ranks.gather_ragged(every.view(torch.uint8), [bound * item for bound in bounds])
+    return every.split_with_sizes([hi - lo for lo, hi in pairwise(bounds)])
+
+
+def _traceable_gather(source: torch.Tensor, bounds: Sequence[int], ranks: Ranks) -> list[torch.Tensor]:
     """Gather as a graph can hold it: torch.compile does not see what other collectives write into lists."""
-    sizes = [hi - lo for lo, hi in pairwise(layout.bounds)]
+    sizes = [hi - lo for lo, hi in pairwise(bounds)]
     piece = max(sizes)
     padded = torch.cat([source, source.new_zeros(piece - source.numel())])
-    gathered = traceable_collectives.all_gather_tensor(padded, 0, layout.ranks.process_group)
-    pieces = [gathered[rank * piece : rank * piece + size] for rank, size in enumerate(sizes)]
-    whole = torch.cat(pieces)
-    if not layout.order:
-        return whole.view(layout.shape)
-    return in_order_of_dims(whole.view([layout.shape[dim] for dim in layout.order]), layout.order)
+    gathered = traceable_collectives.all_gather_tensor(padded, 0, ranks.process_group)
+    return [gathered[rank * piece : rank * piece + size] for rank, size in enumerate(sizes)]
 
 
-def _strides(shape: torch.Size, order: Sequence[int]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    step = 1
-    for dim in reversed(order or range(len(shape))):
-        strides[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(strides)
+def _parts(size: int, count: int) -> list[tuple[int, int]]:
+    """Return what each of ``count`` ranks gets of a dim of ``size``, as ``Shard`` splits it; the last maybe nothing."""
+    step = -(-size // count)
+    return [(min(rank * step, size), min((rank + 1) * step, size)) for rank in range(count)]
+
+
+def _with_dim(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*sizes[:dim], size, *sizes[dim + 1 :])

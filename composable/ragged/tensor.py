@@ -23,7 +23,15 @@ from composable.ragged.chunks import chunks_of, piece_at, write_items_of
 from composable.ragged.dispatch import RULES, rule_for
 from composable.ragged.fallback import LIVE_SOURCES, is_replicated, mark_stale, written_ragged
 from composable.ragged.lockstep import confirm, confirm_layout
-from composable.ragged.spec import RaggedLayout, RaggedSpec, gather_full, ragged_spec, slice_full
+from composable.ragged.spec import (
+    RaggedLayout,
+    RaggedSpec,
+    gather_block,
+    gather_full,
+    ragged_spec,
+    slice_full,
+    splits_of,
+)
 from composable.ragged.unfinished import UNFINISHED, check_operands
 from composable.torch_private import (
     DeviceMesh,
@@ -168,6 +176,18 @@ class RaggedDTensor(DTensor):
         whole = DTensor.from_local(full, layout.mesh, replicas, run_check=False)
         return whole if list(placements) == replicas else whole.redistribute(placements=placements)
 
+    def gather_block(self) -> torch.Tensor:
+        """Return what the ranks along the cut mesh dim hold together, a plain tensor: the whole, or a part of it.
+
+        A part where tensor parallelism has split the whole over other mesh dims. Not differentiable.
+        Collective: all ranks of the mesh, same order.
+
+        Raises:
+            DesyncError: As ``full_tensor``.
+        """
+        confirm("gather_block", [self])
+        return gather_block(self._local_tensor, self._spec.layout)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # stubs garble the name
         layout = self._spec.layout
         return (
@@ -254,7 +274,15 @@ class RaggedDTensor(DTensor):
         if not ragged:
             return base
         cut = spec.placements[ragged[0]]
-        rebuilt = ragged_spec(spec.mesh, base.shape, base.dtype, cut.bounds, mesh_dim=ragged[0], order=cut.order)
+        rebuilt = ragged_spec(
+            spec.mesh,
+            base.shape,
+            base.dtype,
+            cut.bounds,
+            mesh_dim=ragged[0],
+            order=cut.order,
+            splits=splits_of(spec.placements),
+        )
         return RaggedDTensor.wrap(base._local_tensor, rebuilt, base.requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
@@ -266,6 +294,7 @@ class RaggedDTensor(DTensor):
             layout.placements,
             layout.rank,
             layout.mesh_dim,
+            layout.splits,
             layout.mesh,
             self.requires_grad,
         )

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch.distributed import tensor as dtensor
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 from composable.collectives import Ranks
-from composable.errors import ConfigError, UsageError
+from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.planning import RaggedShard
-from composable.ragged.lockstep import confirm_layout
-from composable.ragged.spec import ragged_spec, slice_full
+from composable.ragged.lockstep import confirm_layout, is_parameter
+from composable.ragged.spec import ragged_spec, slice_full, splits_of
 from composable.ragged.tensor import RaggedDTensor
 from composable.torch_private import DeviceMesh, Placement
 
@@ -35,19 +35,20 @@ def distribute(
     Collective: the values of ``src_data_rank`` (a rank within each mesh dim) count. ``None``: every rank's own.
 
     Raises:
-        ConfigError: Other placements than one ``RaggedShard`` and ``Replicate``.
+        ConfigError: Other placements than one ``RaggedShard``, ``Replicate`` and ``Shard``.
         DesyncError: On every rank, where they run different operations on ragged tensors.
     """
     dims = [dim for dim, placement in enumerate(placements) if isinstance(placement, RaggedShard)]
-    others = [p for p in placements if not isinstance(p, (RaggedShard, Replicate))]
+    others = [p for p in placements if type(p) not in (RaggedShard, Replicate, Shard)]
     if len(dims) != 1 or others or len(placements) != mesh.ndim:
         raise ConfigError(
             f"placements are {tuple(placements)} on a mesh of {mesh.ndim} dims",
-            fix="give one RaggedShard, and Replicate on the other mesh dims",
+            fix="give one RaggedShard, and Replicate or Shard on the other mesh dims",
         )
     ragged = placements[dims[0]]
     assert isinstance(ragged, RaggedShard), "chosen above"
-    spec = ragged_spec(mesh, full.shape, full.dtype, ragged.bounds, mesh_dim=dims[0], order=ragged.order)
+    splits = splits_of(placements)
+    spec = ragged_spec(mesh, full.shape, full.dtype, ragged.bounds, mesh_dim=dims[0], order=ragged.order, splits=splits)
     full = full.detach()
     if full.device.type != mesh.device_type and not full.is_meta:
         full = full.to(mesh.device_type)
@@ -100,13 +101,19 @@ def _call_body(*args: Any, **kwargs: Any) -> Any:
 
 
 def _distribute_tensor(
-    tensor: torch.Tensor,
+    tensor: Any,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
     *,
     src_data_rank: int | None = 0,
 ) -> Any:
     if device_mesh is None or not any(isinstance(placement, RaggedShard) for placement in placements or ()):
+        if is_parameter(tensor):
+            raise UsageError(
+                f"distribute_tensor of a parameter {list(tensor.shape)} that fully_shard has sharded",
+                at=f"{place_of_rank()}, parameter {str(tensor._spec.layout.label)!r}",
+                fix="call parallelize_module before fully_shard",
+            )
         original = getattr(dtensor.distribute_tensor, _ORIGINAL)
         return original(tensor, device_mesh, placements, src_data_rank=src_data_rank)
     if isinstance(tensor, dtensor.DTensor):

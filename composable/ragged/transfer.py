@@ -1,5 +1,7 @@
 """Moves ragged tensors to and from the ranks that hold them whole, piece by piece.
 
+Whole is here what one shard group holds: a *block*, where tensor parallelism has split tensors over other groups.
+
 Every large piece goes straight from where it is owned to where it is wanted; small ones of one owner travel
 together. Beside the whole tensors nothing is allocated, except for what travels together and where dtype or
 device change, and then no more than one list's pieces.
@@ -15,7 +17,7 @@ import torch
 from composable.ragged.exchange import Exchange
 from composable.ragged.tensor import RaggedDTensor
 
-__all__ = ["cast_dtype", "collect_full", "spread_full"]
+__all__ = ["cast_dtype", "collect_blocks", "spread_blocks"]
 
 # Pieces below this many bytes travel together: a message costs as much as copying this much.
 _PACKED_BYTES = 128 * 2**10
@@ -29,7 +31,7 @@ class _Piece(NamedTuple):
     hi: int
 
 
-def collect_full(
+def collect_blocks(
     tensors: Sequence[RaggedDTensor],
     *,
     dst: int | None,
@@ -37,7 +39,7 @@ def collect_full(
     device: torch.device | None = None,
     out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor] | None:
-    """Return the full values of ``tensors`` on rank ``dst``, dense and independent of each other: fresh, or ``out``.
+    """Return the blocks of ``tensors`` on rank ``dst``, dense and independent of each other: fresh, or ``out``.
 
     Collective: all ranks of the shard group, with the same tensors in the same order.
 
@@ -57,13 +59,13 @@ def collect_full(
     if layout.rank in takers:
         if out is None:
             fulls = [
-                tensor._spec.layout.empty_full(cast_dtype(tensor, dtype), device or tensor._local_tensor.device)
+                tensor._spec.layout.empty_block(cast_dtype(tensor, dtype), device or tensor._local_tensor.device)
                 for tensor in tensors
             ]
         else:
             # What is cut in another order than that of its dims arrives in that order first.
             fulls = [
-                tensor._spec.layout.empty_full(full.dtype, full.device) if tensor._spec.layout.order else full
+                tensor._spec.layout.empty_block(full.dtype, full.device) if tensor._spec.layout.order else full
                 for tensor, full in zip(tensors, out, strict=True)
             ]
         for tensor, full in zip(tensors, fulls, strict=True):
@@ -90,14 +92,14 @@ def collect_full(
     return list(out)
 
 
-def spread_full(tensors: Sequence[RaggedDTensor], values: Callable[[int], torch.Tensor] | None, *, src: int) -> None:
-    """Overwrite every rank's pieces with full values that only rank ``src`` has.
+def spread_blocks(tensors: Sequence[RaggedDTensor], values: Callable[[int], torch.Tensor] | None, *, src: int) -> None:
+    """Overwrite every rank's pieces with blocks that only rank ``src`` has.
 
     Collective: all ranks of the shard group, with the same tensors in the same order.
 
     Args:
         tensors: Of one shard group; none on the meta device.
-        values: On rank ``src``: gives the full value of ``tensors[index]``, of its shape, in any dtype and on any
+        values: On rank ``src``: gives the block of ``tensors[index]``, of its ``block_shape``, in any dtype and on any
             device; asked once for each, in order. On other ranks not used.
         src: Rank in the shard group that has the values.
     """

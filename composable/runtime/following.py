@@ -37,11 +37,13 @@ class Follower:
         """A step of the others begins: this rank's optimizer may have written the shards."""
         self._scheduler.optimizer_stepped()
 
-    def gather(self, index: int) -> None:
-        """Give this rank's shards to those that compute. Collective."""
-        scheduler, handle = self._scheduler, self._scheduler.handles[index]
-        scheduler.begin_unshard(handle)
-        scheduler.reshard(handle)
+    def gather(self, index: int, *, takes_secondary: bool) -> None:
+        """Give this rank's shards to those that compute, or its secondary ones. Collective."""
+        unsharded, handle = self._scheduler._unsharded, self._scheduler.handles[index]
+        unsharded.begin_unshard(handle, takes_secondary=takes_secondary)
+        # Whether a backward of the others will read them is not known yet.
+        unsharded.reshard(handle, keeps_secondary=handle.keeps_secondary and not takes_secondary)
+        self._scheduler._streams.wait_for_copies()
 
     def begin_backward(self) -> None:
         """Do what a backward begins with."""

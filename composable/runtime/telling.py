@@ -42,8 +42,8 @@ class Teller(Protocol):
         """Users have dropped kept gradients of the handle, those of ``bits`` of each buffer."""
         ...
 
-    def gather(self, handle: Handle) -> None:
-        """The handle's parameters are about to be gathered."""
+    def gather(self, handle: Handle, *, takes_secondary: bool) -> None:
+        """The handle's parameters are about to be gathered, from secondary shards or not."""
         ...
 
     def reduce(self, handle: Handle, position: int) -> None:

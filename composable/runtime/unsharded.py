@@ -28,6 +28,8 @@ class Unsharded:
         handles: All handles of the root.
         streams: Of the device where they live.
         hear: A bound method, called when a backward gets to a leaf of ``watch_leaves``.
+        takes_secondary: Says whether a gather of a handle that has secondary shards may now be from these; equal on
+            all ranks.
 
     Attributes:
         teller: Tells ranks without inputs of gathers; ``None``: all have inputs.
@@ -41,15 +43,23 @@ class Unsharded:
         "_leaf_hooks",
         "_lingering",
         "_streams",
+        "_takes_secondary",
         "_unsharded",
         "teller",
     )
 
-    def __init__(self, handles: Sequence[Handle], streams: Streams, hear: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        streams: Streams,
+        hear: Callable[[], None],
+        takes_secondary: Callable[[Handle], bool],
+    ) -> None:
         self.teller: Teller | None = None
         self._handles = tuple(handles)
         self._streams = streams
         self._hear = hear
+        self._takes_secondary = takes_secondary
         self._find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
         self._unsharded: dict[Handle, None] = {}
         self._lingering: dict[Handle, None] = {}
@@ -74,29 +84,43 @@ class Unsharded:
             self._streams.wait_for_unshard(handle)
         handle.use_unsharded()
 
-    def begin_unshard(self, handle: Handle) -> None:
-        """Start gathering ahead of use; ``unshard`` waits for it."""
+    def begin_unshard(self, handle: Handle, *, takes_secondary: bool | None = None) -> None:
+        """Start gathering ahead of use; ``unshard`` waits for it.
+
+        Args:
+            handle: The handle.
+            takes_secondary: From secondary shards or not; ``None``: as this rank's own step asks for.
+        """
         if handle.is_unsharded or handle.is_gathering:
             return
+        if takes_secondary is None:
+            takes_secondary = handle.has_secondary and self._takes_secondary(handle)
         if self.teller is not None:
-            self.teller.gather(handle)
+            self.teller.gather(handle, takes_secondary=takes_secondary)
         if handle.bring_back():
             self._streams.shards_written()
         self._unsharded[handle] = None
+        handle.takes_secondary = takes_secondary
         if autograd_profiler._is_profiler_enabled:
             in_region("gather", handle.fqn, self._streams.begin_unshard, handle)
         else:
             self._streams.begin_unshard(handle)
 
-    def reshard(self, handle: Handle) -> None:
+    def reshard(self, handle: Handle, *, keeps_secondary: bool = False) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them.
 
         A gather in flight is waited for, since peers take part in it.
+
+        Args:
+            handle: The handle.
+            keeps_secondary: Copy secondary shards out of them before.
         """
         if handle not in self._unsharded or handle.held_with is not None:
             return
         if handle.is_gathering:
             self._streams.wait_for_unshard(handle)
+        if keeps_secondary:
+            self._streams.keep_secondary(handle)
         handle.reshard(frees=handle not in self._lingering)
         self._streams.resharded()
         # Last: what was cut short is done again.

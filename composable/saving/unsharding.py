@@ -19,7 +19,7 @@ from composable.arguments import check_bool, check_module
 from composable.collectives import Ranks
 from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.fqns import describe_module
-from composable.ragged import RaggedDTensor, hand_over_grad, slice_full
+from composable.ragged import RaggedDTensor, hand_over_grad, slice_block
 from composable.runtime import Scheduler
 from composable.storage import Handle, ShardedParam, collect_at, spread_from, waits_for_copies
 
@@ -243,7 +243,7 @@ class _Shown:
                 if placed.grad_dtype != param.grad_spec.dtype:
                     # Gradients may stay in another dtype than parameters; leaves sum up in that of the reduction.
                     placed.grad_dtype = param.grad_spec.dtype
-                placed.grad = grad
+                placed.grad = None if grad is None else param.around_grad(grad)
 
     def check(self) -> None:
         """Raise if what the block did cannot be written back.
@@ -280,7 +280,7 @@ class _Shown:
             self._spread([param.ragged for param in self.params], self._placed_at)
         else:
             for param, placed in zip(self.params, self._placed or ()):
-                param.ragged._local_tensor.data.copy_(slice_full(param.storage_of(placed), param.layout))
+                param.ragged._local_tensor.data.copy_(slice_block(param.storage_of(placed), param.layout))
         if self.options.with_grads:
             self._write_grads_back()
 
@@ -317,7 +317,8 @@ class _Shown:
             return self._collect([param.ragged for param in self.params], device)
         self.scheduler.shards_written()
         self.scheduler.unshard(self.handle)
-        copies = [param.leaf().detach().to(device, copy=True) for param in self.params]
+        leaves = [param.leaf() for param in self.params]
+        copies = [leaf.detach().to(device, copy=True) for leaf in leaves]
         self.scheduler.reshard(self.handle)
         return copies
 
@@ -339,7 +340,8 @@ class _Shown:
                 param.sharded.grad = None
                 if grad is not None:
                     local = param.ragged._local_tensor
-                    piece = slice_full(grad, param.layout).to(local.device, param.grad_spec.dtype, copy=True)
+                    block = param.block_of_grad(grad)
+                    piece = slice_block(block, param.layout).to(local.device, param.grad_spec.dtype, copy=True)
                     hand_over_grad(param.sharded, RaggedDTensor.wrap(piece, param.grad_spec))
             return
         is_there = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8, device=self.ranks.device)
@@ -351,7 +353,7 @@ class _Shown:
                 piece = torch.empty_like(param.ragged._local_tensor, dtype=param.grad_spec.dtype)
                 hand_over_grad(param.sharded, RaggedDTensor.wrap(piece, param.grad_spec))
                 filled.append(param.sharded.grad)
-        full = [grad for grad in grads if grad is not None]
+        full = [param.block_of_grad(grad) for param, grad in zip(self.params, grads, strict=True) if grad is not None]
         self._spread(filled, full.__getitem__)
 
     def _collect(self, tensors: Sequence[RaggedDTensor], device: torch.device) -> list[torch.Tensor] | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from composable.collectives import Grid, Ranks
-from composable.ragged import RaggedDTensor, collect_full, spread_full
+from composable.ragged import RaggedDTensor, collect_blocks, spread_blocks
 from composable.storage.handle import handle_of
 
 __all__ = ["by_grid", "collect_at", "copy_to_replicas", "spread_from"]
@@ -34,13 +34,13 @@ def collect_at(
         tensors: Of one shard group.
         grid: The ranks of their annotation.
         taker: The rank that gets them; ``None``: every rank.
-        **options: Of ``collect_full``.
+        **options: Of ``collect_blocks``.
     """
     if taker is None:
-        return collect_full(tensors, dst=None, **options)
+        return collect_blocks(tensors, dst=None, **options)
     if taker not in grid.shard.numbers:
         return None  # Another copy gives them.
-    return collect_full(tensors, dst=grid.shard.numbers.index(taker), **options)
+    return collect_blocks(tensors, dst=grid.shard.numbers.index(taker), **options)
 
 
 def spread_from(
@@ -52,10 +52,10 @@ def spread_from(
         tensors: Of one shard group.
         grid: The ranks of their annotation.
         giver: The rank that has the values.
-        values: As ``spread_full`` takes it.
+        values: As ``spread_blocks`` takes it.
     """
     if giver in grid.shard.numbers:
-        spread_full(tensors, values, src=grid.shard.numbers.index(giver))
+        spread_blocks(tensors, values, src=grid.shard.numbers.index(giver))
     if grid.replicas is not None:
         copy_to_replicas([tensor._local_tensor.data for tensor in tensors], grid, giver)
 

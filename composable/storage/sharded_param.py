@@ -18,14 +18,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.errors import UsageError, place_of_rank
-from composable.planning import Form, mark_replaced
+from composable.planning import Form, SplitNode, mark_replaced
 from composable.ragged import (
     HOOKS,
     RaggedDTensor,
     RaggedLayout,
     RaggedSpec,
     hand_over_grad,
-    slice_full,
+    slice_block,
     was_zeroed,
     watch_zeroing,
 )
@@ -50,6 +50,8 @@ class ShardedParam:
         local: This rank's piece, a view of the handle's shard; what ``sharded`` shows, unless torch replaced it.
         grad_spec: Cut and dtype of the gradient that ``sharded`` gets.
         home: Where the piece rests.
+        is_split: Tensor parallelism has split it: the unsharded leaf and its gradients are DTensors of blocks.
+        shape: Of what is sharded: of the block.
         start: First element of this rank's piece in the handle's shard.
         stop: Past the last one; equal to ``start`` where this rank owns nothing.
         placeholder: The zero gradient that ``sharded`` has while the leaf keeps one to be reduced later.
@@ -64,6 +66,7 @@ class ShardedParam:
         "fqn",
         "grad_spec",
         "home",
+        "is_split",
         "local",
         "local_shape",
         "owners",
@@ -94,7 +97,8 @@ class ShardedParam:
         self.home = home
         self.owners = tuple(owners)
         self.form = form
-        self.shape = spec.layout.shape
+        self.is_split = form is not None and isinstance(form.node, SplitNode)
+        self.shape = spec.layout.block_shape
         self.spec = spec
         self.grad_spec = spec.cast(grad_dtype)
         self.start = start
@@ -129,9 +133,20 @@ class ShardedParam:
         """Return what is sharded of a full value, which may be an instance of the parameter's own class."""
         return value.detach() if self.form is None else self.form.storage_of(value)
 
+    def block_of_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return what is sharded of a gradient of the leaf, a plain tensor.
+
+        Where the parameter is split and the gradient placed otherwise, collective over the ranks with the blocks.
+        """
+        return self.storage_of(grad) if self.is_split else grad
+
+    def around_grad(self, block: torch.Tensor) -> torch.Tensor:
+        """Undo ``block_of_grad``."""
+        return self.form.around(block) if self.form is not None and self.is_split else block
+
     def write_full(self, full: torch.Tensor) -> None:
         """Keep this rank's piece of a full value, of any dtype and device, in the shard."""
-        self.local.data.copy_(slice_full(self.storage_of(full), self.layout))
+        self.local.data.copy_(slice_block(self.storage_of(full), self.layout))
 
     def show(self, local: torch.Tensor) -> None:
         """Let the sharded parameter, which stays the same object with the same marks, show other memory."""
@@ -197,19 +212,27 @@ class ShardedParam:
             )
         if isinstance(value, RaggedDTensor) and value._spec.layout.matches(self.layout):
             piece = value._local_tensor
-        elif isinstance(value, DTensor) or value.shape != self.shape:
+        elif not self._can_take(value):
             raise UsageError(
-                f"a parameter of shape {list(self.shape)} was replaced by {type(value).__name__} {list(value.shape)}",
+                f"a parameter of shape {list(self.spec.shape)} was replaced by "
+                f"{type(value).__name__} {list(value.shape)}",
                 at=f"parameter {self.fqn!r}",
-                fix="change values in place, or load tensors of the full shape",
+                fix="call parallelize_module before fully_shard"
+                if isinstance(value, DTensor)
+                else "change values in place, or load tensors of the full shape",
             )
         else:
-            piece = slice_full(self.storage_of(value), self.layout)
+            piece = slice_block(self.storage_of(value), self.layout)
         if self.ragged.is_meta:
             if not piece.is_meta:
                 self.show(piece.detach().to(self.home, self.spec.dtype, copy=True))
         else:
             self.ragged._local_tensor.data.copy_(piece)
+
+    def _can_take(self, value: torch.Tensor) -> bool:
+        if self.is_split and isinstance(value, DTensor):
+            return not isinstance(value, RaggedDTensor) and value.shape == self.spec.shape
+        return not isinstance(value, DTensor) and value.shape in (self.shape, self.spec.shape)
 
     @property
     def ragged(self) -> RaggedDTensor:

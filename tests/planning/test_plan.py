@@ -9,7 +9,8 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from composable.contract import contract, get_registry
 from composable.errors import ConfigError
@@ -578,11 +579,20 @@ def test_a_parameter_that_a_flat_buffer_cannot_hold_is_refused_by_name(param: nn
     assert plan(model, world_size=2, ignored_params=[param]).ignored_fqns == ("0.odd",)
 
 
-def test_a_dtensor_parameter_is_refused(one_rank: None) -> None:
-    module = nn.Linear(2, 2)
-    module.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), init_device_mesh("cpu", (1,)), [Replicate()]))
-    with pytest.raises(ConfigError, match="a DTensor parameter"):
+@pytest.mark.parametrize("placement", [Replicate(), Shard(1)])
+def test_a_plan_says_how_tensor_parallelism_has_split_a_parameter(one_rank: None, placement: Placement) -> None:
+    module, mesh = nn.Linear(2, 2), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    module.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [placement]))
+    text = {"R": "Replicate()", "S": "Shard(dim=1)"}[str(placement)[0]]
+    assert plan(module, world_size=2).handles[0].params[0].notes == (f"split as tp: {text} of [2, 2]",)
+
+
+def test_a_sum_that_is_still_to_be_taken_is_refused(one_rank: None) -> None:
+    module, mesh = nn.Linear(2, 2), init_device_mesh("cpu", (1,))
+    module.weight = nn.Parameter(DTensor.from_local(torch.zeros(2, 2), mesh, [Partial()]))
+    with pytest.raises(ConfigError, match="a DTensor placed Partial") as caught:
         plan(module, world_size=2)
+    assert caught.value.at == "parameter 'weight' [2, 2] float32"
 
 
 @pytest.mark.parametrize(
@@ -591,7 +601,7 @@ def test_a_dtensor_parameter_is_refused(one_rank: None) -> None:
         ({"world_size": 0}, "world_size is 0"),
         ({"strategy": "NO_SUCH"}, "strategy is 'NO_SUCH'\n  fix: pass one of 'FULL_SHARD', 'SHARD_GRAD_OP'"),
         ({"strategy": "FULL_SHARD", "reshard_after_forward": True}, "strategy and reshard_after_forward"),
-        ({"reshard_after_forward": 2}, "reshard_after_forward is 2"),
+        ({"reshard_after_forward": 3}, "reshard_after_forward is 3, and 2 ranks share the parameters"),
         ({"align": {"nothing": "tensor"}}, r"align names parameters that no handle owns: \['nothing'\]"),
         ({"align": {"inp.weight": "rows"}}, "align of 'inp.weight' is 'rows'"),
         ({"policy": "Block"}, "is not a policy"),

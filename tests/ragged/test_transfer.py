@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from composable.ragged.fallback_log import fallback_counts
 from composable.ragged.tensor import RaggedDTensor
-from composable.ragged.transfer import collect_full, spread_full
+from composable.ragged.transfer import collect_blocks, spread_blocks
 from tests.saving.test_torch_loads import CUTS, Model, make
 from tests.world import run_threads
 
@@ -21,12 +21,12 @@ def collect(cut: str) -> None:
     expected = list(Model().parameters())
     for dst in range(dist.get_world_size()):
         for dtype in (None, torch.bfloat16, torch.float64):
-            fulls = collect_full(tensors, dst=dst, dtype=dtype)
+            fulls = collect_blocks(tensors, dst=dst, dtype=dtype)
             assert (fulls is not None) is (rank == dst)
             for full, want in zip(fulls or (), expected):
                 assert torch.equal(full, want.detach().to(dtype or want.dtype))
                 assert full.untyped_storage().nbytes() == full.nbytes
-    assert collect_full([], dst=0) is None
+    assert collect_blocks([], dst=0) is None
     assert not fallback_counts()
 
 
@@ -49,7 +49,7 @@ def spread(cut: str) -> None:
         generator = torch.Generator().manual_seed(src)
         values = [torch.randn(tensor.shape, generator=generator, dtype=torch.float64) for tensor in tensors]
         source = Source(values) if rank == src else None
-        spread_full(tensors, source, src=src)
+        spread_blocks(tensors, source, src=src)
         if source is not None:
             assert source.asked == [index for index, value in enumerate(values) if value.numel()]
         for tensor, value in zip(tensors, values, strict=True):
