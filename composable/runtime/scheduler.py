@@ -632,10 +632,6 @@ class Scheduler:
         self._unsharded.reshard(handle)
         self._streams.wait_for_copies()
 
-    def shards_written(self) -> None:
-        """The current stream wrote the shards outside of forward; gathers that start now must wait for it."""
-        self._streams.shards_written()
-
     def optimizer_stepped(self) -> None:
         """The optimizer wrote the shards, on the current stream or where the user said."""
         written, self._settings.post_optim_event = self._settings.post_optim_event, None
@@ -643,6 +639,10 @@ class Scheduler:
             self._streams.shards_written()
         else:
             self._streams.shards_written_at(written)
+
+    def shards_written(self) -> None:
+        """The current stream wrote the shards outside of forward; gathers that start now must wait for it."""
+        self._streams.shards_written()
 
     def reshard_hidden(self) -> None:
         """Free what a backward kept and was no longer to keep; within a step, its end does."""
