@@ -7,10 +7,12 @@ See docs/uneven_inputs.md.
 A step begins with a forward and ends with the backward after it; without gradients, with the forward.
 """
 
+import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from composable.collectives import Ranks
@@ -24,6 +26,8 @@ __all__ = ["STEP", "Steps", "Told"]
 Told: TypeAlias = tuple[int, str, tuple[Any, ...]]
 # In place of a part: of the step itself.
 STEP = -1
+# Bytes of a message, as they travel; what is longer takes another one.
+_SHORT = 256
 
 
 class Steps:
@@ -142,7 +146,7 @@ class Steps:
         Raises:
             DesyncError: Ranks with inputs tell different things.
         """
-        every = self._ranks.objects(told)
+        every = _exchange(self._ranks, told)
         found = [one for one in every if one is not None]
         if any(one != found[0] for one in found):
             lines = [
@@ -170,3 +174,24 @@ class Steps:
         if part != STEP:
             return self._describe(part, what, args)
         return {"begin": "begins a step", "leave": "begins another step"}.get(what, "has ended the step")
+
+
+def _exchange(ranks: Ranks, told: Told | None) -> list[Told | None]:
+    """Return what each rank tells: one collective where all of it is short. Collective."""
+    if ranks.is_alone:
+        return [told] * ranks.size
+    data = pickle.dumps(told)
+    if len(data) < _SHORT:
+        own = bytes([0, *data]).ljust(_SHORT, b"\0")
+    else:
+        own = bytes([1]).ljust(_SHORT, b"\0")
+    with torch.inference_mode(mode=False):
+        every = torch.zeros(ranks.size * _SHORT, dtype=torch.uint8, device=ranks.device)
+        start = ranks.rank * _SHORT
+        every[start : start + _SHORT] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        ranks.gather_ragged(every, range(0, ranks.size * _SHORT + 1, _SHORT))
+    received = bytes(every.tolist())
+    pieces = [received[start : start + _SHORT] for start in range(0, len(received), _SHORT)]
+    if any(piece[0] for piece in pieces):
+        return ranks.objects(told)
+    return [pickle.loads(piece[1:]) for piece in pieces]  # what these ranks have written just now

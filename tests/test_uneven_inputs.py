@@ -3,7 +3,7 @@
 import contextlib
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -1052,13 +1052,13 @@ def train_evenly(steps: int, *, joins: bool) -> None:
 def count_messages(steps: int, *, joins: bool) -> int:
     """Return how many messages two ranks send each other."""
     sent: list[object] = []
-    send = Ranks.objects
+    send = Ranks.gather_ragged
 
-    def counted(ranks: Ranks, value: object) -> list[object]:
-        sent.append(value)
-        return send(ranks, value)
+    def counted(ranks: Ranks, full: torch.Tensor, bounds: Sequence[int]) -> None:
+        sent.append(bounds)
+        send(ranks, full, bounds)
 
-    with mock.patch.object(Ranks, "objects", counted):
+    with mock.patch.object(Ranks, "gather_ragged", counted):
         run_threads(train_evenly, 2, steps, joins=joins)
     return len(sent) // 2
 
@@ -1066,3 +1066,23 @@ def count_messages(steps: int, *, joins: bool) -> int:
 def test_while_all_ranks_have_inputs_a_step_takes_one_message_more() -> None:
     assert count_messages(5, joins=False) == count_messages(2, joins=False)
     assert count_messages(5, joins=True) == count_messages(2, joins=True) + 3
+
+
+class Deep(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(100)))
+
+
+def train_deep() -> int:
+    model = Deep()
+    fully_shard(model, policy={nn.Linear})
+    steps = []
+    with joined(joinable(model, step=lambda: steps.append(0))):
+        for _ in range(2 * dist.get_rank()):
+            model(torch.ones(1, DIM)).sum().backward()
+    return len(steps)
+
+
+def test_messages_may_be_long() -> None:
+    # Which of a hundred modules average.
+    assert run_threads(train_deep, 2) == [2, 0]
