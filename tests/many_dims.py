@@ -117,6 +117,7 @@ LAYOUTS = {
     "SHARD_GRAD_OP 4": _strategy("SHARD_GRAD_OP", 4),
     "FULL_SHARD 3": _strategy("FULL_SHARD", 3),
     "SHARD_GRAD_OP 3": _strategy("SHARD_GRAD_OP", 3),
+    "resharded to 2 of 4": Layout((4,), ("shard",), (("reshard_after_forward", 2),)),
     "HYBRID_SHARD 2x2": _strategy("HYBRID_SHARD", 2, 2),
     "HYBRID_SHARD_ZERO2 2x2": _strategy("HYBRID_SHARD_ZERO2", 2, 2),
     "HYBRID_SHARD 1x4": _strategy("HYBRID_SHARD", 1, 4),

@@ -341,14 +341,14 @@ def _shard(annotation: Annotation, name: str, *modules: nn.Module, **options: An
         strategy = rng.choice(["FULL_SHARD", "SHARD_GRAD_OP"])
         options["strategy"] = HYBRID[strategy] if is_hybrid else strategy
     else:
-        options["reshard_after_forward"] = draw_freed(rng)
+        options["reshard_after_forward"] = draw_freed(rng, annotation.replicas if is_hybrid else 1)
     return _Request(fully_shard, modules, {"transport": annotation.transport, **options})
 
 
-def draw_freed(rng: random.Random) -> bool | int | None:
+def draw_freed(rng: random.Random, replicas: int = 1) -> bool | int | None:
     """Return what is freed between forward and backward; as often as not, where ranks can be parted, all but a part."""
     # Who only asks which modules are annotated has no ranks.
-    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    size = dist.get_world_size() // replicas if dist.is_initialized() else 1
     parts = [number for number in range(2, size) if size % number == 0]
     return rng.choice([None, True, False, *parts * 3])
 
