@@ -59,6 +59,7 @@ from composable.saving import (
     unshard_params,
 )
 from composable.unannotate import unannotate
+from composable.uneven_inputs import UnevenInputs, joinable
 
 __all__ = [
     "BackwardSteps",
@@ -93,6 +94,7 @@ __all__ = [
     "ShardingStrategy",
     "SizePolicy",
     "StateDictError",
+    "UnevenInputs",
     "UnshardHandle",
     "UsageError",
     "accelerate_optimizer",
@@ -113,6 +115,7 @@ __all__ = [
     "fully_shard",
     "get_total_norm",
     "iter_full_params",
+    "joinable",
     "load_checkpoint",
     "load_full_params",
     "load_full_state_dict",

@@ -17,7 +17,7 @@ from composable.contract import get_registry
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.hook_registration import register_comm_hook as register
-from composable.replication import ReplicateState, broadcast_tensors, local_of
+from composable.replication import ReplicateState
 from composable.runtime import sharded_state_of
 from composable.storage import HookFunction
 
@@ -119,7 +119,7 @@ class DDPView(Joinable):
                 raise UsageError(
                     "uneven inputs of a module with an annotated one below, which communicates by itself",
                     at=f"{place_of_rank()}, {describe_module(below)}",
-                    fix="replicate the outer module alone, or give every rank as many inputs",
+                    fix="pass joinable(model, step=...) to Join in its place",
                 )
         if self._state.reducer.options.static_graph:
             raise UsageError(
@@ -128,7 +128,7 @@ class DDPView(Joinable):
                 fix="replicate without static_graph, or give every rank as many inputs",
             )
         self._divides_by_all = divides_by_all
-        self._state.uneven = self
+        self._state.uneven, self._state.reducer.teller = self, None
         return _Shadow(self)
 
     @property
@@ -141,7 +141,7 @@ class DDPView(Joinable):
         """The ranks that ``Join`` counts."""
         return self.process_group
 
-    def begin_forward(self, *, broadcasts: bool) -> None:
+    def begin_forward(self, module: nn.Module, *, broadcasts: bool) -> None:
         """Meet the ranks without inputs, at the start of a forward. Collective.
 
         Raises:
@@ -197,11 +197,7 @@ class DDPView(Joinable):
             state.transport.connect()
             state.reducer.prepare()
             source = max(rank for rank, number in enumerate(state.reducer.share(is_last)) if number)
-            tensors: list[torch.Tensor] = [local_of(item.param) for item in state.reducer.params]
-            tensors += [local_of(param) for _, param in state.frozen]
-            slots = [] if state.buffers is None else state.buffers.slots
-            tensors += [buffer for owner, name in slots if (buffer := owner[name]) is not None]
-            broadcast_tensors(tensors, state.transport, self.device, source)
+            state.broadcast_all(source)
         self._end()
 
     def _end(self) -> None:

@@ -65,6 +65,9 @@ ENTRIES: dict[str, set[str]] = {
     "ddp_view": {"hook_registration"},
     "gradient_sync": set(),
     "unannotate": {"activation_checkpoint", "fsdp_module", "replicate_module"},
+    "uneven_steps": set(),
+    "uneven_parts": {"uneven_steps"},
+    "uneven_inputs": {"uneven_parts", "uneven_steps"},
     "installation": set(),
 }
 EDGES |= {name: set(EDGES) | others for name, others in ENTRIES.items()}

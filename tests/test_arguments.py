@@ -42,6 +42,7 @@ from composable import (
     fully_shard,
     get_total_norm,
     iter_full_params,
+    joinable,
     load_checkpoint,
     load_full_params,
     load_full_state_dict,
@@ -248,6 +249,11 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
     ),
     "accelerate_optimizer": (accelerated, dict, {"optimizer": set(), "flat": SWITCH}),
     "as_ddp": (as_ddp, lambda: {"module": replicate(nn.Linear(2, 2))}, {"module": set()}),
+    "joinable": (
+        joinable,
+        lambda: {"module": replicate(nn.Linear(2, 2)), "step": None},
+        {"module": set(), "step": {"None", "plain", "class"}},  # what can be called
+    ),
     "step_in_backward": (step_in_backward, lambda: {"optimizer": optimizer_of(sharded())}, {"optimizer": set()}),
     "accelerate_optimizer of a model": (
         accelerate_optimizer,
@@ -481,6 +487,7 @@ ELSEWHERE = {
         "ReductionStats",
         "ReplicateModule",  # tests/test_replicate_module.py
         "SaveHandle",
+        "UnevenInputs",
     ),
     *("SavedCheckpoint", "ShardPlan", "ShardingStrategy", "UnshardHandle"),
     *("contract", "strict_mode"),

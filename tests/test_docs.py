@@ -129,6 +129,7 @@ PROGRAMS = [
     "plan",
     "recipes",
     "replicate",
+    "uneven_inputs",
 ]
 
 

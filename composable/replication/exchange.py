@@ -107,9 +107,14 @@ class Exchange:
 
     def send_zeros(self) -> None:
         """Start the reduction of every bucket that was not started, with zeros for gradients."""
-        for bucket in self.arrangement.buckets[self._round.sent :]:
-            bucket.clear()
-            self._send(bucket)
+        while self._round.sent < len(self.arrangement.buckets):
+            self.send_zero()
+
+    def send_zero(self) -> None:
+        """Start the reduction of the next bucket, with zeros for gradients."""
+        bucket = self.arrangement.buckets[self._round.sent]
+        bucket.clear()
+        self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
         if self._stopwatch.is_on:

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -52,7 +52,23 @@ from composable.storage import (
 from composable.torch_hooks import Ending, next_ending_number
 from composable.torch_private import opaque
 
-__all__ = ["Reducer"]
+__all__ = ["Reducer", "RoundTeller"]
+
+
+class RoundTeller(Protocol):
+    """Tells ranks that run no backward what others are about to start; ``before_round`` has told of the round."""
+
+    def send(self) -> None:
+        """The next bucket."""
+        ...
+
+    def finish(self) -> None:
+        """The end of the round."""
+        ...
+
+    def recover(self) -> None:
+        """The end of a round that was stopped: all buckets that were not started."""
+        ...
 
 
 class Reducer:
@@ -74,6 +90,7 @@ class Reducer:
         comm_hooks: Registrations of communication hooks that reach the parameters; the nearest holds.
         stopwatch: Measures some backwards.
         before_round: Called before a backward, with whether it averages; ``None``: nothing is.
+        teller: Told of what a round starts before it does; ``None``: nobody is.
         steppers: Get parameters that have their averages, and step them inside backward.
     """
 
@@ -95,6 +112,7 @@ class Reducer:
         self.comm_hooks: tuple[Registration, ...] = ()
         self.stopwatch = Stopwatch(grid.everyone.device)
         self.before_round: Callable[[bool], None] | None = None
+        self.teller: RoundTeller | None = None
         self.steppers: tuple[Stepper, ...] = ()
         self._after_backward = after_backward
         self._lock = threading.RLock()
@@ -343,7 +361,7 @@ class Reducer:
             self.stopwatch.mark("computed")
         with torch.no_grad():
             for bucket in self.buckets[self._round.sent :]:
-                self._exchange.launch(bucket)
+                self._launch(bucket)
 
     def finish(self) -> None:
         """Wait for the averages, and complain about what is missing.
@@ -354,6 +372,8 @@ class Reducer:
         missing, self._missing = self._missing, None
         if missing is None:
             return
+        if self.teller is not None:
+            self.teller.finish()
         with torch.no_grad():
             report = self._finish_round()
         if self.stopwatch.is_on:
@@ -383,13 +403,33 @@ class Reducer:
         """
         if not self.params:
             return
+        self.begin_shadow()
+        with torch.no_grad():
+            self._exchange.send_zeros()
+        self.end_shadow()
+
+    def begin_shadow(self) -> None:
+        """Do what a backward begins with."""
         with torch.no_grad():
             for item in self.params:
                 item.param.grad = None
             self._arrangement.prepare()
             self._round.clear(self.buckets, synchronises=True)
-            self.rounds += 1
-            self._exchange.send_zeros()
+        self.rounds += 1
+
+    def send_shadow(self) -> None:
+        """Send zeros for the next bucket. Collective."""
+        with torch.no_grad():
+            self._exchange.send_zero()
+
+    def recover_shadow(self) -> None:
+        """Do what the others do about a round that was stopped there, if one has begun. Collective."""
+        with torch.no_grad():
+            self._complete_stopped()
+
+    def end_shadow(self) -> None:
+        """Wait for the averages. Collective; errors as ``shadow``."""
+        with torch.no_grad():
             report = self._finish_round()
         failure, self._sender.failure = self._sender.failure, None
         self._round.close()
@@ -485,15 +525,22 @@ class Reducer:
         # What has arrived says less: where ranks use other parameters, it differs though they were stopped alike.
         if self._round.synchronises and (self._round.accumulates or self._round.order):
             self._round.complaint = STOPPED
+            if self.teller is not None:
+                self.teller.recover()
             with torch.no_grad():
-                self._exchange.send_zeros()
-                tail = self._exchange.wait_for_zeros()
-                if self.steppers:
-                    self._close_stopped(tail)
-                    return
-                for bucket in self.buckets:
-                    bucket.clear()
-                self._end_round(tail)
+                self._complete_stopped()
+        else:
+            self._forget_round()
+
+    def _complete_stopped(self) -> None:
+        self._exchange.send_zeros()
+        tail = self._exchange.wait_for_zeros()
+        if self.steppers:
+            self._close_stopped(tail)
+            return
+        for bucket in self.buckets:
+            bucket.clear()
+        self._end_round(tail)
         self._forget_round()
 
     def _close_stopped(self, tail: torch.Tensor) -> None:
@@ -513,10 +560,15 @@ class Reducer:
             return
         with self._lock, torch.no_grad():
             while own_round.sent < len(buckets) and not buckets[own_round.sent].pending:
-                self._exchange.launch(buckets[own_round.sent])
+                self._launch(buckets[own_round.sent])
                 if self.steppers:
                     # One is on its way while the next one fills.
                     step_sent(self.steppers, self.params, buckets, own_round, self._sender)
+
+    def _launch(self, bucket: Bucket) -> None:
+        if self.teller is not None:
+            self.teller.send()
+        self._exchange.launch(bucket)
 
     def _finish_round(self) -> Report | None:
         """Wait for all buckets, and give every parameter its average; returns what ``Tail.read`` does."""

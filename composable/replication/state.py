@@ -21,9 +21,10 @@ from composable.registrations import (
     take_charge,
     watch_registrations,
 )
-from composable.replication.broadcasts import BufferSync
+from composable.replication.broadcasts import BufferSync, broadcast_tensors
 from composable.replication.bucket import check_steppable
 from composable.replication.ignored import Ignored
+from composable.replication.locals import local_of
 from composable.replication.precision import Precision
 from composable.replication.reducer import Reducer
 from composable.replication.standing import Standing
@@ -45,8 +46,8 @@ __all__ = ["ReplicateState"]
 class UnevenInputs(Protocol):
     """What is to be told of each forward that a backward may follow."""
 
-    def begin_forward(self, *, broadcasts: bool) -> None:
-        """Meet the ranks without inputs; ``broadcasts``: buffers are to be made equal."""
+    def begin_forward(self, module: nn.Module, *, broadcasts: bool) -> None:
+        """Meet the ranks without inputs, at a forward of ``module``; ``broadcasts``: buffers are to be made equal."""
         ...
 
 
@@ -113,9 +114,17 @@ class ReplicateState:
         self.reducer.prepare()
         broadcasts = self.buffers is not None and module.training and self.reducer.requires_gradient_sync
         if self.uneven is not None:
-            self.uneven.begin_forward(broadcasts=broadcasts)
+            self.uneven.begin_forward(module, broadcasts=broadcasts)
         elif self.buffers is not None and broadcasts:
             self.buffers.broadcast()
+
+    def broadcast_all(self, source_rank: int) -> None:
+        """Give every rank the parameters and buffers of one rank of the transport. Collective; nothing is running."""
+        tensors: list[torch.Tensor] = [local_of(item.param) for item in self.reducer.params]
+        tensors += [local_of(param) for _, param in self.frozen]
+        slots = [] if self.buffers is None else self.buffers.slots
+        tensors += [buffer for owner, name in slots if (buffer := owner[name]) is not None]
+        broadcast_tensors(tensors, self.transport, self.grid.everyone.device, source_rank)
 
     def after_forward(self, error: BaseException | None) -> None:
         """Note that a forward has ended, or what it raised."""

@@ -1,6 +1,7 @@
 """When handles unshard, reshard and reduce, and on which stream."""
 
 from composable.runtime.copies import copy_module
+from composable.runtime.following import Follower
 from composable.runtime.hooks import call_as_forward, register_fully_shard_hooks
 from composable.runtime.notices import notice_hook_states
 from composable.runtime.part import AnnotatedPart
@@ -10,6 +11,7 @@ from composable.runtime.streams import streams_for
 
 __all__ = [
     "AnnotatedPart",
+    "Follower",
     "FullyShardState",
     "Root",
     "Scheduler",

@@ -32,6 +32,7 @@ from composable.runtime.notices import notice_leak
 from composable.runtime.reductions import Reductions
 from composable.runtime.settings import RootSettings
 from composable.runtime.streams import Streams
+from composable.runtime.telling import Teller
 from composable.runtime.turn import Turn
 from composable.runtime.unsharded import Unsharded
 from composable.storage import Handle, refuse_graph_of_backward
@@ -84,6 +85,7 @@ class Scheduler:
         "_settings",
         "_started_at",
         "_streams",
+        "_teller",
         "_thread",
         "_turns",
         "_unsharded",
@@ -133,6 +135,11 @@ class Scheduler:
         self._makes_graph: bool | None = False  # None: nobody has said yet
         self._is_ending = False
         self._end: Callable[[], object] = lambda: None
+        self._teller: Teller | None = None
+
+    def tell_by(self, teller: Teller | None) -> None:
+        """Tell ranks without inputs of each collective before it starts; ``None``: all have inputs."""
+        self._teller = self._unsharded.teller = teller
 
     def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement | Comparison]]) -> None:
         """Let the ranks compare at the end of each backward; ``make`` gets the accounts of all handles."""
@@ -196,13 +203,10 @@ class Scheduler:
                 self._last_forward = None
                 if self._finalizing is not None:
                     raise _not_waited_for()
-                written = self._settings.post_optim_event
-                self._unsharded.begin_forward(self._turns, written)
-                if written is None:
-                    self._streams.shards_written()
-                else:
-                    self._streams.shards_written_at(written)
-                    self._settings.post_optim_event = None
+                if self._teller is not None:
+                    self._teller.begin_forward(module)
+                self._unsharded.begin_forward(self._turns, self._settings.post_optim_event)
+                self.optimizer_stepped()
             thread = threading.get_ident()
             if thread != self._thread:
                 # Numbers of nodes are per thread: those of two say nothing about who runs first.
@@ -227,7 +231,7 @@ class Scheduler:
     def exit_forward(self, *, has_failed: bool = False) -> None:
         """The innermost managed module ends its forward, also by an exception."""
         is_in_backward = self._first_nodes.pop() < 0
-        self._running.pop()
+        module = self._running.pop()
         if not self._running and not is_in_backward:
             for handle in self._unsharded:
                 turn = self._turns[handle]
@@ -242,6 +246,8 @@ class Scheduler:
             # Also before backward.
             self._unsharded.hide()
             self._streams.wait_for_copies()
+            if self._teller is not None and not self.failure:
+                self._teller.end_forward(module, is_awaited=bool(self._armed) and torch.is_grad_enabled())
 
     def pre_forward(self, handle: Handle) -> None:
         """Make the handle's parameters usable and start gathering what comes next.
@@ -494,10 +500,11 @@ class Scheduler:
         armed = self._armed or self._last_armed
         # Of a forward that had its backward: only these are armed without a first forward.
         again: set[Turn] = set() if self._armed else set(self._last_armed)
+        if self._teller is not None:
+            self._teller.begin_backward()
         self._hand_over.open()
+        self._drop_zeroed_gradients(self._turns)
         for handle, turn in self._turns.items():
-            if handle.keeps_gradients:
-                handle.drop_zeroed_gradients()
             if handle.casts_gradients:
                 handle.sum_in_reduce_dtype()
             if handle.has_unsynced_gradients and turn.first_forward is None:
@@ -508,6 +515,14 @@ class Scheduler:
         for turn in armed:
             turn.queued_in = self.backward_id
         self._last_armed, self._armed = armed, []
+
+    def _drop_zeroed_gradients(self, handles: Iterable[Handle]) -> None:
+        """Forget kept gradients that users have dropped by ``zero_grad``."""
+        for handle in handles:
+            if handle.keeps_gradients:
+                dropped = handle.drop_zeroed_gradients()
+                if self._teller is not None and any(dropped):
+                    self._teller.drop(handle, dropped)
 
     def check_split_backward(self) -> None:
         """Raise if a stage of torch's pipelines takes gradients of inputs and of parameters apart.
@@ -560,6 +575,8 @@ class Scheduler:
             return
         with torch.no_grad():
             self._complete_the_rest()
+        if self._teller is not None:
+            self._teller.end_reductions(ends=self._settings.ends_backward)
         self._hand_over.tell(ends=self._settings.ends_backward)
         self._is_ending = True
 
@@ -603,6 +620,8 @@ class Scheduler:
                 self._finish_backward()
             self._hand_over.postpone()
             return
+        if self._teller is not None:
+            self._teller.hand_over()
         self._hand_over.end(self._finish_backward)
 
     def _finish_backward(self) -> None:
@@ -661,6 +680,8 @@ class Scheduler:
         """Start the reductions; before the last of them the parameters are freed."""
         handle = turn.handle
         for account in accounts:
+            if self._teller is not None:
+                self._teller.reduce(handle, turn.accounts.index(account))
             gradient = self._reductions.take(account, handle.gradient_buffers)
             if is_early and account.had != account.flat.all_bits and account.flat.expects_more(account.had):
                 # Not complete after all: parts of backward that read the parameters are still to run.
@@ -705,6 +726,14 @@ class Scheduler:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them."""
         self._unsharded.reshard(handle)
         self._streams.wait_for_copies()
+
+    def optimizer_stepped(self) -> None:
+        """The optimizer wrote the shards, on the current stream or where the user said."""
+        written, self._settings.post_optim_event = self._settings.post_optim_event, None
+        if written is None:
+            self._streams.shards_written()
+        else:
+            self._streams.shards_written_at(written)
 
     def shards_written(self) -> None:
         """The current stream wrote the shards outside of forward; gathers that start now must wait for it."""
@@ -774,13 +803,13 @@ class Scheduler:
         self._makes_graph = False
         try:
             with torch.no_grad():
-                for turn in waiting:
-                    # All of them first: reductions that end meanwhile replace what kept gradients wait beside.
-                    if turn.handle.keeps_gradients:
-                        turn.handle.drop_zeroed_gradients()
+                # All of them first: reductions that end meanwhile replace what kept gradients wait beside.
+                self._drop_zeroed_gradients(turn.handle for turn in waiting)
                 for turn in reversed(waiting):
                     self._complete(turn, is_early=False)
                 self._streams.end_backward()
+            if self._teller is not None:
+                self._teller.end_reductions(ends=True)
             self._hand_over.tell(ends=True)
             self._finalizing = object()
         except BaseException:
@@ -797,12 +826,17 @@ class Scheduler:
         """Hand over every gradient; errors as ``finish``."""
         if self._finalizing is not None:
             self._finalizing = None
+            if self._teller is not None:
+                self._teller.hand_over()
             try:
                 self._hand_over.end(self._finish_backward)
             except BaseException:
                 if self.is_deferred:
                     self._reset()
                 raise
+            finally:
+                if self._teller is not None:
+                    self._teller.end_by_hand()
 
     # Recovery
 
@@ -823,6 +857,9 @@ class Scheduler:
 
     def _tidy_up(self) -> None:
         """Forget the forwards and backwards so far, but for a forward that is running around the backward."""
+        if self._teller is not None:
+            is_kept = any(handle.waits_for_copies for handle in self.handles)
+            self._teller.abandon(is_needed=self.is_backward or self.is_deferred or is_kept)
         for handle in self.handles:
             handle.settle()
         self._hand_over.abandon()
@@ -844,6 +881,20 @@ class Scheduler:
         self._is_threaded, self._thread = False, None
         self._is_ending = False
         self.is_backward = False
+
+    def stand_by(self) -> None:
+        """Free what is unsharded, and drop gradients that wait on this rank for a later backward; nothing is running.
+
+        What was reduced and waits for all ranks stays.
+        """
+        self._unsharded.end_lingering(always=True)
+        for handle in self._unsharded:
+            self._unsharded.reshard(handle)
+        for handle, turn in self._turns.items():
+            handle.drop_gradients()
+            turn.first_forward = None
+        self._armed = []
+        self._last_armed = []
 
     def let_go(self, handles: Iterable[Handle]) -> None:
         """Leave ``handles`` to another root.

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.frames import watch_graph
 from composable.runtime.streams import Streams
+from composable.runtime.telling import Teller
 from composable.runtime.turn import Turn
 from composable.storage import Handle
 from composable.torch_hooks import before_gradients
@@ -29,6 +30,9 @@ class Unsharded:
         hear: A bound method, called when a backward gets to a leaf of ``watch_leaves``.
         takes_secondary: Says whether a gather of a handle that has secondary shards may now be from these; equal on
             all ranks.
+
+    Attributes:
+        teller: Tells ranks without inputs of gathers; ``None``: all have inputs.
     """
 
     __slots__ = (
@@ -41,6 +45,7 @@ class Unsharded:
         "_streams",
         "_takes_secondary",
         "_unsharded",
+        "teller",
     )
 
     def __init__(
@@ -50,6 +55,7 @@ class Unsharded:
         hear: Callable[[], None],
         takes_secondary: Callable[[Handle], bool],
     ) -> None:
+        self.teller: Teller | None = None
         self._handles = tuple(handles)
         self._streams = streams
         self._hear = hear
@@ -78,14 +84,23 @@ class Unsharded:
             self._streams.wait_for_unshard(handle)
         handle.use_unsharded()
 
-    def begin_unshard(self, handle: Handle) -> None:
-        """Start gathering ahead of use; ``unshard`` waits for it."""
+    def begin_unshard(self, handle: Handle, *, takes_secondary: bool | None = None) -> None:
+        """Start gathering ahead of use; ``unshard`` waits for it.
+
+        Args:
+            handle: The handle.
+            takes_secondary: From secondary shards or not; ``None``: as this rank's own step asks for.
+        """
         if handle.is_unsharded or handle.is_gathering:
             return
+        if takes_secondary is None:
+            takes_secondary = handle.has_secondary and self._takes_secondary(handle)
+        if self.teller is not None:
+            self.teller.gather(handle, takes_secondary=takes_secondary)
         if handle.bring_back():
             self._streams.shards_written()
         self._unsharded[handle] = None
-        handle.takes_secondary = handle.has_secondary and self._takes_secondary(handle)
+        handle.takes_secondary = takes_secondary
         if autograd_profiler._is_profiler_enabled:
             in_region("gather", handle.fqn, self._streams.begin_unshard, handle)
         else:
@@ -148,8 +163,7 @@ class Unsharded:
             if written is not None:
                 # The shards are read here and now, and not only by gathers.
                 written.wait()
-            for handle in self._find_stale(kept):
-                self.reshard(handle)
+            self._free_stale(kept)
 
     def refresh(self, handles: Iterable[Handle]) -> None:
         """Free what an earlier step left of ``handles``, hidden, where a rank has written its shard since. Collective.
@@ -158,8 +172,13 @@ class Unsharded:
         """
         hidden = [handle for handle in handles if handle.is_unsharded and handle.is_hidden]
         if hidden:
-            for handle in self._find_stale(hidden):
-                self.reshard(handle)
+            self._free_stale(hidden)
+
+    def _free_stale(self, kept: Sequence[Handle]) -> None:
+        # A rank that ran no modules has none of them, and its optimizer has written its shards.
+        has_all = self.teller is None or not self.teller.has_listeners
+        for handle in self._find_stale(kept) if has_all else kept:
+            self.reshard(handle)
 
     # Memory that stays
 

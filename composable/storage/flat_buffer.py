@@ -488,10 +488,23 @@ class FlatBuffer:
                 param.keep_gradient()
         return waiting != 0
 
-    def drop_zeroed_gradients(self) -> None:
-        """Forget the kept gradients of parameters whose ``grad`` the user has dropped or set to zero meanwhile."""
+    def drop_zeroed_gradients(self) -> int:
+        """Forget kept gradients of parameters whose ``grad`` the user has dropped or set to zero.
+
+        Returns:
+            Which, as bits.
+        """
+        dropped = 0
         for number, param in enumerate(self.params):
             if param.drop_zeroed_gradient():
+                dropped |= 1 << number
+        self.drop_kept(dropped)
+        return dropped
+
+    def drop_kept(self, bits: int) -> None:
+        """Forget the gradients of some parameters that wait for an all-reduce over copies."""
+        for number, param in enumerate(self.params if bits else ()):
+            if bits >> number & 1:
                 self.routes.kept.drop(number, param.start, param.stop)
 
     def has_hooks(self) -> bool:

@@ -598,11 +598,10 @@ class Handle:
         for flat in self.buffers:
             self.keeps_gradients |= flat.keep_gradients()
 
-    def drop_zeroed_gradients(self) -> None:
-        """Forget kept gradients that the user has dropped by ``zero_grad``."""
+    def drop_zeroed_gradients(self) -> list[int]:
+        """Forget kept gradients that the user has dropped by ``zero_grad``; returns the bits of each buffer."""
         self.keeps_gradients = False
-        for flat in self.buffers:
-            flat.drop_zeroed_gradients()
+        return [flat.drop_zeroed_gradients() for flat in self.buffers]
 
     def sum_in_reduce_dtype(self) -> None:
         """In the backward that begins, add up gradients that wait for later ones in the dtype of the reduction."""

@@ -50,6 +50,7 @@ class Routes:
     __slots__ = (
         "_casts_params",
         "_divisor",
+        "_divisor_now",
         "_fqn",
         "_gradient_dtype",
         "_group",
@@ -96,6 +97,7 @@ class Routes:
         self.kept = KeptShards()
         self._key = self._scatter_key = self._replicas_key = -1
         self._divisor = 1
+        self._divisor_now: int | None = None
 
     def unconnected(self) -> "Routes":
         """Return others for a copy of the buffer, by the same choices of the user, not connected yet."""
@@ -143,6 +145,15 @@ class Routes:
             self._scatter_key = self._key if transport is None else transport.allocate_key()
             self._choose_gradient_path(chosen)
             self._scatter_transport = chosen
+
+    def divide_by(self, divisor: int | None) -> None:
+        """Divide sums of gradients by this in place of the number of ranks, unless the user chose; ``None``: by that.
+
+        After ``connect``, from the next reduction on. Every rank alike.
+        """
+        if divisor != self._divisor_now:
+            self._divisor_now = divisor
+            self._choose_gradient_path(self.scatter_transport)
 
     def gather_secondary_by(self, transport: Transport, part: Ranks) -> None:
         """Choose who moves secondary shards. All ranks of the part, same order.
@@ -222,7 +233,7 @@ class Routes:
         comms, replicas, key = self.comms, self._replicas, self._scatter_key
         # Both legs carry the same dtype.
         dtype = self._gradient_dtype if replicas is None else self._reduce_dtype
-        divisor = comms.divide_factor or self._divisor
+        divisor = comms.divide_factor or self._divisor_now or self._divisor
         path: GradientPath
         if comms.hook is not None:
             path = HookPath(transport, comms.hook, dtype)

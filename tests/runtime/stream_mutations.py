@@ -103,8 +103,8 @@ MUTATIONS = [
         "no event when a forward starts",
         [
             (
-                "                if written is None:\n                    self._streams.shards_written()\n",
-                "                if written is None:\n                    pass\n",
+                "        if written is None:\n            self._streams.shards_written()\n",
+                "        if written is None:\n            pass\n",
             )
         ],
         "train, ",

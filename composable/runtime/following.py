@@ -1,0 +1,96 @@
+"""What a rank without inputs does of a root's step: it takes part in every collective and has nothing to add.
+
+It runs no module. Its gradients are zeros, and its shards get their part of the mean as those of other ranks do. The
+same objects do it as in a backward of its own, so collectives that start late, such as an all-reduce over
+copies, start between the same others on all ranks.
+"""
+
+from collections.abc import Sequence
+
+from composable.runtime.scheduler import Scheduler
+
+__all__ = ["Follower"]
+
+
+class Follower:
+    """Follows, in one root, what ranks with inputs tell.
+
+    Args:
+        scheduler: Of the root.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._before: list[tuple[bool, list[bool]]] | None = None
+
+    def leave_step(self) -> None:
+        """This rank has no inputs left: free what is unsharded, drop what was not averaged yet."""
+        scheduler = self._scheduler
+        scheduler.abandon_step()
+        scheduler.stand_by()
+        self._before = [
+            (handle.requires_gradient_sync, [flat.routes.kept.defers for flat in handle.buffers])
+            for handle in scheduler.handles
+        ]
+
+    def begin_step(self) -> None:
+        """A step of the others begins: this rank's optimizer may have written the shards."""
+        self._scheduler.optimizer_stepped()
+
+    def gather(self, index: int, *, takes_secondary: bool) -> None:
+        """Give this rank's shards to those that compute, or its secondary ones. Collective."""
+        unsharded, handle = self._scheduler._unsharded, self._scheduler.handles[index]
+        unsharded.begin_unshard(handle, takes_secondary=takes_secondary)
+        # Whether a backward of the others will read them is not known yet.
+        unsharded.reshard(handle, keeps_secondary=handle.keeps_secondary and not takes_secondary)
+        self._scheduler._streams.wait_for_copies()
+
+    def begin_backward(self) -> None:
+        """Do what a backward begins with."""
+        self._scheduler._hand_over.open()
+
+    def drop(self, index: int, bits: Sequence[int]) -> None:
+        """Forget gradients that wait for an all-reduce: those of ``bits`` of each buffer."""
+        for flat, own in zip(self._scheduler.handles[index].buffers, bits, strict=True):
+            flat.drop_kept(own)
+
+    def reduce(self, index: int, position: int, *, defers: bool) -> None:
+        """Reduce zeros; ``defers``: the all-reduce over copies comes later. Collective."""
+        scheduler, handle = self._scheduler, self._scheduler.handles[index]
+        account = scheduler._turns[handle].accounts[position]
+        account.flat.routes.kept.defers = defers
+        gradient = scheduler._reductions.take(account, handle.gradient_buffers)
+        if gradient is not None:
+            scheduler._reductions.begin(account, gradient)
+
+    def end_reductions(self, synced: Sequence[bool], *, ends: bool) -> None:
+        """Tell the ranks that nothing is left here; ``synced``: of each handle, whether it averages. Collective."""
+        scheduler = self._scheduler
+        for handle, is_synced in zip(scheduler.handles, synced, strict=True):
+            handle.requires_gradient_sync = is_synced
+        scheduler._hand_over.tell(ends=ends)
+        if not ends:
+            scheduler._hand_over.postpone()
+
+    def hand_over(self) -> None:
+        """Give the shards their part of the mean. Collective.
+
+        Raises:
+            UsageError: What any rank raises there.
+        """
+        self._scheduler._hand_over.end(self._scheduler._streams.end_backward)
+
+    def abandon(self) -> None:
+        """Forget a step that was cut short on the others."""
+        self._scheduler._tidy_up()
+
+    def leave(self) -> None:
+        """No rank has inputs left: on all of them, forget what was not averaged and in which order modules ran."""
+        scheduler = self._scheduler
+        scheduler.abandon_step(always=True)
+        scheduler.let_go(scheduler.handles)
+        before, self._before = self._before, None
+        for handle, (syncs, defers) in zip(scheduler.handles, before or (), strict=before is not None):
+            handle.requires_gradient_sync = syncs
+            for flat, one in zip(handle.buffers, defers, strict=True):
+                flat.routes.kept.defers = one

@@ -1,0 +1,1088 @@
+"""Ranks with different numbers of inputs train like one process on the inputs that there are, under every annotation."""
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composable import (
+    ConfigError,
+    CPUOffloadPolicy,
+    DefaultState,
+    DesyncError,
+    MixedPrecisionPolicy,
+    UsageError,
+    as_ddp,
+    checkpoint,
+    clip_grad_norm_,
+    fully_shard,
+    joinable,
+    no_sync,
+    reduce_gradients,
+    reduce_scatter_hook,
+    register_comm_hook,
+    replicate,
+    step_in_backward,
+)
+from composable.collectives import Ranks
+from composable.runtime import sharded_state_of
+from tests.counting import Collective, CountingTransport
+from tests.models import random_input, seeded
+from tests.parity import assert_equal_params, full_params
+from tests.world import RankErrors, run_ranks, run_threads
+
+DIM = 4
+LR = 0.1
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(DIM, 2 * DIM)
+        self.out = nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(self.inp(x).relu())
+
+
+class Net(nn.Module):
+    """Blocks around parameters of its own; it may run only some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        self.last = nn.Linear(DIM, 1)
+
+    def forward(self, x: torch.Tensor, skipped: int = -1) -> torch.Tensor:
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            if index != skipped:
+                x = block(x)
+        return self.last(x)
+
+
+def net() -> Net:
+    return seeded(Net, 0)
+
+
+def hybrid_mesh() -> DeviceMesh:
+    size = dist.get_world_size()
+    copies = 2 if size % 2 == 0 else 1
+    return init_device_mesh("cpu", (copies, size // copies), mesh_dim_names=("replicate", "shard"))
+
+
+# How a model is annotated
+
+
+def shard(model: Net, **options: Any) -> None:
+    fully_shard(model, policy={Block}, **options)
+
+
+def shard_in_calls(model: Net) -> None:
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+
+
+def shard_without_a_root(model: Net) -> None:
+    fully_shard([model.first, model.last])
+    for block in model.blocks:
+        fully_shard(block)
+
+
+def shard_hybrid(model: Net, strategy: str) -> None:
+    shard(model, mesh=hybrid_mesh(), strategy=strategy)
+
+
+def copy_whole(modules: Any) -> None:
+    replicate(modules, find_unused_parameters=True)
+
+
+def replicate_inside(model: Net) -> None:
+    copy_whole(model.blocks[1])
+    shard(model)
+
+
+def replicate_a_pair_inside(model: Net) -> None:
+    copy_whole([model.blocks[0], model.last])
+    shard(model)
+
+
+def replicate_around(model: Net) -> None:
+    fully_shard(model.blocks[0])
+    fully_shard(model.blocks[2], reshard_after_forward=False)
+    copy_whole(model)
+
+
+def replicate_pairs(model: Net) -> None:
+    copy_whole([model.first, *model.blocks])
+    copy_whole(model.last)
+
+
+def reduce_by_hooks(model: Net) -> None:
+    shard_in_calls(model)
+    register_comm_hook(model, DefaultState(dist.group.WORLD), reduce_scatter_hook)
+
+
+def reduce_hybrid_by_hooks(model: Net) -> None:
+    mesh = hybrid_mesh()
+    shard(model, mesh=mesh, strategy="HYBRID_SHARD")
+    register_comm_hook(model, DefaultState(mesh["shard"].get_group()), reduce_scatter_hook)
+
+
+def hook_both(model: Net) -> None:
+    copy_whole(model.blocks[1])
+    shard(model)
+    register_comm_hook(model.blocks[1], None, default_hooks.allreduce_hook)
+    model.set_all_reduce_hook(lambda shard: shard.mul_(1.0))
+
+
+def set_up(change: Callable[[Any], None], annotate: Callable[[Net], None] = shard) -> Callable[[Net], None]:
+    def annotated(model: Net) -> None:
+        annotate(model)
+        change(model)
+
+    return annotated
+
+
+def keep_after_backward(model: Any) -> None:
+    model.set_reshard_after_backward(False)
+
+
+def prefetch_by_hand(model: Any) -> None:
+    model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
+    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])
+
+
+def checkpoint_blocks(model: Net) -> None:
+    shard(model)
+    for block in model.blocks:
+        checkpoint(block)
+
+
+# Annotations with settings, in which every rank runs all modules.
+SETTINGS: dict[str, Callable[[Net], None]] = {
+    "offloaded": lambda model: shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "zeros for unused": lambda model: shard(model, unused_gradients="zero"),
+    "kept after backward": set_up(keep_after_backward),
+    "hybrid kept after backward": set_up(keep_after_backward, lambda model: shard_hybrid(model, "HYBRID_SHARD_ZERO2")),
+    "secondary shards": lambda model: shard(model, reshard_after_forward=hybrid_mesh().size(1)),
+    "prefetch by hand": set_up(prefetch_by_hand),
+    "one gradient buffer": set_up(lambda model: model.set_reduce_scatter_max_input_buffers(1)),
+    "groups apart": set_up(lambda model: model.set_separate_reduce_scatter_group(True)),
+    "sums": set_up(lambda model: model.set_force_sum_reduction_for_comms(True)),
+    "checkpointed": checkpoint_blocks,
+    "hooks": reduce_by_hooks,
+    "hybrid hooks": reduce_hybrid_by_hooks,
+    "hooks of both": hook_both,
+}
+ANNOTATIONS: dict[str, Callable[[Net], None]] = {
+    "full": shard,
+    "calls": shard_in_calls,
+    "no root": shard_without_a_root,
+    "kept after forward": lambda model: shard(model, strategy="SHARD_GRAD_OP"),
+    "hybrid": lambda model: shard_hybrid(model, "HYBRID_SHARD"),
+    "hybrid kept": lambda model: shard_hybrid(model, "HYBRID_SHARD_ZERO2"),
+    "replicate inside": replicate_inside,
+    "pair inside": replicate_a_pair_inside,
+    "replicate around": replicate_around,
+    "pairs": replicate_pairs,
+    "replicated": copy_whole,
+}
+
+
+@dataclass
+class Case:
+    """A run: how many inputs each rank has, and what is done with them."""
+
+    counts: list[int]
+    annotation: str = "full"
+    divides_by_all: bool = True
+    accumulates: bool = False
+    clips: bool = False
+    skips: bool = False
+    optimizer: str = "SGD"
+    seed: int = 0
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        return max(self.counts)
+
+    def input_of(self, step: int, rank: int) -> torch.Tensor:
+        return random_input(1000 * self.seed + 10 * step + rank, 3, DIM)
+
+    def skipped(self, step: int) -> int:
+        # The same in all backwards of a step: what one that averages does not run keeps its gradients.
+        return step // (1 + self.accumulates) % 4 - 1 if self.skips else -1
+
+    def averages(self, step: int) -> bool:
+        return not self.accumulates or step % 2 == 1
+
+    def make_optimizer(self, params: Any) -> torch.optim.Optimizer:
+        if self.optimizer == "SGD":
+            return torch.optim.SGD(params, lr=LR, momentum=0.9)
+        return torch.optim.AdamW(params, lr=LR, eps=1e-3)
+
+
+def train_alone(case: Case) -> dict[str, torch.Tensor]:
+    """Do what all ranks together do, with the inputs that there are."""
+    model = net()
+    optimizer = case.make_optimizer(model.parameters())
+    for step in range(case.steps):
+        if not case.averages(step):
+            continue
+        running = [rank for rank, count in enumerate(case.counts) if count > step]
+        divisor = len(case.counts) if case.divides_by_all else len(running)
+        for rank in running:
+            for each in range(step - case.accumulates, step + 1):
+                (model(case.input_of(each, rank), case.skipped(each)).square().mean() / divisor).backward()
+        if case.clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@contextlib.contextmanager
+def joined(*joinables: Any, **options: Any) -> Iterator[None]:
+    """Enter ``Join``, which changes how all warnings are shown."""
+    with warnings.catch_warnings(), Join(list(joinables), **options):
+        yield
+
+
+def train_jointly(case: Case) -> dict[str, torch.Tensor]:
+    model = net()
+    (ANNOTATIONS | SETTINGS)[case.annotation](model)
+    optimizer = case.make_optimizer(model.parameters())
+    rank = dist.get_rank()
+
+    def step_all() -> None:
+        if case.clips:
+            clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with joined(joinable(model, step=step_all), divide_by_initial_world_size=case.divides_by_all):
+        for step in range(case.counts[rank]):
+            with contextlib.nullcontext() if case.averages(step) else no_sync(model):
+                model(case.input_of(step, rank), case.skipped(step)).square().mean().backward()
+            if case.averages(step):
+                step_all()
+    return full_params(model)
+
+
+def check(case: Case, *, tolerance: float = 1e-6) -> None:
+    expected = train_alone(case)
+    for found in run_threads(train_jointly, len(case.counts), case, timeout_s=30):
+        assert_equal_params(found, expected, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("divides_by_all", [True, False])
+@pytest.mark.parametrize("counts", [[0, 2], [2, 0, 3], [1, 2, 0, 3]])
+@pytest.mark.parametrize("annotation", sorted(ANNOTATIONS))
+def test_parameters_are_those_of_one_process_on_the_inputs_there_are(
+    annotation: str, counts: list[int], divides_by_all: bool
+) -> None:
+    check(Case(counts, annotation, divides_by_all))
+
+
+def draw(seed: int) -> Case:
+    draw = random.Random(seed)
+    annotation = draw.choice(sorted(ANNOTATIONS | SETTINGS))
+    return Case(
+        counts=[draw.choice([0, 1, 2, 3, 5]) for _ in range(draw.choice([2, 3, 4]))],
+        annotation=annotation,
+        # A communication hook divides by the ranks that it knows.
+        divides_by_all="hooks" in annotation or draw.random() < 0.5,
+        accumulates=draw.random() < 0.3,
+        clips=draw.random() < 0.5,
+        skips=annotation in ANNOTATIONS and draw.random() < 0.5,
+        optimizer=draw.choice(["SGD", "AdamW"]),
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_runs_are_those_of_one_process_on_the_inputs_there_are(seed: int) -> None:
+    check(draw(seed), tolerance=5e-5)
+
+
+@pytest.mark.parametrize("counts", [[3, 1], [2, 0, 1, 3]])
+@pytest.mark.parametrize("annotation", sorted(SETTINGS))
+def test_what_is_set_holds_for_ranks_without_inputs(annotation: str, counts: list[int]) -> None:
+    check(Case(counts, annotation, divides_by_all=True, accumulates=False))
+
+
+# Ways to reduce
+
+
+def train_in_low_precision(case: Case) -> dict[str, torch.Tensor]:
+    model = net()
+    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    optimizer = case.make_optimizer(model.parameters())
+    return follow_loop(model, optimizer, case)
+
+
+def follow_loop(model: Net, optimizer: torch.optim.Optimizer | None, case: Case, **options: Any) -> Any:
+    """Train on the inputs of this rank in a plain loop; returns the parameters."""
+
+    def step_all() -> None:
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    options.setdefault("step", step_all)
+    with joined(joinable(model, **options), divide_by_initial_world_size=case.divides_by_all):
+        for step in range(case.counts[dist.get_rank()]):
+            model(case.input_of(step, dist.get_rank())).square().mean().backward()
+            step_all()
+    return full_params(model)
+
+
+def test_ranks_without_inputs_follow_in_low_precision() -> None:
+    case = Case([2, 0, 3])
+    for found in run_threads(train_in_low_precision, 3, case):
+        assert_equal_params(found, train_alone(case), tolerance=2e-2)
+
+
+def train_in_backward(case: Case, annotation: str) -> dict[str, torch.Tensor]:
+    model = net()
+    ANNOTATIONS[annotation](model)
+    step_in_backward(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
+    return follow_loop(model, None, case, step=None)
+
+
+@pytest.mark.parametrize("annotation", ["full", "hybrid", "replicate inside", "replicate around"])
+def test_an_optimizer_inside_backward_steps_on_ranks_without_inputs(annotation: str) -> None:
+    case = Case([2, 0, 1, 3])
+    for found in run_threads(train_in_backward, 4, case, annotation):
+        assert_equal_params(found, train_alone(case), tolerance=1e-6)
+
+
+def divide_by_own_factor(case: Case) -> dict[str, torch.Tensor]:
+    model: Any = net()
+    shard_in_calls(model)
+    for module in (model, *model.blocks):
+        module.set_gradient_divide_factor(4.0)
+    return follow_loop(model, case.make_optimizer(model.parameters()), case)
+
+
+def test_a_divide_factor_of_the_users_stays_what_it_is() -> None:
+    # As of four ranks, of which two never have inputs.
+    expected = train_alone(Case([3, 1, 0, 0]))
+    for found in run_threads(divide_by_own_factor, 2, Case([3, 1], divides_by_all=False)):
+        assert_equal_params(found, expected, tolerance=1e-6)
+
+
+def train_in_parts(case: Case, kind: str) -> dict[str, torch.Tensor]:
+    """Average once for two backwards, in one of the ways to do so."""
+    model: Any = net()
+    shard(model, **({"mesh": hybrid_mesh()} if kind == "all-reduce" else {}))
+    optimizer = case.make_optimizer(model.parameters())
+    rank = dist.get_rank()
+
+    def step_all() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if kind == "by hand":
+        model.set_manual_backward_finalization(True)
+    with joined(joinable(model, step=step_all), divide_by_initial_world_size=case.divides_by_all):
+        for step in range(case.counts[rank]):
+            is_last = step % 2 == 1
+            if kind == "all-reduce":
+                model.set_requires_all_reduce(is_last)
+            if kind == "last backward":
+                model.set_is_last_backward(is_last)
+            with no_sync(model) if kind == "reduce gradients" else contextlib.nullcontext():
+                model(case.input_of(step, rank)).square().mean().backward()
+            if is_last:
+                if kind == "by hand":
+                    model.finalize_backward()
+                if kind == "reduce gradients":
+                    reduce_gradients(model)
+                step_all()
+    return full_params(model)
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "last backward", "by hand", "reduce gradients"])
+@pytest.mark.parametrize("counts", [[4, 2, 0, 6], [2, 2, 4, 4]])
+def test_ranks_without_inputs_follow_reductions_that_end_later(kind: str, counts: list[int]) -> None:
+    case = Case(counts, accumulates=True)
+    for found in run_threads(train_in_parts, 4, case, kind):
+        assert_equal_params(found, train_alone(case), tolerance=1e-6)
+
+
+def run_out_between_two_legs() -> dict[str, torch.Tensor]:
+    model: Any = net()
+    shard(model, mesh=hybrid_mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    case, rank = Case([4, 1, 4, 4]), dist.get_rank()
+
+    def step_all() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with joined(joinable(model, step=step_all)):
+        for step in range(case.counts[rank]):
+            model.set_requires_all_reduce(step % 2 == 1)
+            model(case.input_of(step, rank)).square().mean().backward()
+            if step % 2 == 1:
+                step_all()
+    return full_params(model)
+
+
+def test_what_was_reduced_before_inputs_end_counts() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    case = Case([4, 1, 4, 4])
+    for step in range(4):
+        for rank, count in enumerate(case.counts):
+            if step < count:
+                (model(case.input_of(step, rank)).square().mean() / 4).backward()
+        if step % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    for found in run_threads(run_out_between_two_legs, 4):
+        assert_equal_params(found, full_params(model), tolerance=1e-6)
+
+
+# Loops
+
+
+def train_with_forwards_alone(annotation: str, counts: list[int], kind: str) -> dict[str, torch.Tensor]:
+    """Run forwards that no backward follows, or that share one."""
+    model = net()
+    ANNOTATIONS[annotation](model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    case, rank = Case(counts), dist.get_rank()
+
+    def step_all() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with joined(joinable(model, step=step_all)):
+        for step in range(counts[rank]):
+            x = case.input_of(step, rank)
+            if kind == "without gradients":
+                with torch.no_grad():
+                    model(x)
+            if kind == "without a backward":
+                model(x)
+            if kind == "two of a backward":
+                (model(x).square().mean() / 2 + model(x).square().mean() / 2).backward()
+            else:
+                model(x).square().mean().backward()
+            step_all()
+            if kind == "without gradients":
+                with torch.no_grad():
+                    model(x)
+    return full_params(model)
+
+
+@pytest.mark.parametrize("kind", ["without gradients", "without a backward", "two of a backward"])
+@pytest.mark.parametrize(
+    "annotation", ["full", "no root", "kept after forward", "replicate inside", "replicate around"]
+)
+def test_ranks_without_inputs_follow_forwards_that_have_no_backward_of_their_own(annotation: str, kind: str) -> None:
+    counts = [2, 0, 3]
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    case = Case(counts)
+    for step in range(3):
+        for rank in range(3):
+            if step < counts[rank]:
+                (model(case.input_of(step, rank)).square().mean() / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_threads(train_with_forwards_alone, 3, annotation, counts, kind, timeout_s=30):
+        assert_equal_params(found, full_params(model), tolerance=1e-6)
+
+
+def train_two_models(*, is_whole: bool) -> list[dict[str, torch.Tensor]]:
+    models = [net(), seeded(Net, 1)]
+    fully_shard(models[0], policy={Block})
+    replicate(models[1])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9) for model in models]
+    rank = dist.get_rank()
+
+    def step_by(number: int) -> None:
+        optimizers[number].step()
+        optimizers[number].zero_grad()
+
+    view = as_ddp(models[1]) if is_whole else joinable(models[1], step=lambda: step_by(1))
+    with joined(joinable(models[0], step=lambda: step_by(0)), view):
+        for step in range(1 + 2 * rank):
+            for number, model in enumerate(models):
+                model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
+                step_by(number)
+    return [full_params(model) for model in models]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_several_models_join_beside_each_other(*, is_whole: bool) -> None:
+    expected = []
+    for seed in range(2):
+        model = seeded(Net, seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+        for step in range(3):
+            for rank in range(2):
+                if step < 1 + 2 * rank:
+                    (model(random_input(10 * step + rank, 3, DIM)).square().mean() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        expected.append(full_params(model))
+    for found in run_threads(train_two_models, 2, is_whole=is_whole):
+        for one, other in zip(found, expected, strict=True):
+            assert_equal_params(one, other, tolerance=1e-6)
+
+
+def train_before_and_after(annotation: str, counts: list[int]) -> dict[str, torch.Tensor]:
+    model = net()
+    (ANNOTATIONS | SETTINGS)[annotation](model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    rank = dist.get_rank()
+
+    def step_all() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for epoch in range(3):
+        context = joined(joinable(model, step=step_all)) if epoch != 1 else contextlib.nullcontext()
+        with context:
+            for step in range(counts[rank] if epoch != 1 else 2):
+                model(random_input(100 * epoch + 10 * step + rank, 3, DIM)).square().mean().backward()
+                step_all()
+    return full_params(model)
+
+
+@pytest.mark.parametrize("annotation", [*sorted(ANNOTATIONS), "kept after backward", "groups apart"])
+def test_all_ranks_go_on_alike_after_the_context(annotation: str) -> None:
+    counts = [3, 0, 1, 2]
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    for epoch in range(3):
+        for step in range(3 if epoch != 1 else 2):
+            for rank, count in enumerate(counts):
+                if epoch == 1 or step < count:
+                    x = random_input(100 * epoch + 10 * step + rank, 3, DIM)
+                    (model(x).square().mean() / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for found in run_threads(train_before_and_after, 4, annotation, counts, timeout_s=30):
+        assert_equal_params(found, full_params(model), tolerance=1e-6)
+
+
+def train_on_two_meshes(case: Case, *, is_whole: bool) -> dict[str, torch.Tensor]:
+    """Average a block over pairs of ranks only, and the rest over all."""
+    model = net()
+    pair = hybrid_mesh()["shard"]
+    if is_whole:
+        replicate(model.blocks[1], mesh=pair)
+    else:
+        fully_shard(model.blocks[1], mesh=pair)
+    fully_shard(model)
+    return follow_loop(model, case.make_optimizer(model.parameters()), case)
+
+
+@pytest.mark.parametrize("divides_by_all", [True, False])
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("counts", [[3, 0, 1, 2], [0, 0, 2, 1]])
+def test_each_part_counts_the_ranks_that_share_it(counts: list[int], *, is_whole: bool, divides_by_all: bool) -> None:
+    case = Case(counts, divides_by_all=divides_by_all)
+    nets = [net(), net()]
+    shared = [name for name, _ in nets[0].named_parameters() if "blocks.1" not in name]
+    optimizers = [case.make_optimizer(one.parameters()) for one in nets]
+    for step in range(case.steps):
+        running = [rank for rank in range(4) if step < counts[rank]]
+        for rank in running:
+            nets[rank // 2](case.input_of(step, rank)).square().mean().backward()
+        for index, one in enumerate(nets):
+            for name, param in one.named_parameters():
+                inside = [rank for rank in running if rank // 2 == index]
+                if name not in shared and param.grad is not None:
+                    param.grad /= 2 if divides_by_all else len(inside)
+        for name in shared:
+            pair = [one.get_parameter(name) for one in nets]
+            total = sum(param.grad for param in pair if param.grad is not None)
+            for param in pair:
+                param.grad = total / (4 if divides_by_all else len(running))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for rank, found in enumerate(run_threads(train_on_two_meshes, 4, case, is_whole=is_whole)):
+        assert_equal_params(found, full_params(nets[rank // 2]), tolerance=1e-6)
+
+
+def run_a_part_before() -> dict[str, torch.Tensor]:
+    model = net()
+    shard_in_calls(model)
+    model.blocks[1](torch.ones(1, DIM))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    return follow_loop(model, optimizer, Case([2, 0, 1]))
+
+
+def test_a_part_that_ran_before_joins_with_the_root_around_it() -> None:
+    expected = train_alone(Case([2, 0, 1]))
+    for found in run_threads(run_a_part_before, 3):
+        assert_equal_params(found, expected, tolerance=1e-6)
+
+
+def gather_by_hand() -> dict[str, torch.Tensor]:
+    model: Any = net()
+    shard_in_calls(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    case, rank = Case([2, 0, 1]), dist.get_rank()
+
+    def step_all() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with joined(joinable(model, step=step_all)):
+        for step in range(case.counts[rank]):
+            model.blocks[1].unshard(async_op=True)
+            model(case.input_of(step, rank)).square().mean().backward()
+            step_all()
+    return full_params(model)
+
+
+def test_ranks_without_inputs_follow_gathers_by_hand() -> None:
+    expected = train_alone(Case([2, 0, 1]))
+    for found in run_threads(gather_by_hand, 3):
+        assert_equal_params(found, expected, tolerance=1e-6)
+
+
+# What all ranks have at the end
+
+
+class Counted(nn.Module):
+    """A module with buffers that follow the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(DIM, DIM)
+        self.norm = nn.BatchNorm1d(DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.inp(x))
+
+
+def count_batches(annotation: str) -> int:
+    model = nn.Sequential(Counted(), Counted())
+    if annotation == "both":
+        replicate(model[0])
+    if annotation == "replicate":
+        replicate(model)
+    else:
+        fully_shard(model)
+    with joined(joinable(model, step=model.zero_grad)):
+        for _ in range([2, 0, 5][dist.get_rank()]):
+            model(random_input(0, 3, DIM)).sum().backward()
+    counts = [int(module.norm.num_batches_tracked) for module in model]
+    assert len(set(counts)) == 1
+    return counts[0]
+
+
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate", "both"])
+def test_buffers_are_those_of_the_rank_that_ran_longest(annotation: str) -> None:
+    assert run_threads(count_batches, 3, annotation) == [5, 5, 5]
+
+
+def frozen_after_nothing() -> dict[str, torch.Tensor]:
+    model = net()
+    shard_in_calls(model)
+    with joined(joinable(model, step=model.zero_grad)):
+        pass
+    return full_params(model)
+
+
+def test_ranks_that_all_have_no_inputs_end_at_once() -> None:
+    for found in run_threads(frozen_after_nothing, 2):
+        assert_equal_params(found, full_params(net()), tolerance=0)
+
+
+def drop_what_was_not_averaged() -> dict[str, torch.Tensor]:
+    model = net()
+    shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    rank = dist.get_rank()
+    with joined(joinable(model, step=optimizer.step)):
+        for step in range(1 + rank):
+            with no_sync(model) if step == 0 else contextlib.nullcontext():
+                model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
+            if step:
+                optimizer.step()
+    return full_params(model)
+
+
+def test_what_a_rank_has_not_averaged_when_its_inputs_end_is_dropped() -> None:
+    model = net()
+    for step in range(2):
+        (model(random_input(10 * step + 1, 3, DIM)).square().mean() / 2).backward()
+    torch.optim.SGD(model.parameters(), lr=LR).step()
+    for found in run_threads(drop_what_was_not_averaged, 2):
+        assert_equal_params(found, full_params(model), tolerance=1e-6)
+
+
+def drop_by_hand() -> dict[str, torch.Tensor]:
+    model: Any = net()
+    shard(model, mesh=hybrid_mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    rank = dist.get_rank()
+    with joined(joinable(model, step=optimizer.step)):
+        for step in range(2 if rank else 1):
+            model.zero_grad()
+            model.set_requires_all_reduce(step == 1)
+            model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
+            if step:
+                optimizer.step()
+    return full_params(model)
+
+
+def test_gradients_that_the_others_drop_are_dropped_without_inputs_too() -> None:
+    model = net()
+    for rank in (1, 2, 3):
+        (model(random_input(10 + rank, 3, DIM)).square().mean() / 4).backward()
+    torch.optim.SGD(model.parameters(), lr=LR).step()
+    for found in run_threads(drop_by_hand, 4):
+        assert_equal_params(found, full_params(model), tolerance=1e-6)
+
+
+def leave_gradients_to_wait(annotation: str) -> dict[str, torch.Tensor]:
+    model = net()
+    ANNOTATIONS[annotation](model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    rank = dist.get_rank()
+    with joined(joinable(model, step=optimizer.step)):
+        for step in range(1 + rank):
+            with no_sync(model):
+                model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
+    model(random_input(rank, 3, DIM)).square().mean().backward()
+    optimizer.step()
+    return full_params(model)
+
+
+@pytest.mark.parametrize("annotation", ["full", "calls"])
+def test_gradients_that_wait_at_the_end_are_dropped_on_all_ranks(annotation: str) -> None:
+    model = net()
+    for rank in range(2):
+        (model(random_input(rank, 3, DIM)).square().mean() / 2).backward()
+    torch.optim.SGD(model.parameters(), lr=LR).step()
+    for found in run_threads(leave_gradients_to_wait, 2, annotation):
+        assert_equal_params(found, full_params(model), tolerance=1e-6)
+
+
+# Choices of Join
+
+
+def train_without_unevenness() -> dict[str, torch.Tensor]:
+    model = net()
+    shard(model)
+    with joined(joinable(model, step=model.zero_grad), enable=False):
+        for step in range(2):
+            model(random_input(step, 3, DIM)).square().mean().backward()
+    return full_params(model)
+
+
+def test_a_context_that_is_switched_off_changes_nothing() -> None:
+    run_threads(train_without_unevenness, 2)
+
+
+def train_on_inputs(model: Net, count: int, **options: Any) -> None:
+    with joined(joinable(model, step=model.zero_grad), **options):
+        for step in range(count):
+            model(random_input(step, 3, DIM)).square().mean().backward()
+
+
+def throw() -> str:
+    model = net()
+    shard(model)
+    with pytest.raises(RuntimeError, match="exhausted") as caught:
+        train_on_inputs(model, 1 + dist.get_rank(), throw_on_early_termination=True)
+    text = str(caught.value)
+    del caught
+    # All is as before.
+    model(random_input(5, 3, DIM)).square().mean().backward()
+    return text
+
+
+def test_all_ranks_throw_where_one_has_no_inputs_left() -> None:
+    texts = run_threads(throw, 3)
+    assert ["Rank 0 exhausted" in texts[0], *("at least one rank" in text for text in texts[1:])] == [True] * 3
+
+
+def raise_inside(model: Net) -> None:
+    with joined(joinable(model, step=model.zero_grad)):
+        model(random_input(0, 3, DIM)).square().mean().backward()
+        raise KeyError
+
+
+def leave_by_an_exception() -> None:
+    model = net()
+    shard(model)
+    with pytest.raises(KeyError):
+        raise_inside(model)
+    model(random_input(dist.get_rank(), 3, DIM)).square().mean().backward()
+
+
+def test_an_exception_on_all_ranks_ends_the_context() -> None:
+    run_threads(leave_by_an_exception, 2)
+
+
+def fail(_: torch.Tensor) -> None:
+    raise KeyError
+
+
+def skip_an_input_that_raises(annotation: str) -> dict[str, torch.Tensor]:
+    model = net()
+    ANNOTATIONS[annotation](model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    rank = dist.get_rank()
+
+    def step_all() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def fail_in_backward(_: nn.Module, args: object, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    with joined(joinable(model, step=step_all)):
+        for step in range(3 if rank else 1):
+            # The last blocks are reduced by then.
+            hook = model.blocks[0].register_forward_hook(fail_in_backward) if step == 1 else None
+            loss = model(random_input(10 * step + rank, 3, DIM)).square().mean()
+            if hook is not None:
+                hook.remove()
+                with pytest.raises(KeyError):
+                    loss.backward()
+                optimizer.zero_grad()
+                continue
+            loss.backward()
+            step_all()
+    return full_params(model)
+
+
+@pytest.mark.parametrize("annotation", sorted(ANNOTATIONS))
+def test_ranks_without_inputs_follow_others_that_skip_an_input(annotation: str) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step, ranks in ((0, (0, 1, 2, 3)), (2, (1, 2, 3))):
+        for rank in ranks:
+            (model(random_input(10 * step + rank, 3, DIM)).square().mean() / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_threads(skip_an_input_that_raises, 4, annotation):
+        assert_equal_params(found, full_params(model), tolerance=1e-6)
+
+
+# What is refused
+
+
+def refuse_a_part() -> None:
+    model = net()
+    with pytest.raises(UsageError, match="joinable found no annotated module"):
+        joinable(model)
+    shard(model)
+    with pytest.raises(UsageError, match="a part of what is annotated together"):
+        Join([joinable(model.blocks, step=model.zero_grad)])
+
+
+def test_a_part_of_a_model_cannot_join() -> None:
+    run_threads(refuse_a_part, 2)
+
+
+def go_without_a_step() -> None:
+    model = net()
+    shard(model)
+    Join([joinable(model)])
+
+
+def test_a_step_is_needed_where_ranks_have_shards_of_their_own() -> None:
+    with pytest.raises(RankErrors) as caught:
+        run_threads(go_without_a_step, 2)
+    assert {type(error) for error in caught.value.errors.values()} == {UsageError}
+    assert "pass joinable(model, step=...)" in str(caught.value.errors[0])
+
+
+def need_no_step() -> None:
+    model = net()
+    fully_shard(model.requires_grad_(False))
+    with joined(joinable(model)):
+        for _ in range(dist.get_rank()):
+            model(torch.ones(1, DIM))
+    model.requires_grad_(True)
+    with torch.no_grad(), joined(joinable(model)):
+        for _ in range(dist.get_rank()):
+            model(torch.ones(1, DIM))
+
+
+def test_no_step_is_needed_where_nothing_is_trained() -> None:
+    run_threads(need_no_step, 2)
+
+
+def choose_differently() -> None:
+    model = net()
+    shard(model)
+    Join([joinable(model, step=model.zero_grad)], divide_by_initial_world_size=dist.get_rank() == 0)
+
+
+def test_ranks_that_choose_different_divisors_are_told() -> None:
+    with pytest.raises(RankErrors, match="prepare for uneven inputs in different ways") as caught:
+        run_threads(choose_differently, 2)
+    assert {type(error) for error in caught.value.errors.values()} == {DesyncError}
+
+
+def run_different_modules() -> None:
+    model = net()
+    shard(model)
+    rank = dist.get_rank()
+    with joined(joinable(model, step=model.zero_grad)):
+        for step in range(3 if rank else 1):
+            # In the second step rank 0 has no inputs left.
+            model(torch.ones(1, DIM), rank - 1 if step else -1).sum().backward()
+
+
+def test_ranks_with_inputs_that_run_different_modules_are_told() -> None:
+    with pytest.raises(RankErrors, match="ranks with inputs do different things inside of Join") as caught:
+        run_threads(run_different_modules, 3)
+    assert {type(error) for error in caught.value.errors.values()} == {DesyncError}
+    assert str(caught.value.errors[2]).splitlines()[1:4] == [
+        "    rank 0: has no inputs left",
+        "    rank 1: gathers module 'blocks.1' (Block)",
+        "    rank 2: reduces the gradients of module 'blocks.2' (Block)",
+    ]
+
+
+def pass_no_bool() -> None:
+    model = net()
+    shard(model)
+    for wrong in (0, None, "yes"):
+        with pytest.raises(ConfigError, match="divide_by_initial_world_size"):
+            Join([joinable(model, step=model.zero_grad)], divide_by_initial_world_size=wrong)
+
+
+def test_the_choice_of_a_divisor_is_a_bool() -> None:
+    run_threads(pass_no_bool, 2)
+
+
+def refuse_a_static_graph() -> None:
+    model = net()
+    replicate(model.blocks[0], static_graph=True)
+    shard(model)
+    Join([joinable(model, step=model.zero_grad)])
+
+
+def test_a_static_graph_cannot_join() -> None:
+    with pytest.raises(RankErrors, match="static_graph=True: a rank without inputs has no graph"):
+        run_threads(refuse_a_static_graph, 2)
+
+
+def raise_on_one_rank() -> None:
+    model = net()
+    shard(model)
+    rank = dist.get_rank()
+    with joined(joinable(model, step=model.zero_grad)):
+        for step in range(3 if rank else 1):
+            if step == 1 and rank == 1:
+                raise KeyError("of one rank")
+            model(torch.ones(1, DIM)).sum().backward()
+
+
+@pytest.mark.parametrize("run", [run_threads, run_ranks])
+def test_ranks_do_not_hang_where_one_of_them_raises(run: Callable[..., Any]) -> None:
+    with pytest.raises(RankErrors, match="of one rank"):
+        run(raise_on_one_rank, 3, timeout_s=40)
+
+
+# Processes
+
+
+@pytest.mark.parametrize("annotation", ["full", "hybrid", "replicate inside", "replicate around", "hooks of both"])
+def test_processes_with_uneven_inputs_train_like_one(annotation: str) -> None:
+    case = Case([3, 0, 1, 2], annotation, clips=True)
+    for found in run_ranks(train_jointly, 4, case, timeout_s=60):
+        assert_equal_params(found, train_alone(case), tolerance=1e-6)
+
+
+# What travels
+
+
+def record_collectives(annotation: str) -> list[Collective]:
+    model = net()
+    ANNOTATIONS[annotation](model)
+    context = Join([joinable(model, step=model.zero_grad)])
+    counting = CountingTransport.install(sharded_state_of(model).root)
+    with warnings.catch_warnings(), context:
+        for step in range([3, 1, 0][dist.get_rank()]):
+            model(random_input(step, 3, DIM), 1).square().mean().backward()
+    # One rank has seen no order of modules, the others another one: all guess alike what comes next.
+    for _ in range(2):
+        model(random_input(0, 3, DIM)).square().mean().backward()
+    return counting.records
+
+
+@pytest.mark.parametrize("annotation", ["full", "calls", "kept after forward", "replicate inside"])
+def test_all_ranks_run_the_same_collectives_in_the_same_order(annotation: str) -> None:
+    first, *others = run_threads(record_collectives, 3, annotation)
+    assert first
+    assert others == [first, first]
+
+
+def train_evenly(steps: int, *, joins: bool) -> None:
+    model = net()
+    shard(model)
+    with joined(joinable(model, step=model.zero_grad)) if joins else contextlib.nullcontext():
+        for step in range(steps):
+            model(random_input(step, 3, DIM)).sum().backward()
+
+
+def count_messages(steps: int, *, joins: bool) -> int:
+    """Return how many messages two ranks send each other."""
+    sent: list[object] = []
+    send = Ranks.gather_ragged
+
+    def counted(ranks: Ranks, full: torch.Tensor, bounds: Sequence[int]) -> None:
+        sent.append(bounds)
+        send(ranks, full, bounds)
+
+    with mock.patch.object(Ranks, "gather_ragged", counted):
+        run_threads(train_evenly, 2, steps, joins=joins)
+    return len(sent) // 2
+
+
+def test_while_all_ranks_have_inputs_a_step_takes_one_message_more() -> None:
+    assert count_messages(5, joins=False) == count_messages(2, joins=False)
+    assert count_messages(5, joins=True) == count_messages(2, joins=True) + 3
+
+
+class Deep(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(DIM, DIM) for _ in range(100)))
+
+
+def train_deep() -> int:
+    model = Deep()
+    fully_shard(model, policy={nn.Linear})
+    steps = []
+    with joined(joinable(model, step=lambda: steps.append(0))):
+        for _ in range(2 * dist.get_rank()):
+            model(torch.ones(1, DIM)).sum().backward()
+    return len(steps)
+
+
+def test_messages_may_be_long() -> None:
+    # Which of a hundred modules average.
+    assert run_threads(train_deep, 2) == [2, 0]
