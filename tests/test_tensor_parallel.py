@@ -1,10 +1,15 @@
 """Parameters that tensor parallelism has split or replicated over another mesh dim, fully sharded over data ranks."""
 
+import copy
+import math
+import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -22,9 +27,16 @@ from composable import (
     MixedPrecisionPolicy,
     RaggedShard,
     UsageError,
+    accelerate_optimizer,
     checkpoint,
+    clip_grad_norm_,
     fully_shard,
+    iter_full_params,
     no_sync,
+    step_in_backward,
+    strict_mode,
+    unannotate,
+    unshard_params,
 )
 from tests.models import random_input, seeded
 from tests.world import run_threads
@@ -321,3 +333,297 @@ def look() -> None:
 
 def test_a_sharded_parameter_has_the_shape_of_the_whole_on_the_mesh_of_both_dims() -> None:
     run_threads(look, 4)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "SGD loop": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.01, foreach=True),
+    "AdamW loop": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=False),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.9),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+    "Muon": lambda params: torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.02),
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3),
+}
+
+
+def optimize(name: str, way: str) -> None:
+    mesh = mesh_of(2, 2)
+    model, plain = annotated(mesh), seeded(Model, 0)
+    optimizer, expected = (OPTIMIZERS[name](list(one.parameters())) for one in (model, plain))
+    if way in ("local", "flat"):
+        accelerate_optimizer(optimizer, model, flat=way == "flat")
+    stepped = step_in_backward(optimizer) if way == "in backward" else None
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            model.zero_grad()
+            loss = loss_at(model, step, data_rank(mesh))
+            loss.backward()
+            dist.all_reduce(mean := loss.detach() / mesh.size())
+            return mean
+
+        def whole(step: int = step) -> torch.Tensor:
+            plain.zero_grad()
+            losses = [loss_at(plain, step, rank) / 2 for rank in range(2)]
+            sum(losses).backward()
+            return sum(losses).detach()
+
+        if name == "LBFGS":
+            optimizer.step(closure)
+            expected.step(whole)
+            continue
+        closure()
+        whole()
+        if stepped is None:
+            norm = clip_grad_norm_(optimizer, 0.5)
+            torch.testing.assert_close(
+                norm, nn.utils.clip_grad_norm_(expected.param_groups[0]["params"], 0.5), rtol=1e-5, atol=1e-6
+            )
+            optimizer.step()
+        expected.step()
+    torch.testing.assert_close(values_of(model), values_of(plain), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_optimizers_step_as_in_one_process(name: str) -> None:
+    run_threads(optimize, 4, name, "")
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW loop", "AdamW fused", "RMSprop"])
+@pytest.mark.parametrize("way", ["local", "flat", "in backward"])
+def test_the_librarys_own_ways_to_step_give_the_same(name: str, way: str) -> None:
+    run_threads(optimize, 4, name, way)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_optimizers_that_are_not_element_wise_step_inside_backward(name: str) -> None:
+    run_threads(optimize, 4, name, "in backward")
+
+
+def clip_by_torch() -> None:
+    mesh = mesh_of(2, 2)
+    model, plain = trained(mesh), trained_in_one_process()
+    for order in (2.0, 1.0, math.inf):
+        norms = [nn.utils.clip_grad_norm_(one.parameters(), 0.1, order) for one in (model, plain)]
+        torch.testing.assert_close(full(norms[0]), norms[1])
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
+
+
+def trained(mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Return a sharded model with gradients."""
+    model = annotated(mesh, **options)
+    loss_at(model, 0, data_rank(mesh)).backward()
+    return model
+
+
+def trained_in_one_process() -> nn.Module:
+    model = seeded(Model, 0)
+    for rank in range(2):
+        (loss_at(model, 0, rank) / 2).backward()
+    return model
+
+
+def test_torch_clips_split_and_plain_parameters_together() -> None:
+    run_threads(clip_by_torch, 4)
+
+
+def compute() -> None:
+    mesh = mesh_of(2, 2)
+    model, plain = annotated(mesh), seeded(Model, 0)
+    for layer in ("up", "down"):
+        weight, expected = (getattr(one.blocks[0], layer).weight for one in (model, plain))
+        for function in (torch.sum, torch.norm, torch.std, lambda t: t.norm(dim=0), lambda t: t.norm(dim=1)):
+            torch.testing.assert_close(full(function(weight)), function(expected).detach())
+        torch.testing.assert_close(full(weight.t() @ weight), (expected.t() @ expected).detach())
+        torch.testing.assert_close(full(weight[1]), expected[1].detach())
+        torch.testing.assert_close(full(weight.redistribute(placements=[Replicate(), Shard(0)])), expected.detach())
+        again = distribute_tensor(expected.detach(), weight.device_mesh, weight.placements)
+        with strict_mode():
+            torch.testing.assert_close(again.to_local(), weight.to_local())
+            torch.testing.assert_close((again + weight).to_local(), 2 * weight.to_local())
+        pickled = pickle.loads(pickle.dumps(again))
+        assert pickled._spec.layout.matches(weight._spec.layout)
+        for one in (weight, expected):
+            torch.manual_seed(5)
+            with torch.no_grad():
+                one.normal_()
+        torch.testing.assert_close(full(weight), expected.detach())
+
+
+def test_operations_give_what_they_give_of_the_whole() -> None:
+    run_threads(compute, 4)
+
+
+def differentiate() -> None:
+    mesh = mesh_of(2, 2)
+    model = annotated(mesh)
+    weight = model.blocks[0].up.weight
+    weight.full_tensor().square().sum().backward()
+    torch.testing.assert_close(full(weight.grad), 2 * full(weight).detach())
+
+
+def test_full_tensor_has_a_gradient() -> None:
+    run_threads(differentiate, 4)
+
+
+def show_whole(options: dict[str, bool]) -> None:
+    mesh = mesh_of(2, 2)
+    model, plain = trained(mesh), trained_in_one_process()
+    is_shown = not options.get("rank0_only") or data_rank(mesh) == 0
+    with unshard_params(model, **options):
+        weight = model.blocks[0].up.weight
+        if is_shown:
+            assert type(weight) is DTensor
+            assert weight.placements == (Shard(0),)
+            torch.testing.assert_close(full(weight).detach(), plain.blocks[0].up.weight.detach())
+            if options.get("with_grads"):
+                torch.testing.assert_close(full(weight.grad), plain.blocks[0].up.weight.grad)
+                weight.grad.mul_(2)
+            with torch.no_grad():
+                weight.mul_(3)
+    torch.testing.assert_close(full(model.blocks[0].up.weight).detach(), 3 * plain.blocks[0].up.weight.detach())
+    factor = 2 if options.get("with_grads") else 1
+    torch.testing.assert_close(full(model.blocks[0].up.weight.grad), factor * plain.blocks[0].up.weight.grad)
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("with_grads",), ("offload_to_cpu",), ("rank0_only",), ("rank0_only", "with_grads")]
+)
+def test_full_parameters_are_as_before_the_annotation_and_written_back(options: tuple[str, ...]) -> None:
+    run_threads(show_whole, 4, dict.fromkeys(options, True))
+
+
+def iterate() -> None:
+    mesh = mesh_of(2, 2)
+    model, plain = annotated(mesh), seeded(Model, 0)
+    torch.testing.assert_close(dict(iter_full_params(model)), dict(plain.named_parameters()))
+    for bucket in iter_full_params(model, bucket_bytes=200):
+        for fqn, value in bucket.tensors().items():
+            torch.testing.assert_close(value, plain.get_parameter(fqn).detach())
+
+
+def test_values_are_iterated_over_as_wholes() -> None:
+    run_threads(iterate, 4)
+
+
+def undo(keeps: bool) -> None:
+    mesh = mesh_of(2, 2)
+    model, plain = annotated(mesh), trained_in_one_process()
+    with no_sync(model) if keeps else nullcontext():
+        loss_at(model, 0, data_rank(mesh)).backward()
+    unannotate(model)
+    assert type(model.blocks[0].up.weight) is DTensor
+    assert model.blocks[0].up.weight.device_mesh == mesh["tp"]
+    assert type(model.out.weight) is nn.Parameter
+    torch.testing.assert_close(values_of(model), values_of(plain))
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
+    model.zero_grad()
+    compare_step(fully_shard(model, mesh=mesh["dp"]), mesh)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_unannotate_gives_back_what_tensor_parallelism_made(keeps: bool) -> None:
+    run_threads(undo, 4, keeps)
+
+
+def copy_deeply() -> None:
+    mesh = mesh_of(2, 2)
+    model, plain = trained(mesh), trained_in_one_process()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.blocks[0].up.weight.zero_()
+    torch.testing.assert_close(gradients_of(twin), gradients_of(plain), rtol=1e-5, atol=1e-6)
+    twin.zero_grad()
+    compare_step(twin, mesh)
+
+
+def test_a_deep_copy_trains_on_its_own() -> None:
+    run_threads(copy_deeply, 4)
+
+
+def send_values(others: str) -> None:
+    mesh = mesh_of(2, 2)
+    with torch.device("meta") if others == "meta" and data_rank(mesh) else nullcontext():
+        model = seeded(Model, 0)
+    split(model, mesh["tp"])
+    if others == "real":
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.0 + data_rank(mesh))
+    fully_shard(model, mesh=mesh["dp"], policy={Block}, sync_module_states=True)
+    torch.testing.assert_close(values_of(model), values_of(seeded(Model, 0)))
+
+
+@pytest.mark.parametrize("others", ["real", "meta"])
+def test_the_first_data_rank_gives_its_values_to_the_others(others: str) -> None:
+    run_threads(send_values, 4, others)
+
+
+def fill(module: nn.Module) -> None:
+    if any(param.is_meta for param in module.parameters(recurse=False)):
+        module.to_empty(device="cpu", recurse=False)
+    with torch.no_grad():
+        for index, param in enumerate(module.parameters(recurse=False)):
+            param.fill_(0.1 * (index + 1))
+
+
+def begin_on_meta(way: str) -> None:
+    mesh = mesh_of(2, 2)
+    with torch.device("meta"):
+        model = Model()
+    split(model, mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"], policy={Block}, param_init_fn=fill if way == "function" else None)
+    if way == "to_empty":
+        model.to_empty(device="cpu").apply(fill)
+    plain = seeded(Model, 0).apply(fill)
+    torch.testing.assert_close(values_of(model), values_of(plain))
+    loss_at(model, 0, data_rank(mesh)).backward()
+
+
+@pytest.mark.parametrize("way", ["function", "to_empty"])
+def test_a_model_on_the_meta_device_gets_its_values_later(way: str) -> None:
+    run_threads(begin_on_meta, 4, way)
+
+
+def load() -> None:
+    mesh = mesh_of(2, 2)
+    model, plain = annotated(mesh), seeded(Model, 3)
+    model.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(values_of(model), values_of(plain))
+    other = annotated(mesh)
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(values_of(other), values_of(plain))
+
+
+def test_state_dicts_of_wholes_and_of_pieces_are_loaded() -> None:
+    run_threads(load, 4)
+
+
+class Weight(nn.Module):
+    """Returns its parameter, or a view of it, as torch's tied heads do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 2))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+def return_parameter() -> None:
+    mesh = mesh_of(2, 2)
+    model = nn.Sequential(Weight(), nn.Linear(2, 2))
+    model[0].weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh["tp"], [Shard(0)]))
+    fully_shard(model, mesh=mesh["dp"], policy={Weight})
+    output = model[0]()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    torch.testing.assert_close(full(output).detach(), torch.ones(4, 2))
+
+
+def test_a_parameter_that_a_forward_returns_is_a_copy() -> None:
+    run_threads(return_parameter, 4)
