@@ -249,7 +249,7 @@ def error_of(build: Callable[[], object]) -> str:
 
 def misuse(name: str) -> str:
     mesh = mesh_of(2, 2)
-    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "model"))
     model = nn.Linear(4, 4)
     if name in ("own dim", "all ranks", "other root", "process group"):
         parallelize_module(model, mesh["tp"], ColwiseParallel())
@@ -627,3 +627,15 @@ def return_parameter() -> None:
 
 def test_a_parameter_that_a_forward_returns_is_a_copy() -> None:
     run_threads(return_parameter, 4)
+
+
+def use_equal_meshes() -> None:
+    first, second = mesh_of(2, 2), mesh_of(2, 2)
+    model = split(seeded(Model, 0), first["tp"])
+    fully_shard(model, mesh=second["dp"], policy={Block})
+    compare_step(model, first)
+
+
+def test_a_mesh_that_equals_the_part_of_another_will_do() -> None:
+    # torch itself puts one in the place of the other.
+    run_threads(use_equal_meshes, 4)

@@ -24,8 +24,8 @@ GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.Proce
 # Groups of all ranks of a mesh of two dims, by the world and the ranks: every annotation on the mesh takes the same.
 _EVERYONE: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]" = WeakKeyDictionary()
 
-# Meshes of a dim for data parallelism and others, by the group of the first: (the root, names, the mesh).
-_JOINED: "WeakKeyDictionary[dist.ProcessGroup, list[tuple[DeviceMesh, tuple[str, ...], DeviceMesh]]]"
+# Meshes of a dim for data parallelism and others, by the group of the first: (the root, the others, the mesh).
+_JOINED: "WeakKeyDictionary[dist.ProcessGroup, list[tuple[DeviceMesh, DeviceMesh, DeviceMesh]]]"
 _JOINED = WeakKeyDictionary()
 
 # Meshes with a replica on each host.
@@ -304,24 +304,33 @@ def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
             fix="give the two other dims of one mesh: init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))",
         )
     root, names = root_mesh(mesh), (*(mesh.mesh_dim_names or ()), *(other.mesh_dim_names or ()))
-    if len(names) != 1 + other.ndim or root_mesh(other) is not root:
+    known = _JOINED.setdefault(mesh.get_group(), [])
+    for of_root, of_other, made in known:
+        if of_root is root and of_other == other:
+            return made, (made.mesh_dim_names or ()).index(names[0])
+    if len(names) != 1 + other.ndim or not _is_part(other, root):
         raise ConfigError(
             "the parameter is a DTensor on a mesh that is no part of the one that it is to be sharded on",
             fix="make one mesh, init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp')), and pass mesh['tp'] to "
             "parallelize_module and mesh['dp'] to fully_shard",
         )
-    known = _JOINED.setdefault(mesh.get_group(), [])
-    for of_root, of_names, made in known:
-        if of_root is root and of_names == names:
-            return made, (made.mesh_dim_names or ()).index(names[0])
     # A flattened dim is none of the root's own. Splits of one tensor dim are nested in the order of the other mesh.
     places = {name: place for place, name in enumerate(root.mesh_dim_names or ())}
     own, *others = names
     mesh_dim = sum(places.get(name, -1) < places.get(own, -1) for name in others)
     dims = (*others[:mesh_dim], own, *others[mesh_dim:])
     made = root[dims]
-    known.append((root, names, made))
+    known.append((root, other, made))
     return made, mesh_dim
+
+
+def _is_part(mesh: DeviceMesh, root: DeviceMesh) -> bool:
+    """Say whether ``root`` has dims of these names with these ranks; torch may have put an equal mesh in its place."""
+    names = mesh.mesh_dim_names or ()
+    try:
+        return mesh == (root[names[0]] if len(names) == 1 else root[names])
+    except (KeyError, RuntimeError):
+        return False
 
 
 def _check_world(caller: str) -> None:

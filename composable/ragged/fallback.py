@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from composable.collectives import Ranks
 from composable.errors import UsageError, place_of_rank
 from composable.frames import is_in_model_averager
 from composable.ragged.fallback_log import count_fallback
@@ -23,7 +24,6 @@ from composable.torch_private import (
     DTensorSpec,
     OpOverload,
     dtensor_new,
-    root_mesh,
     tree_leaves,
     tree_map_only,
 )
@@ -79,8 +79,9 @@ def shares_cut(mesh: DeviceMesh, layout: RaggedLayout) -> bool:
     own, names = layout.mesh, mesh.mesh_dim_names or ()
     if mesh == own:
         return True
-    is_named = own.mesh_dim_names is not None and own.mesh_dim_names[layout.mesh_dim] in names
-    return is_named and root_mesh(mesh) is root_mesh(own)
+    if own.mesh_dim_names is None or own.mesh_dim_names[layout.mesh_dim] not in names:
+        return False
+    return Ranks.of_mesh(mesh, names.index(own.mesh_dim_names[layout.mesh_dim])).numbers == layout.ranks.numbers
 
 
 def widest(layouts: Iterable[RaggedLayout]) -> RaggedLayout:
