@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -25,6 +26,7 @@ from composable import (
     ConfigError,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     RaggedShard,
     UsageError,
     accelerate_optimizer,
@@ -639,3 +641,131 @@ def use_equal_meshes() -> None:
 def test_a_mesh_that_equals_the_part_of_another_will_do() -> None:
     # torch itself puts one in the place of the other.
     run_threads(use_equal_meshes, 4)
+
+
+class Layers(nn.Module):
+    """Blocks of any widths, of which a forward may leave some out; two of one width may share a weight."""
+
+    def __init__(self, widths: tuple[int, ...], tied: tuple[int, int] | None) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Width(width) for width in widths)
+        self.scale = nn.Parameter(torch.full((DIM,), 0.5))
+        if tied is not None:
+            one, other = tied
+            self.blocks[other].up.weight = self.blocks[one].up.weight
+
+    def forward(self, x: torch.Tensor, left_out: int | None = None) -> torch.Tensor:
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            if index != left_out:
+                x = block(x)
+        return x * self.scale
+
+
+class Width(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, width)
+        self.down = nn.Linear(width, DIM, bias=width % 2 == 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def split_some(model: Layers, mesh: DeviceMesh, ways: list[str], tied: tuple[int, int] | None) -> None:
+    for block, way in zip(model.blocks, ways, strict=True):
+        if way == "plain":
+            continue
+        inside = Replicate()
+        if way == "norm":
+            inside = Shard(0)
+            given = PrepareModuleInput(
+                input_layouts=(Replicate(),), desired_input_layouts=(inside,), use_local_output=False
+            )
+            parallelize_module(block.norm, mesh, given)
+            parallelize_module(block.norm, mesh, SequenceParallel(sequence_dim=0))
+        up = ColwiseParallel(input_layouts=inside, use_local_output=False)
+        parallelize_module(block, mesh, {"up": up, "down": RowwiseParallel()})
+    if tied is not None:
+        one, other = tied
+        model.blocks[other].up.weight = model.blocks[one].up.weight
+
+
+def random_run(seed: int, sizes: tuple[int, ...]) -> None:
+    """Draw a model, its splits, options and steps, alike on all ranks; hold every value against one process."""
+    draw, mesh = random.Random(seed), mesh_of(*sizes)
+    widths = tuple(draw.choice([3, 4, 5, 8]) for _ in range(3))
+    ways = [draw.choice(["plain", "pair", "norm"]) for _ in widths]
+    pairs = [
+        (one, other)
+        for other in range(3)
+        for one in range(other)
+        if widths[one] == widths[other] and (ways[one] == "plain") is (ways[other] == "plain")
+    ]
+    tied = draw.choice([None, *pairs])
+    model, plain = (seeded(lambda: Layers(widths, tied), seed) for _ in range(2))
+    split_some(model, mesh["tp"], ways, tied)
+    options: dict[str, Any] = {
+        "reshard_after_forward": draw.choice([None, True, False]),
+        "transport": draw.choice(["auto", "process_group"]),
+        "align": draw.choice([None, lambda fqn, param: draw_of(fqn)]),
+        "shard_placement_fn": draw.choice([None, None, lambda param: Shard(param.dim() - 1) if param.dim() else None]),
+        "mp_policy": draw.choice([MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.float64)]),
+        "offload_policy": draw.choice([OffloadPolicy(), CPUOffloadPolicy()]),
+    }
+    if options["shard_placement_fn"] is not None:
+        options["align"] = None
+    if draw.random() < 0.3:
+        for block in model.blocks:
+            checkpoint(block)
+    fully_shard(model, mesh=data_mesh(mesh), policy=draw.choice([{Width}, {nn.Linear}, None]), **options)
+    kind = draw.choice(["SGD", "AdamW loop", "Adam", "RMSprop"])
+    optimizer, expected = (OPTIMIZERS[kind](list(one.parameters())) for one in (model, plain))
+    if draw.random() < 0.5:
+        accelerate_optimizer(optimizer, model, flat=draw.random() < 0.5)
+    for step in range(3):
+        rounds = draw.choice([1, 1, 2])
+        left_out = draw.choice([None, None, 0, 1, 2])
+        for index in range(rounds):
+            inputs = [random_input(1000 * step + 10 * index + rank, 6, DIM) for rank in range(data_size(mesh))]
+            with no_sync(model) if index + 1 < rounds else nullcontext():
+                model(inputs[data_rank(mesh)], left_out).square().mean().backward()
+            for one in inputs:
+                (plain(one, left_out).square().mean() / len(inputs)).backward()
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-4, atol=1e-5)
+        if draw.random() < 0.5:
+            norms = [clip(one.parameters(), 0.3) for clip, one in ((clip_grad_norm_, model), (torch_clip, plain))]
+            torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-5)
+        for one in (optimizer, expected):
+            one.step()
+        is_none = draw.random() < 0.5
+        for one in (optimizer, expected):
+            one.zero_grad(set_to_none=is_none)
+        if draw.random() < 0.3:
+            with unshard_params(model), torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.9)
+            with torch.no_grad():
+                for param in plain.parameters():
+                    param.mul_(0.9)
+    if draw.random() < 0.5:
+        model = copy.deepcopy(model)
+    if draw.random() < 0.5:
+        unannotate(model)
+    torch.testing.assert_close(values_of(model), values_of(plain), rtol=1e-3, atol=1e-4)
+
+
+def draw_of(fqn: str) -> Any:
+    return {"weight": 2, "bias": "tensor"}.get(fqn.rpartition(".")[2], "element")
+
+
+def torch_clip(params: Any, most: float) -> torch.Tensor:
+    return nn.utils.clip_grad_norm_(params, most)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2), (2, 1), (2, 3), (2, 2, 2)])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_splits_train_like_one_process(seed: int, sizes: tuple[int, ...]) -> None:
+    run_threads(random_run, math.prod(sizes), 10 * seed + len(sizes), sizes)
