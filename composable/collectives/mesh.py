@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable.arguments import described
 from composable.collectives.ranks import Ranks, device_for
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.torch_private import root_mesh
+from composable.torch_private import joined_meshes, root_mesh
 
 __all__ = ["DataParallelMeshDims", "Grid", "GroupOrPair", "joined_mesh", "resolve_grid", "resolve_ranks"]
 
@@ -319,7 +319,8 @@ def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
     own, *others = names
     mesh_dim = sum(places.get(name, -1) < places.get(own, -1) for name in others)
     dims = (*others[:mesh_dim], own, *others[mesh_dim:])
-    made = root[dims]
+    # torch slices no flattened dims; one that is the first in such an order is the mesh itself.
+    made = root[dims] if own in places else joined_meshes([mesh, other])
     known.append((root, other, made))
     return made, mesh_dim
 
@@ -327,6 +328,8 @@ def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
 def _is_part(mesh: DeviceMesh, root: DeviceMesh) -> bool:
     """Say whether ``root`` has dims of these names with these ranks; torch may have put an equal mesh in its place."""
     names = mesh.mesh_dim_names or ()
+    if root_mesh(mesh) is root:
+        return True
     try:
         return mesh == (root[names[0]] if len(names) == 1 else root[names])
     except (KeyError, RuntimeError):
