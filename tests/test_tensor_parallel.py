@@ -35,6 +35,7 @@ from composable import (
     fully_shard,
     iter_full_params,
     no_sync,
+    reduce_gradients,
     step_in_backward,
     strict_mode,
     unannotate,
@@ -824,3 +825,73 @@ def shard_over_a_flattened_dim() -> None:
 
 def test_the_data_dim_may_be_several_flattened_into_one() -> None:
     run_threads(shard_over_a_flattened_dim, 4)
+
+
+def reduce_kept() -> None:
+    mesh, plain = mesh_of(2, 2), trained_in_one_process()
+    model = annotated(mesh)
+    with no_sync(model):
+        loss_at(model, 0, data_rank(mesh)).backward()
+    for one in (copy.deepcopy(model), model):
+        reduce_gradients(one)
+        torch.testing.assert_close(gradients_of(one), gradients_of(plain), rtol=1e-5, atol=1e-6)
+
+
+def test_sums_that_wait_are_reduced_without_a_backward_also_in_a_copy() -> None:
+    run_threads(reduce_kept, 4)
+
+
+def leave_all_reduce() -> None:
+    mesh = mesh_of(2, 1, 2)
+    model = annotated(mesh)
+    model.set_requires_all_reduce(False)
+    loss_at(model, 7, data_rank(mesh)).backward()
+    model.set_requires_all_reduce(True)
+    loss_at(model, 0, data_rank(mesh)).backward()
+    plain = trained_in_one_process()
+    for rank in range(2):
+        (loss_at(plain, 7, rank) / 2).backward()
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
+
+
+def test_the_leg_over_copies_may_be_left_to_a_later_backward() -> None:
+    run_threads(leave_all_reduce, 4)
+
+
+def scale() -> list[bool]:
+    mesh = mesh_of(2, 2)
+    model, plain = annotated(mesh), trained_in_one_process()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    changed = []
+    for spoils in (False, True):
+        optimizer.zero_grad()
+        scaler.scale(loss_at(model, 0, data_rank(mesh))).backward()
+        before, local = values_of(model), model.blocks[0].up.weight.grad.to_local()
+        if not spoils:
+            scaler.unscale_(optimizer)
+            torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
+        elif mesh.get_local_rank("tp") == 1 and local.numel():
+            local.fill_(math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        changed.append(any(not torch.equal(value, before[fqn]) for fqn, value in values_of(model).items()))
+    return changed
+
+
+def test_an_inf_in_one_block_skips_the_step_of_all() -> None:
+    assert run_threads(scale, 4) == [[True, False]] * 4
+
+
+def hook() -> None:
+    mesh, plain, seen = mesh_of(2, 2), trained_in_one_process(), []
+    model = annotated(mesh)
+    weight = model.blocks[0].up.weight
+    weight.register_hook(lambda grad: 2 * grad)
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.shape))
+    loss_at(model, 0, data_rank(mesh)).backward()
+    torch.testing.assert_close(full(weight.grad), 2 * plain.blocks[0].up.weight.grad, rtol=1e-5, atol=1e-6)
+    assert seen == [weight.shape]
+
+
+def test_hooks_on_a_parameter_get_its_gradient() -> None:
+    run_threads(hook, 4)
