@@ -83,7 +83,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     process_group: GroupOrPair | None = None,
     strategy: ShardingStrategy | str | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy = NO_CASTS,
     offload_policy: OffloadPolicy = NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
@@ -127,7 +127,9 @@ def fully_shard(
             torchrun counts them.
         reshard_after_forward: Free the unsharded parameters between forward and backward.
             ``None``: free them, except those of the root, which backward needs first. ``False``: forwards without
-            gradients too leave them there for the next one, which gathers again what was written since.
+            gradients too leave them there for the next one, which gathers again what was written since. A number n of
+            ranks, a divisor of those that share the parameters: forward leaves a secondary shard on each rank, and
+            backward gathers from n consecutive ranks, say those of a host; 1 is as ``False``, all are as ``True``.
         mp_policy: Dtypes of computation and reduction, also as torch's own policies.
         offload_policy: ``CPUOffloadPolicy()``: shards, gradients and optimizer state rest in host memory, and the
             device holds what is unsharded only; also as torch's own policies. See docs/offload.md.

@@ -11,7 +11,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from tests.low_precision import BF16, FP16, FP32, Block, batch_of, make_net, tra
 from tests.world import run_ranks, run_threads
 
 __all__ = ["Case", "all_cases", "pairwise", "run_case"]
+
+_CaseT = TypeVar("_CaseT", bound=tuple[str, ...])
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
 PRECISIONS = {
@@ -59,10 +61,14 @@ def all_cases() -> list[Case]:
     return [case for case in cases if case.checkpointing != "reentrant wrapper" or case.compilation == "eager"]
 
 
-def pairwise(cases: Sequence[Case]) -> list[Case]:
-    """Return few of the cases in which every two values that meet in any of them meet."""
+def pairwise(cases: Sequence[_CaseT]) -> list[_CaseT]:
+    """Return few of the cases in which every two values that meet in any of them meet.
+
+    Args:
+        cases: Names of values, of which no two options have the same.
+    """
     missing = {pair for case in cases for pair in _pairs(case)}
-    chosen: list[Case] = []
+    chosen: list[_CaseT] = []
     while missing:
         best = max(cases, key=lambda case: len(missing & set(_pairs(case))))
         missing -= set(_pairs(best))
@@ -70,7 +76,7 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
     return chosen
 
 
-def _pairs(case: Case) -> Iterator[tuple[str, str]]:
+def _pairs(case: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     return itertools.combinations(case, 2)
 
 

@@ -30,9 +30,11 @@ class CountingTransport(Transport):
 
     Attributes:
         records: In order of the calls; several transports may share one list.
+        kind: Begins the names of operations.
     """
 
-    def __init__(self, inner: Transport, records: list[Collective] | None = None) -> None:
+    def __init__(self, inner: Transport, records: list[Collective] | None = None, kind: str = "") -> None:
+        self.kind = kind
         self.name = inner.name
         self.rank = inner.rank
         self.world_size = inner.world_size
@@ -48,6 +50,9 @@ class CountingTransport(Transport):
             for flat in handle.buffers:
                 for path in (flat.routes.gather_path, flat.routes.gradient_path):
                     path.transport = wrapped.setdefault(path.transport, cls(path.transport, records))
+                again = flat.routes.secondary_path
+                if again is not None:
+                    again.transport = cls(again.transport, records, "secondary_")
         return next(iter(wrapped.values()))
 
     def counts(self) -> dict[str, int]:
@@ -87,7 +92,7 @@ class CountingTransport(Transport):
         return self._inner.begin_broadcast(tensor, source_rank, key)
 
     def _record(self, op: str, key: int, tensor: torch.Tensor) -> None:
-        self.records.append(Collective(op, key, tensor.numel() * tensor.element_size()))
+        self.records.append(Collective(self.kind + op, key, tensor.numel() * tensor.element_size()))
 
 
 @contextmanager

@@ -171,6 +171,10 @@ def test_training_is_that_of_one_process_on_all_batches(sizes: tuple[int, ...], 
     run_threads(train, world_size, sizes, {"reshard_after_forward": frees})
 
 
+def test_backward_may_gather_among_a_part_of_the_data_ranks() -> None:
+    run_threads(train, 8, (4, 2), {"reshard_after_forward": 2})
+
+
 def train_with_checkpoints() -> None:
     mesh = mesh_of(2, 2)
     model = split(seeded(Model, 0), mesh["tp"])
@@ -633,10 +637,10 @@ def test_a_parameter_that_a_forward_returns_is_a_copy() -> None:
 
 
 def use_equal_meshes() -> None:
-    first, second = mesh_of(2, 2), mesh_of(2, 2)
+    first, second = mesh_of(2, 2), mesh_of(2, 1, 2)
     model = split(seeded(Model, 0), first["tp"])
-    fully_shard(model, mesh=second["dp"], policy={Block})
-    compare_step(model, first)
+    fully_shard(model, mesh=data_mesh(second), policy={Block})
+    compare_step(model, second)
 
 
 def test_a_mesh_that_equals_the_part_of_another_will_do() -> None:
@@ -895,3 +899,18 @@ def hook() -> None:
 
 def test_hooks_on_a_parameter_get_its_gradient() -> None:
     run_threads(hook, 4)
+
+
+def annotate_two_models() -> list[bool]:
+    shapes = []
+    for _ in range(2):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = parallelize_module(nn.Sequential(nn.Linear(4, 6)), mesh["tp"], {"0": ColwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        model(torch.ones(2, 4)).sum().backward()
+        shapes.append(model[0].weight.grad.shape == (6, 4))
+    return shapes
+
+
+def test_each_model_may_have_a_mesh_of_its_own_that_is_equal() -> None:
+    assert run_threads(annotate_two_models, 4) == [[True, True]] * 4

@@ -11,7 +11,7 @@ from composable.collectives.mesh import (
     resolve_grid,
     resolve_ranks,
 )
-from composable.collectives.own_groups import OwnTransport, make_host_ranks
+from composable.collectives.own_groups import OwnTransport, make_host_ranks, part_of
 from composable.collectives.places import Told, described, notice_tree
 from composable.collectives.process_group import DONE
 from composable.collectives.ranks import Ranks, compare_in_each
@@ -39,6 +39,7 @@ __all__ = [
     "joined_mesh",
     "make_host_ranks",
     "notice_tree",
+    "part_of",
     "reduce_scatter_in",
     "resolve_grid",
     "resolve_ranks",

@@ -5,6 +5,7 @@ may never train, so the group, which all ranks make together, waits until it is 
 """
 
 import weakref
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,12 +16,15 @@ from composable.collectives.process_group import ProcessGroupTransport
 from composable.collectives.ranks import Ranks
 from composable.torch_private import timeout_of
 
-__all__ = ["OwnTransport", "make_host_ranks", "make_host_transport"]
+__all__ = ["OwnTransport", "make_host_ranks", "make_host_transport", "part_of"]
 
 # Groups that were made and are no longer needed, by number, under the group they were made for. torch derives
 # the names of groups from how many there are: to destroy one makes the next name collide.
 _IDLE: "WeakKeyDictionary[dist.ProcessGroup, dict[int, _OwnGroup]]" = WeakKeyDictionary()
 _MADE: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
+
+# Groups of a few of the ranks of another one, under the default group: by their ranks, backend and device type.
+_PARTS: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]]" = WeakKeyDictionary()
 
 
 class _OwnGroup:
@@ -115,17 +119,44 @@ def _take(ranks: Ranks) -> _OwnGroup:
     free = set.intersection(*ranks.objects(offered))
     if free:
         return idle.pop(min(free))
+    made = _make(ranks.numbers, ranks)
+    number = _MADE[group] = _MADE.get(group, 0) + 1
+    return _OwnGroup(made, number, ranks.device.type)
+
+
+def _make(numbers: Sequence[int], ranks: Ranks) -> dist.ProcessGroup:
+    """Return a new group of the ranks with these global numbers, like that of ``ranks``. Collective over them."""
+    group = ranks.process_group
     backend = dist.get_backend(group)
     made = dist.new_group(
-        list(ranks.numbers),
+        list(numbers),
         timeout=timeout_of(group) if ranks.device.type == "cpu" and backend != "fake" else None,
         # A group that was made without naming a backend has one for each device type, as the default one has.
         backend=None if backend == "undefined" else backend,
         use_local_synchronization=True,
     )
     assert isinstance(made, dist.ProcessGroup), "every rank that calls this is in the group"
-    number = _MADE[group] = _MADE.get(group, 0) + 1
-    return _OwnGroup(made, number, ranks.device.type)
+    return made
+
+
+def part_of(ranks: Ranks, size: int) -> Ranks:
+    """Return the part of ``ranks``, ``size`` consecutive ones, that this rank is in; one group for all that ask.
+
+    Collective over the part at first: all ranks, in the same order.
+
+    Args:
+        ranks: Who share something.
+        size: A divisor of how many they are.
+    """
+    start = ranks.rank - ranks.rank % size
+    numbers = ranks.numbers[start : start + size]
+    world = dist.group.WORLD
+    assert world is not None, "there are ranks to take a part of"
+    made = _PARTS.setdefault(world, {})
+    key = (numbers, dist.get_backend(ranks.process_group), ranks.device.type)
+    if key not in made:
+        made[key] = _make(numbers, ranks)
+    return Ranks.of(made[key], ranks.device)
 
 
 def make_host_transport(ranks: Ranks) -> Transport:

@@ -39,6 +39,7 @@ class HandleBytes(NamedTuple):
         gradients: Of what autograd accumulates.
         reduced: Of its trainable buffers.
         is_freed: The parameters are freed between forward and backward.
+        secondary: Of the secondary shards that stay then.
     """
 
     depth: int
@@ -46,6 +47,7 @@ class HandleBytes(NamedTuple):
     gradients: int
     reduced: tuple[Reduced, ...]
     is_freed: bool
+    secondary: int = 0
 
 
 def peak_of_step(handles: Sequence[HandleBytes]) -> int:
@@ -58,14 +60,23 @@ def peak_of_step(handles: Sequence[HandleBytes]) -> int:
 
 
 def _forward(handles: Sequence[HandleBytes]) -> int:
-    kept = peak = 0
-    running: list[int] = []  # of the handles around the current one, by depth
-    for index, handle in enumerate(handles):
-        del running[handle.depth :]
-        running.append(handle.unsharded if handle.is_freed else 0)
-        kept += 0 if handle.is_freed else handle.unsharded
-        following = handles[index + 1].unsharded if index + 1 < len(handles) else 0
-        peak = max(peak, kept + sum(running) + following)
+    kept = peak = following = 0
+    running: list[HandleBytes] = []  # the current one and those around it
+
+    def live() -> int:
+        return kept + sum(one.unsharded for one in running if one.is_freed) + following
+
+    for index in range(len(handles) + 1):
+        depth = handles[index].depth if index < len(handles) else 0
+        while len(running) > depth:
+            kept += running[-1].secondary
+            peak = max(peak, live())  # Before it is freed.
+            running.pop()
+        if index < len(handles):
+            running.append(handles[index])
+            kept += 0 if handles[index].is_freed else handles[index].unsharded
+            following = handles[index + 1].unsharded if index + 1 < len(handles) else 0
+            peak = max(peak, live())
     return peak
 
 
@@ -73,6 +84,7 @@ def _backward(handles: Sequence[HandleBytes]) -> Iterator[int]:
     """Yield the bytes at every moment that may be the peak."""
     order = _order(handles)
     unsharded = {index for index, handle in enumerate(handles) if not handle.is_freed}
+    kept = sum(handle.secondary for handle in handles)
     met: list[int] = []
     under_way: list[Reduced] = []
     shards = 0
@@ -90,7 +102,7 @@ def _backward(handles: Sequence[HandleBytes]) -> Iterator[int]:
     def live() -> int:
         parameters = sum(handles[index].unsharded for index in unsharded)
         gradients = sum(handles[index].gradients for index in met)
-        return parameters + gradients + shards + sum(one.whole + one.landing for one in under_way)
+        return kept + parameters + gradients + shards + sum(one.whole + one.landing for one in under_way)
 
     for position, index in enumerate([*order, None]):
         # What ran after this one in forward is complete when its backward begins.
@@ -106,6 +118,9 @@ def _backward(handles: Sequence[HandleBytes]) -> Iterator[int]:
             unsharded.discard(done)
             yield live()
         if index is not None:
+            unsharded.add(index)
+            yield live()  # While it is gathered.
+            kept -= handles[index].secondary
             met.append(index)
             unsharded |= {index, *order[position + 1 : position + 2]}
             yield live()

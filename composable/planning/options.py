@@ -93,7 +93,8 @@ class ShardOptions:
         replicas: Ranks that hold each shard.
         policy: Which submodules get handles of their own.
         strategy: What is sharded, or its name; instead of ``reshard_after_forward``.
-        reshard_after_forward: Free the parameters between forward and backward.
+        reshard_after_forward: Free the parameters between forward and backward; an int: but for a secondary shard of
+            each rank, from which as many gather them again.
         ignored_params: Parameters to leave alone, under all their names.
         ignored_modules: Modules to leave alone with all below them.
         unused_gradients: What a parameter that no rank has a gradient for gets, ``none`` or ``zero``.
@@ -112,7 +113,7 @@ class ShardOptions:
     replicas: int = 1
     policy: PolicyLike | None = None
     strategy: ShardingStrategy | str | None = None
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     ignored_params: Iterable[nn.Parameter] | None = None
     ignored_modules: Iterable[nn.Module] | None = None
     unused_gradients: str = "none"
@@ -144,8 +145,7 @@ class ShardOptions:
                 f"transport is {self.transport!r:.80}", fix=f"pass one of {', '.join(map(repr, _TRANSPORTS))}"
             )
         freed = self.reshard_after_forward
-        if freed is not None and not isinstance(freed, bool):
-            raise ConfigError(f"reshard_after_forward is {freed!r}", fix="pass True, False or None")
+        _check_freed(freed, self.world_size)
         unused = self.unused_gradients
         if not isinstance(unused, str) or unused not in ("none", "zero"):
             raise ConfigError(f"unused_gradients is {unused!r}", fix="pass 'none' or 'zero'")
@@ -170,11 +170,35 @@ class ShardOptions:
         return as_offload(self.offload_policy)
 
     @property
-    def frees(self) -> bool | None:
-        """Whether parameters are freed between forward and backward; ``None``: where the module is not the root."""
+    def frees(self) -> bool | int | None:
+        """Whether parameters are freed between forward and backward; ``None``: where the module is not the root.
+
+        An int: but for secondary shards over as many ranks, more than one and less than all.
+        """
         if self.strategy is None:
-            return self.reshard_after_forward
+            freed = self.reshard_after_forward
+            if freed is None or isinstance(freed, bool):
+                return freed
+            # A shard over one rank is the whole, and one over all ranks is the shard.
+            return int(freed) if 1 < freed < self.world_size else freed > 1
         return _named(self.strategy).dims[-1].parameters
+
+
+def _check_freed(freed: object, world_size: int) -> None:
+    """Raise ``ConfigError`` unless ``reshard_after_forward`` is a bool, ``None``, or a divisor of the ranks."""
+    if freed is None or isinstance(freed, bool):
+        return
+    if not isinstance(freed, int):
+        raise ConfigError(
+            f"reshard_after_forward is {described(freed)}",
+            fix="pass True, False, None, or the number of ranks to reshard to",
+        )
+    if freed < 1 or world_size % freed:
+        sizes = [str(one) for one in range(1, world_size + 1) if world_size % one == 0]
+        raise ConfigError(
+            f"reshard_after_forward is {freed}, and {world_size} ranks share the parameters",
+            fix=f"pass a divisor of that: {', '.join(sizes)}; or True, False or None",
+        )
 
 
 def _check_classes(classes: object) -> None:

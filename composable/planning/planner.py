@@ -24,7 +24,7 @@ from composable.planning.structure import FoundHandle, FoundParam, find_structur
 from composable.planning.subclasses import Form
 from composable.planning.tree import managed_modules
 from composable.policies import PolicyLike
-from composable.wording import class_name
+from composable.wording import class_name, list_text
 
 __all__ = ["HandleMembers", "make_plan", "plan"]
 
@@ -53,7 +53,7 @@ def plan(
     replicas: int = 1,
     policy: PolicyLike | None = None,
     strategy: ShardingStrategy | str | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     unused_gradients: str = "none",
@@ -74,7 +74,7 @@ def plan(
         strategy: ``FULL_SHARD``, ``SHARD_GRAD_OP``, ``HYBRID_SHARD`` or ``HYBRID_SHARD_ZERO2``, or its name; instead of
             ``reshard_after_forward``.
         reshard_after_forward: Free the parameters between forward and backward. ``None``: only
-            where the module is not the root.
+            where the module is not the root. An int: but for secondary shards over as many ranks.
         ignored_params: Parameters to leave alone, under all their names.
         ignored_modules: Modules to leave alone with all below them.
         unused_gradients: What a parameter that no rank has a gradient for gets, ``none`` or ``zero``.
@@ -132,6 +132,7 @@ def make_plan(
     cuts = choose_cuts([found for handle in handles for found in handle.params], options)
     roots = [root for _, root in named_roots(module)]
     managed = dict.fromkeys(managed_modules(roots, frozenset(options.ignored_modules or ())))
+    _check_secondary(handles, options)
     dtypes = _dtypes_of(handles, managed, options.precision)
     handle_plans = tuple(
         HandlePlan(
@@ -166,6 +167,26 @@ def make_plan(
         for handle in handles
     )
     return shard_plan, members
+
+
+def _check_secondary(handles: Iterable[FoundHandle], options: ShardOptions) -> None:
+    """Refuse secondary shards of what only a class knows how to gather: it makes them of rows of its shard.
+
+    Raises:
+        ConfigError: There are such parameters.
+    """
+    names = [
+        found.fqns[0]
+        for handle in handles
+        for found in handle.params
+        if found.form is not None and found.form.kind == "gathered"
+    ]
+    if names and type(options.frees) is int:
+        raise ConfigError(
+            f"reshard_after_forward={options.frees} on parameters whose class says what ranks exchange",
+            at=f"parameter {list_text(names)}",
+            fix="annotate their modules in a call of their own with reshard_after_forward=True or False",
+        )
 
 
 def _plan_param(found: FoundParam, cuts: Mapping[str, Cut]) -> ParamPlan:

@@ -97,7 +97,8 @@ class HandlePlan:
         reason: Why they have a handle.
         params: In ``named_parameters()`` order.
         buffers: One for each class of parameters.
-        reshard_after_forward: ``None``: only where the module is not the root.
+        reshard_after_forward: ``None``: only where the module is not the root. An int: but for secondary shards, from
+            which as many ranks gather again.
         unused_gradients: What a parameter that no rank has a gradient for gets, ``none`` or ``zero``.
     """
 
@@ -106,7 +107,7 @@ class HandlePlan:
     reason: str
     params: tuple[ParamPlan, ...]
     buffers: tuple[BufferPlan, ...]
-    reshard_after_forward: bool | None
+    reshard_after_forward: bool | int | None
     unused_gradients: str = "none"
 
     @property
@@ -163,16 +164,27 @@ class HandlePlan:
             ),
         )
 
+    @property
+    def secondary_ranks(self) -> int | None:
+        """How many ranks gather from secondary shards for backward; ``None``: there are none."""
+        return self.reshard_after_forward if type(self.reshard_after_forward) is int else None
+
+    @property
+    def secondary_bytes(self) -> int:
+        """Bytes of the secondary shards between forward and backward."""
+        return self.buffer_bytes // self.secondary_ranks if self.secondary_ranks else 0
+
     def is_resharded_after_forward(self, *, is_root: bool) -> bool:
         """Return whether the handle is freed between forward and backward, if its module is (not) the root."""
-        return not is_root if self.reshard_after_forward is None else self.reshard_after_forward
+        return not is_root if self.reshard_after_forward is None else bool(self.reshard_after_forward)
 
 
 @dataclass(frozen=True)
 class HandleCollectives:
     """What one handle's collectives amount to in one training step.
 
-    Bytes are of whole buffers; of all-reduces, which are between the ranks that hold copies, of shards.
+    Bytes are of whole buffers; of all-reduces, which are between the ranks that hold copies, of shards. Gathers from
+    secondary shards, which are between a part of the ranks, are counted apart.
     """
 
     module_fqns: tuple[str, ...]
@@ -182,6 +194,8 @@ class HandleCollectives:
     reduce_scatter_bytes: int
     all_reduces: int = 0
     all_reduce_bytes: int = 0
+    secondary_all_gathers: int = 0
+    secondary_all_gather_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -266,7 +280,7 @@ class ShardPlan:
         """Return the most bytes of unsharded parameters at a time.
 
         Handles that are not resharded after forward all live at its end; of the others, those
-        of the modules that are running and of the ``prefetch`` that come next.
+        of the modules that are running and of the ``prefetch`` that come next. Secondary shards are not counted.
 
         Args:
             prefetch: Handles gathered ahead of their use.
@@ -306,6 +320,7 @@ class ShardPlan:
                 handle.gradient_bytes,
                 tuple(self._reduced(buffer) for buffer in handle.buffers if buffer.requires_grad),
                 handle.is_resharded_after_forward(is_root=is_root),
+                handle.secondary_bytes,
             )
             for handle, depth in zip(self.handles, depths, strict=True)
         ]
@@ -335,16 +350,17 @@ class ShardPlan:
     def expected_collectives(self, *, is_root: bool = True) -> tuple[HandleCollectives, ...]:
         """Return each handle's collectives in one training step: forward, backward, gradients synchronised.
 
-        One all-gather of each buffer for forward, one more for backward if it was freed between,
-        and one reduce-scatter of each buffer that requires gradients; where there are replicas, an
-        all-reduce of its shard. Empty buffers need none.
+        One all-gather of each buffer for forward, one more for backward if it was freed between, from
+        secondary shards where there are any, and one reduce-scatter of each buffer that requires gradients;
+        where there are replicas, an all-reduce of its shard. Empty buffers need none.
 
         Args:
             is_root: Forward starts at the annotated module.
         """
         found = []
         for handle in self.handles:
-            gathers = 2 if handle.is_resharded_after_forward(is_root=is_root) else 1
+            again = handle.is_resharded_after_forward(is_root=is_root)
+            gathers = 2 if again and handle.secondary_ranks is None else 1
             buffers = [buffer for buffer in handle.buffers if buffer.layout.numel]
             trainable = [buffer for buffer in buffers if buffer.requires_grad]
             found.append(
@@ -354,7 +370,8 @@ class ShardPlan:
                     gathers * sum(buffer.buffer_bytes for buffer in buffers),
                     len(trainable),
                     sum(buffer.gradient_bytes for buffer in trainable),
-                    *((len(trainable), sum(map(_between_replicas, trainable))) if self.replicas > 1 else ()),
+                    *((len(trainable), sum(map(_between_replicas, trainable))) if self.replicas > 1 else (0, 0)),
+                    *((len(buffers), handle.buffer_bytes) if handle.secondary_ranks else (0, 0)),
                 )
             )
         return tuple(found)
@@ -499,10 +516,18 @@ def _describe_handle(handle: HandlePlan) -> str:
         f"{count_text(len(handle.params), 'param')}"
         f"{f' ({tied} tied)' if tied else ''}, {handle.numel:,} {kinds},"
         f" {bytes_text(handle.shard_bytes)} per rank{padding}; {handle.reason}"
-        f"{'; kept for backward' if handle.reshard_after_forward is False else ''}"
+        f"{_describe_kept(handle)}"
         f"{'; unused gradients are zero' if handle.unused_gradients == 'zero' else ''}"
         f"{_describe_notes(handle)}"
     )
+
+
+def _describe_kept(handle: HandlePlan) -> str:
+    """Return what stays between forward and backward, as a clause."""
+    if handle.secondary_ranks is not None:
+        of = count_text(handle.secondary_ranks, "rank")
+        return f"; {bytes_text(handle.secondary_bytes)} kept for backward, a secondary shard over {of}"
+    return "; kept for backward" if handle.reshard_after_forward is False else ""
 
 
 def _describe_buffer(buffer: BufferPlan) -> str:

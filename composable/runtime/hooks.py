@@ -109,6 +109,7 @@ class _ModuleHooks:
             return None
         if self._saving:
             self._saving.pop().end()
+        has_failed = False
         if output is None and (error := sys.exc_info()[1]) is not None:
             if not root.scheduler.failure:
                 root.scheduler.failure = described(error, handle.described if handle is not None else "")
@@ -118,13 +119,14 @@ class _ModuleHooks:
                     if handle is not None:
                         root.scheduler.post_forward(handle, module, is_differentiable=False)
                 with suppress(DesyncError):
-                    root.scheduler.exit_forward()
+                    root.scheduler.exit_forward(has_failed=True)
                 return None
+            has_failed = True
         changed = None
         if handle is not None:
             changed = _without_own_memory(output, handle)
             _hook_outputs(output if changed is None else changed, root.scheduler, handle, module)
-        root.scheduler.exit_forward()
+        root.scheduler.exit_forward(has_failed=has_failed)
         return changed
 
 
@@ -259,6 +261,7 @@ def _put_right(handle: Handle, scheduler: Scheduler) -> None:
     assigned = [found for found in handle.misplaced() if found.is_stranger]
     # A gather in flight reads the shards: it ends here.
     scheduler.reshard(handle)
+    handle.drop_secondary()
     for module, name, _, held in assigned:
         module._parameters[name] = held
     handle.attach()

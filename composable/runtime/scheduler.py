@@ -75,6 +75,7 @@ class Scheduler:
         "_reductions",
         "_running",
         "_settings",
+        "_started_at",
         "_streams",
         "_thread",
         "_turns",
@@ -106,7 +107,7 @@ class Scheduler:
         self.is_closed = False
         self._settings = settings or RootSettings()
         self._finalizing: object | None = None
-        self._clock = 0
+        self._clock = self._started_at = 0
         self._turns = {handle: Turn(handle) for handle in handles}
         self._streams = streams
         self._at_end = at_end
@@ -117,7 +118,7 @@ class Scheduler:
         self._armed: list[Turn] = []
         self._last_armed: list[Turn] = []
         self._queue: list[Turn] = []
-        self._unsharded = Unsharded(self.handles, streams, self._note_backward)
+        self._unsharded = Unsharded(self.handles, streams, self._note_backward, self._takes_secondary)
         self._last_forward: Turn | None = None
         self._last_backward: Turn | None = None
         self._thread: int | None = None
@@ -164,6 +165,7 @@ class Scheduler:
                 self.forward_id += 1
                 self.backwards_before = self.backward_id
                 self.failure = ""
+                self._started_at = self._clock
                 self._first_nodes.clear()
                 self._last_forward = None
                 if self._finalizing is not None:
@@ -196,7 +198,7 @@ class Scheduler:
         """Number of autograd's next node when the innermost managed module started its forward; -1: in backward."""
         return self._first_nodes[-1]
 
-    def exit_forward(self) -> None:
+    def exit_forward(self, *, has_failed: bool = False) -> None:
         """The innermost managed module ends its forward, also by an exception."""
         is_in_backward = self._first_nodes.pop() < 0
         self._running.pop()
@@ -207,7 +209,10 @@ class Scheduler:
                     # A prefetch that nothing used, or a group of modules that did not all run.
                     turn.modules_left.clear()
                     if handle.is_gathering or handle.reshard_after_forward or turn.first_forward is None:
-                        self._unsharded.reshard(handle)
+                        self._reshard_after_forward(turn, is_differentiable=turn.first_forward is not None)
+            if has_failed and self._armed and _first_forward(self._armed[0]) > self._started_at:
+                # Nothing that has ended waits for a backward.
+                self._drop_secondaries()
             # Also before backward.
             self._unsharded.hide()
             self._streams.wait_for_copies()
@@ -228,7 +233,7 @@ class Scheduler:
         if self._first_nodes[-1] < 0:
             # In backward: activation checkpointing runs the forward again, order and clock stay as they are.
             self._note_backward(runs_again=True)
-            self._unsharded.unshard(handle)
+            self._unshard_for_backward(handle)
             return
         self._clock += 1
         if turn.entered_at is None:
@@ -279,8 +284,33 @@ class Scheduler:
             # Without gradients they stay only where the user asked for it: for a loop of forwards, say.
             stays = handle.reshard_option is False and not torch.is_grad_enabled()
             if handle.reshard_after_forward or not (is_differentiable or stays):
-                self._unsharded.reshard(handle)
+                self._reshard_after_forward(turn, is_differentiable=is_differentiable)
         return self._clock
+
+    def _reshard_after_forward(self, turn: Turn, *, is_differentiable: bool) -> None:
+        """Free the parameters; where a backward will gather them from fewer ranks, all but the secondary shards."""
+        handle = turn.handle
+        is_read = is_differentiable and handle.unshard_in_backward
+        if not (is_read and handle.keeps_secondary and handle.is_unsharded and handle.held_with is None):
+            self._unsharded.reshard(handle)
+            return
+        is_kept = handle.has_secondary and turn.kept_in == self.forward_id
+        self._unsharded.reshard(handle, keeps_secondary=not is_kept)
+        turn.kept_in = self.forward_id
+
+    def _takes_secondary(self, handle: Handle) -> bool:
+        """Say whether a gather that starts now may be from secondary shards: for what reads the values of a forward.
+
+        What runs outside of a step, and a forward after the one that left them, needs those of now.
+        """
+        if self._running and self._first_nodes[-1] >= 0 and not self.is_backward:
+            return self._turns[handle].kept_in == self.forward_id
+        return self.is_backward and in_backward()
+
+    def _drop_secondaries(self) -> None:
+        for handle in self.handles:
+            if handle.has_secondary:
+                handle.drop_secondary()
 
     # Backward
 
@@ -304,7 +334,7 @@ class Scheduler:
         if turn.queued_in != backward_id or turn.completed_in == backward_id:
             self._queue_late(turn)
         if gathers:
-            self._unsharded.unshard(handle)
+            self._unshard_for_backward(handle)
         if turn.met_in == backward_id:
             return
         turn.met_in = backward_id
@@ -324,6 +354,12 @@ class Scheduler:
             and following.handle.unshard_in_backward
         ):
             self._unsharded.begin_unshard(following.handle)
+
+    def _unshard_for_backward(self, handle: Handle) -> None:
+        self._unsharded.unshard(handle)
+        if handle.has_secondary:
+            # Until its end the parameters stay.
+            handle.drop_secondary()
 
     def _complete_after(self, clock: float) -> None:
         """Complete the handles whose first forward began after ``clock``."""
@@ -498,6 +534,8 @@ class Scheduler:
         self._unsharded.end_lingering()
         for turn in self._last_armed:
             turn.first_forward = None
+            if turn.handle.has_secondary:
+                turn.handle.drop_secondary()
         while self._first_nodes and self._first_nodes[-1] < 0:
             # Run again by checkpointing, and stopped in the hook after forward: torch tells nobody.
             self._first_nodes.pop()
@@ -604,6 +642,7 @@ class Scheduler:
         for handle in self._unsharded:
             self._unsharded.reshard(handle)
         self._unsharded.end_lingering(always=True)
+        self._drop_secondaries()
         # Also what was freed so far: the current stream comes after its last readers.
         self._streams.end_backward()
         self._streams = streams
@@ -700,6 +739,7 @@ class Scheduler:
         for handle, turn in self._turns.items():
             turn.end_step()
             handle.drop_gradients()
+            handle.drop_secondary()
         self._hand_over.forget_kept()
         self._hand_over.is_deferred, self._finalizing = False, None
         self._queue.clear()
@@ -724,6 +764,7 @@ class Scheduler:
         self._unsharded.end_lingering(always=True)
         for handle in handles:
             self._unsharded.reshard(handle)
+            handle.drop_secondary()
             if handle in self._turns:
                 self._turns[handle].forget()
         self._armed = []

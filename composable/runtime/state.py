@@ -10,7 +10,16 @@ from torch.utils.hooks import RemovableHandle
 
 import _traversal_utils
 from composable.casts import LentBuffers
-from composable.collectives import Grid, OwnTransport, Ranks, host_transport_of, notice_tree, transport_of
+from composable.collectives import (
+    Grid,
+    OwnTransport,
+    Ranks,
+    Transport,
+    host_transport_of,
+    notice_tree,
+    part_of,
+    transport_of,
+)
 from composable.contract import get_registry, managing_state
 from composable.errors import UsageError, located, place_of_rank
 from composable.planning import ShardPlan, managed_modules, name_modules
@@ -144,6 +153,20 @@ class FullyShardState:
                     return state
         return self
 
+    def connect_secondary(self) -> None:
+        """Let handles that keep secondary shards gather from fewer ranks. Collective, after plans were compared."""
+        parts: dict[int, tuple[Transport, Ranks]] = {}
+        for handle in self._handles:
+            # As planned, which all ranks have compared, and not as it was set since.
+            size = handle.plan.secondary_ranks
+            if size is None:
+                continue
+            if size not in parts:
+                part = part_of(self.grid.shard, size)
+                parts[size] = transport_of(part.process_group, self.transport_name), part
+            for flat in handle.buffers:
+                flat.routes.gather_secondary_by(*parts[size])
+
     def abandon_step(self) -> None:
         """Forget a step that an exception or Ctrl-C cut short. Nothing is running."""
         if self.root is not None:
@@ -206,6 +229,7 @@ class Root:
             for handle in found._handles:
                 for flat in handle.buffers:
                     flat.routes.connect(transport, found.grid.divisor, between)
+            found.connect_secondary()
             if any(handle.is_offloaded for handle in found._handles):
                 # ``to_empty`` has made them where the parameters rest.
                 managed = managed_modules(found.modules, found.ignored_modules)
@@ -223,7 +247,7 @@ class Root:
         own = state._module_to_handle.get(modules[0])
         for handle in handles:
             option = handle.reshard_option
-            handle.reshard_after_forward = handle is not own if option is None else option
+            handle.reshard_after_forward = handle is not own if option is None else bool(option)
         root.connect_scatters()
         # Last, and where forward starts after all others: what was cut short is done again.
         for found in states:

@@ -43,6 +43,10 @@ class Streams(Protocol):
         """Wait until the buffers of ``handle`` are full: the thread, or the current stream."""
         ...
 
+    def keep_secondary(self, handle: Handle) -> None:
+        """Copy secondary shards out of the buffers of ``handle``, which are in use on the current stream."""
+        ...
+
     def resharded(self) -> None:
         """The current stream has queued the last reader of a buffer that the host freed."""
         ...
@@ -89,6 +93,7 @@ class HostStreams:
     # As they are: a function around each would cost as much as it does.
     begin_unshard = staticmethod(Handle.begin_unshard)
     wait_for_unshard = staticmethod(Handle.finish_gathers)
+    keep_secondary = staticmethod(Handle.keep_secondary)
 
     def resharded(self) -> None:
         pass
@@ -141,11 +146,7 @@ class DeviceStreams:
         self._before_unshard[-1] = event
 
     def begin_unshard(self, handle: Handle) -> None:
-        if self._before_unshard:
-            # The shards are written, and the kernels that read the buffers freed so far have run.
-            for event in self._before_unshard.values():
-                self._unshard.wait_event(event)
-            self._before_unshard.clear()
+        self._begin_on_unshard()
         try:
             with self._device.stream(self._unshard):
                 handle.begin_unshard()
@@ -170,6 +171,21 @@ class DeviceStreams:
         # An exception cut the beginning short, or this wait.
         current.wait_stream(self._unshard)
         handle.finish_gathers()
+
+    def _begin_on_unshard(self) -> None:
+        """Let the unshard stream wait until shards are written, and readers of buffers freed so far have run."""
+        if self._before_unshard:
+            for event in self._before_unshard.values():
+                self._unshard.wait_event(event)
+            self._before_unshard.clear()
+
+    def keep_secondary(self, handle: Handle) -> None:
+        # From the pool that buffers come from and go to: what gathers read may be freed by the host at any time.
+        self._begin_on_unshard()
+        # A forward may have written its parameters. The next gather comes after all that in any case.
+        self._unshard.wait_stream(self._device.current_stream())
+        with self._device.stream(self._unshard):
+            handle.keep_secondary()
 
     def resharded(self) -> None:
         current = self._device.current_stream()

@@ -23,6 +23,7 @@ class Turn:
         queued_in: The last backward that has or had to complete it.
         met_in: The last backward in which a gradient of an output arrived.
         completed_in: The last backward that completed it: reduced its gradients, or kept them.
+        kept_in: The last forward that left secondary shards.
         is_late: Gradients are still coming in the backward that completed it.
         modules_left: Of several modules that share the handle, those still to run in this forward.
         next_forward: Who followed in the latest forward, a hint for prefetch; so are the other two.
@@ -38,6 +39,7 @@ class Turn:
         "first_forward",
         "handle",
         "is_late",
+        "kept_in",
         "met_in",
         "modules_left",
         "next_backward",
@@ -59,6 +61,7 @@ class Turn:
     def forget(self) -> None:
         """Begin anew: another root has run the handle meanwhile."""
         self.completed_in: int | None = None
+        self.kept_in: int | None = None
         self.met_in: int | None = None
         self.queued_in: int | None = None
         self.next_forward: Turn | None = None

@@ -27,14 +27,33 @@ class Unsharded:
         handles: All handles of the root.
         streams: Of the device where they live.
         hear: A bound method, called when a backward gets to a leaf of ``watch_leaves``.
+        takes_secondary: Says whether a gather of a handle that has secondary shards may now be from these; equal on
+            all ranks.
     """
 
-    __slots__ = ("_find_stale", "_graphs", "_handles", "_hear", "_leaf_hooks", "_lingering", "_streams", "_unsharded")
+    __slots__ = (
+        "_find_stale",
+        "_graphs",
+        "_handles",
+        "_hear",
+        "_leaf_hooks",
+        "_lingering",
+        "_streams",
+        "_takes_secondary",
+        "_unsharded",
+    )
 
-    def __init__(self, handles: Sequence[Handle], streams: Streams, hear: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        streams: Streams,
+        hear: Callable[[], None],
+        takes_secondary: Callable[[Handle], bool],
+    ) -> None:
         self._handles = tuple(handles)
         self._streams = streams
         self._hear = hear
+        self._takes_secondary = takes_secondary
         self._find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
         self._unsharded: dict[Handle, None] = {}
         self._lingering: dict[Handle, None] = {}
@@ -66,20 +85,27 @@ class Unsharded:
         if handle.bring_back():
             self._streams.shards_written()
         self._unsharded[handle] = None
+        handle.takes_secondary = handle.has_secondary and self._takes_secondary(handle)
         if autograd_profiler._is_profiler_enabled:
             in_region("gather", handle.fqn, self._streams.begin_unshard, handle)
         else:
             self._streams.begin_unshard(handle)
 
-    def reshard(self, handle: Handle) -> None:
+    def reshard(self, handle: Handle, *, keeps_secondary: bool = False) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them.
 
         A gather in flight is waited for, since peers take part in it.
+
+        Args:
+            handle: The handle.
+            keeps_secondary: Copy secondary shards out of them before.
         """
         if handle not in self._unsharded or handle.held_with is not None:
             return
         if handle.is_gathering:
             self._streams.wait_for_unshard(handle)
+        if keeps_secondary:
+            self._streams.keep_secondary(handle)
         handle.reshard(frees=handle not in self._lingering)
         self._streams.resharded()
         # Last: what was cut short is done again.

@@ -2,7 +2,8 @@
 
 Owns three tensors: the rank's *shard* [S], alive for good, maybe on the host; the unsharded *buffer* [W * S],
 whose storage is allocated and freed in place so that views saved by autograd stay right;
-and, during backward, the *gradient buffer* [W * S] that is reduced into a fresh shard [S]. How
+and, during backward, the *gradient buffer* [W * S] that is reduced into a fresh shard [S]. Between forward
+and backward there may be a fourth: this rank's *secondary shard* [W * S / n], from which n ranks gather. How
 one becomes the other, in which dtypes too, is the business of its two paths.
 
 Sizes are in elements. Nothing here decides when, or on which stream, anything runs.
@@ -84,6 +85,7 @@ class FlatBuffer:
         "_is_allocated",
         "_piece_sizes",
         "_pieces",
+        "_secondary",
         "_storage",
         "_sums",
         "all_bits",
@@ -152,6 +154,7 @@ class FlatBuffer:
         )
         self._buffer: torch.Tensor | None = None
         self._storage: torch.UntypedStorage | None = None
+        self._secondary: torch.Tensor | None = None
         self._is_allocated = False
         self._buffer_bytes = plan.buffer_bytes
         # What gradients are collected in: its dtype and device.
@@ -183,15 +186,39 @@ class FlatBuffer:
 
     def begin_unshard(self) -> Pending:
         """Allocate the buffer and start the all-gather into it, on the current stream; the shard is usable."""
+        path = self.routes.gather_path
+        assert path is not None, "connected when the root was decided"
+        return path.begin(self._allocated(), self.shard)
+
+    def begin_unshard_again(self) -> Pending:
+        """Do so from secondary shards. Collective: all ranks of the smaller group, same order."""
+        path = self.routes.secondary_path
+        assert path is not None and self._secondary is not None, "kept after forward"
+        return path.begin(self._allocated(), self._secondary)
+
+    def _allocated(self) -> torch.Tensor:
+        """Return the buffer, with memory."""
         if self._storage is None:
             self._make_buffer()
         elif not self._is_allocated:
             # What was kept stays where it is: to resize it would move it.
             self._storage.resize_(self._buffer_bytes)
         self._is_allocated = True
-        path = self.routes.gather_path
-        assert path is not None and self._buffer is not None, "connected when the root was decided"
-        return path.begin(self._buffer, self.shard)
+        assert self._buffer is not None, "made above"
+        return self._buffer
+
+    def keep_secondary(self) -> None:
+        """Copy this rank's secondary shard out of the buffer, which is full, to new memory on the current stream."""
+        path = self.routes.secondary_path
+        assert path is not None and self._buffer is not None, "connected, and unsharded"
+        numel = self.plan.layout.numel // path.transport.world_size
+        start = path.transport.rank * numel
+        self._secondary = None  # Freed first, if there is one.
+        self._secondary = self._buffer[start : start + numel].clone()
+
+    def drop_secondary(self) -> None:
+        """Free the secondary shard, if there is one."""
+        self._secondary = None
 
     @property
     def is_usable(self) -> bool:
@@ -415,7 +442,7 @@ class FlatBuffer:
         twin._hooks_known = -1
         twin.step_by(())
         twin.routes = self.routes.unconnected()
-        twin._buffer = twin._storage = None
+        twin._buffer = twin._storage = twin._secondary = None
         twin._is_allocated = False
         if with_kept_gradients and self.has_gradients():
             twin._make_buffer()

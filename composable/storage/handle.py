@@ -123,7 +123,10 @@ class Handle:
         held_with: Options of the context that shows full parameters to the user; ``reshard`` has to wait.
         is_lent: That context shows them in a way that forward and backward cannot use,
         is_shown_whole: but forward can where nothing is to have a gradient: every module holds a whole copy.
-        reshard_option: What the user asked for; ``None``: free between forward and backward unless root.
+        has_secondary: Secondary shards of a forward are there.
+        takes_secondary: The next gather, or the one under way, is from these.
+        reshard_option: What the user asked for; ``None``: free between forward and backward unless root; an int: free
+            all but secondary shards over as many ranks.
         reshard_after_forward: What that means now that the root is known.
         reshard_after_backward: Free them after backward; else once a forward finds that a rank has written its shard.
         unshard_in_backward: Gather before backward. If not, forward lets nothing of the parameters be saved for it.
@@ -166,6 +169,7 @@ class Handle:
         "fqn",
         "gradient_buffers",
         "grid",
+        "has_secondary",
         "has_unsynced_gradients",
         "held_with",
         "is_gathering",
@@ -185,6 +189,7 @@ class Handle:
         "reshard_option",
         "scatters_apart",
         "sync_after_context",
+        "takes_secondary",
         "unshard_in_backward",
     )
 
@@ -249,6 +254,8 @@ class Handle:
         self.held_with: object | None = None
         self.is_lent = False
         self.is_shown_whole = False
+        self.has_secondary = False
+        self.takes_secondary = False
         self._gathers: list[Pending] | None = None  # Of an unshard that has not ended, also of one that never will.
         self._places: list[tuple[nn.Module, str, ShardedParam]] = []
         self._plain_owners: list[tuple[nn.Module, str, ShardedParam]] = []
@@ -469,7 +476,10 @@ class Handle:
         return was_away
 
     def begin_unshard(self) -> None:
-        """Start filling the buffers, after ``bring_back``. Collective: all ranks of the shard group, same order."""
+        """Start filling the buffers, after ``bring_back``.
+
+        Collective: all ranks of the shard group, same order; of the smaller group if ``takes_secondary``.
+        """
         if self._gathers is not None:
             self.settle()
         self._gathers = gathers = []
@@ -477,7 +487,7 @@ class Handle:
             if flat.is_empty:
                 flat.make_leaves()
             else:
-                gathers.append(flat.begin_unshard())
+                gathers.append(flat.begin_unshard_again() if self.takes_secondary else flat.begin_unshard())
         self.is_gathering = True
 
     def finish_gathers(self) -> None:
@@ -544,6 +554,28 @@ class Handle:
             return
         for flat in self.buffers:
             flat.free_buffer()
+
+    @property
+    def keeps_secondary(self) -> bool:
+        """A forward that a backward may follow leaves secondary shards."""
+        return type(self.reshard_option) is int
+
+    def keep_secondary(self) -> None:
+        """Copy secondary shards out of the buffers, which are full; those of an earlier forward go."""
+        self.has_secondary = False
+        for flat in self.buffers:
+            if not flat.is_empty:
+                flat.keep_secondary()
+        # Last: what was cut short is not used.
+        self.has_secondary = True
+
+    def drop_secondary(self) -> None:
+        """Free secondary shards, also those of a copy that was cut short."""
+        if self.is_gathering and self.takes_secondary:
+            self.settle()
+        self.has_secondary = False
+        for flat in self.buffers:
+            flat.drop_secondary()
 
     @property
     def waits_for_copies(self) -> bool:

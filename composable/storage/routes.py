@@ -7,7 +7,7 @@ when the user asks for something else. Nothing is moved here.
 import torch
 import torch.distributed as dist
 
-from composable.collectives import Started, Transport
+from composable.collectives import Ranks, Started, Transport
 from composable.storage.comms import DEFAULT_COMMS, Comms
 from composable.storage.gather_path import CommGather, CopyGather, Gather, GatherPath
 from composable.storage.gradient_path import (
@@ -41,6 +41,7 @@ class Routes:
     Attributes:
         home: Where the shard and its gradient rest, until connected.
         gather_path: How the shard becomes the whole buffer; ``None`` until connected.
+        secondary_path: How the secondary shards of a smaller group do; ``None``: there are none.
         gradient_path: How the gradients become this rank's shard of their mean; ``None`` until connected.
         comms: What the user chose.
         kept: What waits for its all-reduce over copies.
@@ -58,12 +59,14 @@ class Routes:
         "_replicas_key",
         "_scatter_key",
         "_scatter_transport",
+        "_secondary",
         "_transport",
         "comms",
         "gather_path",
         "gradient_path",
         "home",
         "kept",
+        "secondary_path",
     )
 
     def __init__(
@@ -84,10 +87,12 @@ class Routes:
         self._casts_params = casts_params
         self.comms = DEFAULT_COMMS
         self.gather_path: GatherPath | None = None
+        self.secondary_path: GatherPath | None = None
         self.gradient_path: GradientPath | None = None
         self._transport: Transport | None = None
         self._scatter_transport: Transport | None = None
         self._replicas: Replicas | None = None
+        self._secondary: tuple[dist.ProcessGroup, Transport, int] | None = None
         self.kept = KeptShards()
         self._key = self._scatter_key = self._replicas_key = -1
         self._divisor = 1
@@ -139,9 +144,20 @@ class Routes:
             self._choose_gradient_path(chosen)
             self._scatter_transport = chosen
 
+    def gather_secondary_by(self, transport: Transport, part: Ranks) -> None:
+        """Choose who moves secondary shards. All ranks of the part, same order.
+
+        Args:
+            transport: Of these ranks.
+            part: Of the ranks that share the buffer.
+        """
+        self._secondary = (part.process_group, transport, transport.allocate_key())
+        self._choose_secondary_path()
+
     def communicate_by(self, comms: Comms) -> None:
         """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
         self.comms = comms
+        self._choose_secondary_path()
         if self._transport is not None:
             self._choose_gather_path(self._transport)
             self._choose_gradient_path(self.scatter_transport)
@@ -151,6 +167,8 @@ class Routes:
         key, is_reduction = divmod(started.tag, 2)
         if self.is_between_copies(started):
             return key == self._replicas_key
+        if self.is_of_secondary(started):
+            return self._secondary is not None and key == self._secondary[2]
         transport = self._scatter_transport if is_reduction else self._transport
         own = self._scatter_key if is_reduction else self._key
         return key == own and transport is not None and transport.has_started(started)
@@ -158,6 +176,10 @@ class Routes:
     def is_between_copies(self, started: Started) -> bool:
         """Say whether a collective goes over the ranks that hold copies."""
         return self._replicas is not None and self._replicas.transport.has_started(started)
+
+    def is_of_secondary(self, started: Started) -> bool:
+        """Say whether a collective goes over the smaller group that gathers secondary shards."""
+        return self._secondary is not None and self._secondary[1].has_started(started)
 
     def check_hook(self) -> None:
         """Raise what is wrong with what the hooks gave last, if anything.
@@ -173,7 +195,8 @@ class Routes:
     def settle(self) -> None:
         """Wait for all that the transports have started, also where an exception cut that short."""
         between_replicas = None if self._replicas is None else self._replicas.transport
-        for transport in {self._transport, self._scatter_transport, between_replicas}:
+        of_secondary = None if self._secondary is None else self._secondary[1]
+        for transport in {self._transport, self._scatter_transport, between_replicas, of_secondary}:
             if transport is not None:
                 transport.settle()
 
@@ -184,6 +207,16 @@ class Routes:
             self.gather_path = CopyGather(transport, self._key, self.home)
         else:
             self.gather_path = Gather(transport, self._key)
+
+    def _choose_secondary_path(self) -> None:
+        if self._secondary is None:
+            return
+        group, transport, key = self._secondary
+        # They lie where the buffer does, in its dtype.
+        if self.comms.all_gather is not None:
+            self.secondary_path = CommGather(transport, key, self.comms.all_gather, group, self._fqn)
+        else:
+            self.secondary_path = Gather(transport, key)
 
     def _choose_gradient_path(self, transport: Transport) -> None:
         comms, replicas, key = self.comms, self._replicas, self._scatter_key

@@ -4,9 +4,12 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable import ComposableError, SizePolicy, checkpoint, fully_shard, load_full_state_dict, replicate
 from tests.fuzz.copies import Copies, hooked, options_of, unless_refused
@@ -23,6 +26,7 @@ __all__ = [
     "annotate_again",
     "direct_parts",
     "draw_annotation",
+    "draw_freed",
     "ignored_by",
 ]
 
@@ -32,6 +36,7 @@ STARTS = "values sync load init".split()
 WHOLE = {"function", "classes", "size", "root"}
 # When modules are checkpointed too: before they are annotated, or after.
 CHECKPOINTS = "none none before after".split()
+HYBRID = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "HYBRID_SHARD_ZERO2"}
 TRANSPORTS = "auto process_group point_to_point".split()
 
 
@@ -48,6 +53,7 @@ class Annotation:
         is_reentrant: Somewhere in the tree there is reentrant checkpointing.
         checkpoints: Whether modules are checkpointed by our annotation, and when: one of ``CHECKPOINTS``.
         copies: What is asked of ``replicate``; ``None``: little.
+        replicas: How many copies there are of most of what is sharded; 0: nobody asks for any.
     """
 
     mode: str
@@ -58,11 +64,13 @@ class Annotation:
     is_reentrant: bool
     checkpoints: str = "none"
     copies: Copies | None = None
+    replicas: int = 0
 
     def __str__(self) -> str:
         start = "" if self.start == "values" else f", starts on the meta device ({self.start})"
         recompute = "" if self.checkpoints == "none" else f", checkpointed {self.checkpoints} that"
-        return f"{self.mode}, {self.share:.0%} of the modules, transport {self.transport}{start}{recompute}" + (
+        copies = f", {self.replicas} copies of shards" * bool(self.replicas)
+        return f"{self.mode}, {self.share:.0%} of the modules, transport {self.transport}{copies}{start}{recompute}" + (
             "" if self.copies is None else f"; {self.copies or 'no options'}"
         )
 
@@ -81,7 +89,24 @@ class _Request:
     options: dict[str, Any]
 
     def run(self) -> None:
-        self.api(self.modules[0] if len(self.modules) == 1 else list(self.modules), **self.options)
+        options = dict(self.options)
+        if replicas := options.pop("replicas", 0):
+            options["mesh"] = _mesh(replicas)
+        self.api(self.modules[0] if len(self.modules) == 1 else list(self.modules), **options)
+
+
+# By the world: a mesh makes process groups.
+_MESHES: "WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]]" = WeakKeyDictionary()
+
+
+def _mesh(replicas: int) -> DeviceMesh:
+    """Return the mesh with so many copies of shards, the same for all that ask."""
+    assert dist.group.WORLD is not None
+    made = _MESHES.setdefault(dist.group.WORLD, {})
+    if replicas not in made:
+        shape = (replicas, dist.get_world_size() // replicas)
+        made[replicas] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return made[replicas]
 
 
 def draw_annotation(rng: random.Random, tags: frozenset[str], modes: Sequence[str] = MODES) -> Annotation:
@@ -116,7 +141,7 @@ def annotate(make: Callable[[], Model], annotation: Annotation, before: Callable
     Raises:
         Refused: The library does not take it.
     """
-    is_meta = annotation.start in ("load", "init") or (annotation.start == "sync" and torch.distributed.get_rank() > 0)
+    is_meta = annotation.start in ("load", "init") or (annotation.start == "sync" and dist.get_rank() > 0)
     # Not by `to`, which cuts ties.
     with torch.device("meta" if is_meta else "cpu"):
         model = make()
@@ -208,7 +233,10 @@ def _fill(module: nn.Module, source: nn.Module) -> None:
 
 
 def direct_parts(model: Model, annotation: Annotation) -> frozenset[str]:
-    """Return which of ``trunk`` and ``heads`` are annotated themselves, so that they may be called as they are."""
+    """Return which of ``trunk`` and ``heads`` are annotated themselves, so that they may be called as they are.
+
+    And "copies of shards", where there are any.
+    """
     own: set[nn.Module] = set()
     for request in _requests(model, annotation):
         own.update(request.modules)
@@ -220,6 +248,8 @@ def direct_parts(model: Model, annotation: Annotation) -> frozenset[str]:
     found = {"trunk"} if {model.trunk, model.inp} <= own and model.front is None else set()
     if own.issuperset(model.heads):
         found.add("heads")
+    if annotation.replicas:
+        found.add("copies of shards")
     return frozenset(found)
 
 
@@ -303,11 +333,24 @@ def _are_nested(a: nn.Module, b: nn.Module) -> bool:
 
 def _shard(annotation: Annotation, name: str, *modules: nn.Module, **options: Any) -> _Request:
     rng = annotation.rng(f"{name}, options")
+    # Modules of the same ranks with copies and without go together.
+    is_hybrid = annotation.replicas and annotation.rng(f"{name}, mesh").random() < 0.8
+    if is_hybrid:
+        options["replicas"] = annotation.replicas
     if rng.random() < 0.2:
-        options["strategy"] = rng.choice(["FULL_SHARD", "SHARD_GRAD_OP"])
+        strategy = rng.choice(["FULL_SHARD", "SHARD_GRAD_OP"])
+        options["strategy"] = HYBRID[strategy] if is_hybrid else strategy
     else:
-        options["reshard_after_forward"] = rng.choice([None, True, False])
+        options["reshard_after_forward"] = draw_freed(rng, annotation.replicas if is_hybrid else 1)
     return _Request(fully_shard, modules, {"transport": annotation.transport, **options})
+
+
+def draw_freed(rng: random.Random, replicas: int = 1) -> bool | int | None:
+    """Return what is freed between forward and backward; as often as not, where ranks can be parted, all but a part."""
+    # Who only asks which modules are annotated has no ranks.
+    size = dist.get_world_size() // replicas if dist.is_initialized() else 1
+    parts = [number for number in range(2, size) if size % number == 0]
+    return rng.choice([None, True, False, *parts * 3])
 
 
 def _replicate(annotation: Annotation, name: str, model: Model, *modules: nn.Module) -> _Request:

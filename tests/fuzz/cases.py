@@ -16,7 +16,18 @@ from tests.fuzz.nodes import KINDS, Spec, kinds_in, tags_in
 from tests.fuzz.programs import PROGRAMS, Step
 from tests.fuzz.trees import Model, grow
 
-__all__ = ["HOOKS", "Case", "between_of", "draw", "draw_replicated", "kinds_of", "make_model", "smaller", "step_of"]
+__all__ = [
+    "HOOKS",
+    "Case",
+    "between_of",
+    "draw",
+    "draw_hybrid",
+    "draw_replicated",
+    "kinds_of",
+    "make_model",
+    "smaller",
+    "step_of",
+]
 
 OPTIMIZERS = "SGD momentum AdamW AdamW-foreach AdamW-fused RMSprop".split()
 SPEEDS = "plain accelerated flat".split()
@@ -132,9 +143,24 @@ def make_model(case: Case) -> Model:
     return Model(case.tree, case.front)
 
 
-def draw(seed: int, world_size: int, without: frozenset[str] = frozenset(), steps: int = 3) -> Case:
-    """Return the case of a seed, without some kinds of nodes, annotations, programs, actions, hooks."""
-    rng = random.Random(seed)
+def draw(
+    seed: int,
+    world_size: int,
+    without: frozenset[str] = frozenset(),
+    steps: int = 3,
+    *,
+    has_copies: bool = False,
+) -> Case:
+    """Return the case of a seed, without some kinds of nodes, annotations, programs, actions, hooks.
+
+    Args:
+        seed: Of every choice.
+        world_size: How many ranks.
+        without: What is not drawn.
+        steps: How many.
+        has_copies: Of shards, on a mesh of two dims.
+    """
+    rng = random.Random(f"{seed}/copies of shards" if has_copies else seed)
     tree = _tree(rng, without | {"sparse rows", "compiled", "tied across"})
     front = None
     if "drop" not in without and rng.random() < 0.2:
@@ -143,6 +169,10 @@ def draw(seed: int, world_size: int, without: frozenset[str] = frozenset(), step
     modes = [mode for mode in MODES if mode not in without]
     annotation, other = draw_annotation(rng, tags, modes), draw_annotation(rng, tags, modes)
     other = dataclasses.replace(other, start="values")
+    if has_copies:
+        counts = [count for count in range(1, world_size + 1) if world_size % count == 0]
+        annotation = dataclasses.replace(annotation, replicas=rng.choice(counts))
+        other = dataclasses.replace(other, replicas=rng.choice([0, *counts]))
     hooks = [name for name in HOOKS if name not in without and _is_all_sharded(annotation)]
     case = Case(
         seed=seed,
@@ -167,6 +197,11 @@ def draw(seed: int, world_size: int, without: frozenset[str] = frozenset(), step
     case = _fitting(dataclasses.replace(case, actions=actions))
     fits = [name for name in _programs_for(case) if name not in without]
     return dataclasses.replace(case, programs=tuple(rng.choice(fits) for _ in range(steps)))
+
+
+def draw_hybrid(seed: int, world_size: int, without: frozenset[str] = frozenset(), steps: int = 3) -> Case:
+    """Return a case in which shards have copies; once the model is annotated anew, maybe as many others."""
+    return draw(seed, world_size, without | {"replicate"}, steps, has_copies=True)
 
 
 def draw_replicated(seed: int, world_size: int, without: frozenset[str] = frozenset(), steps: int = 3) -> Case:
@@ -257,8 +292,11 @@ def _fitting(case: Case) -> Case:
     """Leave out what would not be compared in a meaningful way."""
     annotations = [case.annotation] + [case.other] * case.is_annotated_anew
     changes: dict[str, str] = {}
-    if case.clip == "torch" and (not all(map(_is_all_sharded, annotations)) or "float32" in case.tags):
-        changes["clip"] = "own"  # torch's takes one kind of tensor
+    is_on_two_meshes = any(one.replicas for one in annotations)
+    if case.clip == "torch" and (
+        not all(map(_is_all_sharded, annotations)) or "float32" in case.tags or is_on_two_meshes
+    ):
+        changes["clip"] = "own"  # torch's takes one kind of tensor on one mesh
     if any(one.mode == "replicate" for one in annotations):
         changes["speed"] = "plain"
     if case.hooks:

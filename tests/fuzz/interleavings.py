@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable import fully_shard, no_sync, replicate
+from tests.fuzz.annotations import draw_freed
 from tests.fuzz.nodes import WIDTH
 from tests.fuzz.runner import check_gradients
 
@@ -90,11 +91,11 @@ def _by_hand(model: nn.Module, rng: random.Random) -> None:
     transport = _transport(rng)
     for module in reversed(list(model.modules())):
         if isinstance(module, nn.Linear) and rng.random() < 0.5:
-            fully_shard(module, reshard_after_forward=rng.choice([None, True, False]), transport=transport)
+            fully_shard(module, reshard_after_forward=draw_freed(rng), transport=transport)
     blocks = list(dict.fromkeys(module for module in model.modules() if isinstance(module, Block)))
     for block in blocks:
-        fully_shard(block, reshard_after_forward=rng.choice([None, True, False]), transport=transport)
-    fully_shard(model, reshard_after_forward=rng.choice([None, True, False]), transport=transport)
+        fully_shard(block, reshard_after_forward=draw_freed(rng), transport=transport)
+    fully_shard(model, reshard_after_forward=draw_freed(rng), transport=transport)
 
 
 def _roots(model: nn.Module, rng: random.Random) -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from composable import UsageError, as_ddp, no_sync, reduce_gradients, unshard_params
 from composable.fsdp_module import FSDPModule
+from composable.runtime import sharded_state_of
 from tests.fuzz.copies import replicated
 from tests.fuzz.nodes import WIDTH, Call
 from tests.fuzz.trees import Boom, Model
@@ -121,7 +122,7 @@ def program(
     name: str,
     *,
     excludes: str = "",
-    needs: str = "",
+    needs: str | tuple[str, ...] = "",
     single: bool = False,
     reentrant: bool = False,
     one_root: bool = False,
@@ -130,7 +131,14 @@ def program(
 ) -> Callable[[Callable[[Step], None]], Callable[[Step], None]]:
     def register(run: Callable[[Step], None]) -> Callable[[Step], None]:
         PROGRAMS[name] = Program(
-            run, frozenset(excludes.split()), frozenset(needs.split()), single, reentrant, one_root, features, copies
+            run,
+            frozenset(excludes.split()),
+            frozenset(needs.split() if isinstance(needs, str) else needs),
+            single,
+            reentrant,
+            one_root,
+            features,
+            copies,
         )
         return run
 
@@ -510,6 +518,23 @@ def backward_in_hook(step: Step) -> None:
 @program("nothing", single=True)
 def nothing(step: Step) -> None:
     pass
+
+
+@program("the second leg waits", needs=("copies of shards",), one_root=True)
+def second_leg_waits(step: Step) -> None:
+    hybrid = [module for module in step.sharded() if sharded_state_of(module).grid.is_hybrid]
+    ways = [step.rng.choice(["shard", "shard", "none", "all"]) for _ in range(3)]
+    for way in ways:
+        for module in hybrid:
+            module.set_requires_all_reduce(way != "shard", recurse=False)
+        with step.no_sync() if way == "none" else nullcontext():
+            step.backward(step.forward(head=step.rng.randrange(2)))
+    for module in hybrid:
+        module.set_requires_all_reduce(True, recurse=False)
+    if step.rng.random() < 0.7:
+        step.backward(step.forward())
+    elif not step.is_plain:
+        reduce_gradients(step.model)
 
 
 # Of replicated modules alone

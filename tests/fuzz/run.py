@@ -2,6 +2,7 @@
 
     python -m tests.fuzz.run --seeds 0-5000 --world-size 2,3
     python -m tests.fuzz.run --seeds 0-500 --replicate
+    python -m tests.fuzz.run --seeds 0-500 --hybrid --world-size 4
     python -m tests.fuzz.run --seeds 0-200 --ranks processes
     python -m tests.fuzz.run --seeds 1234 --shrink
 
@@ -18,7 +19,7 @@ import torch
 
 from tests.fuzz.annotations import MODES
 from tests.fuzz.between import ACTIONS
-from tests.fuzz.cases import HOOKS, Case, draw, draw_replicated, kinds_of
+from tests.fuzz.cases import HOOKS, Case, draw, draw_hybrid, draw_replicated, kinds_of
 from tests.fuzz.nodes import KINDS
 from tests.fuzz.programs import PROGRAMS
 from tests.fuzz.runner import OUTCOMES, Outcome, run_case
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     ended: list[tuple[Case, Outcome]] = []
     is_single = len(options.seeds) * len(options.world_size) == 1
-    drawn = draw_replicated if options.replicate else draw
+    drawn = draw_replicated if options.replicate else draw_hybrid if options.hybrid else draw
     cases = (drawn(seed, size, options.without, options.steps) for seed in options.seeds for size in options.world_size)
     for case, outcome in _run(cases, options):
         ended.append((case, outcome))
@@ -86,6 +87,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps of each tree")
     parser.add_argument("--without", type=_names, default=frozenset(), help="what to leave out, separated by ;")
     parser.add_argument("--replicate", action="store_true", help="trees of which all or part is replicated")
+    parser.add_argument("--hybrid", action="store_true", help="shards have copies")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds that a tree may be idle")
     parser.add_argument("--shrink", action="store_true", help="look for a simpler tree that ends in the same way")
     parser.add_argument("--quiet", action="store_true", help="do not list what is refused")

@@ -10,7 +10,7 @@ TOGETHER = 20
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("world_size", "first", "last"), [(2, 0, 60), (2, 60, 100), (3, 100, 130)])
+@pytest.mark.parametrize(("world_size", "first", "last"), [(2, 0, 60), (2, 60, 100), (3, 100, 130), (4, 130, 150)])
 def test_any_order_of_forwards_and_backwards_is_right(layout: str, world_size: int, first: int, last: int) -> None:
     for start in range(first, last, TOGETHER):
         seeds = range(start, start + TOGETHER)

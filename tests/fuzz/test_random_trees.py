@@ -11,7 +11,7 @@ import pytest
 
 from tests.fuzz.annotations import CHECKPOINTS, MODES
 from tests.fuzz.between import ACTIONS
-from tests.fuzz.cases import Case, draw, draw_replicated, kinds_of
+from tests.fuzz.cases import Case, draw, draw_hybrid, draw_replicated, kinds_of
 from tests.fuzz.copies import MODES as COPY_MODES
 from tests.fuzz.nodes import KINDS
 from tests.fuzz.programs import PROGRAMS
@@ -22,6 +22,8 @@ from tests.fuzz.workers import Worker, worker
 GROUPS = [(2, range(start, start + 20)) for start in range(0, 240, 20)] + [(3, range(240, 270)), (4, range(270, 280))]
 # With options of replicate, and such as exclude each other: more is refused.
 REPLICATED = [(2, range(14)), (3, range(14, 20)), (1, range(20, 26))]
+# With copies of shards.
+HYBRID = [(4, range(12)), (2, range(12, 24)), (3, range(24, 28))]
 FAILURES = ("wrong", "hang", "error")
 
 
@@ -61,6 +63,15 @@ def test_with_any_options_of_replicate_they_do_or_are_refused_on_every_rank(
     assert counts["right"] >= 0.4 * len(ended), described(pair for pair in ended if pair[1].kind != "right")
 
 
+@pytest.mark.parametrize(("world_size", "seeds"), HYBRID, ids=_name)
+def test_with_copies_of_shards_they_do(one: Worker, world_size: int, seeds: range) -> None:
+    ended = list(one.run(draw_hybrid(seed, world_size) for seed in seeds))
+    failed = [(case, outcome) for case, outcome in ended if outcome.kind in FAILURES]
+    assert not failed, f"{len(failed)} of {len(ended)} trees\n{described(failed)}"
+    counts = Counter(outcome.kind for _, outcome in ended)
+    assert counts["right"] >= 0.7 * len(ended), described(pair for pair in ended if pair[1].kind != "right")
+
+
 @pytest.mark.parametrize("seed", [3, 11, 17, 29])
 def test_so_they_do_on_processes(seed: int) -> None:
     case = draw(seed, 2)
@@ -71,6 +82,7 @@ def test_so_they_do_on_processes(seed: int) -> None:
 def test_a_few_hundred_seeds_meet_every_kind() -> None:
     met = {kind for world_size, seeds in GROUPS for seed in seeds for kind in kinds_of(draw(seed, world_size))}
     met |= {kind for seed in range(500) for kind in kinds_of(draw_replicated(seed, 2))}
+    met |= {kind for seed in range(100) for kind in kinds_of(draw_hybrid(seed, 2))}
     wanted = [f"node: {name}" for name in KINDS]
     wanted += [f"annotation: {name}" for name in (*MODES, *COPY_MODES)]
     wanted += [f"checkpoints: {name}" for name in CHECKPOINTS]
@@ -80,5 +92,5 @@ def test_a_few_hundred_seeds_meet_every_kind() -> None:
 
 
 def test_a_seed_is_always_the_same_tree() -> None:
-    for one in (draw, draw_replicated):
+    for one in (draw, draw_hybrid, draw_replicated):
         assert [one(seed, 2) for seed in range(20)] == [one(seed, 2) for seed in range(20)]

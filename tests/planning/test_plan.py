@@ -601,7 +601,7 @@ def test_a_sum_that_is_still_to_be_taken_is_refused(one_rank: None) -> None:
         ({"world_size": 0}, "world_size is 0"),
         ({"strategy": "NO_SUCH"}, "strategy is 'NO_SUCH'\n  fix: pass one of 'FULL_SHARD', 'SHARD_GRAD_OP'"),
         ({"strategy": "FULL_SHARD", "reshard_after_forward": True}, "strategy and reshard_after_forward"),
-        ({"reshard_after_forward": 2}, "reshard_after_forward is 2"),
+        ({"reshard_after_forward": 3}, "reshard_after_forward is 3, and 2 ranks share the parameters"),
         ({"align": {"nothing": "tensor"}}, r"align names parameters that no handle owns: \['nothing'\]"),
         ({"align": {"inp.weight": "rows"}}, "align of 'inp.weight' is 'rows'"),
         ({"policy": "Block"}, "is not a policy"),

@@ -25,6 +25,7 @@ class Bench:
     Attributes:
         clears: Whether ``step`` sets gradients to ``None`` or to zero.
         home: Where shards rest; ``None``: on the device.
+        reshard: The option ``reshard_after_forward``.
     """
 
     def __init__(self, name: str, recorder: Recorder, runtime: Runtime = REAL, **options: Any) -> None:
@@ -32,6 +33,7 @@ class Bench:
         self.runtime = runtime
         self.model = make_model(name)
         self.clears = True
+        self.reshard = options.get("reshard_after_forward")
         self.home: RestingPlace | None = options.pop("home", None)
         fully_shard(self.model, **{"policy": BLOCK_CLASSES, **options})
         self.root = self.adopt(self.model)

@@ -156,6 +156,14 @@ def by_hand(model: Net) -> None:
     second.set_modules_to_backward_prefetch([first])
 
 
+def to_two_ranks(model: Net) -> None:
+    """After forward there are secondary shards; one block is gathered ahead of its backward."""
+    fully_shard(model, policy={Block}, reshard_after_forward=2)
+    first, second = model.blocks
+    assert isinstance(second, FSDPModule)
+    second.set_modules_to_backward_prefetch([first])
+
+
 def hook_on_gradient(grad: torch.Tensor) -> torch.Tensor:
     doubled = grad * 2
     return doubled / 2
@@ -258,4 +266,5 @@ PROGRAMS = [
     Program("nested, steps in backward", nested, UNUSED, steps=True),
     Program("nested otherwise", nested_otherwise),
     Program("nested, no_sync", nested, UNUSED, accumulates=True),
+    Program("resharded to two ranks", to_two_ranks, (("checkpoints", True),), world_size=4),
 ]

@@ -26,7 +26,7 @@ from tests.runtime.bench import Bench, Case
 from tests.runtime.between_steps import BETWEEN_STEPS
 from tests.runtime.branches import Branches
 
-__all__ = ["CASES", "ON_BLOCKS"]
+__all__ = ["CASES", "ON_BLOCKS", "SECONDARY"]
 
 
 # Training
@@ -317,14 +317,14 @@ def exception_in_a_gather(bench: Bench) -> None:
 def inner_first(bench: Bench) -> None:
     """A module is a root of its own, with streams of its own, before the model around it runs."""
     block = make_model("mlp")
-    fully_shard(block, policy=BLOCK_CLASSES)
+    fully_shard(block, policy=BLOCK_CLASSES, reshard_after_forward=bench.reshard)
     bench.adopt(block)
     outer = nn.Sequential(bench.model, block)
     outer.example_inputs = block.example_inputs  # type: ignore[attr-defined]
     loss_of(block(*inputs_of(block, 0, 0)[0])).backward()
     torch.optim.SGD(block.parameters(), lr=LR).step()
     bench.model = outer
-    fully_shard(outer)
+    fully_shard(outer, reshard_after_forward=bench.reshard)
     bench.adopt(outer)
     bench.optimizer = bench.new_optimizer()
     bench.train(2)
@@ -333,7 +333,7 @@ def inner_first(bench: Bench) -> None:
 def two_roots(bench: Bench) -> None:
     """Two models with streams of their own pass activations and gradients to each other."""
     other = make_model("mlp")
-    fully_shard(other, policy=BLOCK_CLASSES)
+    fully_shard(other, policy=BLOCK_CLASSES, reshard_after_forward=bench.reshard)
     bench.adopt(other)
     optimizer = torch.optim.SGD(other.parameters(), lr=LR)
     for seed in range(3):
@@ -359,7 +359,7 @@ class Outside(nn.Module):
 def prefetch_another_root(bench: Bench) -> None:
     """A root gathers ahead for another one that runs inside its forward."""
     outer = Outside(bench.model)
-    fully_shard(outer)
+    fully_shard(outer, reshard_after_forward=bench.reshard)
     bench.adopt(outer)
     assert isinstance(outer, FSDPModule) and isinstance(bench.model, FSDPModule)
     outer.set_modules_to_forward_prefetch([bench.model])
@@ -374,7 +374,7 @@ def prefetch_another_root(bench: Bench) -> None:
 
 def branched(bench: Bench) -> Branches:
     model = Branches(bench.recorder)
-    fully_shard(model, policy=BLOCK_CLASSES)
+    fully_shard(model, policy=BLOCK_CLASSES, reshard_after_forward=bench.reshard)
     bench.model = model
     bench.adopt(model)
     bench.optimizer = bench.new_optimizer()
@@ -385,6 +385,16 @@ def branches(bench: Bench) -> None:
     model = branched(bench)
     # Its buffer comes from a prefetch on the other stream, and is freed before the next gather starts.
     model.beside.blocks[0].set_modules_to_forward_prefetch([])
+    bench.train(2)
+
+
+def branch_before_a_copy(bench: Bench) -> None:
+    """A block is freed on one stream, and the next copy of a secondary shard comes without a gather in between."""
+    model = branched(bench)
+    block = model.last.blocks[0]
+    model.beside.blocks[0].set_reshard_after_forward(True)
+    model.beside.blocks[0].set_modules_to_forward_prefetch([block])
+    block.set_modules_to_forward_prefetch([])
     bench.train(2)
 
 
@@ -399,6 +409,15 @@ def exception_in_a_branch(bench: Bench) -> None:
         bench.recorder.set_stream(model.home)
         hook.remove()
     bench.train(1)
+
+
+def forward_that_writes(bench: Bench) -> None:
+    def write(module: nn.Module, args: Any) -> None:
+        for param in module.parameters():
+            param.data.mul_(1.0)
+
+    bench.blocks[0].register_forward_pre_hook(write)
+    bench.train(2)
 
 
 BY_MODEL = [
@@ -463,4 +482,14 @@ CASES = [
         for case in ON_DEVICE
         if case.name.startswith(("train, reshard", "write", "exception in a gather")) and case.model == "mlp"
     ),
+]
+
+# Of four ranks: two gather again from secondary shards.
+SECONDARY = [
+    case._replace(name=f"{case.name[: -len('None')]}2", options={**case.options, "reshard_after_forward": 2})
+    for case in CASES
+    if case.name.endswith("=None")
+] + [
+    Case("a forward that writes its parameters", "mlp", forward_that_writes, {"reshard_after_forward": 2}),
+    Case("a branch before a copy", "mlp", branch_before_a_copy, {"reshard_after_forward": 2}),
 ]

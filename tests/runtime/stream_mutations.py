@@ -12,9 +12,9 @@ from composable.runtime import reductions, scheduler, streams, unsharded
 from tests.runtime.bench import Case, run_case
 from tests.runtime.recorded import Runtime
 from tests.runtime.recording import Recorder
-from tests.runtime.stream_cases import CASES
+from tests.runtime.stream_cases import CASES, SECONDARY
 
-__all__ = ["HARMLESS", "MUTATIONS", "Mutation", "case_named", "find", "mutated_source"]
+__all__ = ["HARMLESS", "MUTATIONS", "OF_SECONDARY", "Mutation", "case_named", "find", "mutated_source"]
 
 
 class Mutation(NamedTuple):
@@ -35,7 +35,7 @@ class Mutation(NamedTuple):
 
 def case_named(name: str) -> Case:
     """Return the first case of that name, which may leave out its options."""
-    return next(case for case in CASES if case.name.startswith(name))
+    return next(case for case in (*CASES, *SECONDARY) if case.name.startswith(name))
 
 
 def mutated_source(mutation: Mutation) -> dict[ModuleType, str]:
@@ -394,6 +394,38 @@ MUTATIONS = [
         ],
         "a branch on a stream of its own",
         "reuse",
+    ),
+]
+
+KEEP = """\
+        with self._device.stream(self._unshard):
+            handle.keep_secondary()
+"""
+
+# On four ranks.
+OF_SECONDARY = [
+    Mutation(
+        "a secondary shard is copied while forward writes",
+        [
+            (
+                "        self._unshard.wait_stream(self._device.current_stream())\n        with self._device.stream(self._unshard):\n            handle.keep",
+                "        with self._device.stream(self._unshard):\n            handle.keep",
+            )
+        ],
+        "a forward that writes its parameters",
+        "reads on unshard, not ordered after: mul_.Tensor writes on default",
+    ),
+    Mutation(
+        "a secondary shard in memory that other streams read",
+        [("        self._begin_on_unshard()\n        # A forward", "        # A forward")],
+        "a branch before a copy",
+        "reuse of",
+    ),
+    Mutation(
+        "a secondary shard is copied on the reduce stream",
+        [(KEEP, KEEP.replace("_unshard", "_reduce"))],
+        "train, reshard_after_forward=2",
+        "all_gather reads on unshard, not ordered after: clone writes on reduce",
     ),
 ]
 

@@ -20,13 +20,15 @@ from tests.runtime.bench import Case, run_case
 from tests.runtime.between_steps import saver
 from tests.runtime.recorded import put_on_device
 from tests.runtime.recording import Recorder
-from tests.runtime.stream_cases import CASES, ON_BLOCKS
-from tests.runtime.stream_mutations import HARMLESS, MUTATIONS, Mutation, find, mutated_source
+from tests.runtime.stream_cases import CASES, ON_BLOCKS, SECONDARY
+from tests.runtime.stream_mutations import HARMLESS, MUTATIONS, OF_SECONDARY, Mutation, find, mutated_source
 from tests.world import run_ranks
 
 TWO = pytest.mark.parametrize("world_size", [2], indirect=True)
 # With one rank only the transport differs.
 BY_WORLD_SIZE = [(2, case) for case in CASES] + [(1, case) for case in CASES if case.name.endswith("=None")]
+BY_WORLD_SIZE += [(4, case) for case in SECONDARY]
+BROKEN = [(2, mutation) for mutation in MUTATIONS] + [(4, mutation) for mutation in OF_SECONDARY]
 
 
 @pytest.fixture(scope="module")
@@ -234,8 +236,9 @@ def test_everything_is_ordered_between_processes(tmp_path: Path) -> None:
 # Each rule is needed
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-@TWO
+@pytest.mark.parametrize(
+    ("world_size", "mutation"), BROKEN, indirect=["world_size"], ids=[mutation.name for _, mutation in BROKEN]
+)
 @pytest.mark.usefixtures("world_size")
 def test_a_broken_rule_is_found(mutation: Mutation) -> None:
     found = list(map(str, find(mutation).violations))
@@ -255,7 +258,7 @@ def test_every_line_that_orders_streams_is_broken_once() -> None:
     first, last = inspect.getsourcelines(DeviceStreams)[1], len(source)
     lines = {index for index in range(first, last) if orders.search(source[index])}
     broken: set[int] = set()
-    for mutation in MUTATIONS:
+    for mutation in (*MUTATIONS, *OF_SECONDARY):
         edited = mutated_source(mutation)[streams].splitlines()
         for tag, start, stop, _, _ in difflib.SequenceMatcher(None, source, edited, autojunk=False).get_opcodes():
             if tag in {"delete", "replace"}:

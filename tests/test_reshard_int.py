@@ -1,0 +1,759 @@
+"""``reshard_after_forward=n``: secondary shards over fewer ranks, from which backward gathers."""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from composable import (
+    ConfigError,
+    DesyncError,
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    no_sync,
+    plan,
+    unannotate,
+    unshard_params,
+)
+from composable.runtime.state import Root
+from composable.storage import RestingPlace
+from tests.counting import Collective, CountingTransport
+from tests.models import BLOCK_CLASSES, DIM, MODELS, MLPBlock, random_input, seeded
+from tests.parity import LR, Run, assert_equal_runs, full, train_annotated, train_reference
+from tests.planning.test_memory import PRECISIONS, hybrid_peak_and_plan, peak_and_plan
+from tests.subclasses import Linear4bit, Params4bit, int8_model
+from tests.world import RankErrors, run_ranks, run_threads
+
+GROUPS = [(4, 2), (6, 2), (6, 3)]
+BF16 = torch.bfloat16
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    return seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), MLPBlock(), MLPBlock(), nn.LayerNorm(DIM)), seed)
+
+
+def sharded_net(ranks: int = 2, **options: Any) -> nn.Sequential:
+    return fully_shard(net(), policy={MLPBlock}, reshard_after_forward=ranks, **options)
+
+
+def root_of(model: nn.Module) -> Root:
+    return fully_shard.state(model).lazy_init()
+
+
+def x_of(seed: int = 0) -> torch.Tensor:
+    return random_input(100 * seed + dist.get_rank(), 4, DIM)
+
+
+def loss(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    return model(x_of(seed)).float().square().mean()
+
+
+def secondary_bytes(model: nn.Module) -> int:
+    flats = [flat for handle in root_of(model).handles for flat in handle.buffers]
+    return sum(0 if flat._secondary is None else flat._secondary.nbytes for flat in flats)
+
+
+def grads(model: nn.Module) -> list[torch.Tensor]:
+    return [full(param.grad) for param in model.parameters()]
+
+
+def reference_grads(seed: int = 0, factor: float = 1.0) -> list[torch.Tensor]:
+    model, size = net(), dist.get_world_size()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(factor)
+    x = torch.cat([random_input(100 * seed + rank, 4, DIM) for rank in range(size)])
+    model(x).square().mean().backward()
+    return [param.grad for param in model.parameters()]
+
+
+def gathers(records: list[Collective]) -> tuple[int, int]:
+    ops = [record.op for record in records]
+    return ops.count("all_gather"), ops.count("secondary_all_gather")
+
+
+# Numbers
+
+
+def train(name: str, ranks: int, *, by_hand: bool = False, **options: Any) -> Run:
+    def annotate(model: nn.Module) -> None:
+        blocks = [module for module in model.modules() if type(module) in BLOCK_CLASSES]
+        if by_hand:
+            for block in blocks:
+                fully_shard(block, reshard_after_forward=ranks, **options)
+            blocks = []
+        fully_shard(model, policy=BLOCK_CLASSES if blocks else None, reshard_after_forward=ranks, **options)
+
+    return train_annotated(name, annotate)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_training_is_that_of_one_process_on_the_global_batch(name: str) -> None:
+    tolerance = 2e-2 if name == "mixed_dtypes" else 1e-6
+    assert_equal_runs(run_threads(train, 4, name, 2), train_reference(name, 4), tolerance=tolerance)
+
+
+@pytest.mark.parametrize(("world_size", "ranks"), [*GROUPS, (4, 1), (4, 4), (1, 1)])
+@pytest.mark.parametrize("transport", ["process_group", "point_to_point"])
+def test_any_number_of_ranks_trains_like_one_process(world_size: int, ranks: int, transport: str) -> None:
+    runs = run_threads(train, world_size, "mlp", ranks, by_hand=True, transport=transport)
+    assert_equal_runs(runs, train_reference("mlp", world_size))
+
+
+def test_processes_train_like_one() -> None:
+    assert_equal_runs(run_ranks(train, 4, "mlp", 2, timeout_s=200), train_reference("mlp", 4))
+
+
+def train_hybrid(shape: tuple[int, int], ranks: int) -> Run:
+    return train("mlp", ranks, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
+
+
+@pytest.mark.parametrize(("shape", "ranks"), [((2, 4), 2), ((1, 4), 2)])
+def test_the_shard_group_may_be_that_of_a_hybrid_mesh(shape: tuple[int, int], ranks: int) -> None:
+    world_size = shape[0] * shape[1]
+    assert_equal_runs(run_threads(train_hybrid, world_size, shape, ranks), train_reference("mlp", world_size))
+
+
+def same_numbers_in_low_precision(policy: MixedPrecisionPolicy) -> None:
+    models = [
+        fully_shard(net(), policy={MLPBlock}, reshard_after_forward=freed, mp_policy=policy) for freed in (True, 2)
+    ]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for first, second in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(full(first), full(second))
+
+
+@pytest.mark.parametrize("policy", PRECISIONS, ids=str)
+def test_in_any_precision_the_numbers_are_those_of_gathers_over_all_ranks(policy: MixedPrecisionPolicy) -> None:
+    run_threads(same_numbers_in_low_precision, 4, policy)
+
+
+class Tower(nn.Sequential):
+    """Layers of which the last ones may be left out, and run twice, or again in backward."""
+
+    def forward(self, x: torch.Tensor, layers: int, *, twice: bool, recompute: bool | None) -> torch.Tensor:
+        for layer in list(self)[:layers]:
+            for _ in range(1 + twice):
+                x = layer(x) if recompute is None else checkpoint(layer, x, use_reentrant=recompute)
+        return x
+
+
+def random_run(seed: int) -> None:
+    """Draw annotations, micro-batches, clipping, unused parts; hold every full parameter against one process."""
+    draw, rank, world_size = random.Random(seed), dist.get_rank(), dist.get_world_size()
+    divisors = [one for one in range(1, world_size + 1) if world_size % one == 0]
+    made = [seeded(lambda: Tower(nn.Linear(DIM, DIM), MLPBlock(), MLPBlock()), seed) for _ in range(2)]
+    model, plain = made
+    for module in (model[1], model[2]):
+        if draw.random() < 0.7:
+            fully_shard(module, reshard_after_forward=draw.choice([None, True, False, *divisors * 2]))
+    fully_shard(model, reshard_after_forward=draw.choice(divisors), unused_gradients=draw.choice(["none", "zero"]))
+    model.set_reshard_after_backward(draw.random() < 0.7)
+    model.set_keep_unsharded_storage(draw.random() < 0.3)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9) for one in made]
+    for step in range(4):
+        micro_batches, clips, skips = draw.randint(1, 3), draw.random() < 0.5, draw.random() < 0.3
+        for number in range(micro_batches):
+            is_last = number + 1 == micro_batches
+            every = [random_input(1000 * (10 * step + number) + one, 4, DIM) for one in range(world_size)]
+            options = {"twice": draw.random() < 0.3, "recompute": draw.choice([None, None, False, True])}
+            layers = 3 if is_last else draw.choice([1, 2, 3])
+            losses = [(every[rank], model), (torch.cat(every), plain)]
+            if draw.random() < 0.3:
+                with torch.no_grad():
+                    model(every[rank], 3, twice=False, recompute=None)
+            losses = [one(x.requires_grad_(), layers, **options).square().mean() for x, one in losses]
+            between = draw.choice(["", "", "eval", "shown", "unshard"])
+            if between == "eval":
+                with torch.no_grad():
+                    model(every[rank], 2, twice=True, recompute=None)
+            elif between == "shown":
+                with unshard_params(model):
+                    pass
+            elif between == "unshard":
+                model.unshard()
+                if draw.random() < 0.5:
+                    model.reshard()
+            with no_sync(model) if not is_last and draw.random() < 0.5 else torch.enable_grad():
+                losses[0].backward()
+            losses[1].backward()
+            assert secondary_bytes(model) == 0
+        for one, optimizer in zip(made, optimizers, strict=True):
+            clip = clip_grad_norm_ if one is model else nn.utils.clip_grad_norm_
+            clip(one.parameters(), 0.3 if clips else 9)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not skips)
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(found), expected.detach(), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_annotations_train_like_one_process(seed: int) -> None:
+    run_threads(random_run, [4, 6, 4, 8][seed % 4], seed)
+
+
+# The plan
+
+
+def test_one_rank_is_as_false_and_all_ranks_are_as_true() -> None:
+    one, two, four, kept, freed = (
+        plan(net(), world_size=4, reshard_after_forward=option) for option in (1, 2, 4, False, True)
+    )
+    assert one == kept and four == freed
+    assert two not in (kept, freed) and two.digest() not in (kept.digest(), freed.digest())
+
+
+@pytest.mark.parametrize(
+    ("freed", "message"),
+    [
+        (3, "reshard_after_forward is 3, and 4 ranks share the parameters\n  fix: pass a divisor of that: 1, 2, 4"),
+        (8, "pass a divisor of that: 1, 2, 4"),
+        (0, "reshard_after_forward is 0"),
+        (-2, "reshard_after_forward is -2"),
+        (2.0, "reshard_after_forward is 2.0"),
+        ("2", "reshard_after_forward is '2'"),
+    ],
+)
+def test_other_values_are_errors(freed: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(net(), world_size=4, reshard_after_forward=freed)
+    assert message in str(caught.value)
+
+
+def test_a_strategy_says_what_is_freed_already() -> None:
+    with pytest.raises(ConfigError, match="strategy and reshard_after_forward"):
+        plan(net(), world_size=4, strategy="FULL_SHARD", reshard_after_forward=2)
+
+
+def test_the_plan_says_what_stays_for_backward() -> None:
+    made = plan(net(), policy={MLPBlock}, world_size=4, reshard_after_forward=2)
+    block = made.handles[1]
+    assert block.secondary_bytes == block.buffer_bytes // 2
+    assert "kept for backward, a secondary shard over 2 ranks" in str(made)
+
+
+def test_only_gathers_for_backward_are_of_secondary_shards() -> None:
+    made = plan(net(), policy={MLPBlock}, world_size=4, reshard_after_forward=2).expected_collectives()
+    for one in made:
+        assert (one.all_gathers, one.secondary_all_gathers) == (1, 1)
+        assert one.all_gather_bytes == one.secondary_all_gather_bytes == one.reduce_scatter_bytes
+
+
+def counted(ranks: int, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], Any, int, list[int]]:
+    model = sharded_net(ranks, **options)
+    counting = CountingTransport.install(root_of(model))
+    steps, kept = 3, []
+    for step in range(steps):
+        value = loss(model, step)
+        kept.append(secondary_bytes(model))
+        value.backward()
+        kept.append(secondary_bytes(model))
+    return counting.counts(), counting.bytes(), fully_shard.state(model).plan, steps, kept
+
+
+@pytest.mark.parametrize(("world_size", "ranks"), GROUPS)
+@pytest.mark.parametrize("transport", ["process_group", "point_to_point"])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=BF16)], ids=str)
+def test_collectives_and_bytes_of_a_step_are_those_of_the_plan(
+    world_size: int, ranks: int, transport: str, policy: MixedPrecisionPolicy
+) -> None:
+    options = {"transport": transport, "mp_policy": policy}
+    for counts, sent, made, steps, kept in run_threads(counted, world_size, ranks, options):
+        expected = made.expected_collectives()
+        for op in ("all_gather", "secondary_all_gather", "reduce_scatter"):
+            assert counts[op] == steps * sum(getattr(one, f"{op}s") for one in expected)
+            assert sent[op] == steps * sum(getattr(one, f"{op}_bytes") for one in expected)
+        assert kept == [sum(handle.secondary_bytes for handle in made.handles), 0] * steps
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+@pytest.mark.parametrize("growth", [0, 8, -8], ids=["equal", "growing", "shrinking"])
+def test_a_step_takes_what_the_plan_says(precision: MixedPrecisionPolicy, growth: int) -> None:
+    options = {"mp_policy": precision, "reshard_after_forward": 2}
+    for found, planned in run_threads(peak_and_plan, 4, growth, options):
+        assert found == pytest.approx(planned, rel=0.02), f"{found / planned - 1:+.1%}"
+
+
+def test_a_step_with_copies_takes_what_the_plan_says() -> None:
+    for found, planned in run_threads(hybrid_peak_and_plan, 8, (2, 4), 8, {"reshard_after_forward": 2}):
+        assert found == pytest.approx(planned, rel=0.02), f"{found / planned - 1:+.1%}"
+
+
+# When secondary shards are kept
+
+
+def no_backward_to_come() -> None:
+    model = sharded_net()
+    counting = CountingTransport.install(root_of(model))
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            loss(model)
+            assert secondary_bytes(model) == 0
+    assert gathers(counting.records) == (6, 0)
+    # Nor for what backward does not read.
+    model.set_unshard_in_backward(False)
+    model[1](x_of())
+    assert secondary_bytes(model) == fully_shard.state(model).plan.handles[1].secondary_bytes
+
+
+def test_without_a_backward_to_come_nothing_is_kept() -> None:
+    run_threads(no_backward_to_come, 4)
+
+
+def two_forwards() -> None:
+    model = sharded_net()
+    loss(model).backward()
+    model.zero_grad()
+    counting = CountingTransport.install(root_of(model))
+    first, second = loss(model, 1), loss(model, 2)
+    assert gathers(counting.records) == (6, 0)
+    (first + second).backward()
+    assert gathers(counting.records) == (6, 3)
+    assert secondary_bytes(model) == 0
+    expected = [one + other for one, other in zip(reference_grads(1), reference_grads(2), strict=True)]
+    torch.testing.assert_close(grads(model), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_of_two_forwards_before_a_backward_each_gathers_over_all_ranks() -> None:
+    run_threads(two_forwards, 4)
+
+
+def twice_in_one_forward() -> None:
+    block, layer = MLPBlock(), nn.Linear(DIM, DIM)
+    fully_shard(block, reshard_after_forward=2)
+    model = fully_shard(nn.Sequential(block, layer, block), reshard_after_forward=2)
+    loss(model).backward()
+    counting = CountingTransport.install(root_of(model))
+    value = loss(model)
+    assert gathers(counting.records) == (2, 1)
+    value.backward()
+    assert gathers(counting.records) == (2, 3)
+
+
+def test_a_module_that_runs_twice_in_a_forward_gathers_over_all_ranks_once() -> None:
+    run_threads(twice_in_one_forward, 4)
+
+
+class Checkpointed(nn.Sequential):
+    def __init__(self, *layers: nn.Module, use_reentrant: bool) -> None:
+        super().__init__(*layers)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+def recompute(*, use_reentrant: bool) -> tuple[int, int]:
+    model = Checkpointed(*net(), use_reentrant=use_reentrant)
+    fully_shard(model, policy={MLPBlock}, reshard_after_forward=2)
+    x = x_of().requires_grad_()
+    model(x).square().mean().backward()
+    torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
+    counting = CountingTransport.install(root_of(model))
+    model(x).square().mean().backward()
+    return gathers(counting.records)
+
+
+@pytest.mark.parametrize(
+    # A reentrant block runs without gradients first, so nobody knows that a backward is to come.
+    ("use_reentrant", "expected"),
+    [(False, (3, 3)), (True, (5, 1))],
+)
+def test_checkpointed_blocks_are_recomputed_from_secondary_shards(
+    use_reentrant: bool, expected: tuple[int, int]
+) -> None:
+    assert set(run_threads(recompute, 4, use_reentrant=use_reentrant)) == {expected}
+
+
+def micro_batches() -> None:
+    model = sharded_net()
+    counting = CountingTransport.install(root_of(model))
+    for number in range(3):
+        with no_sync(model) if number < 2 else torch.enable_grad():
+            loss(model, number).backward()
+        assert secondary_bytes(model) == 0
+    assert counting.counts() == {"all_gather": 9, "secondary_all_gather": 9, "reduce_scatter": 3}
+    expected = [sum(every) for every in zip(*map(reference_grads, range(3)), strict=True)]
+    torch.testing.assert_close(grads(model), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_each_micro_batch_keeps_its_own() -> None:
+    run_threads(micro_batches, 4)
+
+
+def second_backward() -> None:
+    model = sharded_net()
+    value = loss(model)
+    counting = CountingTransport.install(root_of(model))
+    value.backward(retain_graph=True)
+    value.backward()
+    assert gathers(counting.records) == (3, 3)
+    torch.testing.assert_close(grads(model), [2 * grad for grad in reference_grads()], rtol=1e-6, atol=1e-6)
+
+
+def test_a_second_backward_of_a_forward_gathers_over_all_ranks() -> None:
+    run_threads(second_backward, 4)
+
+
+def by_hand() -> None:
+    model = sharded_net()
+    loss(model).backward()
+    model.zero_grad()
+    counting = CountingTransport.install(root_of(model))
+    model[1].unshard()
+    value = loss(model)
+    assert gathers(counting.records) == (3, 0)
+    model[2].unshard(async_op=True)
+    model[1].unshard()
+    model[1].reshard()
+    value.backward()
+    # One is there already, the others are as forward has left them.
+    assert gathers(counting.records) == (5, 2)
+    assert secondary_bytes(model) == 0
+    torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_unsharded_by_hand_between_forward_and_backward_leaves_the_rest_as_it_is() -> None:
+    run_threads(by_hand, 4)
+
+
+def prefetched() -> None:
+    model = sharded_net()
+    model.set_modules_to_forward_prefetch([model[1], model[2]])
+    model.set_modules_to_backward_prefetch([model[2], model[1]])
+    for step in range(2):
+        loss(model, step).backward()
+        torch.testing.assert_close(grads(model), reference_grads(step), rtol=1e-6, atol=1e-6)
+        model.zero_grad()
+    counting = CountingTransport.install(root_of(model))
+    loss(model).backward()
+    assert gathers(counting.records) == (3, 3)
+    assert [record.op for record in counting.records][3:6] == ["secondary_all_gather"] * 3
+
+
+def test_prefetch_in_backward_is_from_secondary_shards() -> None:
+    run_threads(prefetched, 4)
+
+
+def switched() -> None:
+    model = sharded_net()
+    loss(model).backward()
+    for freed, expected in ((True, (6, 0)), (False, (3, 0))):
+        model.set_reshard_after_forward(freed)
+        counting = CountingTransport.install(root_of(model))
+        loss(model).backward()
+        assert gathers(counting.records) == expected
+    with pytest.raises(ConfigError):
+        model.set_reshard_after_forward(2)
+
+
+def test_the_setter_chooses_between_all_and_nothing() -> None:
+    run_threads(switched, 4)
+
+
+# Values
+
+
+def written_between() -> None:
+    model = sharded_net()
+    value = loss(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    # What shows parameters shows those of now.
+    with unshard_params(model):
+        assert torch.equal(model[0].weight, 2 * net()[0].weight)
+    model[1].unshard()
+    assert torch.equal(model[1].up.weight, 2 * net()[1].up.weight)
+    model[1].reshard()
+    value.backward()
+    # Backward goes through the values of its forward.
+    torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
+    model.zero_grad()
+    loss(model, 1).backward()
+    torch.testing.assert_close(grads(model), reference_grads(1, factor=2.0), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_written_between_forward_and_backward_is_for_the_next_forward() -> None:
+    run_threads(written_between, 4)
+
+
+def never_ended() -> None:
+    model = sharded_net()
+    loss(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+        expected = [2 * param for param in net().parameters()]
+    counting = CountingTransport.install(root_of(model))
+    loss(model).backward()
+    assert gathers(counting.records) == (3, 3)
+    model.zero_grad()
+    with unshard_params(model):
+        for param, right in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(param, right)
+
+
+def test_a_forward_without_backward_leaves_nothing_that_the_next_one_uses() -> None:
+    run_threads(never_ended, 4)
+
+
+def elsewhere() -> None:
+    model = sharded_net(mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
+    home = RestingPlace(torch.device("cpu"), is_elsewhere=True)
+    for flat in [flat for handle in fully_shard.state(model)._handles for flat in handle.buffers]:
+        flat.home = flat.routes.home = home
+    plain = fully_shard(
+        net(), policy={MLPBlock}, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    )
+    for one in (model, plain):
+        loss(one).backward()
+    for found, expected in zip(grads(model), grads(plain), strict=True):
+        assert torch.equal(found, expected)
+    counting = CountingTransport.install(root_of(model))
+    loss(model).backward()
+    assert gathers(counting.records) == (3, 3)
+
+
+def test_shards_on_the_host_have_secondary_ones_where_the_buffers_are() -> None:
+    run_threads(elsewhere, 4)
+
+
+# What ends early
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise RuntimeError("broken")
+        return x
+
+
+def fail_in_forward(*, in_backward: bool) -> None:
+    model = nn.Sequential(*net(), Fails())
+    fully_shard(model, policy={MLPBlock}, reshard_after_forward=2)
+    loss(model).backward()
+    model.zero_grad()
+    pending = loss(model, 1) if in_backward else None
+    model[4].fails = True
+    with pytest.raises(RuntimeError, match="broken"):
+        loss(model)
+    assert (secondary_bytes(model) > 0) is in_backward
+    model[4].fails = False
+    if pending is None:
+        pending = loss(model, 1)
+    pending.backward()
+    torch.testing.assert_close(grads(model), reference_grads(1), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_forward_that_raises_leaves_only_what_another_backward_needs(in_backward: bool) -> None:
+    run_threads(fail_in_forward, 4, in_backward=in_backward)
+
+
+def fail_in_backward() -> None:
+    model = sharded_net()
+    hook = model[1].register_full_backward_pre_hook(lambda *_: 1 / 0)
+    value = loss(model)
+    with pytest.raises(ZeroDivisionError):
+        value.backward()
+    hook.remove()
+    model.zero_grad()
+    loss(model, 1).backward()
+    assert secondary_bytes(model) == 0
+    torch.testing.assert_close(grads(model), reference_grads(1), rtol=1e-6, atol=1e-6)
+
+
+def test_after_a_backward_that_raises_the_next_step_is_right() -> None:
+    run_threads(fail_in_backward, 4)
+
+
+def copied() -> None:
+    model = sharded_net()
+    value = loss(model, 1)
+    twin = copy.deepcopy(model)
+    assert secondary_bytes(twin) == 0 < secondary_bytes(model)
+    loss(twin, 2).backward()
+    value.backward()
+    torch.testing.assert_close(grads(twin), reference_grads(2), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grads(model), reference_grads(1), rtol=1e-6, atol=1e-6)
+
+
+def test_a_deep_copy_between_forward_and_backward_has_none() -> None:
+    run_threads(copied, 4)
+
+
+def taken_off() -> None:
+    model = sharded_net()
+    handles = list(root_of(model).handles)
+    loss(model)
+    unannotate(model)
+    assert not any(handle.has_secondary or handle.buffers for handle in handles)
+    fully_shard(model, policy={MLPBlock}, reshard_after_forward=2)
+    loss(model, 1).backward()
+    torch.testing.assert_close(grads(model), reference_grads(1), rtol=1e-6, atol=1e-6)
+
+
+def test_unannotate_between_forward_and_backward_frees_them() -> None:
+    run_threads(taken_off, 4)
+
+
+def two_roots() -> None:
+    model = net()
+    fully_shard(model[1], reshard_after_forward=2)
+    model[1](x_of()).sum().backward()
+    model.zero_grad()
+    model[1](x_of())
+    fully_shard(model, reshard_after_forward=2)
+    loss(model).backward()
+    torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
+    assert secondary_bytes(model) == 0
+
+
+def test_a_module_that_was_its_own_root_before_leaves_nothing_to_the_next_one() -> None:
+    run_threads(two_roots, 4)
+
+
+# Groups
+
+
+def groups_of(model: nn.Module) -> set[Any]:
+    flats = [flat for handle in root_of(model).handles for flat in handle.buffers]
+    return {group for flat in flats for group in flat.routes.secondary_path.transport.groups}
+
+
+def groups() -> None:
+    models = [sharded_net(transport=transport) for transport in ("process_group", "process_group", "point_to_point")]
+    first, second, third = (groups_of(model) for model in models)
+    assert first == second != third and len(first) == 1
+    rank = dist.get_rank()
+    for group in (*first, *third):
+        assert dist.get_process_group_ranks(group) == [rank - rank % 2, rank - rank % 2 + 1]
+
+
+def test_a_part_of_the_ranks_has_one_group_for_all_annotations() -> None:
+    run_threads(groups, 4)
+
+
+def named_columns() -> None:
+    """Ranks that share parameters are not consecutive numbers; those of the part are neighbours among them."""
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "other"))
+    model = sharded_net(mesh=mesh["shard"])
+    group, *_ = groups_of(model)
+    rank = dist.get_rank()
+    first = rank // 4 * 4 + rank % 2
+    assert dist.get_process_group_ranks(group) == [first, first + 2]
+    loss(model).backward()
+    twin = fully_shard(net(), mesh=mesh["shard"])
+    loss(twin).backward()
+    torch.testing.assert_close(grads(model), grads(twin), rtol=1e-6, atol=1e-6)
+
+
+def test_a_part_is_of_neighbours_in_the_shard_group() -> None:
+    run_threads(named_columns, 8)
+
+
+class Gather:
+    """An all-gather of the user's."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        self.sizes.append(group.size())
+        return dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group=group, async_op=async_op)
+
+
+def own_gather() -> list[int]:
+    model = sharded_net()
+    gather = Gather()
+    model[1].set_custom_all_gather(gather)
+    loss(model).backward()
+    torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
+    return gather.sizes
+
+
+def test_an_all_gather_of_the_users_gets_the_group_of_the_part() -> None:
+    assert run_threads(own_gather, 4) == [[4, 2]] * 4
+
+
+def different() -> None:
+    loss(sharded_net(4 if dist.get_rank() == 3 else 2))
+
+
+def test_ranks_that_ask_for_different_parts_are_told_before_any_group_is_made() -> None:
+    with pytest.raises(RankErrors) as caught:
+        run_threads(different, 4)
+    errors = caught.value.errors
+    assert len(errors) == 4 and all(isinstance(error, DesyncError) for error in errors.values())
+    assert "rank 3" in str(errors[0])
+
+
+# Refused
+
+
+def test_parameters_that_their_class_gathers_are_refused() -> None:
+    model = int8_model([(8, 8)])
+    with pytest.raises(ConfigError) as caught:
+        plan(model, world_size=4, reshard_after_forward=2)
+    assert "parameter '0.weight'" in str(caught.value) and "reshard_after_forward=True or False" in str(caught.value)
+
+
+def packed() -> None:
+    model, plain = (
+        seeded(lambda: nn.Sequential(Linear4bit(nn.Linear(16, 16, bias=False)), nn.Linear(16, 4)), 0) for _ in range(2)
+    )
+    fully_shard(model, shard_as_bytes=[Params4bit], reshard_after_forward=2)
+    x = torch.randn(3, 16, requires_grad=True)
+    model(x).square().sum().backward()
+    grad, x.grad = x.grad, None
+    plain(x).square().sum().backward()
+    torch.testing.assert_close(x.grad, grad)
+
+
+def test_parameters_that_are_sharded_as_bytes_are_gathered_again_bit_by_bit() -> None:
+    run_threads(packed, 4)
+
+
+def told() -> list[str | None]:
+    model = sharded_net()
+    value = loss(model)
+    root = root_of(model)
+    found = []
+    for handle in root.handles:
+        (flat,) = handle.buffers
+        pending = flat.begin_unshard_again()
+        found.append(root.standing.name_of(pending))
+        pending.finish()
+        flat.free_buffer()
+    value.backward()
+    return found
+
+
+def test_ranks_that_wait_are_told_which_gather_it_is() -> None:
+    expected = [
+        f"the all-gather of secondary shards of {where}"
+        for where in ("module Sequential", "module '1' (MLPBlock)", "module '2' (MLPBlock)")
+    ]
+    assert run_threads(told, 4) == [expected] * 4
