@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import random
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -42,7 +43,7 @@ from composable import (
     unshard_params,
 )
 from tests.models import random_input, seeded
-from tests.world import run_threads
+from tests.world import run_ranks, run_threads
 
 DIM = 6
 
@@ -914,3 +915,27 @@ def annotate_two_models() -> list[bool]:
 
 def test_each_model_may_have_a_mesh_of_its_own_that_is_equal() -> None:
     assert run_threads(annotate_two_models, 4) == [[True, True]] * 4
+
+
+def train_from_fewer_ranks() -> None:
+    mesh = mesh_of(4, 2)
+    model = annotated(mesh, reshard_after_forward=2)
+    for _ in range(2):
+        model.zero_grad()
+        compare_step(model, mesh)
+
+
+def test_backward_gathers_blocks_from_fewer_ranks() -> None:
+    run_threads(train_from_fewer_ranks, 8)
+
+
+def compile_gather() -> None:
+    warnings.simplefilter("ignore")  # Of the compiler.
+    mesh = mesh_of(1, 2)
+    for weight in (annotated(mesh).blocks[0].up.weight.detach(), annotated(mesh).blocks[0].down.weight.detach()):
+        compiled = torch.compile(lambda tensor: (tensor * 2).full_tensor(), backend="aot_eager")
+        torch.testing.assert_close(compiled(weight), 2 * full(weight))
+
+
+def test_a_compiled_gather_joins_blocks() -> None:
+    run_ranks(compile_gather, 2)
