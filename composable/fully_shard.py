@@ -180,7 +180,8 @@ def fully_shard(
         mesh, dp_mesh_dims, process_group, params, is_hybrid=is_hybrid(strategy), caller="fully_shard"
     )
     _check_pairs(state)
-    state.transport_name = choose_transport_for(state.grid.shard, transport)
+    state.transport_choice = transport
+    transport_name = choose_transport_for(state.grid.shard, transport)
     ignored_params, ignored_modules = readable_twice(ignored_params), readable_twice(ignored_modules)
     is_collective = sync_module_states is not False or param_init_fn is not None
     members: Sequence[HandleMembers] = ()
@@ -200,7 +201,7 @@ def fully_shard(
                 unused_gradients=unused_gradients,
                 align=align,
                 shard_placement_fn=shard_placement_fn,
-                transport=state.transport_name,
+                transport=transport_name,
                 mp_policy=mp_policy,
                 offload_policy=offload_policy,
                 shard_as_bytes=shard_as_bytes,

@@ -115,6 +115,7 @@ def run_blocks(sources: list[str]) -> list[str]:
 # Pages whose code runs on two ranks, as one program a page.
 PROGRAMS = [
     "activation_checkpointing",
+    "cluster",
     "comm_hooks",
     "cuts",
     "from_fsdp1",

@@ -261,7 +261,7 @@ def misuse(name: str) -> str:
     model = nn.Linear(4, 4)
     if name in ("own dim", "all ranks", "other root", "process group"):
         parallelize_module(model, mesh["tp"], ColwiseParallel())
-    meshes = {"own dim": {"mesh": mesh["tp"]}, "all ranks": {}, "other root": {"mesh": other["dp"]}}
+    meshes = {"own dim": {"mesh": mesh["tp"]}, "all ranks": {}, "other root": {"mesh": other["data"]}}
     meshes["process group"] = {"process_group": mesh["dp"].get_group()}
     if name in meshes:
         return error_of(lambda: fully_shard(model, **meshes[name]))

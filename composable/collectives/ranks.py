@@ -46,10 +46,7 @@ def _watched(method: "Callable[Concatenate[Ranks, _P], _T]") -> "Callable[Concat
         except ComposableError:
             raise
         except RuntimeError as error:
-            found = explained(error, ranks.group)
-            if found is error:
-                raise
-            raise found from error
+            raise explained(error, ranks.group) from error
 
     return cast("Callable[Concatenate[Ranks, _P], _T]", call)
 

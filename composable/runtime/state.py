@@ -3,6 +3,7 @@
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +19,7 @@ from composable.collectives import (
     host_transport_of,
     notice_tree,
     part_of,
+    settle_transport_for,
     transport_of,
 )
 from composable.contract import get_registry, managing_state
@@ -47,7 +49,7 @@ class FullyShardState:
         plan: What the annotation decided.
         mesh: 1-D mesh of the shard group.
         grid: The ranks of the mesh, and those of its replicas.
-        transport_name: How the handles' bytes travel.
+        transport_choice: How the handles' bytes shall travel, as the user said.
         ignored_modules: What the annotation leaves alone, with all below.
         ignored_slots: (module, name) of the parameters outside of these that it leaves alone.
         skipped_modules: What keeps its dtype under the mixed precision policy, each with the outermost around it.
@@ -64,7 +66,7 @@ class FullyShardState:
         self.plan: ShardPlan
         self.mesh: DeviceMesh
         self.grid: Grid
-        self.transport_name = ""
+        self.transport_choice = "auto"
         self.ignored_modules: frozenset[nn.Module] = frozenset()
         self.ignored_slots: list[tuple[nn.Module, str]] = []
         self.skipped_modules: dict[nn.Module, nn.Module] = {}
@@ -163,7 +165,8 @@ class FullyShardState:
                 continue
             if size not in parts:
                 part = part_of(self.grid.shard, size)
-                parts[size] = transport_of(part.process_group, self.transport_name), part
+                name = settle_transport_for(part, self.transport_choice)
+                parts[size] = transport_of(part.process_group, name), part
             for flat in handle.buffers:
                 flat.routes.gather_secondary_by(*parts[size])
 
@@ -219,12 +222,15 @@ class Root:
                     handle.is_shared |= found.root.state not in states
         replicas: dict[tuple[Ranks, str], Replicas] = {}
         for found in states:
-            transport = transport_of(found.grid.shard.process_group, found.transport_name)
+            name = settle_transport_for(found.grid.shard, found.transport_choice)
+            if name != found.plan.transport:
+                found.plan = replace(found.plan, transport=name)
+            transport = transport_of(found.grid.shard.process_group, name)
             copies = found.grid.replicas
             between: Replicas | None = None
             if copies is not None:
-                key = copies, found.transport_name
-                between = replicas.get(key) or Replicas(transport_of(copies.process_group, found.transport_name))
+                key = copies, name
+                between = replicas.get(key) or Replicas(transport_of(copies.process_group, name))
                 replicas[key] = between
             for handle in found._handles:
                 for flat in handle.buffers:
@@ -288,7 +294,7 @@ def _make_agreements(states: Sequence[FullyShardState], accounts: Sequence[Accou
     found: dict[Ranks, tuple[str, list[Account]]] = {}
     for account in accounts:
         state = ranks_of[account.flat]
-        own = found.setdefault(state.grid.everyone, (state.transport_name, []))[1]
+        own = found.setdefault(state.grid.everyone, (state.plan.transport, []))[1]
         if not account.fills_with_zeros:
             own.append(account)
     handles: dict[Ranks, list[Handle]] = {}
