@@ -257,7 +257,7 @@ def error_of(build: Callable[[], object]) -> str:
 
 def misuse(name: str) -> str:
     mesh = mesh_of(2, 2)
-    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "model"))
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     model = nn.Linear(4, 4)
     if name in ("own dim", "all ranks", "other root", "process group"):
         parallelize_module(model, mesh["tp"], ColwiseParallel())
