@@ -187,6 +187,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "mp_policy": OPTIONAL,
             "offload_policy": OPTIONAL,
             "unused_gradients": set(),
+            "follows_parent": {"None", "True"},
             "ignored_params": {"None", "[]", "{}"},
             "ignored_modules": {"None", "[]", "{}"},
             "align": {"None", "{}"},

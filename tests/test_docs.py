@@ -118,6 +118,7 @@ PROGRAMS = [
     "cluster",
     "comm_hooks",
     "cuts",
+    "experts",
     "from_fsdp1",
     "from_fsdp2",
     "hybrid",
@@ -130,7 +131,7 @@ PROGRAMS = [
     "replicate",
     "tensor_parallel",
 ]
-ON_FOUR_RANKS = ("hybrid", "tensor_parallel")
+ON_FOUR_RANKS = ("experts", "hybrid", "tensor_parallel")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

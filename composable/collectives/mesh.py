@@ -19,7 +19,15 @@ from composable.collectives.timeouts import told_timeout, wait_like_the_world
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.torch_private import joined_meshes, root_mesh
 
-__all__ = ["DataParallelMeshDims", "Grid", "GroupOrPair", "joined_mesh", "resolve_grid", "resolve_ranks"]
+__all__ = [
+    "DataParallelMeshDims",
+    "Grid",
+    "GroupOrPair",
+    "check_inside",
+    "joined_mesh",
+    "resolve_grid",
+    "resolve_ranks",
+]
 
 # The ranks that share parameters; of two groups the second holds copies of their shards.
 GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -138,6 +146,28 @@ class Grid:
         """Return ranks that all hold everything, as ``replicate`` has them."""
         alone = Ranks(None, ranks.device, 0, 1, (ranks.numbers[ranks.rank],))
         return Grid(alone, ranks, ranks)
+
+
+def check_inside(below: Grid, around: Grid, place: str) -> None:
+    """Refuse annotations inside each other of which the inner one has ranks that the outer one lacks.
+
+    Args:
+        below: Ranks of the inner one.
+        around: Ranks of the outer one.
+        place: Where the inner one is, for people.
+
+    Raises:
+        ConfigError: They do not lie inside each other.
+    """
+    inner, outer = below.everyone.numbers, around.everyone.numbers
+    outside = [number for number in inner if number not in outer]
+    if outside:
+        raise ConfigError(
+            f"a module below is annotated on ranks {list(inner)}, and this one, around it, on {list(outer)} only: "
+            f"rank {outside[0]} would wait for who does not run it",
+            at=f"{place_of_rank()}, {place}",
+            fix="annotate what lies inside on some of the outer ranks, say one dim of a mesh of all of them",
+        )
 
 
 def _everyone(rows: Sequence[Sequence[int]], device: torch.device) -> Ranks:

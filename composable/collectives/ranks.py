@@ -99,6 +99,11 @@ class Ranks:
         assert self.group is not None, "a process without a process group"
         return self.group
 
+    @property
+    def order(self) -> tuple[int, tuple[int, ...]]:
+        """Sorts groups alike on all ranks, parts before the whole: who is in several talks to one after the other."""
+        return self.size, self.numbers
+
     @functools.cached_property
     def is_alone(self) -> bool:
         """There is nobody to talk to: one rank, or a group that only pretends."""

@@ -17,6 +17,7 @@ from composable.collectives import Ranks
 from composable.contract import get_registry, managing_state
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.fqns import describe_module
+from composable.optim import ranks_of_param
 from composable.replication import ReplicateState
 from composable.runtime import FullyShardState, handle_of_module, sharded_state_of
 from composable.saving.selection import Names, pick
@@ -61,12 +62,17 @@ class Entries:
         return Entries(values, self.metadata, unlisted)
 
 
-def ranks_of(model: nn.Module) -> Ranks:
+def ranks_of(model: nn.Module, names: Names | None = None) -> Ranks:
     """Return the ranks that share ``model``: those of the annotations on it and below it.
+
+    Args:
+        model: Annotated.
+        names: Of a model that is annotated on different ranks: what the question is about.
 
     Raises:
         UsageError: There is no annotation.
-        ConfigError: ``model`` is no module, or annotations are on different ranks.
+        ConfigError: ``model`` is no module, annotations are on different ranks and what is asked for is too, or
+            ``names`` makes no sense.
     """
     check_module("model", model)
     found: dict[tuple[int, ...], Ranks] = {}
@@ -81,11 +87,16 @@ def ranks_of(model: nn.Module) -> Ranks:
             at=f"{place_of_rank()}, {describe_module(model)}",
             fix="use state_dict() and load_state_dict() of the plain model, or annotate it first",
         )
-    if len(found) > 1:
+    if len(found) > 1 and names is not None:
+        homes = map(ranks_of_param, entries_now(model).picked(names).settable().values())
+        found = {home.numbers: home for home in homes if home is not None}
+    if len(found) != 1:
         raise ConfigError(
-            f"modules are annotated on different ranks: {', '.join(str(list(ranks)) for ranks in found)}",
+            f"modules are annotated on different ranks: {', '.join(str(list(ranks)) for ranks in found)}"
+            if found
+            else "modules are annotated on different ranks, and names picks no parameter of any",
             at=f"{place_of_rank()}, {describe_module(model)}",
-            fix="call this on each part of the model that is on one set of ranks",
+            fix="call this on each part of the model that is on one set of ranks, or pick it by names=",
         )
     return next(iter(found.values()))
 
@@ -120,7 +131,10 @@ def entries_of(
                 at=f"{place_of_rank()}, {list_text(on_meta)}",
                 fix=META_FIX,
             )
-    _compare(everything, entries, ranks, options)
+    homes = map(ranks_of_param, everything.settable().values())
+    has_others = any(home is not None and home.numbers != ranks.numbers for home in homes)
+    # What is on other ranks, such as experts, may have other names on each of these.
+    _compare(entries if has_others else everything, entries, ranks, options)
     return entries
 
 

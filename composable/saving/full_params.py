@@ -89,7 +89,7 @@ def iter_full_params(
             type; ``names`` is neither a function nor FQNs of the model, or wants none.
         DesyncError: The ranks made different calls, or ``names`` wants other parameters on other ranks.
     """
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, names)
     with ranks.agreed():
         check_float(dtype)
         _check_bytes("max_bytes", max_bytes)
@@ -210,7 +210,7 @@ def load_full_params(
         DesyncError: The ranks made different calls, ``names`` wants other entries on other ranks, or the iteration
             failed on ``src``, which raises what happened.
     """
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, names)
     with ranks.agreed():
         ranks.check_member("src", src)
         check_bool("strict", strict)

@@ -90,7 +90,7 @@ def full_state_dict(
             nor FQNs of the model, or wants none.
         DesyncError: The ranks made different calls, or ``names`` wants other entries on other ranks.
     """
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, names)
     with ranks.agreed():
         check_device("device", device)
         device = torch.device(device)
@@ -151,7 +151,7 @@ def load_full_state_dict(
         DesyncError: The ranks made different calls, ``names`` wants other entries on other ranks, or reading a value
             failed on ``src``, which raises what happened; batches before it are loaded.
     """
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, names)
     with ranks.agreed():
         ranks.check_member("src", src)
         check_bool("strict", strict)

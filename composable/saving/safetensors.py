@@ -91,7 +91,7 @@ def save_safetensors(
         DesyncError: The ranks made different calls, ``names`` wants other entries on other ranks, or writing failed on
             the first rank, which raises what happened.
     """
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, names)
     with ranks.agreed():
         check_float(dtype)
         if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
@@ -145,7 +145,7 @@ def load_safetensors(
         UsageError: The model is not annotated, a forward or backward runs, or parameters are on the meta device.
         DesyncError: The ranks made different calls, or ``names`` wants other entries on other ranks.
     """
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, names)
     files: _Files | None = None
     with ExitStack() as stack:
         with ranks.agreed():
