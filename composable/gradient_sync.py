@@ -74,9 +74,12 @@ def reduce_gradients(module: nn.Module) -> None:
         )
     if in_backward():
         raise _is_running(module)
-    states = [sharded_state_of(visited) for visited in module.modules()]
-    # Before the first forward there is no root, and nothing was left.
-    schedulers = dict.fromkeys(state.root.scheduler for state in states if state is not None and state.root is not None)
+    states = [state for visited in module.modules() if (state := sharded_state_of(visited)) is not None]
+    for state in states:
+        # Before the first forward there is no root, and nothing was left, but for a deep copy.
+        if any(handle.has_unsynced_gradients for handle in state._handles):
+            state.lazy_init()
+    schedulers = dict.fromkeys(state.root.scheduler for state in states if state.root is not None)
     if not all(scheduler.is_idle for scheduler in schedulers):
         raise _is_running(module)
     for scheduler in schedulers:

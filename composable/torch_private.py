@@ -140,6 +140,7 @@ __all__ = [
     "has_compiled",
     "hook_gradient",
     "is_tracing",
+    "joined_meshes",
     "make_subclass",
     "module_call_code",
     "module_load",
@@ -264,6 +265,12 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh of which ``mesh`` is a part; itself if it is no part."""
     root: DeviceMesh = mesh._get_root_mesh()
     return root
+
+
+def joined_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Return the mesh of the dims of all, which are parts of one mesh."""
+    joined: DeviceMesh = DeviceMesh._concatenate(meshes)  # also of flattened dims, which are not sliced
+    return joined
 
 
 def dispatch_rule_holder() -> Any:

@@ -44,6 +44,7 @@ PRECISION = "test_mixed_precision.py"
 TRAVERSAL = "test_traversal.py"
 MANY_DIMS = "with many mesh dims: not yet"
 HYBRID = "test_hybrid.py"
+TENSOR_PARALLEL = "test_tensor_parallel.py"
 HOSTS = "collectives/test_hosts.py"
 TIMEOUTS = "collectives/test_timeouts.py"
 TWO_HOSTS = "test_two_hosts.py"
@@ -260,6 +261,17 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "`HYBRID_SHARD_ZERO2`",
             "ZeRO-2 inside a node, copies across.",
             proved(HYBRID, "test_training_is_that_of_one_process_on_the_global_batch"),
+        ),
+        Row(
+            "`fully_shard` with tensor parallelism",
+            "Blocks of split parameters are sharded over the data ranks; users see wholes, cut over both dims.",
+            proved(
+                TENSOR_PARALLEL,
+                "test_training_is_that_of_one_process_on_all_batches",
+                "test_random_splits_train_like_one_process",
+                "test_optimizers_step_as_in_one_process",
+                "test_what_fits_no_mesh_is_refused_on_every_rank",
+            ),
         ),
         Row(
             "`_unshard_params`, `_unshard_params_recurse`, `_unshard_fsdp_state_params`",

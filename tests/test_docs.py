@@ -130,13 +130,15 @@ PROGRAMS = [
     "recipes",
     "replicate",
     "uneven_inputs",
+    "tensor_parallel",
 ]
+ON_FOUR_RANKS = ("experts", "hybrid", "tensor_parallel")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_code_of_a_page_runs_on_some_ranks_and_prints_what_follows_it(name: str) -> None:
     blocks = blocks_of(f"docs/{name}.md")
-    printed = run_ranks(run_blocks, 4 if name in ("experts", "hybrid") else 2, [source for source, _ in blocks])[0]
+    printed = run_ranks(run_blocks, 4 if name in ON_FOUR_RANKS else 2, [source for source, _ in blocks])[0]
     assert printed == [expected for _, expected in blocks]
 
 

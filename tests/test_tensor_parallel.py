@@ -1,10 +1,17 @@
 """Parameters that tensor parallelism has split or replicated over another mesh dim, fully sharded over data ranks."""
 
+import copy
+import math
+import pickle
+import random
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -20,14 +27,23 @@ from composable import (
     ConfigError,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     RaggedShard,
     UsageError,
+    accelerate_optimizer,
     checkpoint,
+    clip_grad_norm_,
     fully_shard,
+    iter_full_params,
     no_sync,
+    reduce_gradients,
+    step_in_backward,
+    strict_mode,
+    unannotate,
+    unshard_params,
 )
 from tests.models import random_input, seeded
-from tests.world import run_threads
+from tests.world import run_ranks, run_threads
 
 DIM = 6
 
@@ -327,6 +343,565 @@ def test_a_sharded_parameter_has_the_shape_of_the_whole_on_the_mesh_of_both_dims
     run_threads(look, 4)
 
 
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "SGD loop": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.01, foreach=True),
+    "AdamW loop": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=False),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.9),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+    "Muon": lambda params: torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.02),
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3),
+}
+
+
+def optimize(name: str, way: str) -> None:
+    mesh = mesh_of(2, 2)
+    model, plain = annotated(mesh), seeded(Model, 0)
+    optimizer, expected = (OPTIMIZERS[name](list(one.parameters())) for one in (model, plain))
+    if way in ("local", "flat"):
+        accelerate_optimizer(optimizer, model, flat=way == "flat")
+    stepped = step_in_backward(optimizer) if way == "in backward" else None
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            model.zero_grad()
+            loss = loss_at(model, step, data_rank(mesh))
+            loss.backward()
+            dist.all_reduce(mean := loss.detach() / mesh.size())
+            return mean
+
+        def whole(step: int = step) -> torch.Tensor:
+            plain.zero_grad()
+            losses = [loss_at(plain, step, rank) / 2 for rank in range(2)]
+            sum(losses).backward()
+            return sum(losses).detach()
+
+        if name == "LBFGS":
+            optimizer.step(closure)
+            expected.step(whole)
+            continue
+        closure()
+        whole()
+        if stepped is None:
+            norm = clip_grad_norm_(optimizer, 0.5)
+            torch.testing.assert_close(
+                norm, nn.utils.clip_grad_norm_(expected.param_groups[0]["params"], 0.5), rtol=1e-5, atol=1e-6
+            )
+            optimizer.step()
+        expected.step()
+    torch.testing.assert_close(values_of(model), values_of(plain), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_optimizers_step_as_in_one_process(name: str) -> None:
+    run_threads(optimize, 4, name, "")
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW loop", "AdamW fused", "RMSprop"])
+@pytest.mark.parametrize("way", ["local", "flat", "in backward"])
+def test_the_librarys_own_ways_to_step_give_the_same(name: str, way: str) -> None:
+    run_threads(optimize, 4, name, way)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_optimizers_that_are_not_element_wise_step_inside_backward(name: str) -> None:
+    run_threads(optimize, 4, name, "in backward")
+
+
+def clip_by_torch() -> None:
+    mesh = mesh_of(2, 2)
+    model, plain = trained(mesh), trained_in_one_process()
+    for order in (2.0, 1.0, math.inf):
+        norms = [nn.utils.clip_grad_norm_(one.parameters(), 0.1, order) for one in (model, plain)]
+        torch.testing.assert_close(full(norms[0]), norms[1])
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
+
+
+def trained(mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Return a sharded model with gradients."""
+    model = annotated(mesh, **options)
+    loss_at(model, 0, data_rank(mesh)).backward()
+    return model
+
+
+def trained_in_one_process() -> nn.Module:
+    model = seeded(Model, 0)
+    for rank in range(2):
+        (loss_at(model, 0, rank) / 2).backward()
+    return model
+
+
+def test_torch_clips_split_and_plain_parameters_together() -> None:
+    run_threads(clip_by_torch, 4)
+
+
+def compute() -> None:
+    mesh = mesh_of(2, 2)
+    model, plain = annotated(mesh), seeded(Model, 0)
+    for layer in ("up", "down"):
+        weight, expected = (getattr(one.blocks[0], layer).weight for one in (model, plain))
+        for function in (torch.sum, torch.norm, torch.std, lambda t: t.norm(dim=0), lambda t: t.norm(dim=1)):
+            torch.testing.assert_close(full(function(weight)), function(expected).detach())
+        torch.testing.assert_close(full(weight.t() @ weight), (expected.t() @ expected).detach())
+        torch.testing.assert_close(full(weight[1]), expected[1].detach())
+        torch.testing.assert_close(full(weight.redistribute(placements=[Replicate(), Shard(0)])), expected.detach())
+        again = distribute_tensor(expected.detach(), weight.device_mesh, weight.placements)
+        with strict_mode():
+            torch.testing.assert_close(again.to_local(), weight.to_local())
+            torch.testing.assert_close((again + weight).to_local(), 2 * weight.to_local())
+        pickled = pickle.loads(pickle.dumps(again))
+        assert pickled._spec.layout.matches(weight._spec.layout)
+        for one in (weight, expected):
+            torch.manual_seed(5)
+            with torch.no_grad():
+                one.normal_()
+        torch.testing.assert_close(full(weight), expected.detach())
+
+
+def test_operations_give_what_they_give_of_the_whole() -> None:
+    run_threads(compute, 4)
+
+
+def differentiate() -> None:
+    mesh = mesh_of(2, 2)
+    model = annotated(mesh)
+    weight = model.blocks[0].up.weight
+    weight.full_tensor().square().sum().backward()
+    torch.testing.assert_close(full(weight.grad), 2 * full(weight).detach())
+
+
+def test_full_tensor_has_a_gradient() -> None:
+    run_threads(differentiate, 4)
+
+
+def show_whole(options: dict[str, bool]) -> None:
+    mesh = mesh_of(2, 2)
+    model, plain = trained(mesh), trained_in_one_process()
+    is_shown = not options.get("rank0_only") or data_rank(mesh) == 0
+    with unshard_params(model, **options):
+        weight = model.blocks[0].up.weight
+        if is_shown:
+            assert type(weight) is DTensor
+            assert weight.placements == (Shard(0),)
+            torch.testing.assert_close(full(weight).detach(), plain.blocks[0].up.weight.detach())
+            if options.get("with_grads"):
+                torch.testing.assert_close(full(weight.grad), plain.blocks[0].up.weight.grad)
+                weight.grad.mul_(2)
+            with torch.no_grad():
+                weight.mul_(3)
+    torch.testing.assert_close(full(model.blocks[0].up.weight).detach(), 3 * plain.blocks[0].up.weight.detach())
+    factor = 2 if options.get("with_grads") else 1
+    torch.testing.assert_close(full(model.blocks[0].up.weight.grad), factor * plain.blocks[0].up.weight.grad)
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("with_grads",), ("offload_to_cpu",), ("rank0_only",), ("rank0_only", "with_grads")]
+)
+def test_full_parameters_are_as_before_the_annotation_and_written_back(options: tuple[str, ...]) -> None:
+    run_threads(show_whole, 4, dict.fromkeys(options, True))
+
+
+def iterate() -> None:
+    mesh = mesh_of(2, 2)
+    model, plain = annotated(mesh), seeded(Model, 0)
+    torch.testing.assert_close(dict(iter_full_params(model)), dict(plain.named_parameters()))
+    for bucket in iter_full_params(model, bucket_bytes=200):
+        for fqn, value in bucket.tensors().items():
+            torch.testing.assert_close(value, plain.get_parameter(fqn).detach())
+
+
+def test_values_are_iterated_over_as_wholes() -> None:
+    run_threads(iterate, 4)
+
+
+def undo(keeps: bool) -> None:
+    mesh = mesh_of(2, 2)
+    model, plain = annotated(mesh), trained_in_one_process()
+    with no_sync(model) if keeps else nullcontext():
+        loss_at(model, 0, data_rank(mesh)).backward()
+    unannotate(model)
+    assert type(model.blocks[0].up.weight) is DTensor
+    assert model.blocks[0].up.weight.device_mesh == mesh["tp"]
+    assert type(model.out.weight) is nn.Parameter
+    torch.testing.assert_close(values_of(model), values_of(plain))
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
+    model.zero_grad()
+    compare_step(fully_shard(model, mesh=mesh["dp"]), mesh)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_unannotate_gives_back_what_tensor_parallelism_made(keeps: bool) -> None:
+    run_threads(undo, 4, keeps)
+
+
+def copy_deeply() -> None:
+    mesh = mesh_of(2, 2)
+    model, plain = trained(mesh), trained_in_one_process()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.blocks[0].up.weight.zero_()
+    torch.testing.assert_close(gradients_of(twin), gradients_of(plain), rtol=1e-5, atol=1e-6)
+    twin.zero_grad()
+    compare_step(twin, mesh)
+
+
+def test_a_deep_copy_trains_on_its_own() -> None:
+    run_threads(copy_deeply, 4)
+
+
+def send_values(others: str) -> None:
+    mesh = mesh_of(2, 2)
+    with torch.device("meta") if others == "meta" and data_rank(mesh) else nullcontext():
+        model = seeded(Model, 0)
+    split(model, mesh["tp"])
+    if others == "real":
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.0 + data_rank(mesh))
+    fully_shard(model, mesh=mesh["dp"], policy={Block}, sync_module_states=True)
+    torch.testing.assert_close(values_of(model), values_of(seeded(Model, 0)))
+
+
+@pytest.mark.parametrize("others", ["real", "meta"])
+def test_the_first_data_rank_gives_its_values_to_the_others(others: str) -> None:
+    run_threads(send_values, 4, others)
+
+
+def fill(module: nn.Module) -> None:
+    if any(param.is_meta for param in module.parameters(recurse=False)):
+        module.to_empty(device="cpu", recurse=False)
+    with torch.no_grad():
+        for index, param in enumerate(module.parameters(recurse=False)):
+            param.fill_(0.1 * (index + 1))
+
+
+def begin_on_meta(way: str) -> None:
+    mesh = mesh_of(2, 2)
+    with torch.device("meta"):
+        model = Model()
+    split(model, mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"], policy={Block}, param_init_fn=fill if way == "function" else None)
+    if way == "to_empty":
+        model.to_empty(device="cpu").apply(fill)
+    plain = seeded(Model, 0).apply(fill)
+    torch.testing.assert_close(values_of(model), values_of(plain))
+    loss_at(model, 0, data_rank(mesh)).backward()
+
+
+@pytest.mark.parametrize("way", ["function", "to_empty"])
+def test_a_model_on_the_meta_device_gets_its_values_later(way: str) -> None:
+    run_threads(begin_on_meta, 4, way)
+
+
+def load() -> None:
+    mesh = mesh_of(2, 2)
+    model, plain = annotated(mesh), seeded(Model, 3)
+    model.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(values_of(model), values_of(plain))
+    other = annotated(mesh)
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(values_of(other), values_of(plain))
+
+
+def test_state_dicts_of_wholes_and_of_pieces_are_loaded() -> None:
+    run_threads(load, 4)
+
+
+class Weight(nn.Module):
+    """Returns its parameter, or a view of it, as torch's tied heads do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 2))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+def return_parameter() -> None:
+    mesh = mesh_of(2, 2)
+    model = nn.Sequential(Weight(), nn.Linear(2, 2))
+    model[0].weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh["tp"], [Shard(0)]))
+    fully_shard(model, mesh=mesh["dp"], policy={Weight})
+    output = model[0]()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    torch.testing.assert_close(full(output).detach(), torch.ones(4, 2))
+
+
+def test_a_parameter_that_a_forward_returns_is_a_copy() -> None:
+    run_threads(return_parameter, 4)
+
+
+def use_equal_meshes() -> None:
+    first, second = mesh_of(2, 2), mesh_of(2, 1, 2)
+    model = split(seeded(Model, 0), first["tp"])
+    fully_shard(model, mesh=data_mesh(second), policy={Block})
+    compare_step(model, second)
+
+
+def test_a_mesh_that_equals_the_part_of_another_will_do() -> None:
+    # torch itself puts one in the place of the other.
+    run_threads(use_equal_meshes, 4)
+
+
+class Layers(nn.Module):
+    """Blocks of any widths, of which a forward may leave some out; two of one width may share a weight."""
+
+    def __init__(self, widths: tuple[int, ...], tied: tuple[int, int] | None) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Width(width) for width in widths)
+        self.scale = nn.Parameter(torch.full((DIM,), 0.5))
+        if tied is not None:
+            one, other = tied
+            self.blocks[other].up.weight = self.blocks[one].up.weight
+
+    def forward(self, x: torch.Tensor, left_out: int | None = None) -> torch.Tensor:
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            if index != left_out:
+                x = block(x)
+        return x * self.scale
+
+
+class Width(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, width)
+        self.down = nn.Linear(width, DIM, bias=width % 2 == 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def split_some(model: Layers, mesh: DeviceMesh, ways: list[str], tied: tuple[int, int] | None) -> None:
+    for block, way in zip(model.blocks, ways, strict=True):
+        if way == "plain":
+            continue
+        inside = Replicate()
+        if way == "norm":
+            inside = Shard(0)
+            given = PrepareModuleInput(
+                input_layouts=(Replicate(),), desired_input_layouts=(inside,), use_local_output=False
+            )
+            parallelize_module(block.norm, mesh, given)
+            parallelize_module(block.norm, mesh, SequenceParallel(sequence_dim=0))
+        up = ColwiseParallel(input_layouts=inside, use_local_output=False)
+        parallelize_module(block, mesh, {"up": up, "down": RowwiseParallel()})
+    if tied is not None:
+        one, other = tied
+        model.blocks[other].up.weight = model.blocks[one].up.weight
+
+
+def random_run(seed: int, sizes: tuple[int, ...]) -> None:
+    """Draw a model, its splits, options and steps, alike on all ranks; hold every value against one process."""
+    draw, mesh = random.Random(seed), mesh_of(*sizes)
+    # On a mesh dim of one rank torch cannot take the gradient of a bias of one element.
+    least = 1 if mesh["tp"].size() > 1 else 3
+    widths = tuple(draw.choice([least, 4, 5, 8]) for _ in range(3))
+    ways = [draw.choice(["plain", "pair", "norm"]) for _ in widths]
+    pairs = [
+        (one, other)
+        for other in range(3)
+        for one in range(other)
+        if widths[one] == widths[other] and (ways[one] == "plain") is (ways[other] == "plain")
+    ]
+    tied = draw.choice([None, *pairs])
+    model, plain = (seeded(lambda: Layers(widths, tied), seed) for _ in range(2))
+    split_some(model, mesh["tp"], ways, tied)
+    options: dict[str, Any] = {
+        "reshard_after_forward": draw.choice([None, True, False]),
+        "transport": draw.choice(["auto", "process_group"]),
+        "align": draw.choice([None, lambda fqn, param: draw_of(fqn)]),
+        "shard_placement_fn": draw.choice([None, None, lambda param: Shard(param.dim() - 1) if param.dim() else None]),
+        "mp_policy": draw.choice([MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.float64)]),
+        "offload_policy": draw.choice([OffloadPolicy(), CPUOffloadPolicy()]),
+    }
+    if options["shard_placement_fn"] is not None:
+        options["align"] = None
+    if draw.random() < 0.3:
+        for block in model.blocks:
+            checkpoint(block)
+    fully_shard(model, mesh=data_mesh(mesh), policy=draw.choice([{Width}, {nn.Linear}, None]), **options)
+    kind = draw.choice(["SGD", "AdamW loop", "Adam", "RMSprop"])
+    optimizer, expected = (OPTIMIZERS[kind](list(one.parameters())) for one in (model, plain))
+    if draw.random() < 0.5:
+        accelerate_optimizer(optimizer, model, flat=draw.random() < 0.5)
+    for step in range(3):
+        rounds = draw.choice([1, 1, 2])
+        left_out = draw.choice([None, None, 0, 1, 2])
+        for index in range(rounds):
+            inputs = [random_input(1000 * step + 10 * index + rank, 6, DIM) for rank in range(data_size(mesh))]
+            with no_sync(model) if index + 1 < rounds else nullcontext():
+                model(inputs[data_rank(mesh)], left_out).square().mean().backward()
+            for one in inputs:
+                (plain(one, left_out).square().mean() / len(inputs)).backward()
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-4, atol=1e-5)
+        if draw.random() < 0.5:
+            norms = [clip(one.parameters(), 0.3) for clip, one in ((clip_grad_norm_, model), (torch_clip, plain))]
+            torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-5)
+        for one in (optimizer, expected):
+            one.step()
+        is_none = draw.random() < 0.5
+        for one in (optimizer, expected):
+            one.zero_grad(set_to_none=is_none)
+        if draw.random() < 0.3:
+            with unshard_params(model), torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.9)
+            with torch.no_grad():
+                for param in plain.parameters():
+                    param.mul_(0.9)
+    if draw.random() < 0.5:
+        model = copy.deepcopy(model)
+    if draw.random() < 0.5:
+        unannotate(model)
+    torch.testing.assert_close(values_of(model), values_of(plain), rtol=1e-3, atol=1e-4)
+
+
+def draw_of(fqn: str) -> Any:
+    return {"weight": 2, "bias": "tensor"}.get(fqn.rpartition(".")[2], "element")
+
+
+def torch_clip(params: Any, most: float) -> torch.Tensor:
+    return nn.utils.clip_grad_norm_(params, most)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2), (2, 1), (2, 3), (2, 2, 2)])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_splits_train_like_one_process(seed: int, sizes: tuple[int, ...]) -> None:
+    run_threads(random_run, math.prod(sizes), 10 * seed + len(sizes), sizes)
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(random_input(1, 7, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.full_tensor() if isinstance(self.weight, DTensor) else self.weight
+        return torch.tanh(x @ weight)
+
+
+def split_twice(names: tuple[str, str, str], placements: tuple[Any, Any]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
+    rank = mesh.get_local_rank("dp")
+    model, plain = seeded(Product, 0), seeded(Product, 0)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["one", "two"], placements))
+    fully_shard(model, mesh=mesh["dp"])
+    assert model.weight.device_mesh.mesh_dim_names == names
+    optimizers = [torch.optim.Adam(one.parameters(), lr=0.1) for one in (model, plain)]
+    for step in range(2):
+        model(random_input(10 * step + rank, 3, 7)).square().mean().backward()
+        for each in range(2):
+            (plain(random_input(10 * step + each, 3, 7)).square().mean() / 2).backward()
+        torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+        norms = [clip_grad_norm_(one.parameters(), 0.1) for one in (model, plain)]
+        torch.testing.assert_close(*norms)
+        torch.testing.assert_close(full(model.weight.grad.norm(dim=0)), plain.weight.grad.norm(dim=0))
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    torch.testing.assert_close(values_of(model), values_of(plain))
+
+
+@pytest.mark.parametrize("names", [("dp", "one", "two"), ("one", "dp", "two"), ("one", "two", "dp")])
+@pytest.mark.parametrize(
+    "placements", [(Shard(0), Shard(0)), (Shard(1), Shard(0)), (Replicate(), Shard(1)), (Shard(0), Replicate())]
+)
+def test_two_other_dims_split_a_parameter(names: tuple[str, str, str], placements: tuple[Any, Any]) -> None:
+    run_threads(split_twice, 8, names, placements)
+
+
+def shard_over_a_flattened_dim() -> None:
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+    data = mesh["dp", "cp"]._flatten("data")
+    model = split(seeded(Model, 0), mesh["tp"])
+    fully_shard(model, mesh=data, policy={Block})
+    loss_at(model, 0, data.get_local_rank()).backward()
+    torch.testing.assert_close(gradients_of(model), gradients_of(trained_in_one_process()), rtol=1e-5, atol=1e-6)
+
+
+def test_the_data_dim_may_be_several_flattened_into_one() -> None:
+    run_threads(shard_over_a_flattened_dim, 4)
+
+
+def reduce_kept() -> None:
+    mesh, plain = mesh_of(2, 2), trained_in_one_process()
+    model = annotated(mesh)
+    with no_sync(model):
+        loss_at(model, 0, data_rank(mesh)).backward()
+    for one in (copy.deepcopy(model), model):
+        reduce_gradients(one)
+        torch.testing.assert_close(gradients_of(one), gradients_of(plain), rtol=1e-5, atol=1e-6)
+
+
+def test_sums_that_wait_are_reduced_without_a_backward_also_in_a_copy() -> None:
+    run_threads(reduce_kept, 4)
+
+
+def leave_all_reduce() -> None:
+    mesh = mesh_of(2, 1, 2)
+    model = annotated(mesh)
+    model.set_requires_all_reduce(False)
+    loss_at(model, 7, data_rank(mesh)).backward()
+    model.set_requires_all_reduce(True)
+    loss_at(model, 0, data_rank(mesh)).backward()
+    plain = trained_in_one_process()
+    for rank in range(2):
+        (loss_at(plain, 7, rank) / 2).backward()
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
+
+
+def test_the_leg_over_copies_may_be_left_to_a_later_backward() -> None:
+    run_threads(leave_all_reduce, 4)
+
+
+def scale() -> list[bool]:
+    mesh = mesh_of(2, 2)
+    model, plain = annotated(mesh), trained_in_one_process()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    changed = []
+    for spoils in (False, True):
+        optimizer.zero_grad()
+        scaler.scale(loss_at(model, 0, data_rank(mesh))).backward()
+        before, local = values_of(model), model.blocks[0].up.weight.grad.to_local()
+        if not spoils:
+            scaler.unscale_(optimizer)
+            torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
+        elif mesh.get_local_rank("tp") == 1 and local.numel():
+            local.fill_(math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        changed.append(any(not torch.equal(value, before[fqn]) for fqn, value in values_of(model).items()))
+    return changed
+
+
+def test_an_inf_in_one_block_skips_the_step_of_all() -> None:
+    assert run_threads(scale, 4) == [[True, False]] * 4
+
+
+def hook() -> None:
+    mesh, plain, seen = mesh_of(2, 2), trained_in_one_process(), []
+    model = annotated(mesh)
+    weight = model.blocks[0].up.weight
+    weight.register_hook(lambda grad: 2 * grad)
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.shape))
+    loss_at(model, 0, data_rank(mesh)).backward()
+    torch.testing.assert_close(full(weight.grad), 2 * plain.blocks[0].up.weight.grad, rtol=1e-5, atol=1e-6)
+    assert seen == [weight.shape]
+
+
+def test_hooks_on_a_parameter_get_its_gradient() -> None:
+    run_threads(hook, 4)
+
+
 def annotate_two_models() -> list[bool]:
     shapes = []
     for _ in range(2):
@@ -340,3 +915,59 @@ def annotate_two_models() -> list[bool]:
 
 def test_each_model_may_have_a_mesh_of_its_own_that_is_equal() -> None:
     assert run_threads(annotate_two_models, 4) == [[True, True]] * 4
+
+
+def train_from_fewer_ranks() -> None:
+    mesh = mesh_of(4, 2)
+    model = annotated(mesh, reshard_after_forward=2)
+    for _ in range(2):
+        model.zero_grad()
+        compare_step(model, mesh)
+
+
+def test_backward_gathers_blocks_from_fewer_ranks() -> None:
+    run_threads(train_from_fewer_ranks, 8)
+
+
+def compile_gather() -> None:
+    warnings.simplefilter("ignore")  # Of the compiler.
+    mesh = mesh_of(1, 2)
+    for weight in (annotated(mesh).blocks[0].up.weight.detach(), annotated(mesh).blocks[0].down.weight.detach()):
+        compiled = torch.compile(lambda tensor: (tensor * 2).full_tensor(), backend="aot_eager")
+        torch.testing.assert_close(compiled(weight), 2 * full(weight))
+
+
+def test_a_compiled_gather_joins_blocks() -> None:
+    run_ranks(compile_gather, 2)
+
+
+class Pair(nn.Module):
+    """As ``Block``, of what torch's compiler can take with tensor parallelism alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 8), nn.Linear(8, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def compile_blocks() -> None:
+    warnings.simplefilter("ignore")  # Of the compiler.
+    mesh = mesh_of(2, 2)
+    model, plain = (seeded(lambda: nn.Sequential(Pair(), Pair(), nn.Linear(DIM, 2)), 0) for _ in range(2))
+    for block in model[:2]:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"], policy={Pair})
+    for block in model[:2]:
+        block.compile(backend="aot_eager")
+    for _ in range(2):
+        model.zero_grad()
+        model(random_input(data_rank(mesh), 4, DIM)).square().mean().backward()
+    for rank in range(2):
+        (plain(random_input(rank, 4, DIM)).square().mean() / 2).backward()
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_blocks_are_sharded() -> None:
+    run_ranks(compile_blocks, 4)

@@ -1,6 +1,7 @@
 """Which ranks share a shard, which hold copies of it, and all of them together."""
 
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ from composable.collectives.hosts import hosts_of, known_hosts, rows_of_hosts
 from composable.collectives.ranks import Ranks, device_for
 from composable.collectives.timeouts import told_timeout, wait_like_the_world
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.torch_private import root_mesh
+from composable.torch_private import joined_meshes, root_mesh
 
 __all__ = [
     "DataParallelMeshDims",
@@ -34,8 +35,8 @@ GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.Proce
 # Groups of all ranks of a mesh of two dims, by the world and the ranks: every annotation on the mesh takes the same.
 _EVERYONE: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]" = WeakKeyDictionary()
 
-# Meshes of a dim for data parallelism and others, by the group of the first: (the root, names, the mesh).
-_JOINED: "WeakKeyDictionary[dist.ProcessGroup, list[tuple[DeviceMesh, tuple[str, ...], DeviceMesh]]]"
+# Meshes of a dim for data parallelism and others, by the group of the first, and names and ranks of the others.
+_JOINED: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[str, ...], str], weakref.ref[DeviceMesh]]]"
 _JOINED = WeakKeyDictionary()
 
 # Meshes with a replica on each host, by the world and the device type.
@@ -364,26 +365,38 @@ def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
             fix="give the two other dims of one mesh: init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))",
         )
     root, names = root_mesh(mesh), (*(mesh.mesh_dim_names or ()), *(other.mesh_dim_names or ()))
-    # Equal, not the same: DTensor gives parameters the first of the equal meshes that a process has made.
-    if len(names) != 1 + other.ndim or root_mesh(other) != root:
+    # A mesh holds its groups: what keeps one for a group would keep both for good.
+    known, key = _JOINED.setdefault(mesh.get_group(), {}), (names, str(other.mesh.tolist()))
+    found = known[key]() if key in known else None
+    if found is not None and root_mesh(found) is root:
+        return found, (found.mesh_dim_names or ()).index(names[0])
+    if len(names) != 1 + other.ndim or not _is_part(other, root):
         raise ConfigError(
             "the parameter is a DTensor on a mesh that is no part of the one that it is to be sharded on",
             fix="make one mesh, init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp')), and pass mesh['tp'] to "
             "parallelize_module and mesh['dp'] to fully_shard",
         )
-    known = _JOINED.setdefault(mesh.get_group(), [])
-    for of_root, of_names, made in known:
-        if of_root == root and of_names == names:
-            return made, (made.mesh_dim_names or ()).index(names[0])
     # A flattened dim is none of the root's own. Splits of one tensor dim are nested in the order of the other mesh.
     places = {name: place for place, name in enumerate(root.mesh_dim_names or ())}
     own, *others = names
     mesh_dim = sum(places.get(name, -1) < places.get(own, -1) for name in others)
     dims = (*others[:mesh_dim], own, *others[mesh_dim:])
-    made = root[dims]
+    # torch slices no flattened dims; one that is the first in such an order is the mesh itself.
+    made = root[dims] if own in places else joined_meshes([mesh, other])
+    known[key] = weakref.ref(made)
     wait_like_the_world(Ranks.of_mesh(other, dim) for dim in range(other.ndim))
-    known.append((root, names, made))
     return made, mesh_dim
+
+
+def _is_part(mesh: DeviceMesh, root: DeviceMesh) -> bool:
+    """Say whether ``root`` has dims of these names with these ranks; torch may have put an equal mesh in its place."""
+    names = mesh.mesh_dim_names or ()
+    if root_mesh(mesh) is root:
+        return True
+    try:
+        return mesh == (root[names[0]] if len(names) == 1 else root[names])
+    except (KeyError, RuntimeError):
+        return False
 
 
 def _check_world(caller: str) -> None:

@@ -56,7 +56,7 @@ def choose_cuts(params: Sequence[FoundParam], options: ShardOptions) -> dict[str
             _check_rows(found, align, dim)
             cuts[fqn] = Cut(1, (), Promise(1))
         else:
-            cuts[fqn] = _cut_of(found.storage, align or "row", dim)
+            cuts[fqn] = _cut_of(found.whole, align or "row", dim)
     return cuts
 
 

@@ -19,7 +19,7 @@ from composable.errors import ConfigError
 from composable.fqns import describe_module, fqn_in_model
 from composable.planning.cut import RaggedShard
 from composable.planning.replaced import replacement_of
-from composable.planning.subclasses import Form, form_of
+from composable.planning.subclasses import Form, SplitNode, form_of
 from composable.policies import PolicyLike, has_forward, resolve_policy
 from composable.rivals import rival_on
 from composable.wording import class_name, dtype_text, join_fqn, module_text
@@ -51,6 +51,14 @@ class FoundParam:
     @property
     def storage(self) -> torch.Tensor:
         return self.param if self.form is None else self.form.storage_of(self.param)
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """What is alike on ranks that have other blocks of a split parameter, as far as shape and strides go."""
+        form = self.form
+        if form is None or not isinstance(form.node, SplitNode):
+            return self.storage
+        return torch.empty_strided(form.node.spec.shape, form.node.spec.stride, device="meta")
 
     def lowest_common_handle(self) -> "FoundHandle":
         """Return the innermost handle that is around every place."""

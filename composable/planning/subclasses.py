@@ -313,8 +313,8 @@ def _split_form(param: DTensor) -> Form:
             f"the parameter is a DTensor placed {strange[0]!r}, and what can be sharded is Shard or Replicate",
             fix="redistribute it before, or name it in ignored_params",
         )
-    splits = ", ".join(f"{name}: {placement!r}" for name, placement in zip(names, spec.placements, strict=True))
-    subclass = Subclass("DTensor", "split", ("_local_tensor",), f"split as {splits} of {list(spec.shape)}")
+    splits = ", ".join(f"{name} {placement!r}" for name, placement in zip(names, spec.placements, strict=True))
+    subclass = Subclass("DTensor", "split", ("_local_tensor",), f"over {splits}")
     return Form(subclass, DTensor, SplitNode(spec, local.shape))
 
 

@@ -5,7 +5,15 @@ from composable.ragged.fallback_log import fallback_counts, strict_mode
 from composable.ragged.lockstep import confirm_alike
 from composable.ragged.norms import NormParts, cut_dims, summed_in
 from composable.ragged.registration import register_ragged
-from composable.ragged.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_block, slice_full, splits_of
+from composable.ragged.spec import (
+    RaggedLayout,
+    RaggedSpec,
+    join_blocks,
+    ragged_spec,
+    slice_block,
+    slice_full,
+    splits_of,
+)
 from composable.ragged.tensor import HOOKS, RaggedDTensor, hand_over_grad, was_zeroed, watch_zeroing
 from composable.ragged.torch_calls import teach_torch
 from composable.ragged.transfer import cast_dtype, collect_blocks, spread_blocks
@@ -25,6 +33,7 @@ __all__ = [
     "cut_dims",
     "fallback_counts",
     "hand_over_grad",
+    "join_blocks",
     "mark_stale",
     "note_finished",
     "note_unfinished",

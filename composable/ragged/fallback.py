@@ -6,19 +6,27 @@ Nothing depends on which operations torch's DTensor has a sharding rule for.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from composable.collectives import Ranks
 from composable.errors import UsageError, place_of_rank
 from composable.frames import is_in_model_averager
 from composable.ragged.fallback_log import count_fallback
 from composable.ragged.lockstep import confirm, is_parameter
 from composable.ragged.spec import RaggedLayout, gather_full, replicated_spec, slice_full
-from composable.torch_private import DTensorSpec, OpOverload, dtensor_new, tree_leaves, tree_map_only
+from composable.torch_private import (
+    DeviceMesh,
+    DTensorSpec,
+    OpOverload,
+    dtensor_new,
+    tree_leaves,
+    tree_map_only,
+)
 
 __all__ = [
     "LIVE_SOURCES",
@@ -29,6 +37,8 @@ __all__ = [
     "make_stale_view",
     "mark_stale",
     "replicate",
+    "shares_cut",
+    "widest",
     "wrap",
     "written",
     "written_ragged",
@@ -55,9 +65,28 @@ def replicate(full: torch.Tensor, layout: RaggedLayout) -> DTensor:
 def is_replicated(tensor: DTensor, layout: RaggedLayout) -> bool:
     """Say whether every rank of the layout's mesh holds all of ``tensor``."""
     spec = tensor._spec
-    if not (spec.mesh is layout.mesh or spec.mesh == layout.mesh):
+    if not (spec.mesh is layout.mesh or shares_cut(spec.mesh, layout)):
         return False
     return all(isinstance(placement, Replicate) for placement in spec.placements)
+
+
+def shares_cut(mesh: DeviceMesh, layout: RaggedLayout) -> bool:
+    """Say whether what is on ``mesh`` may meet what has the layout: it has the same dim for pieces.
+
+    Of two meshes one may have other dims beside it, for tensor parallelism. What is on none of these is the same
+    along them.
+    """
+    own, names = layout.mesh, mesh.mesh_dim_names or ()
+    if mesh == own:
+        return True
+    if own.mesh_dim_names is None or own.mesh_dim_names[layout.mesh_dim] not in names:
+        return False
+    return Ranks.of_mesh(mesh, names.index(own.mesh_dim_names[layout.mesh_dim])).numbers == layout.ranks.numbers
+
+
+def widest(layouts: Iterable[RaggedLayout]) -> RaggedLayout:
+    """Return the first of the layouts with most mesh dims."""
+    return max(layouts, key=lambda layout: layout.mesh.ndim)
 
 
 def written(op: OpOverload) -> list[str]:
@@ -79,7 +108,7 @@ def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
     """
     tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     ragged: list[Any] = [tensor for tensor in tensors if type(tensor) is cls]
-    layout: RaggedLayout = ragged[0]._spec.layout
+    layout = widest(tensor._spec.layout for tensor in ragged)
     if is_in_model_averager():
         raise UsageError(
             "torch's model averagers average whole models that each rank trains apart, and of a sharded one there are "
@@ -140,10 +169,10 @@ def _full(cls: Any, tensor: Any, layout: RaggedLayout) -> torch.Tensor:
 def _check_operand(cls: Any, op: OpOverload, tensor: Any, ragged: Sequence[Any], *, is_written: bool) -> None:
     layout: RaggedLayout = ragged[0]._spec.layout
     if type(tensor) is cls:
-        if tensor._spec.mesh != layout.mesh:
+        if not shares_cut(layout.mesh, tensor._spec.layout):
             raise _refusal(op, layout, "mixes ragged tensors of two meshes", "call full_tensor() on one of them")
     elif isinstance(tensor, DTensor):
-        if tensor.device_mesh != layout.mesh:
+        if not shares_cut(tensor.device_mesh, layout):
             raise _refusal(op, layout, "mixes DTensors of two meshes", "call full_tensor() on one of them")
         if is_written and not is_replicated(tensor, layout):
             raise _refusal(
@@ -270,7 +299,7 @@ class GatheredView(DTensor):
                 raise _refuse_plain(op, leaf, views[0]._source.base)
         if op is torch.ops.aten.as_strided.default:
             return _as_strided(views[0], *args[1:], **kwargs)
-        replicas = {id(view): wrap(DTensor, view._local_tensor, view._spec) for view in views}
+        replicas = _replicas_of(views)
         results = op(
             *tree_map_only(cls, lambda view: replicas[id(view)], list(args)),
             **tree_map_only(cls, lambda view: replicas[id(view)], dict(kwargs)),
@@ -279,6 +308,18 @@ class GatheredView(DTensor):
             return results
         source = views[0]._source
         return tree_map_only(DTensor, lambda view: make_view(view._local_tensor, view._spec, source), results)
+
+
+def _replicas_of(views: Sequence[GatheredView]) -> dict[int, DTensor]:
+    """Return for each view a DTensor of torch's own, all on one mesh where their meshes can meet."""
+    mesh = widest(view._source.base._spec.layout for view in views).mesh
+    specs = {
+        id(view): replicated_spec(mesh, view._local_tensor)
+        if view._spec.mesh is not mesh and shares_cut(mesh, view._source.base._spec.layout)
+        else view._spec
+        for view in views
+    }
+    return {id(view): wrap(DTensor, view._local_tensor, specs[id(view)]) for view in views}
 
 
 def _write_through(

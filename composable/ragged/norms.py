@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.collectives import Ranks
-from composable.ragged.fallback import gather_and_run, replicate
+from composable.ragged.fallback import gather_and_run, replicate, shares_cut, widest
 from composable.ragged.lockstep import confirm, confirm_alike
 from composable.ragged.spec import RaggedLayout, replicated_spec
 from composable.torch_private import DeviceMesh, OpOverload, dtensor_new, foreach_norm
@@ -142,11 +142,14 @@ def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> l
         else:
             groups.append((layout, [index]))
     found: list[Any] = [None] * len(tensors)
+    # On one mesh where they can be: who adds up norms knows DTensors of one mesh only.
+    wide = widest(layout for layout, _ in groups) if groups else None
     for layout, members in groups:
         whole = _norms_of_group(layout, [tensors[index] for index in members], order, dtype)
         dtypes = [dtype or _real_of(tensors[index]._spec.dtype) for index in members]
         kinds = {kind: whole.to(kind).unbind() for kind in set(dtypes)}
-        specs = {kind: replicated_spec(layout.mesh, scalars[0]) for kind, scalars in kinds.items()}
+        mesh = wide.mesh if wide is not None and shares_cut(wide.mesh, layout) else layout.mesh
+        specs = {kind: replicated_spec(mesh, scalars[0]) for kind, scalars in kinds.items()}
         for position, (index, kind) in enumerate(zip(members, dtypes)):
             found[index] = dtensor_new(DTensor, kinds[kind][position], specs[kind], requires_grad=False)
     return found

@@ -91,6 +91,7 @@ class RaggedLayout:
         mesh_dim: The dim of it that the parameter is cut over; replicated over those that are not in ``splits`` either.
         shape: Shape of the whole.
         splits: How the whole is split into blocks, the outermost split first; mostly not at all.
+        cut_dims: The dims of the mesh over which ranks hold different elements: that one, and those of the splits.
         block_shape: Shape of the block that is cut; without splits that of the whole.
         block_offsets: Where in the whole the block begins, for each dim.
         bounds: Of the block, see ``RaggedShard``.
@@ -110,6 +111,7 @@ class RaggedLayout:
         "block_offsets",
         "block_shape",
         "bounds",
+        "cut_dims",
         "hi",
         "lo",
         "local_shape",
@@ -133,6 +135,7 @@ class RaggedLayout:
     ) -> None:
         self.mesh = mesh
         self.splits = splits
+        self.cut_dims = (mesh_dim, *(split.mesh_dim for split in splits))
         self.order = order
         self.mesh_dim = mesh_dim
         self.shape = shape
@@ -196,11 +199,6 @@ class RaggedLayout:
     def every_ranks(self) -> tuple[Ranks, ...]:
         """The groups over which pieces have to be added up, one after the other, for a sum over the whole."""
         return (self.ranks, *self.split_ranks)
-
-    @property
-    def cut_dims(self) -> tuple[int, ...]:
-        """The dims of the mesh over which ranks hold different elements."""
-        return (self.mesh_dim, *(split.mesh_dim for split in self.splits))
 
     def reduce(self, tensor: torch.Tensor, op: "ReduceOp.RedOpType") -> torch.Tensor:
         """Reduce a small tensor over all ranks that hold different elements; as ``Ranks.reduce``."""

@@ -27,7 +27,7 @@ from composable.saving.entries import (
 from composable.saving.fit import Differences, find_differences
 from composable.saving.room import make_room
 from composable.saving.selection import Names
-from composable.storage import by_grid, collect_at, spread_from
+from composable.storage import by_grid, collect_full_at, spread_from
 
 __all__ = [
     "IncompatibleKeys",
@@ -213,7 +213,7 @@ def gather_values(
     whole: dict[int, torch.Tensor] = {}
     for grid, alike in by_grid(ragged):
         targets = [into[id(tensor)] for tensor in alike] if out is not None else None
-        fulls_of_grid = collect_at(alike, grid, taker, dtype=dtype, device=device, out=targets)
+        fulls_of_grid = collect_full_at(alike, grid, taker, dtype=dtype, device=device, out=targets)
         whole.update(zip(map(id, alike), fulls_of_grid or ()))
     fulls: list[torch.Tensor] = []
     for index, tensor in enumerate(tensors):
@@ -265,7 +265,9 @@ def spread_values(tensors: list[torch.Tensor], values: list[torch.Tensor] | None
     """Overwrite ``tensors``, ragged or not, with full values that only ``src`` has. Collective."""
     value_of = {id(tensor): number for number, tensor in enumerate(tensors)}
     for grid, alike in by_grid(tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)):
-        own = None if values is None else [values[value_of[id(tensor)]] for tensor in alike]
+        own = None
+        if values is not None:
+            own = [tensor._spec.layout.block_of(values[value_of[id(tensor)]]) for tensor in alike]
         spread_from(alike, grid, ranks.numbers[src], None if own is None else own.__getitem__)
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, RaggedDTensor):

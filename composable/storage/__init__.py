@@ -9,7 +9,7 @@ from composable.storage.gradient_buffer import GradientBuffer, GradientPool
 from composable.storage.gradient_path import GradientPath, Reduction, Replicas, reduced_otherwise
 from composable.storage.handle import FIX_COPY, Handle, handle_of, waits_for_copies
 from composable.storage.module_buffers import describe_buffers, move_buffers
-from composable.storage.replicas import by_grid, collect_at, spread_from
+from composable.storage.replicas import by_grid, collect_at, collect_full_at, spread_from
 from composable.storage.resting_place import RestingPlace
 from composable.storage.sharded_param import ShardedParam
 from composable.storage.stepping import (
@@ -53,6 +53,7 @@ __all__ = [
     "by_grid",
     "check_backward",
     "collect_at",
+    "collect_full_at",
     "copied_registrations",
     "describe_buffers",
     "forget_torch_hooks",

@@ -616,7 +616,7 @@ def test_a_plan_says_how_tensor_parallelism_has_split_a_parameter(one_rank: None
     module, mesh = nn.Linear(2, 2), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
     module.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [placement]))
     text = {"R": "Replicate()", "S": "Shard(dim=1)"}[str(placement)[0]]
-    assert plan(module, world_size=2).handles[0].params[0].notes == (f"split as tp: {text} of [2, 2]",)
+    assert plan(module, world_size=2).handles[0].params[0].notes == (f"over tp {text}",)
 
 
 def test_a_sum_that_is_still_to_be_taken_is_refused(one_rank: None) -> None:

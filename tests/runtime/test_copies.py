@@ -19,6 +19,7 @@ from composable import (
     UsageError,
     fully_shard,
     no_sync,
+    reduce_gradients,
     register_comm_hook,
     replicate,
     unannotate,
@@ -86,6 +87,25 @@ def test_a_copy_and_its_original_train_as_two_plain_models(world_size: int) -> N
             tolerance = 1e-3 if "mixed_dtypes" in case else 1e-6
             for which, model, reference in zip(("original", "early", "late"), models, references, strict=True):
                 assert_equal_params(model, reference, tolerance=tolerance, where=f"{case}, {which}")
+
+
+def reduce_in_copy() -> None:
+    model = fully_shard(make_model("mlp"), policy=BLOCK_CLASSES)
+    args, _ = inputs_of(model, 0, dist.get_rank())
+    with no_sync(model):
+        loss_of(model(*args)).backward()
+    twin = copy.deepcopy(model)
+    gradients = []
+    for one in (model, twin):
+        reduce_gradients(one)
+        gradients.append({fqn: full(param.grad) for fqn, param in one.named_parameters()})
+    assert all(bool(grad.any()) for grad in gradients[0].values())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_copy_that_has_not_run_reduces_the_gradients_it_was_given(world_size: int) -> None:
+    run_threads(reduce_in_copy, world_size)
 
 
 def gradients_in_copies(way: str) -> list[dict[str, torch.Tensor]]:
