@@ -1,6 +1,7 @@
 """Experts on ranks of their own inside a model on all ranks, against one process that has all experts."""
 
 import functools
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -11,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from composable import (
     ConfigError,
@@ -31,6 +33,7 @@ from composable import (
     set_divergence_timeout,
 )
 from tests.experts import Expert, Net, batch_of, local_net, mesh_of, reference_net, whole_batch
+from tests.models import random_input
 from tests.parity import full_params
 from tests.world import RankErrors, run_ranks, run_threads
 
@@ -408,6 +411,44 @@ def norm_beside_copies() -> None:
 
 def test_experts_on_the_shard_dim_of_a_hybrid_mesh_count_once_for_each_copy() -> None:
     run_threads(norm_beside_copies, 4)
+
+
+class Powers(nn.Module):
+    """Adds half the square of a weight, whose gradient is that weight."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(random_input(seed, 6, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added = self.weight.square().sum() / 2
+        return x + (added.full_tensor() if isinstance(added, DTensor) else added)
+
+    def split(self, mesh: DeviceMesh) -> None:
+        self.weight = nn.Parameter(distribute_tensor(self.weight.detach(), mesh, [Shard(0)]))
+
+
+def norms_of_split_experts(sizes: tuple[int, int, int], rest: str) -> None:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("edp", "ep", "tp"))
+    ranks, rank = mesh["ep"].size(), mesh.get_local_rank("ep")
+    experts = [Powers(10 + expert) for expert in range(2 * ranks)]
+    model = nn.Sequential(Powers(0), *experts[2 * rank : 2 * rank + 2])
+    before = nn.utils.get_total_norm([one.weight for one in (model[0], *experts)])
+    for expert in model[1:]:
+        expert.split(mesh["tp"])
+        fully_shard(expert, mesh=mesh["edp"])
+    if rest == "split":
+        model[0].split(mesh["tp"])
+    fully_shard(model, mesh=None if rest == "on all ranks" else mesh["edp", "ep"]._flatten("dp"))
+    model(torch.zeros(())).backward()
+    torch.testing.assert_close(get_total_norm([param.grad for param in model.parameters()]), before)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1e9), before)
+
+
+@pytest.mark.parametrize("rest", ["split", "on data ranks", "on all ranks"])
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 2)])
+def test_split_experts_count_on_each_rank_that_has_a_part(sizes: tuple[int, int, int], rest: str) -> None:
+    run_threads(norms_of_split_experts, math.prod(sizes), sizes, rest)
 
 
 # What is kept from one forward to the next
