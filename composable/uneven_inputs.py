@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from composable.arguments import check_bool, check_module, described
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
-from composable.uneven_parts import Part, find_parts, ranks_of
+from composable.uneven_parts import Part, check_shares, find_parts, ranks_of
 from composable.uneven_steps import STEP, Steps
 
 __all__ = ["UnevenInputs", "joinable"]
@@ -82,7 +82,8 @@ class UnevenInputs(Joinable):
         Raises:
             ConfigError: ``divide_by_initial_world_size`` is no bool.
             UsageError: Sharded parameters are trained, and nothing steps them on ranks without inputs; or a replicated
-                module has ``static_graph=True``; or parts of the model belong to a root around it.
+                module has ``static_graph=True``; or parts of the model belong to a root around it; or ranks have
+                different numbers of annotated modules.
             DesyncError: Ranks chose different things.
         """
         divides_by_all = kwargs.get("divide_by_initial_world_size", True)
@@ -98,7 +99,9 @@ class UnevenInputs(Joinable):
         )
         # A part that ran on its own so far may belong to the root around it now.
         parts = list({part.connect(): part for part in parts}.values())
-        self._check_step(parts)
+        check_shares(parts, self._ranks)
+        with self._ranks.agreed():
+            self._check_step(parts)
         self._end()
 
         def begin(running: set[int]) -> None:

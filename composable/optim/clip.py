@@ -236,7 +236,7 @@ class _Home(NamedTuple):
             return self.ranks.rank == 0
         # There may be none but this one: of parameters that are split as well, each split has its own.
         having = [number for number in self.mesh.mesh.flatten().tolist() if number in outer.numbers]
-        return having[0] == outer.numbers[outer.rank]
+        return bool(having[0] == outer.numbers[outer.rank])
 
 
 def _home_of(tensor: torch.Tensor) -> _Home | None:
@@ -256,9 +256,10 @@ def _home_of_layout(layout: RaggedLayout) -> _Home | None:
     return _Home(ranks, layout.mesh if layout.mesh.ndim > 1 else None)
 
 
-def _order_of(home: _Home) -> object:
+def _order_of(home: _Home) -> tuple[object, ...]:
     """Sort homes alike on all ranks that have them; where this says nothing, tensors are in one order on all."""
-    return home.ranks.order, () if home.mesh is None else (tuple(home.mesh.shape), home.mesh.mesh.flatten().tolist())
+    mesh = home.mesh
+    return home.ranks.order, () if mesh is None else tuple(mesh.shape), [] if mesh is None else mesh.mesh.tolist()
 
 
 class _Pieces:
