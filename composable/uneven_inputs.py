@@ -102,7 +102,7 @@ class UnevenInputs(Joinable):
         check_shares(parts, self._ranks)
         with self._ranks.agreed():
             self._check_step(parts)
-        self._end()
+        self.end()
 
         def begin(running: set[int]) -> None:
             for part in parts:
@@ -137,12 +137,12 @@ class UnevenInputs(Joinable):
             RuntimeError: A rank has no inputs left, and ``Join`` was told to throw then.
         """
         if self._hook is None or self._hook() is None or not self._join_config.enable:
-            self._end()
+            self.end()
             return False
         try:
             work = Join.notify_join_context(self)
         except RuntimeError:
-            self._end()
+            self.end()
             raise
         if work is not None:
             work.wait()
@@ -153,7 +153,7 @@ class UnevenInputs(Joinable):
         if self._step is not None:
             self._step()
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """The context is over."""
         if self._steps is not None:
             self._steps.end()
@@ -172,14 +172,19 @@ class _Shadow(JoinHook):
 
     def main_hook(self) -> None:
         """Do on this rank what a step of the others waits for."""
-        with torch.no_grad():
-            was_following, self._steps.is_following = self._steps.is_following, True
-            for part in self._parts:
-                part.stand_by(is_first=not was_following)
-            self._steps.begin(self._steps.meet(None))
-            is_due = self._follow()
-        if is_due:
-            self._view.step_here()
+        try:
+            with torch.no_grad():
+                was_following, self._steps.is_following = self._steps.is_following, True
+                for part in self._parts:
+                    part.stand_by(is_first=not was_following)
+                self._steps.begin(self._steps.meet(None))
+                is_due = self._follow()
+            if is_due:
+                self._view.step_here()
+        except BaseException:
+            # It leaves ``Join``: what goes on is no follower.
+            self._view.end()
+            raise
 
     def _follow(self) -> bool:
         """Do what ranks with inputs tell, until they end the step; returns whether to step."""
@@ -206,4 +211,4 @@ class _Shadow(JoinHook):
         with torch.no_grad():
             for part in self._parts:
                 part.finish(begun)
-        self._view._end()
+        self._view.end()

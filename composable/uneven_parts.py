@@ -242,6 +242,7 @@ class _ShardedPart:
 
     def close(self) -> None:
         self._root.scheduler.tell_by(None)
+        self._follower.end()
         for state in self._root.states:
             self._divide_by(state, None)
 

@@ -39,7 +39,7 @@ from composable.collectives import Ranks
 from composable.runtime import sharded_state_of
 from tests.counting import Collective, CountingTransport
 from tests.models import random_input, seeded
-from tests.parity import assert_equal_params, full_params
+from tests.parity import assert_equal_params, full, full_params
 from tests.world import RankErrors, run_ranks, run_threads
 
 DIM = 4
@@ -947,6 +947,35 @@ def leave_by_an_exception() -> None:
 
 def test_an_exception_on_all_ranks_ends_the_context() -> None:
     run_threads(leave_by_an_exception, 2)
+
+
+def stop_after_two_steps(model: nn.Module) -> None:
+    rank = dist.get_rank()
+    stop = mock.Mock(side_effect=[None, KeyError])
+    with joined(joinable(model, step=stop), divide_by_initial_world_size=False):
+        for step in range(3 if rank else 1):
+            model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
+            stop()
+
+
+def raise_while_one_rank_follows(annotation: str) -> dict[str, torch.Tensor]:
+    model = net()
+    ANNOTATIONS[annotation](model)
+    with pytest.raises(KeyError):
+        stop_after_two_steps(model)
+    model.zero_grad()
+    model(random_input(dist.get_rank(), 3, DIM)).square().mean().backward()
+    return {name: full(param.grad) for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("annotation", ["full", "hybrid", "replicated"])
+def test_after_an_exception_ranks_that_followed_are_as_the_others(annotation: str) -> None:
+    model = net()
+    for rank in range(3):
+        (model(random_input(rank, 3, DIM)).square().mean() / 3).backward()
+    expected = {name: param.grad for name, param in model.named_parameters()}
+    for found in run_threads(raise_while_one_rank_follows, 3, annotation):
+        assert_equal_params(found, expected, tolerance=1e-6)
 
 
 def fail(_: torch.Tensor) -> None:
