@@ -28,9 +28,11 @@ from composable import (
     load_checkpoint,
     load_full_state_dict,
     no_sync,
+    register_comm_hook,
     replicate,
     save_checkpoint,
     set_divergence_timeout,
+    unannotate,
 )
 from tests.experts import Expert, Net, batch_of, local_net, mesh_of, reference_net, whole_batch
 from tests.models import random_input
@@ -475,6 +477,76 @@ def evaluate_and_train(shape: tuple[int, int]) -> None:
 
 def test_experts_that_stay_unsharded_are_alike_on_ranks_that_called_them_and_others() -> None:
     run_threads(evaluate_and_train, 4, (2, 2))
+
+
+# Hooks
+
+
+def reduce_in_group_of_size(groups: dict[int, Any], grad: torch.Tensor, output: torch.Tensor) -> None:
+    group = groups[grad.numel() // output.numel()]
+    dist.all_reduce(grad.div_(dist.get_world_size()), group=group)
+    output.copy_(grad.split(output.numel())[group.rank()])
+
+
+def train_by_a_hook() -> None:
+    mesh, rank = mesh_of((2, 2)), dist.get_rank()
+    net, plain = local_net(4, mesh), reference_net(4)
+    for expert in experts_of(net):
+        fully_shard(expert, mesh=mesh["edp"])
+    fully_shard(net)
+    with torch.no_grad():
+        net(*batch_of(4, 0, rank))  # From here on experts go by their names in the whole.
+    groups = {2: mesh.get_group("edp"), 4: dist.group.WORLD}
+    register_comm_hook(net, groups, reduce_in_group_of_size)
+    step_with(net, batch_of(4, 0, rank))
+    step_with(plain, whole_batch(4, 0, 4))
+    for fqn, param in net.named_parameters():
+        expected = plain.get_parameter(fqn).grad
+        assert (param.grad is None) is (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(param.grad.full_tensor(), expected)
+
+
+def test_a_hook_reduces_different_experts() -> None:
+    run_threads(train_by_a_hook, 4)
+
+
+# Undoing
+
+
+def take_off(style: str) -> None:
+    mesh, rank = mesh_of((2, 2)), dist.get_rank()
+    net, plain = local_net(4, mesh), reference_net(4)
+    annotate(net, mesh, style)
+    step_with(net, batch_of(4, 0, rank))
+    step_with(plain, whole_batch(4, 0, 4))
+    unannotate(net)
+    for fqn, param in net.named_parameters():
+        expected = plain.get_parameter(fqn)
+        assert type(param) is nn.Parameter
+        torch.testing.assert_close(param, expected)
+        torch.testing.assert_close(param.grad, expected.grad)
+
+
+@pytest.mark.parametrize("style", ["each", "bank"])
+def test_annotations_are_undone_on_ranks_with_different_experts(style: str) -> None:
+    run_threads(take_off, 4, style)
+
+
+def take_off_with_a_gradient_on_one_rank() -> None:
+    mesh = mesh_of((2, 2))
+    net = local_net(4, mesh)
+    annotate(net, mesh)
+    if dist.get_rank() == 0:
+        for param in next(experts_of(net)).parameters():
+            param.grad = torch.ones_like(param)
+    unannotate(net)
+
+
+def test_experts_that_cannot_be_undone_alike_are_an_error_on_every_rank() -> None:
+    with pytest.raises(RankErrors, match="unannotate on different parameters or gradients") as caught:
+        run_threads(take_off_with_a_gradient_on_one_rank, 4)
+    assert [type(error) for _, error in sorted(caught.value.errors.items())] == [DesyncError] * 4
 
 
 # Checkpoints and full values
