@@ -304,12 +304,12 @@ class Scheduler:
         What runs outside of a step, and a forward after the one that left them, needs those of now.
         """
         if self._running and self._first_nodes[-1] >= 0 and not self.is_backward:
-            return self._turns[handle].kept_in == self.forward_id
-        return self.is_backward and in_backward()
+            return handle.fills_secondary or self._turns[handle].kept_in == self.forward_id
+        return handle.has_secondary and self.is_backward and in_backward()
 
     def _drop_secondaries(self) -> None:
         for handle in self.handles:
-            if handle.has_secondary:
+            if handle.has_secondary and not handle.fills_secondary:
                 handle.drop_secondary()
 
     # Backward
@@ -357,7 +357,7 @@ class Scheduler:
 
     def _unshard_for_backward(self, handle: Handle) -> None:
         self._unsharded.unshard(handle)
-        if handle.has_secondary:
+        if handle.has_secondary and not handle.fills_secondary:
             # Until its end the parameters stay.
             handle.drop_secondary()
 
@@ -534,7 +534,7 @@ class Scheduler:
         self._unsharded.end_lingering()
         for turn in self._last_armed:
             turn.first_forward = None
-            if turn.handle.has_secondary:
+            if turn.handle.has_secondary and not turn.handle.fills_secondary:
                 turn.handle.drop_secondary()
         while self._first_nodes and self._first_nodes[-1] < 0:
             # Run again by checkpointing, and stopped in the hook after forward: torch tells nobody.

@@ -153,8 +153,18 @@ class FullyShardState:
                     return state
         return self
 
-    def connect_secondary(self) -> None:
+    def connect_secondary(self, between: dict[tuple[Ranks, str], Replicas]) -> None:
         """Let handles that keep secondary shards gather from fewer ranks. Collective, after plans were compared."""
+        host, hosts = self.grid.inner, self.grid.outer
+        if host is not None and hosts is not None:
+            key = hosts, self.transport_name
+            if key not in between:
+                between[key] = Replicas(transport_of(hosts.process_group, self.transport_name))
+            transport = transport_of(host.process_group, self.transport_name)
+            for handle in self._handles:
+                for flat in handle.buffers:
+                    flat.routes.gather_secondary_by(transport, host)
+                    flat.routes.fill_by(transport, between[key], hosts)
         parts: dict[int, tuple[Transport, Ranks]] = {}
         for handle in self._handles:
             # As planned, which all ranks have compared, and not as it was set since.
@@ -229,7 +239,7 @@ class Root:
             for handle in found._handles:
                 for flat in handle.buffers:
                     flat.routes.connect(transport, found.grid.divisor, between)
-            found.connect_secondary()
+            found.connect_secondary(replicas)
             if any(handle.is_offloaded for handle in found._handles):
                 # ``to_empty`` has made them where the parameters rest.
                 managed = managed_modules(found.modules, found.ignored_modules)
@@ -267,7 +277,7 @@ class Root:
         apart: dict[Ranks, OwnTransport] = {}
         for state in self.states:
             for handle in state._handles:
-                ranks = state.grid.shard
+                ranks = state.grid.inner or state.grid.shard
                 if handle.scatters_apart and ranks not in apart:
                     apart[ranks] = self._scatters.get(ranks) or OwnTransport(ranks)
                 for flat in handle.buffers:

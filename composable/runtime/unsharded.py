@@ -32,6 +32,7 @@ class Unsharded:
     """
 
     __slots__ = (
+        "_filling",
         "_find_stale",
         "_graphs",
         "_handles",
@@ -51,6 +52,7 @@ class Unsharded:
         takes_secondary: Callable[[Handle], bool],
     ) -> None:
         self._handles = tuple(handles)
+        self._filling = tuple(handle for handle in handles if handle.fills_secondary)
         self._streams = streams
         self._hear = hear
         self._takes_secondary = takes_secondary
@@ -85,7 +87,7 @@ class Unsharded:
         if handle.bring_back():
             self._streams.shards_written()
         self._unsharded[handle] = None
-        handle.takes_secondary = handle.has_secondary and self._takes_secondary(handle)
+        handle.takes_secondary = (handle.has_secondary or handle.fills_secondary) and self._takes_secondary(handle)
         if autograd_profiler._is_profiler_enabled:
             in_region("gather", handle.fqn, self._streams.begin_unshard, handle)
         else:
@@ -144,12 +146,29 @@ class Unsharded:
                 self.reshard(handle)
             elif handle.reshard_option is False and handle.is_unsharded:
                 kept.append(handle)  # By a forward without gradients.
+        kept += self._filled(kept)
         if kept:
             if written is not None:
                 # The shards are read here and now, and not only by gathers.
                 written.wait()
             for handle in self._find_stale(kept):
                 self.reshard(handle)
+                if handle.fills_secondary:
+                    handle.drop_secondary()
+
+    def _filled(self, kept: Sequence[Handle]) -> list[Handle]:
+        """Return the others whose secondary shards may be older than their shards; who has none asks as well.
+
+        Those that were unsharded by hand are used as they are, and have newer values.
+        """
+        found = []
+        for handle in self._filling:
+            if handle.held_with is None and handle not in kept:
+                if handle in self._unsharded:
+                    handle.drop_secondary()
+                else:
+                    found.append(handle)
+        return found
 
     def refresh(self, handles: Iterable[Handle]) -> None:
         """Free what an earlier step left of ``handles``, hidden, where a rank has written its shard since. Collective.
