@@ -16,7 +16,15 @@ from composable.collectives.ranks import Ranks, device_for
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.torch_private import joined_meshes, root_mesh
 
-__all__ = ["DataParallelMeshDims", "Grid", "GroupOrPair", "joined_mesh", "resolve_grid", "resolve_ranks"]
+__all__ = [
+    "DataParallelMeshDims",
+    "Grid",
+    "GroupOrPair",
+    "group_of_rows",
+    "joined_mesh",
+    "resolve_grid",
+    "resolve_ranks",
+]
 
 # The ranks that share parameters; of two groups the second holds copies of their shards.
 GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -106,7 +114,7 @@ class Grid:
             )
         if replicas.size == 1:
             return Grid(shard, None, shard, is_hybrid=True)
-        return Grid(shard, replicas, _everyone(rows, shard.device), rows, is_hybrid=True)
+        return Grid(shard, replicas, group_of_rows(rows, shard.device), rows, is_hybrid=True)
 
     @property
     def columns(self) -> tuple[tuple[int, ...], ...]:
@@ -124,8 +132,8 @@ class Grid:
         return Grid(alone, ranks, ranks)
 
 
-def _everyone(rows: Sequence[Sequence[int]], device: torch.device) -> Ranks:
-    """Return the ranks of all copies of all shards; one group for all that ask. Collective over them at first."""
+def group_of_rows(rows: Iterable[Sequence[int]], device: torch.device) -> Ranks:
+    """Return all ranks in ``rows``, ascending; one group for all that ask. Collective over them at first."""
     numbers = tuple(sorted(number for row in rows for number in row))
     world = dist.group.WORLD
     assert world is not None, "checked by who made the mesh"

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.arguments import check_module
-from composable.collectives import Ranks
+from composable.collectives import ModelRanks, Ranks
 from composable.contract import get_registry, managing_state
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.fqns import describe_module
@@ -61,12 +61,15 @@ class Entries:
         return Entries(values, self.metadata, unlisted)
 
 
-def ranks_of(model: nn.Module) -> Ranks:
-    """Return the ranks that share ``model``: those of the annotations on it and below it.
+def ranks_of(model: nn.Module) -> ModelRanks:
+    """Return the ranks that share ``model``: those of the annotations on it and below it, and of its DTensors.
+
+    Collective over them where there are DTensors of tensor parallelism.
 
     Raises:
         UsageError: There is no annotation.
-        ConfigError: ``model`` is no module, or annotations are on different ranks.
+        ConfigError: ``model`` is no module, annotations are on different ranks, or they and those of DTensors are no
+            grid.
     """
     check_module("model", model)
     found: dict[tuple[int, ...], Ranks] = {}
@@ -87,7 +90,19 @@ def ranks_of(model: nn.Module) -> Ranks:
             at=f"{place_of_rank()}, {describe_module(model)}",
             fix="call this on each part of the model that is on one set of ranks",
         )
-    return next(iter(found.values()))
+    return ModelRanks.of(next(iter(found.values())), list(_mesh_dims(model)))
+
+
+def _mesh_dims(model: nn.Module) -> Iterable[Ranks]:
+    """Return the ranks along each mesh dim that something of ``model`` is split or replicated over."""
+    found: dict[tuple[int, int], Ranks] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            for dim in range(mesh.ndim):
+                if (id(mesh), dim) not in found:
+                    found[id(mesh), dim] = Ranks.of_mesh(mesh, dim)
+    return {ranks.numbers: ranks for ranks in found.values()}.values()
 
 
 def entries_of(
