@@ -204,6 +204,7 @@ def fully_shard(
                 mp_policy=mp_policy,
                 offload_policy=offload_policy,
                 shard_as_bytes=shard_as_bytes,
+                hosts=state.grid.hosts,
             )
             state.plan, members = make_plan(module, options)
             state.ignored_modules = frozenset(ignored_modules or ())

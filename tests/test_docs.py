@@ -124,6 +124,7 @@ PROGRAMS = [
     "life_of_a_parameter",
     "mixed_precision",
     "offload",
+    "plan",
     "recipes",
     "replicate",
     "tensor_parallel",

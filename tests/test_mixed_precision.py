@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import itertools
 import random
 from collections import Counter
@@ -880,6 +881,23 @@ def test_the_plan_tells_the_dtypes() -> None:
     assert "precision: param_dtype=bfloat16" in text
     plain = str(plan(make_net(), world_size=2, policy={Block}, mp_policy=MixedPrecisionPolicy(FP32)))
     assert " as " not in plain.replace("left as they are", "")
+
+
+def answer(param: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
+    return dtype
+
+
+def step_with_a_function_without_a_name() -> str:
+    override = functools.partial(answer, dtype=FP32)
+    model = make_net()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype_override_fn=override))
+    model(batch_of(0, 0, 0)).float().sum().backward()
+    return str(fully_shard.state(model).plan)
+
+
+def test_a_function_without_a_name_is_the_same_on_every_rank() -> None:
+    first, second = run_threads(step_with_a_function_without_a_name, 2)
+    assert first == second and "param_dtype_override_fn=partial" in first
 
 
 # torch's own policies, and FSDP2 as a second opinion

@@ -939,3 +939,35 @@ def compile_gather() -> None:
 
 def test_a_compiled_gather_joins_blocks() -> None:
     run_ranks(compile_gather, 2)
+
+
+class Pair(nn.Module):
+    """As ``Block``, of what torch's compiler can take with tensor parallelism alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 8), nn.Linear(8, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def compile_blocks() -> None:
+    warnings.simplefilter("ignore")  # Of the compiler.
+    mesh = mesh_of(2, 2)
+    model, plain = (seeded(lambda: nn.Sequential(Pair(), Pair(), nn.Linear(DIM, 2)), 0) for _ in range(2))
+    for block in model[:2]:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"], policy={Pair})
+    for block in model[:2]:
+        block.compile(backend="aot_eager")
+    for _ in range(2):
+        model.zero_grad()
+        model(random_input(data_rank(mesh), 4, DIM)).square().mean().backward()
+    for rank in range(2):
+        (plain(random_input(rank, 4, DIM)).square().mean() / 2).backward()
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_blocks_are_sharded() -> None:
+    run_ranks(compile_blocks, 4)

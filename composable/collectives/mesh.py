@@ -121,6 +121,13 @@ class Grid:
         """Of each rank of the shard group, the global numbers of those that hold the same shard; empty: none do."""
         return tuple(zip(*self.rows))
 
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """Of each rank, one copy of all shards after the other, its host as torchrun counts them; empty: not known."""
+        ranks_per_host = _ranks_per_host()
+        rows = self.rows or (self.shard.numbers,)
+        return tuple(number // ranks_per_host for row in rows for number in row) if ranks_per_host else ()
+
     def replica_of(self, number: int) -> int:
         """Return which of ``replicas`` is in the same copy of all shards as the rank with this global number."""
         return next((index for index, row in enumerate(self.rows) if number in row), 0)
@@ -256,19 +263,27 @@ def _mesh_of_hosts(params: Iterable[nn.Parameter]) -> DeviceMesh:
     """Return a mesh with a replica on each host, the same for all annotations. Collective at first."""
     world, size = dist.group.WORLD, dist.get_world_size()
     assert world is not None, "checked above"
-    known = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not known.isdigit() or not int(known) or size % int(known):
+    ranks_per_host = _ranks_per_host()
+    if ranks_per_host is None:
+        known = os.environ.get("LOCAL_WORLD_SIZE") or "not known"
         raise ConfigError(
-            f"a hybrid strategy without a mesh, and the ranks on each host are {known or 'not known'} of {size}",
+            f"a hybrid strategy without a mesh, and the ranks on each host are {known} of {size}",
             at=place_of_rank(),
             fix="start the script with torchrun, which sets LOCAL_WORLD_SIZE; or pass a mesh of two dims",
         )
     kind = _default_type(params)
     made = _OF_HOSTS.setdefault(world, {})
-    if (kind, int(known)) not in made:
-        shape = (size // int(known), int(known))
-        made[kind, int(known)] = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
-    return made[kind, int(known)]
+    if (kind, ranks_per_host) not in made:
+        shape = (size // ranks_per_host, ranks_per_host)
+        made[kind, ranks_per_host] = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+    return made[kind, ranks_per_host]
+
+
+def _ranks_per_host() -> int | None:
+    """Return how many ranks torchrun has started on each host; ``None``: something else did, or hosts differ."""
+    known = os.environ.get("LOCAL_WORLD_SIZE", "")
+    count = int(known) if known.isdecimal() else 0
+    return count if count and dist.get_world_size() % count == 0 else None
 
 
 def _of_groups(groups: object, params: Iterable[nn.Parameter], is_hybrid: bool | None) -> tuple[DeviceMesh, Grid]:

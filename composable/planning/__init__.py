@@ -1,9 +1,12 @@
 """What an annotation will do, decided before anything is changed: names and shapes in, numbers out."""
 
 from composable.planning.cut import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape, strides_of
+from composable.planning.handle_plan import BufferPlan, HandlePlan
 from composable.planning.layout import FlatLayout, Span
+from composable.planning.links import Link, Links, PlanEstimate
 from composable.planning.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn, is_hybrid
+from composable.planning.plan_diff import PlanDiff
 from composable.planning.planner import HandleMembers, make_plan, plan
 from composable.planning.precision import (
     NO_CASTS,
@@ -13,7 +16,7 @@ from composable.planning.precision import (
     skipped_modules,
 )
 from composable.planning.replaced import first_replacement, mark_replaced, marks_made, replacement_of
-from composable.planning.shard_plan import BufferPlan, HandlePlan, ShardPlan
+from composable.planning.shard_plan import ShardPlan
 from composable.planning.subclasses import Form, SplitNode
 from composable.planning.tree import managed_modules, name_modules
 
@@ -27,9 +30,13 @@ __all__ = [
     "Form",
     "HandleMembers",
     "HandlePlan",
+    "Link",
+    "Links",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParamDtypes",
+    "PlanDiff",
+    "PlanEstimate",
     "RaggedShard",
     "ShardOptions",
     "ShardPlacementFn",

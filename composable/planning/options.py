@@ -15,7 +15,16 @@ from composable.planning.offload import NO_OFFLOAD, OffloadPolicy, as_offload
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, as_mixed_precision
 from composable.policies import PolicyLike
 
-__all__ = ["AlignLike", "MeshDimStrategy", "ShardOptions", "ShardPlacementFn", "ShardingStrategy", "is_hybrid"]
+__all__ = [
+    "TRANSPORT_NAMES",
+    "UNUSED_GRADIENTS",
+    "AlignLike",
+    "MeshDimStrategy",
+    "ShardOptions",
+    "ShardPlacementFn",
+    "ShardingStrategy",
+    "is_hybrid",
+]
 
 # By FQN below the annotated module, or a function of (FQN, parameter) that has no wish where it returns ``None``.
 AlignLike: TypeAlias = Mapping[str, Align] | Callable[[str, nn.Parameter], Align | None]
@@ -80,7 +89,8 @@ _PRESETS = {
 for _one in _PRESETS.values():
     setattr(ShardingStrategy, _one.name, _one)
 # The names that the collectives know, which planning must not import.
-_TRANSPORTS = ["auto", "point_to_point", "process_group"]
+TRANSPORT_NAMES = ("auto", "point_to_point", "process_group")
+UNUSED_GRADIENTS = ("none", "zero")
 _SHARDING = "'FULL_SHARD', 'SHARD_GRAD_OP', 'HYBRID_SHARD', 'HYBRID_SHARD_ZERO2'"
 
 
@@ -104,6 +114,7 @@ class ShardOptions:
         mp_policy: Dtypes of computation and reduction, also as torch's own policies.
         offload_policy: Where shards, gradients and optimizer state rest, also as torch's own policies.
         shard_as_bytes: Classes of parameters with packed storage and state beside it.
+        hosts: Of each rank the host that it is on, as ``ShardPlan`` has them.
 
     Raises:
         ConfigError: Options are wrong, or contradict each other.
@@ -123,6 +134,7 @@ class ShardOptions:
     mp_policy: object = NO_CASTS
     offload_policy: object = NO_OFFLOAD
     shard_as_bytes: Collection[type[torch.Tensor]] = ()
+    hosts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, size, what in (
@@ -140,14 +152,14 @@ class ShardOptions:
                 f"shard_placement_fn is {described(self.shard_placement_fn)}",
                 fix="pass a function of a parameter that returns a Shard or None",
             )
-        if self.transport not in _TRANSPORTS:
+        if self.transport not in TRANSPORT_NAMES:
             raise ConfigError(
-                f"transport is {self.transport!r:.80}", fix=f"pass one of {', '.join(map(repr, _TRANSPORTS))}"
+                f"transport is {self.transport!r:.80}", fix=f"pass one of {', '.join(map(repr, TRANSPORT_NAMES))}"
             )
         freed = self.reshard_after_forward
         _check_freed(freed, self.world_size)
         unused = self.unused_gradients
-        if not isinstance(unused, str) or unused not in ("none", "zero"):
+        if not isinstance(unused, str) or unused not in UNUSED_GRADIENTS:
             raise ConfigError(f"unused_gradients is {unused!r}", fix="pass 'none' or 'zero'")
         if self.strategy is not None:
             if freed is not None:

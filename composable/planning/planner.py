@@ -15,11 +15,12 @@ from composable.arguments import readable_twice
 from composable.contract import get_registry
 from composable.errors import ConfigError
 from composable.planning.alignment import Cut, choose_cuts
+from composable.planning.handle_plan import BufferPlan, HandlePlan, ParamPlan
 from composable.planning.layout import layout_of_rows, plan_layout
 from composable.planning.offload import NO_OFFLOAD, OffloadPolicy
 from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, ParamDtypes, skipped_modules
-from composable.planning.shard_plan import BufferPlan, HandlePlan, ParamPlan, ShardPlan
+from composable.planning.shard_plan import ShardPlan
 from composable.planning.structure import FoundHandle, FoundParam, find_structure, named_roots
 from composable.planning.subclasses import Form
 from composable.planning.tree import managed_modules
@@ -51,6 +52,7 @@ def plan(
     *,
     world_size: int,
     replicas: int = 1,
+    ranks_per_host: int | None = None,
     policy: PolicyLike | None = None,
     strategy: ShardingStrategy | str | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -70,6 +72,8 @@ def plan(
         module: An unannotated module, or several that share one handle; may be on the meta device.
         world_size: Ranks that would share the parameters.
         replicas: Ranks that would hold each shard: with more than one, as many times ``world_size`` ranks train.
+        ranks_per_host: Ranks on each host, which say what crosses between hosts: ranks are numbered host by host, and
+            those that share parameters are neighbours.
         policy: Which submodules get handles of their own.
         strategy: ``FULL_SHARD``, ``SHARD_GRAD_OP``, ``HYBRID_SHARD`` or ``HYBRID_SHARD_ZERO2``, or its name; instead of
             ``reshard_after_forward``.
@@ -112,7 +116,8 @@ def plan(
         offload_policy=offload_policy,
         shard_as_bytes=shard_as_bytes,
     )
-    return make_plan(module, options)[0]
+    made = make_plan(module, options)[0]
+    return made if ranks_per_host is None else made.on_hosts(ranks_per_host)
 
 
 def make_plan(
@@ -156,6 +161,7 @@ def make_plan(
         ignored_fqns=structure.ignored_fqns,
         mp_policy=options.precision,
         offload_policy=options.offload,
+        hosts=options.hosts,
     )
     members = tuple(
         HandleMembers(

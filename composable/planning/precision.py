@@ -184,7 +184,8 @@ def _text(value: object) -> str:
         return dtype_text(value)
     if isinstance(value, tuple):
         return "(" + ", ".join(one.__name__ for one in value) + ")"
-    return getattr(value, "__name__", None) or str(value)
+    # Never the repr of an object, which has its address, and ranks compare the text.
+    return getattr(value, "__name__", type(value).__name__) if callable(value) else str(value)
 
 
 NO_CASTS = MixedPrecisionPolicy()

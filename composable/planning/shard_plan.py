@@ -5,178 +5,28 @@ Byte counts are per rank unless they say otherwise.
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
-from composable.planning.layout import FlatLayout, Promise
+from composable.arguments import described
+from composable.errors import ConfigError, UsageError
+from composable.planning.handle_plan import FQNS_SHOWN, BufferPlan, HandlePlan, describe_handle, dtypes_text
+from composable.planning.links import HandleEstimate, Links, PlanEstimate
 from composable.planning.memory import HandleBytes, Reduced, peak_of_step
 from composable.planning.offload import NO_OFFLOAD, OffloadPolicy
+from composable.planning.plan_checks import check_handles, check_ranks
+from composable.planning.plan_diff import PlanDiff, PlanFacts, diff_of
+from composable.planning.plan_json import as_json, of_json
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy
-from composable.planning.subclasses import Subclass
-from composable.wording import bytes_text, count_text, dtype_text, list_text, module_text
+from composable.planning.traffic import Exchange, Group, Groups, HandleTraffic, Traffic, groups_of
+from composable.wording import bytes_text, count_text, list_text, module_text, sibling_lines
 
-__all__ = ["BufferPlan", "HandleCollectives", "HandlePlan", "ParamPlan", "ShardPlan"]
+__all__ = ["HandleCollectives", "ShardPlan"]
 
-_FQNS_SHOWN = 3
-_LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
-
-
-@dataclass(frozen=True)
-class ParamPlan:
-    """One unique parameter; ``shared_fqns`` are its other names, ``promise`` says where alone it may be cut.
-
-    ``subclass`` is there where what is sharded is not a plain parameter; shape and dtype are of what is sharded.
-    """
-
-    fqn: str
-    shape: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool
-    shared_fqns: tuple[str, ...] = ()
-    promise: Promise | None = None
-    subclass: Subclass | None = None
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a plan says of it in particular."""
-        return tuple(str(note) for note in (self.promise, self.subclass) if note is not None)
-
-
-@dataclass(frozen=True)
-class BufferPlan:
-    """The flat buffer for one class of a handle's parameters, which are alike in all but their shapes.
-
-    Attributes:
-        dtype: In which the shards rest, and optimizers step.
-        requires_grad: Whether there are gradients.
-        compute_dtype: Of the unsharded buffer.
-        reduce_dtype: Of gradients while they are reduced.
-        layout: Where each parameter lies.
-        is_gathered_by_class: The only parameter's class says what ranks exchange; dtype and bytes of the unsharded
-            buffer are then those of what a plain parameter would have.
-    """
-
-    dtype: torch.dtype
-    requires_grad: bool
-    compute_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    layout: FlatLayout
-    is_gathered_by_class: bool = False
-
-    @property
-    def shard_bytes(self) -> int:
-        return self.layout.shard_numel * self.dtype.itemsize
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the whole buffer while it is unsharded."""
-        return self.layout.numel * self.compute_dtype.itemsize
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the whole buffer of gradients while they are reduced."""
-        return self.layout.numel * self.reduce_dtype.itemsize
-
-    @property
-    def padding_bytes(self) -> int:
-        """Bytes of padding in all shards together."""
-        return self.layout.padding_numel * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class HandlePlan:
-    """Parameters that are unsharded and resharded together.
-
-    Attributes:
-        module_fqns: The fully sharded module, below the annotated one (``''`` is itself), or
-            the positions of several annotated together.
-        class_names: The classes of those modules.
-        reason: Why they have a handle.
-        params: In ``named_parameters()`` order.
-        buffers: One for each class of parameters.
-        reshard_after_forward: ``None``: only where the module is not the root. An int: but for secondary shards, from
-            which as many ranks gather again.
-        unused_gradients: What a parameter that no rank has a gradient for gets, ``none`` or ``zero``.
-    """
-
-    module_fqns: tuple[str, ...]
-    class_names: tuple[str, ...]
-    reason: str
-    params: tuple[ParamPlan, ...]
-    buffers: tuple[BufferPlan, ...]
-    reshard_after_forward: bool | int | None
-    unused_gradients: str = "none"
-
-    @property
-    def numel(self) -> int:
-        return sum(param.shape.numel() for param in self.params)
-
-    @property
-    def shard_bytes(self) -> int:
-        return sum(buffer.shard_bytes for buffer in self.buffers)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes while it is unsharded."""
-        return sum(buffer.buffer_bytes for buffer in self.buffers)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradients that autograd makes of it."""
-        trainable = [buffer for buffer in self.buffers if buffer.requires_grad]
-        return sum(
-            (buffer.layout.numel - buffer.layout.padding_numel) * buffer.compute_dtype.itemsize for buffer in trainable
-        )
-
-    @property
-    def padding_bytes(self) -> int:
-        """Bytes of padding in the whole buffers."""
-        return sum(buffer.padding_bytes for buffer in self.buffers)
-
-    def renamed(self, roots: Mapping[str, str]) -> "HandlePlan":
-        """Return this plan with FQNs that begin below other modules; ``roots`` as in ``ShardPlan.part``."""
-
-        def rename(fqn: str) -> str:
-            for old, new in roots.items():
-                if fqn == old or fqn.startswith(f"{old}.") or not old:
-                    return ".".join(filter(None, [new, fqn[len(old) :].lstrip(".")]))
-            raise AssertionError(f"{fqn!r} is below none of {list(roots)}")
-
-        return replace(
-            self,
-            module_fqns=tuple(rename(fqn) for fqn in self.module_fqns),
-            params=tuple(
-                replace(param, fqn=rename(param.fqn), shared_fqns=tuple(map(rename, param.shared_fqns)))
-                for param in self.params
-            ),
-            buffers=tuple(
-                replace(
-                    buffer,
-                    layout=replace(
-                        buffer.layout,
-                        spans=tuple(replace(span, fqn=rename(span.fqn)) for span in buffer.layout.spans),
-                    ),
-                )
-                for buffer in self.buffers
-            ),
-        )
-
-    @property
-    def secondary_ranks(self) -> int | None:
-        """How many ranks gather from secondary shards for backward; ``None``: there are none."""
-        return self.reshard_after_forward if type(self.reshard_after_forward) is int else None
-
-    @property
-    def secondary_bytes(self) -> int:
-        """Bytes of the secondary shards between forward and backward."""
-        return self.buffer_bytes // self.secondary_ranks if self.secondary_ranks else 0
-
-    def is_resharded_after_forward(self, *, is_root: bool) -> bool:
-        """Return whether the handle is freed between forward and backward, if its module is (not) the root."""
-        return not is_root if self.reshard_after_forward is None else bool(self.reshard_after_forward)
+# Of plans as texts. Another one for every change of a field, here or in what a plan is made of.
+_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -197,6 +47,11 @@ class HandleCollectives:
     secondary_all_gathers: int = 0
     secondary_all_gather_bytes: int = 0
 
+    @property
+    def collectives(self) -> int:
+        """Calls of all kinds."""
+        return self.all_gathers + self.reduce_scatters + self.all_reduces + self.secondary_all_gathers
+
 
 @dataclass(frozen=True)
 class ShardPlan:
@@ -215,6 +70,7 @@ class ShardPlan:
         mp_policy: Dtypes of computation and reduction, as they were asked for.
         offload_policy: Where shards, gradients and optimizer state rest.
         replicas: Ranks that hold each shard.
+        hosts: Of each rank, one copy of all shards after the other, the host that it is on; empty: not known.
     """
 
     world_size: int
@@ -226,6 +82,7 @@ class ShardPlan:
     mp_policy: MixedPrecisionPolicy = NO_CASTS
     offload_policy: OffloadPolicy = NO_OFFLOAD
     replicas: int = 1
+    hosts: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def numel(self) -> int:
@@ -376,6 +233,149 @@ class ShardPlan:
             )
         return tuple(found)
 
+    @property
+    def collectives_per_step(self) -> int:
+        """Calls of collectives in one training step whose forward starts at the annotated module."""
+        return sum(one.collectives for one in self.expected_collectives())
+
+    def on_hosts(self, ranks_per_host: int) -> "ShardPlan":
+        """Return this plan for hosts that have so many ranks each, in order: the first host the first ranks, and so on.
+
+        Raises:
+            ConfigError: It is no number that divides that of all ranks.
+        """
+        ranks = self.world_size * self.replicas
+        is_number = isinstance(ranks_per_host, int) and not isinstance(ranks_per_host, bool)
+        if not is_number or ranks_per_host < 1 or ranks % ranks_per_host:
+            raise ConfigError(
+                f"ranks_per_host is {described(ranks_per_host)}, and there are {count_text(ranks, 'rank')}",
+                fix="pass how many ranks each host has, the same on all hosts",
+            )
+        return replace(self, hosts=tuple(rank // ranks_per_host for rank in range(ranks)))
+
+    def expected_traffic(self, *, is_root: bool = True) -> Traffic:
+        """Return what one rank sends in one training step, to ranks on its host and to those on others.
+
+        Counted are the bytes of the collectives of ``expected_collectives`` on links, as means over all ranks. They
+        are exact where transport is ``point_to_point``, but for all-reduces; elsewhere those of a ring, below which no
+        algorithm stays in all. See ``docs/plan.md``.
+
+        Args:
+            is_root: Forward starts at the annotated module.
+
+        Raises:
+            UsageError: There are several ranks, and which of them share a host is not known.
+        """
+        self._check_hosts()
+        return self._traffic(is_root=is_root)
+
+    def estimate(self, links: Links, *, is_root: bool = True) -> PlanEstimate:
+        """Return how long communication takes in one training step if nothing hides it, by handle and class of link.
+
+        A message takes the latency of its link, and its bytes over the bandwidth; what follows for collectives, and
+        what is left out, stands in ``docs/plan.md``.
+
+        Args:
+            links: What messages take inside hosts and between them.
+            is_root: Forward starts at the annotated module.
+
+        Raises:
+            ConfigError: ``links`` are none, or there is none between hosts and several hosts.
+            UsageError: There are several ranks, and which of them share a host is not known.
+        """
+        if not isinstance(links, Links):
+            raise ConfigError(f"links is {described(links)}", fix="pass composable.Links(inside=composable.Link(...))")
+        self._check_hosts()
+        exchanges = self._exchanges(is_root=is_root)
+        return PlanEstimate(tuple(HandleEstimate.of(fqns, found, links) for fqns, found in exchanges))
+
+    def _traffic(self, *, is_root: bool) -> Traffic:
+        return Traffic(tuple(HandleTraffic.of(fqns, found) for fqns, found in self._exchanges(is_root=is_root)))
+
+    def _check_hosts(self) -> None:
+        if not self.hosts and self.world_size * self.replicas > 1:
+            raise UsageError(
+                "which ranks share a host is not known",
+                fix="plan(..., ranks_per_host=8), plan.on_hosts(8), or start the script with torchrun",
+            )
+
+    def _exchanges(self, *, is_root: bool) -> Iterator[tuple[tuple[str, ...], tuple[Exchange, ...]]]:
+        """Yield for each handle the names of its modules, and what its collectives move between whom.
+
+        Where hosts are not known, as if there were one.
+        """
+        sharing = self._groups(self.world_size)
+        copies: Groups = ((Group((self.replicas,), 0), 1),)
+        if self.hosts:
+            _, copies = groups_of(self.hosts, self.world_size)
+        is_direct = self.transport == "point_to_point"
+        for handle, one in zip(self.handles, self.expected_collectives(is_root=is_root), strict=True):
+            secondary = self._groups(handle.secondary_ranks) if handle.secondary_ranks else sharing
+            yield (
+                one.module_fqns,
+                (
+                    Exchange(one.all_gathers, one.all_gather_bytes, sharing, is_direct=is_direct),
+                    Exchange(one.reduce_scatters, one.reduce_scatter_bytes, sharing, is_direct=is_direct),
+                    Exchange(one.all_reduces, one.all_reduce_bytes, copies, passes=2),
+                    Exchange(one.secondary_all_gathers, one.secondary_all_gather_bytes, secondary, is_direct=is_direct),
+                ),
+            )
+
+    def _groups(self, size: int) -> Groups:
+        """Return the groups of so many neighbours each."""
+        return groups_of(self.hosts, size)[0] if self.hosts else ((Group((size,), 0), 1),)
+
+    def diff(self, other: "ShardPlan") -> PlanDiff:
+        """Return in what ``other`` differs from this plan: of the same model or of another one, for any ranks.
+
+        The result is false where nothing does; also what ``==`` leaves out counts, transport and hosts.
+
+        Raises:
+            ConfigError: ``other`` is no plan.
+        """
+        if not isinstance(other, ShardPlan):
+            raise ConfigError(f"other is {described(other)}", fix="pass a ShardPlan: plan(...), or that of a state")
+        return diff_of(self._facts(), other._facts())
+
+    def _facts(self) -> PlanFacts:
+        is_known, traffic = bool(self.hosts), self._traffic(is_root=True)
+        figures = {
+            "elements": self.numel,
+            "bytes at rest": self.bytes_per_rank_at_rest(),
+            "bytes at rest on the host": self.host_bytes_per_rank_at_rest(),
+            "bytes at the peak": self.peak_bytes_per_rank(),
+            "collectives of a step": traffic.collectives,
+            "bytes sent in a step": traffic.inside_bytes + traffic.between_bytes,
+            "bytes sent inside the host": traffic.inside_bytes if is_known else None,
+            "bytes sent to other hosts": traffic.between_bytes if is_known else None,
+        }
+        settings = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "handles"}
+        return PlanFacts(settings, figures, self.handles)
+
+    def to_json(self) -> str:
+        """Return the plan as a text, for ``from_json``; it is one line of JSON.
+
+        Of a ``param_dtype_override_fn`` it has the name, as what that answered is in the dtypes of the plan.
+
+        Raises:
+            ConfigError: ``skipped_module_classes`` has a class that is at the top level of no module of Python, or a
+                policy is of a class of the user's.
+        """
+        return as_json(self, _FORMAT)
+
+    @staticmethod
+    def from_json(text: str) -> "ShardPlan":
+        """Return the plan that ``to_json`` wrote: equal, with the same digest. Nothing is imported or run.
+
+        Raises:
+            ConfigError: The text is none of a plan, or of another format, or a field is missing or has a value that
+                does not fit; the message names the field.
+        """
+        read: ShardPlan = of_json(ShardPlan, text, _FORMAT)
+        check_ranks(read.world_size, read.replicas, read.transport, read.hosts)
+        check_handles(read.handles, read.world_size)
+        return read
+
     def part(self, handles: Iterable[HandlePlan], roots: Mapping[str, str], class_names: Sequence[str]) -> "ShardPlan":
         """Return the plan of some of the handles, as if the modules around them had been annotated on their own.
 
@@ -392,6 +392,7 @@ class ShardPlan:
             mp_policy=self.mp_policy,
             offload_policy=self.offload_policy,
             replicas=self.replicas,
+            hosts=self.hosts,
         )
 
     def without(self, handles: Sequence[HandlePlan]) -> "ShardPlan":
@@ -442,7 +443,7 @@ class ShardPlan:
         headline, *rest = str(self).splitlines()
         params = []
         for handle in self.handles:
-            dtypes = {span.fqn: _dtypes_text(buffer) for buffer in handle.buffers for span in buffer.layout.spans}
+            dtypes = {span.fqn: dtypes_text(buffer) for buffer in handle.buffers for span in buffer.layout.spans}
             params += [
                 f"parameter {param.fqn!r} {list(param.shape)} {dtypes[param.fqn]},"
                 f" requires_grad={param.requires_grad}{''.join(f', {note}' for note in param.notes)},"
@@ -467,9 +468,9 @@ class ShardPlan:
         if str(self.offload_policy):
             lines.append(f"  offloaded: {self.offload_policy}")
         if self.kept_fqns:
-            lines.append(f"  annotated before, left as they are: {list_text(self.kept_fqns, _FQNS_SHOWN, write=str)}")
+            lines.append(f"  annotated before, left as they are: {list_text(self.kept_fqns, FQNS_SHOWN, write=str)}")
         if self.ignored_fqns:
-            lines.append(f"  ignored parameters: {list_text(self.ignored_fqns, _FQNS_SHOWN, write=str)}")
+            lines.append(f"  ignored parameters: {list_text(self.ignored_fqns, FQNS_SHOWN, write=str)}")
         lines += [f"  warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 
@@ -488,71 +489,14 @@ class ShardPlan:
 
     def _handle_lines(self) -> list[str]:
         """Return one line for each handle, or for a run of siblings that differ in one number only."""
-        runs: list[tuple[tuple[object, ...], int, int]] = []  # what is equal in a run, first and last number
-        for handle, depth in zip(self.handles, self._depths(), strict=True):
-            fqn = ", ".join(name or "(root)" for name in handle.module_fqns)
-            numbered = _LAST_NUMBER.fullmatch(fqn) if len(handle.module_fqns) == 1 else None
-            before, number, after = (numbered[1], int(numbered[2]), numbered[3]) if numbered else (fqn, -1, "")
-            classes = ", ".join(dict.fromkeys(handle.class_names))
-            key = ("  " * (depth + 1) + before, f"{after} ({classes})", _describe_handle(handle))
-            if runs and runs[-1][0] == key and runs[-1][2] + 1 == number:
-                runs[-1] = (key, runs[-1][1], number)
-            else:
-                runs.append((key, number, number))
-        lines = []
-        for (before, after, text), first, last in runs:
-            number_text = "" if first < 0 else str(first) if first == last else f"[{first}-{last}]"
-            times = f" x {last - first + 1}, each" if last > first else ""
-            lines.append(f"{before}{number_text}{after}{times}: {text}")
-        return lines
-
-
-def _describe_handle(handle: HandlePlan) -> str:
-    """Return what is said of a handle after its name and class."""
-    kinds = ", ".join(map(_describe_buffer, handle.buffers))
-    padding = f", padding {bytes_text(handle.padding_bytes)}" if handle.padding_bytes else ""
-    tied = sum(bool(param.shared_fqns) for param in handle.params)
-    return (
-        f"{count_text(len(handle.params), 'param')}"
-        f"{f' ({tied} tied)' if tied else ''}, {handle.numel:,} {kinds},"
-        f" {bytes_text(handle.shard_bytes)} per rank{padding}; {handle.reason}"
-        f"{_describe_kept(handle)}"
-        f"{'; unused gradients are zero' if handle.unused_gradients == 'zero' else ''}"
-        f"{_describe_notes(handle)}"
-    )
-
-
-def _describe_kept(handle: HandlePlan) -> str:
-    """Return what stays between forward and backward, as a clause."""
-    if handle.secondary_ranks is not None:
-        of = count_text(handle.secondary_ranks, "rank")
-        return f"; {bytes_text(handle.secondary_bytes)} kept for backward, a secondary shard over {of}"
-    return "; kept for backward" if handle.reshard_after_forward is False else ""
-
-
-def _describe_buffer(buffer: BufferPlan) -> str:
-    return _dtypes_text(buffer) + ("" if buffer.requires_grad else " frozen")
-
-
-def _dtypes_text(buffer: BufferPlan) -> str:
-    """Return the dtypes of a buffer: where it rests, and where they differ, is computed with and reduced."""
-    text = dtype_text(buffer.dtype)
-    if buffer.compute_dtype != buffer.dtype:
-        text += f" as {dtype_text(buffer.compute_dtype)}"
-    # Also where it follows from the other: elsewhere the rule is another one.
-    if buffer.requires_grad and not buffer.dtype == buffer.compute_dtype == buffer.reduce_dtype:
-        text += f" reduced in {dtype_text(buffer.reduce_dtype)}"
-    return text
-
-
-def _describe_notes(handle: HandlePlan) -> str:
-    """Return a clause for each kind of note, with the parameters that have it, named below the handle's module."""
-    prefix = f"{handle.module_fqns[0]}." if len(handle.module_fqns) == 1 else ""
-    noted: dict[str, list[str]] = {}
-    for param in handle.params:
-        for note in param.notes:
-            noted.setdefault(note, []).append(param.fqn.removeprefix(prefix))
-    return "".join(f"; {text}: {list_text(fqns, _FQNS_SHOWN, write=str)}" for text, fqns in noted.items())
+        return sibling_lines(
+            (
+                "  " * (depth + 1) + handle.name,
+                f" ({', '.join(dict.fromkeys(handle.class_names))})",
+                describe_handle(handle),
+            )
+            for handle, depth in zip(self.handles, self._depths(), strict=True)
+        )
 
 
 def _between_replicas(buffer: BufferPlan) -> int:

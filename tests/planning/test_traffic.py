@@ -1,0 +1,220 @@
+"""What ranks send each other, by class of link: against messages counted one by one, and bytes that left the process."""
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable import ConfigError, MixedPrecisionPolicy, UsageError, fully_shard, plan
+from composable.planning.traffic import Exchange, Group, groups_of
+from tests.models import MLP, Block, MLPBlock, TinyGPT
+from tests.world import run_ranks, run_threads
+
+
+def messages_of(ranks: list[int], *, is_direct: bool, passes: int) -> list[tuple[int, int]]:
+    """Return (sender, receiver) of every slice that is sent in one collective."""
+    if is_direct:
+        return [(one, other) for one in ranks for other in ranks if one != other]
+    following = dict(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
+    return [(one, following[one]) for _ in range(passes * (len(ranks) - 1)) for one in ranks]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_bytes_by_class_are_those_of_messages_counted_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    world_size, replicas = rng.randint(1, 9), rng.randint(1, 5)
+    ranks = range(world_size * replicas)
+    hosts = [rng.randrange(rng.randint(1, 4)) for _ in ranks]
+    is_direct = rng.random() < 0.5
+    passes = 1 if is_direct else rng.randint(1, 2)
+    for groups, size, members in zip(
+        groups_of(hosts, world_size),
+        (world_size, replicas),
+        (
+            [list(ranks[row * world_size : (row + 1) * world_size]) for row in range(replicas)],
+            [list(ranks[column::world_size]) for column in range(world_size)],
+        ),
+        strict=True,
+    ):
+        slice_bytes = rng.randint(0, 1000)
+        sent: Counter[bool] = Counter()
+        for group in members:
+            for one, other in messages_of(group, is_direct=is_direct, passes=passes):
+                sent[hosts[one] != hosts[other]] += slice_bytes
+        found = Exchange(1, slice_bytes * size, groups, passes, is_direct)
+        assert found.between_bytes == pytest.approx(sent[True] / len(ranks), abs=0.5)
+        assert found.sent_bytes == sent.total() / len(ranks)
+
+
+def test_groups_that_are_alike_are_counted_once() -> None:
+    sharing, copies = groups_of([rank // 8 for rank in range(4096)], 64)
+    assert sharing == ((Group((8,) * 8, 8), 64),)
+    assert copies == ((Group((1,) * 64, 64), 64),)
+
+
+def wide() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8, bias=False))
+
+
+def test_a_ring_leaves_each_host_once_and_direct_slices_to_all_peers_elsewhere() -> None:
+    # A buffer of 256 bytes, in slices of 64; gathered for forward, and reduced.
+    ring = plan(wide(), world_size=4, ranks_per_host=2, transport="process_group").expected_traffic()
+    assert (ring.inside_bytes, ring.between_bytes) == (2 * 3 * 64 // 2, 2 * 3 * 64 // 2)
+    direct = plan(wide(), world_size=4, ranks_per_host=2, transport="point_to_point").expected_traffic()
+    assert (direct.inside_bytes, direct.between_bytes) == (2 * 64, 2 * 2 * 64)
+
+
+def test_with_a_copy_on_each_host_only_the_all_reduce_leaves_it() -> None:
+    made = plan(wide(), world_size=2, replicas=3, ranks_per_host=2, strategy="HYBRID_SHARD")
+    (found,) = made.expected_traffic().handles
+    # Two gathers and a reduction of 256 bytes in two slices; an all-reduce of one slice between three.
+    assert (found.inside_bytes, found.between_bytes) == (3 * 128, round(2 * 128 * 2 / 3))
+    assert found.collectives == made.collectives_per_step == 4
+
+
+def test_copies_inside_a_host_and_shards_across_is_the_other_way_round() -> None:
+    made = plan(wide(), world_size=2, replicas=2, ranks_per_host=1, strategy="HYBRID_SHARD").expected_traffic()
+    assert made.inside_bytes == 0 and made.between_bytes == 3 * 128 + 128
+
+
+def test_gathers_from_secondary_shards_stay_where_their_ranks_are() -> None:
+    options = {"world_size": 4, "ranks_per_host": 2, "transport": "process_group"}
+    whole = plan(wide(), **options, reshard_after_forward=True).expected_traffic()
+    made = plan(wide(), **options, reshard_after_forward=2)
+    found = made.expected_traffic()
+    # The second gather is of 256 bytes between two ranks of one host: half of the buffer inside, none between.
+    assert (found.inside_bytes, found.between_bytes) == (2 * 96 + 128, 2 * 96)
+    assert (whole.inside_bytes, whole.between_bytes) == (3 * 96, 3 * 96)
+    assert found.collectives == whole.collectives == made.collectives_per_step == 3
+
+
+def test_one_rank_sends_nothing_wherever_it_is() -> None:
+    found = plan(wide(), world_size=1).expected_traffic()
+    assert (found.inside_bytes, found.between_bytes, found.collectives) == (0, 0, 2)
+
+
+def test_without_hosts_there_is_an_error_that_says_how_to_name_them() -> None:
+    made = plan(wide(), world_size=2)
+    with pytest.raises(UsageError, match="which ranks share a host is not known"):
+        made.expected_traffic()
+    assert made.on_hosts(1).expected_traffic().between_bytes == 2 * 128
+
+
+@pytest.mark.parametrize("ranks_per_host", [0, -1, 3, 8, True, 2.0, "2"])
+def test_hosts_that_do_not_fit_the_ranks_are_refused(ranks_per_host: int) -> None:
+    with pytest.raises(ConfigError, match=f"ranks_per_host is {ranks_per_host!r}, and there are 4 ranks"):
+        plan(wide(), world_size=2, replicas=2, ranks_per_host=ranks_per_host)
+
+
+def test_hosts_change_neither_equality_nor_what_ranks_compare() -> None:
+    made = plan(wide(), world_size=4)
+    assert made.on_hosts(2) == made and made.on_hosts(2).digest() == made.digest()
+
+
+def test_what_a_rank_sends_prints_with_equal_siblings_in_one_line() -> None:
+    made = plan(TinyGPT(layers=4), policy={Block}, world_size=4, ranks_per_host=2)
+    assert_expected_inline(
+        str(made.expected_traffic()),
+        """\
+a rank sends in a step: 61.4 KiB inside its host, 61.4 KiB to others, in 14 collectives
+  (root): 2 collectives, 3.5 KiB inside the host, 3.5 KiB to others
+  blocks.[0-3] x 4, each: 3 collectives, 14.5 KiB inside the host, 14.5 KiB to others""",
+    )
+
+
+def test_a_part_of_a_plan_is_on_the_same_hosts() -> None:
+    made = plan(MLP(layers=1), policy={MLPBlock}, world_size=4, ranks_per_host=2)
+    part = made.part(made.handles[1:], {"blocks.0": ""}, ["MLPBlock"])
+    # Without the root around it.
+    assert part.expected_traffic().between_bytes == made.expected_traffic().handles[1].between_bytes
+
+
+# -- a live annotation
+
+
+def hosts_of_annotation(shape: tuple[int, ...]) -> tuple[int, ...]:
+    names = ("replicate", "shard")[-len(shape) :]
+    model = wide()
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    return fully_shard.state(model).plan.hosts
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "hosts"),
+    [
+        ((4,), "2", (0, 0, 1, 1)),
+        ((2, 2), "2", (0, 0, 1, 1)),
+        ((4,), "4", (0, 0, 0, 0)),
+        ((4,), "3", ()),
+        ((4,), "", ()),
+    ],
+)
+def test_an_annotation_knows_the_hosts_that_torchrun_names(
+    shape: tuple[int, ...], count: str, hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", count)
+    assert run_threads(hosts_of_annotation, 4, shape) == [hosts] * 4
+
+
+def hosts_of_every_second_rank() -> tuple[int, ...]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = wide()
+    fully_shard(model, mesh=mesh["data"])
+    return fully_shard.state(model).plan.hosts
+
+
+def test_a_mesh_of_every_second_rank_is_on_the_hosts_of_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert run_threads(hosts_of_every_second_rank, 4) == [(0, 1)] * 4
+
+
+# -- what leaves the process
+
+
+def written_bytes() -> int:
+    return int(Path("/proc/self/io").read_text().split("wchar: ")[1].split()[0])
+
+
+def bytes_of_step(transport: str, low: bool, reshard: bool, trains: bool) -> tuple[int, int]:
+    model = MLP(dim=64, hidden=4096, layers=2).requires_grad_(requires_grad=trains)
+    fully_shard(
+        model,
+        policy={MLPBlock},
+        transport=transport,
+        reshard_after_forward=reshard,
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None),
+        unused_gradients="zero",
+    )
+    x = torch.ones(1, 64, requires_grad=True)
+    for _ in range(2):
+        dist.barrier()
+        before = written_bytes()
+        model(x).float().sum().backward()
+        sent = written_bytes() - before
+    dist.barrier()
+    traffic = fully_shard.state(model).plan.on_hosts(dist.get_world_size()).expected_traffic()
+    return sent, traffic.inside_bytes
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts what a process writes as Linux tells it")
+@pytest.mark.parametrize(
+    ("world_size", "transport", "low", "reshard", "trains"),
+    [
+        (2, "point_to_point", False, True, True),
+        (2, "point_to_point", True, True, True),
+        (3, "point_to_point", False, False, True),
+        # gloo's reduce-scatter is an all-reduce, so this is of all-gathers.
+        (3, "process_group", False, True, False),
+    ],
+)
+def test_a_rank_sends_the_bytes_that_the_plan_says(
+    world_size: int, transport: str, low: bool, reshard: bool, trains: bool
+) -> None:
+    for sent, planned in run_ranks(bytes_of_step, world_size, transport, low, reshard, trains):
+        assert sent == pytest.approx(planned, rel=0.01)
