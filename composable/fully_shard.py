@@ -262,10 +262,11 @@ def _slots_of(state: FullyShardState, params: Iterable[nn.Parameter]) -> list[tu
 
 def _check_meshes(members: Sequence[HandleMembers], mesh: DeviceMesh) -> None:
     """Refuse parameters that are split over ranks that fit no mesh together with ``mesh``."""
+    found: list[object] = []  # as long as it is held, it is not made anew
     for fqn, form in (pair for one in members for pair in one.forms.items()):
         if isinstance(form.node, SplitNode):
             with located(f"{place_of_rank()}, parameter {fqn!r} {list(form.node.spec.shape)}"):
-                joined_mesh(mesh, form.node.spec.mesh)
+                found.append(joined_mesh(mesh, form.node.spec.mesh))
 
 
 def _check_no_gradients(members: Sequence[HandleMembers]) -> None:

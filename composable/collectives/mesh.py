@@ -1,6 +1,7 @@
 """Which ranks share a shard, which hold copies of it, and all of them together."""
 
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -32,8 +33,8 @@ GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.Proce
 # Groups of all ranks of a mesh of two dims, by the world and the ranks: every annotation on the mesh takes the same.
 _EVERYONE: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]" = WeakKeyDictionary()
 
-# Meshes of a dim for data parallelism and others, by the group of the first: (the root, the others, the mesh).
-_JOINED: "WeakKeyDictionary[dist.ProcessGroup, list[tuple[DeviceMesh, DeviceMesh, DeviceMesh]]]"
+# Meshes of a dim for data parallelism and others, by the group of the first, and names and ranks of the others.
+_JOINED: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[str, ...], str], weakref.ref[DeviceMesh]]]"
 _JOINED = WeakKeyDictionary()
 
 # Meshes with a replica on each host.
@@ -327,10 +328,11 @@ def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
             fix="give the two other dims of one mesh: init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))",
         )
     root, names = root_mesh(mesh), (*(mesh.mesh_dim_names or ()), *(other.mesh_dim_names or ()))
-    known = _JOINED.setdefault(mesh.get_group(), [])
-    for of_root, of_other, made in known:
-        if of_root is root and of_other == other:
-            return made, (made.mesh_dim_names or ()).index(names[0])
+    # A mesh holds its groups: what keeps one for a group would keep both for good.
+    known, key = _JOINED.setdefault(mesh.get_group(), {}), (names, str(other.mesh.tolist()))
+    found = known[key]() if key in known else None
+    if found is not None and root_mesh(found) is root:
+        return found, (found.mesh_dim_names or ()).index(names[0])
     if len(names) != 1 + other.ndim or not _is_part(other, root):
         raise ConfigError(
             "the parameter is a DTensor on a mesh that is no part of the one that it is to be sharded on",
@@ -344,7 +346,7 @@ def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
     dims = (*others[:mesh_dim], own, *others[mesh_dim:])
     # torch slices no flattened dims; one that is the first in such an order is the mesh itself.
     made = root[dims] if own in places else joined_meshes([mesh, other])
-    known.append((root, other, made))
+    known[key] = weakref.ref(made)
     return made, mesh_dim
 
 
