@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from composable import (
     save_safetensors,
     unannotate,
 )
+from composable.collectives import Ranks
 from tests.models import seeded
 from tests.test_tensor_parallel import (
     Block,
@@ -103,6 +105,36 @@ def gather_full_state(sizes: Sizes) -> None:
 @pytest.mark.parametrize("sizes", MESHES)
 def test_a_full_state_dict_is_that_of_the_plain_model_on_one_rank(sizes: Sizes) -> None:
     run_threads(gather_full_state, ranks_in(sizes), sizes)
+
+
+def gather_and_load_at_last(numel: int) -> None:
+    mesh = mesh_of(2, 2)
+    model = nn.ModuleList(nn.Linear(numel, 1, bias=False) for _ in range(4))
+    for index, layer in enumerate(model[:3]):
+        placement = Shard(1) if index < 2 else Replicate()
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tp"], [placement]))
+    for layer in model:
+        fully_shard(layer, mesh=mesh["dp"])
+    state = full_state_dict(model, dst=3)
+    load_full_state_dict(model, state if dist.get_rank() == 3 else None, src=3)
+
+
+def test_elements_travel_no_further_than_they_have_to() -> None:
+    numel, sent = 2**16, 0
+    exchange = Ranks.exchange
+
+    def counted(self: Ranks, sends: Any, receives: Any) -> None:
+        nonlocal sent
+        sent += sum(message.nbytes for message, _ in sends)
+        exchange(self, sends, receives)
+
+    with mock.patch.object(Ranks, "exchange", counted):
+        run_threads(gather_and_load_at_last, 4, numel)
+    # Out: half of each to its column's taker, of two layers in both columns, whose blocks then join. In: a block of the
+    # split ones and all of the others to the other column; half of each to the other rank, in both columns.
+    out = 2 * (numel // 2 + numel // 2) + 2 * numel // 2
+    back = 2 * numel // 2 + 2 * numel + 2 * numel // 2 + 2 * numel
+    assert sent == 4 * (out + back)
 
 
 def iterate_params(sizes: Sizes) -> None:
