@@ -2,7 +2,7 @@
 
 from composable.activation_checkpoint import checkpoint
 from composable.backward_steps import BackwardSteps, step_in_backward
-from composable.collectives import DataParallelMeshDims, set_divergence_timeout
+from composable.collectives import DataParallelMeshDims, explain_waits, set_divergence_timeout
 from composable.comm_hooks import (
     DefaultState,
     LowPrecisionState,
@@ -104,6 +104,7 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm_",
     "contract",
+    "explain_waits",
     "fallback_counts",
     "find_checkpoint",
     "fp16_compress_hook",

@@ -15,7 +15,7 @@ policy picked it, without being annotated itself.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
@@ -29,6 +29,7 @@ from composable.fqns import NamedTree, check_same_fqns, describe_module
 __all__ = [
     "Annotation",
     "AnnotationFn",
+    "annotated_below",
     "contract",
     "excludes",
     "get_registry",
@@ -90,6 +91,13 @@ def get_registry(module: nn.Module) -> Mapping[str, Annotation]:
     """Return the APIs on ``module`` in the order they were applied; a read-only view."""
     record = _record_of(module)
     return MappingProxyType(record.annotations if record is not None else {})
+
+
+def annotated_below(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, object]]:
+    """Yield modules at or below ``modules`` with the state of each annotation on them."""
+    for module in dict.fromkeys(below for one in modules for below in one.modules()):
+        for annotation in get_registry(module).values():
+            yield module, annotation.state
 
 
 def excludes(module: nn.Module, api_name: str) -> bool:

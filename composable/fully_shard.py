@@ -16,17 +16,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import _traversal_utils
-from composable.arguments import check_outside_inference, readable_twice
+from composable.arguments import check_bool, check_outside_inference, readable_twice
 from composable.casts import keep_dtype
 from composable.collectives import (
     DataParallelMeshDims,
     GroupOrPair,
     annotating,
+    check_inside,
     choose_transport_for,
     joined_mesh,
     resolve_grid,
 )
-from composable.contract import contract, set_member
+from composable.contract import annotated_below, contract, set_member
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.fsdp_module import add_mixin
@@ -50,6 +51,7 @@ from composable.planning import (
 )
 from composable.policies import PolicyLike
 from composable.registrations import take_charge
+from composable.replication import ReplicateState
 from composable.runtime import FullyShardState, register_fully_shard_hooks
 from composable.saving import register_load_check, register_room
 from composable.storage import (
@@ -89,6 +91,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     unused_gradients: str = "none",
+    follows_parent: bool | None = None,
     align: AlignLike | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     param_init_fn: ParamInitFn | None = None,
@@ -139,6 +142,10 @@ def fully_shard(
             as it is, as in one process; at the end of each backward ranks tell each other with one small
             message. ``zero``: a zero gradient, without the message; optimizers then move the parameter by
             momentum and weight decay, and a gradient that arrives after its module was reduced is an error.
+        follows_parent: Gather, free and reduce ``module`` with the fully sharded module around it, whether it is
+            called or not: ranks may call it or leave it out, and call several in any order. ``None``: where it is
+            annotated on fewer ranks than the root, as experts are. Where no module around has parameters of its
+            own, or it is called from elsewhere, it is gathered when it is called. See docs/experts.md.
         align: Where a parameter may be cut, by FQN below ``module``, or by a function of the FQN and the parameter
             (``None``: as without). ``row``, the default: between rows where that costs at most 1 % of padding, and
             anywhere else. ``element``: anywhere. ``tensor``: nowhere, one rank holds it whole. A number n: between
@@ -180,7 +187,8 @@ def fully_shard(
         mesh, dp_mesh_dims, process_group, params, is_hybrid=is_hybrid(strategy), caller="fully_shard"
     )
     _check_pairs(state)
-    state.transport_name = choose_transport_for(state.grid.shard, transport)
+    state.transport_choice = transport
+    transport_name = choose_transport_for(state.grid.shard, transport)
     ignored_params, ignored_modules = readable_twice(ignored_params), readable_twice(ignored_modules)
     is_collective = sync_module_states is not False or param_init_fn is not None
     members: Sequence[HandleMembers] = ()
@@ -189,6 +197,8 @@ def fully_shard(
         try:
             check_outside_inference("fully_shard")
             _check_first_values(param_init_fn, sync_module_states)
+            check_bool("follows_parent", follows_parent, or_none=True)
+            state.follows_parent = follows_parent
             options = ShardOptions(
                 world_size=state.grid.shard.size,
                 replicas=1 if state.grid.replicas is None else state.grid.replicas.size,
@@ -200,7 +210,7 @@ def fully_shard(
                 unused_gradients=unused_gradients,
                 align=align,
                 shard_placement_fn=shard_placement_fn,
-                transport=state.transport_name,
+                transport=transport_name,
                 mp_policy=mp_policy,
                 offload_policy=offload_policy,
                 shard_as_bytes=shard_as_bytes,
@@ -228,7 +238,10 @@ def fully_shard(
 
 
 def _check_pairs(state: FullyShardState) -> None:
-    """Refuse a mesh that pairs the ranks of another annotation below in another way."""
+    """Refuse a mesh that lacks ranks of another annotation below, or pairs them in another way."""
+    for module, other_state in annotated_below(state.modules):
+        if other_state is not state and isinstance(other_state, FullyShardState | ReplicateState):
+            check_inside(other_state.grid, state.grid, describe_module(module))
     for module in state.modules:
         for below in _traversal_utils._get_fsdp_states(module):
             own, other = state.grid.columns, below.grid.columns if below is not state else ()

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from composable.arguments import check_outside_inference, readable_twice
-from composable.collectives import Grid, annotating, resolve_ranks
-from composable.contract import contract
+from composable.collectives import Grid, annotating, check_inside, resolve_ranks
+from composable.contract import annotated_below, contract
 from composable.errors import ComposableError, ConfigError, place_of_rank
 from composable.fqns import describe_module
 from composable.planning import MixedPrecisionPolicy, as_mixed_precision
@@ -48,6 +48,7 @@ from composable.replication import (
     plan_precision,
     register_replicate_hooks,
 )
+from composable.runtime import FullyShardState
 from composable.saving import register_load_check
 from composable.storage import has_torch_optimizer
 from composable.torch_hooks import after_gradients, at_end_of_backward
@@ -159,6 +160,9 @@ def replicate(
     failure: ComposableError | None = None
     try:
         check_outside_inference("replicate")
+        for below, other in annotated_below(modules):
+            if other is not state and isinstance(other, FullyShardState | ReplicateState):
+                check_inside(other.grid, Grid.whole(ranks), describe_module(below))
         choices = Choices(
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,

@@ -92,6 +92,7 @@ try:
         ProcessGroup._reduce_scatter_base,
         Variable._execution_engine.queue_callback,
         autograd_profiler._is_profiler_enabled,
+        c10d._get_default_timeout,
         frame_evaluation.set_code_exec_strategy,
         frame_evaluation._FrameAction,
         frame_evaluation._FrameExecStrategy,
@@ -122,6 +123,7 @@ __all__ = [
     "current_autograd_node",
     "current_graph_task_id",
     "dcp_state_dict",
+    "default_timeout_of",
     "disabled_torch_function",
     "dispatch_rule_holder",
     "dtensor_new",
@@ -154,6 +156,7 @@ __all__ = [
     "replace_flat_weights",
     "root_mesh",
     "running_transform",
+    "set_timeout",
     "split_backward_code",
     "started_in",
     "state_dict_utils",
@@ -336,8 +339,29 @@ def reduce_scatter_into(group: ProcessGroup) -> Callable[[torch.Tensor, torch.Te
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """Return how long the CPU collectives of ``group`` wait for a peer."""
-    return group._get_backend(torch.device("cpu")).options._timeout
+    """Return how long the collectives of ``group`` wait for a peer: on the CPU, if it talks there."""
+    timeout: timedelta = _first_backend(group).options._timeout
+    return timeout
+
+
+def default_timeout_of(group: ProcessGroup) -> timedelta:
+    """Return what torch gives a group of this backend that is told no timeout."""
+    kind = "nccl" if real_backend(group) == "nccl" else "gloo"  # others have that of gloo
+    return c10d._get_default_timeout(c10d.Backend(kind))  # torch shows it in no other way
+
+
+def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Let what is started in ``group`` from now on wait that long."""
+    for device in group._device_types:
+        change = getattr(group._get_backend(device), "_set_default_timeout", None)  # gloo and NCCL have it
+        if change is not None:
+            change(timeout)
+
+
+def _first_backend(group: ProcessGroup) -> Any:
+    devices = group._device_types
+    cpu = torch.device("cpu")
+    return group._get_backend(cpu if cpu in devices or not devices else devices[0])
 
 
 def started_in(group: ProcessGroup) -> int:

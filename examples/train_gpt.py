@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from composable import (
     SavedCheckpoint,
     SaveHandle,
     SizePolicy,
+    explain_waits,
     find_checkpoint,
     fully_shard,
     load_checkpoint,
@@ -105,6 +106,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="which modules fully_shard gives handles of their own: block (default), size:N (units of at least"
         " N elements) or none (one handle)",
     )
+    parser.add_argument(
+        "--strategy",
+        default="FULL_SHARD",
+        help="of fully_shard: FULL_SHARD (default), SHARD_GRAD_OP, or HYBRID_SHARD and HYBRID_SHARD_ZERO2, which keep"
+        " a copy of all shards on each host",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=1800, metavar="S", help="seconds that a rank waits for others (default: 1800)"
+    )
     parser.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE", help="default: Python's stdlib")
     parser.add_argument("--out", type=Path, help="the run's folder; default: a new one under runs/")
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="K", help="steps; 0: never (default: 100)")
@@ -127,6 +137,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             help=f"{HELP[field.name]} (default: {field.default})",
         )
     args = parser.parse_args(argv)
+    if not 1 <= args.timeout < 1e6:
+        parser.error("--timeout must be a number of seconds, 1 or more")
     if min(args.eval_every, args.keep) < 1 or min(args.checkpoint_every, args.sample_bytes) < 0:
         parser.error("--eval-every and --keep must be positive, --checkpoint-every and --sample-bytes not negative")
     return args
@@ -145,7 +157,7 @@ def resolve_settings(args: argparse.Namespace, checkpoint: SavedCheckpoint | Non
 
 
 @contextmanager
-def ranks(parallel: str) -> Iterator[tuple[int, int, torch.device]]:
+def ranks(parallel: str, timeout: timedelta) -> Iterator[tuple[int, int, torch.device]]:
     """Yield rank, world size and device; join the process group that torchrun describes, or one of our own."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -154,7 +166,7 @@ def ranks(parallel: str) -> Iterator[tuple[int, int, torch.device]]:
     backend = "nccl" if device.type == "cuda" else "gloo"
     starts_group = not dist.is_initialized()
     if starts_group and "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
     elif starts_group and parallel != "none":
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
@@ -168,15 +180,15 @@ def ranks(parallel: str) -> Iterator[tuple[int, int, torch.device]]:
             dist.destroy_process_group()
 
 
-def parallelize(model: nn.Module, parallel: str, policy: str) -> str:
+def parallelize(model: nn.Module, parallel: str, policy: str, strategy: str) -> str:
     """Annotate ``model`` and return the plan to print."""
     if parallel == "fully_shard":
         if policy == "block":
-            fully_shard(model, policy=ModuleWrapPolicy({Block}))
+            fully_shard(model, policy=ModuleWrapPolicy({Block}), strategy=strategy)
         elif policy.startswith("size:") and policy[5:].isdigit():
-            fully_shard(model, policy=SizePolicy(int(policy[5:])))
+            fully_shard(model, policy=SizePolicy(int(policy[5:])), strategy=strategy)
         elif policy == "none":
-            fully_shard(model)
+            fully_shard(model, strategy=strategy)
         else:
             raise ValueError(f"--policy is {policy!r}: pass block, size:N or none")
         return str(fully_shard.state(model).plan)
@@ -247,7 +259,8 @@ class Trainer:
 
     def _total(self, part: torch.Tensor) -> float:
         if self.world_size > 1:
-            dist.all_reduce(part)
+            with explain_waits():
+                dist.all_reduce(part)
         return float(part)
 
 
@@ -295,7 +308,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     text = read_text(args.text, context=settings.context)
     torch.manual_seed(settings.seed)
     model = GPT(settings.size).to(device)
-    plan = parallelize(model, args.parallel, args.policy)
+    plan = parallelize(model, args.parallel, args.policy, args.strategy)
     share = (0, 1) if args.parallel == "none" else (rank, world_size)
     trainer = Trainer(settings, text, model, device, share)
     if checkpoint is not None:
@@ -354,7 +367,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    with ranks(args.parallel) as (rank, world_size, device):
+    with ranks(args.parallel, timedelta(seconds=args.timeout)) as (rank, world_size, device):
         train(args, rank, world_size, device)
 
 

@@ -45,6 +45,9 @@ TRAVERSAL = "test_traversal.py"
 MANY_DIMS = "with many mesh dims: not yet"
 HYBRID = "test_hybrid.py"
 TENSOR_PARALLEL = "test_tensor_parallel.py"
+HOSTS = "collectives/test_hosts.py"
+TIMEOUTS = "collectives/test_timeouts.py"
+TWO_HOSTS = "test_two_hosts.py"
 ALGORITHMS = "test_algorithms.py"
 DDP_VIEW = "test_ddp_view.py"
 GROUP_LIFE = "test_group_life.py"
@@ -247,10 +250,11 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row(
             "`HYBRID_SHARD`",
             "ZeRO-3 inside a node, copies across.",
-            proved(
-                HYBRID,
-                "test_training_is_that_of_one_process_on_the_global_batch",
-                "test_dims_are_chosen_by_name_or_by_host",
+            (
+                *proved(HYBRID, "test_training_is_that_of_one_process_on_the_global_batch"),
+                *proved(HYBRID, "test_dims_are_chosen_by_name_or_by_host"),
+                *proved(HOSTS, "test_ranks_that_a_launcher_counts_across_hosts_share_with_those_of_their_own"),
+                *proved(TWO_HOSTS, "test_two_hosts_train_as_one_until_the_wire_is_cut_and_one_host_goes_on"),
             ),
         ),
         Row(
@@ -739,6 +743,16 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "Further": (
+        Row(
+            "A host that is lost",
+            "A rank that waits for it raises a `DesyncError` that names whom it waits for: at once where connections close, "
+            "else after the timeout of `init_process_group`, which groups of a mesh get too.",
+            (
+                *proved(TWO_HOSTS, "test_two_hosts_train_as_one_until_the_wire_is_cut_and_one_host_goes_on"),
+                *proved(TWO_HOSTS, "test_when_a_host_is_killed_every_rank_of_the_other_says_so"),
+                *proved(TIMEOUTS, "test_all_groups_of_an_annotation_wait_as_long_as_the_world"),
+            ),
+        ),
         Row(
             "`CPUOffload(offload_params=True)`",
             "Parameters, gradients and optimizer state rest on the host; the copy to the device is the one that brings "

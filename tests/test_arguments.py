@@ -187,6 +187,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "mp_policy": OPTIONAL,
             "offload_policy": OPTIONAL,
             "unused_gradients": set(),
+            "follows_parent": {"None", "True"},
             "ignored_params": {"None", "[]", "{}"},
             "ignored_modules": {"None", "[]", "{}"},
             "align": {"None", "{}"},
@@ -486,7 +487,7 @@ ELSEWHERE = {
     # Called by the library, with what it has.
     *("allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook", "bf16_compress_hook"),
     "OffloadPolicy",
-    *("reshard", "reset_iter_state"),  # take nothing
+    *("explain_waits", "reshard", "reset_iter_state"),  # take nothing
     *("parameters", "zero_grad"),  # take what torch's own take
 }
 
@@ -525,7 +526,7 @@ def test_no_public_name_is_forgotten() -> None:
 def test_planning_knows_the_names_of_all_transports() -> None:
     for name in ("auto", *(one.name for one in TRANSPORTS)):
         ShardOptions(1, transport=name)
-        choose_transport("cpu", "gloo", 2, name)
+        choose_transport("cpu", "gloo", (0, 0), name)
 
 
 def bad_call(rng: random.Random) -> tuple[str, dict[str, Any]]:

@@ -115,8 +115,10 @@ def run_blocks(sources: list[str]) -> list[str]:
 # Pages whose code runs on two ranks, as one program a page.
 PROGRAMS = [
     "activation_checkpointing",
+    "cluster",
     "comm_hooks",
     "cuts",
+    "experts",
     "from_fsdp1",
     "from_fsdp2",
     "hybrid",
@@ -129,7 +131,7 @@ PROGRAMS = [
     "replicate",
     "tensor_parallel",
 ]
-ON_FOUR_RANKS = ("hybrid", "tensor_parallel")
+ON_FOUR_RANKS = ("experts", "hybrid", "tensor_parallel")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

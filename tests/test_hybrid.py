@@ -644,11 +644,8 @@ def chosen(way: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         ("one group", ((0, 1), (), 2)),
     ],
 )
-def test_dims_are_chosen_by_name_or_by_host(
-    monkeypatch: pytest.MonkeyPatch, way: str, expected: tuple[tuple[int, ...], tuple[int, ...], int]
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert run_threads(chosen, 4, way)[0] == expected
+def test_dims_are_chosen_by_name_or_by_host(way: str, expected: tuple[tuple[int, ...], tuple[int, ...], int]) -> None:
+    assert run_threads(chosen, 4, way, ranks_per_host=2)[0] == expected
 
 
 def refused(case: str) -> str:
@@ -662,7 +659,6 @@ def refused(case: str) -> str:
         "no such dim": {"mesh": square, "dp_mesh_dims": DataParallelMeshDims(shard="c")},
         "dims of nothing": {"dp_mesh_dims": DataParallelMeshDims(shard="c")},
         "no dims": {"mesh": square, "dp_mesh_dims": "a"},
-        "hosts": {"strategy": "HYBRID_SHARD"},
         "no group": {"process_group": "gloo"},
         "mesh and group": {"process_group": dist.group.WORLD, "mesh": line},
         "one group": {"process_group": dist.group.WORLD, "strategy": "HYBRID_SHARD"},
@@ -688,19 +684,11 @@ def refused(case: str) -> str:
         ("mesh and group", "both mesh and process_group are given"),
         ("one group", "a hybrid strategy with 1 process groups"),
         ("two groups", "a strategy with 2 process groups"),
-        ("hosts", "a hybrid strategy without a mesh, and the ranks on each host are not known of 1"),
     ],
 )
-def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, case: str, expected: str) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+def test_what_does_not_fit_is_refused(case: str, expected: str) -> None:
     (text,) = run_threads(refused, 1, case)
     assert expected in text and "\n  at:  rank 0" in text and "\n  fix: " in text
-
-
-@pytest.mark.parametrize("count", ["0", "2"])
-def test_ranks_on_a_host_that_divide_nothing_are_refused(monkeypatch: pytest.MonkeyPatch, count: str) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", count)
-    assert f"the ranks on each host are {count} of 1" in run_threads(refused, 1, "hosts")[0]
 
 
 def paired_otherwise() -> str:

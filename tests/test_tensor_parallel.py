@@ -257,11 +257,11 @@ def error_of(build: Callable[[], object]) -> str:
 
 def misuse(name: str) -> str:
     mesh = mesh_of(2, 2)
-    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "model"))
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     model = nn.Linear(4, 4)
     if name in ("own dim", "all ranks", "other root", "process group"):
         parallelize_module(model, mesh["tp"], ColwiseParallel())
-    meshes = {"own dim": {"mesh": mesh["tp"]}, "all ranks": {}, "other root": {"mesh": other["dp"]}}
+    meshes = {"own dim": {"mesh": mesh["tp"]}, "all ranks": {}, "other root": {"mesh": other["data"]}}
     meshes["process group"] = {"process_group": mesh["dp"].get_group()}
     if name in meshes:
         return error_of(lambda: fully_shard(model, **meshes[name]))

@@ -95,7 +95,12 @@ def run_ranks(
 
 
 def run_threads(
-    fn: Callable[..., T], world_size: int, *args: object, timeout_s: float = 60.0, **kwargs: object
+    fn: Callable[..., T],
+    world_size: int,
+    *args: object,
+    timeout_s: float = 60.0,
+    ranks_per_host: int | None = None,
+    **kwargs: object,
 ) -> list[T]:
     """Do what ``run_ranks`` does, on ranks that are threads of this process.
 
@@ -104,13 +109,14 @@ def run_threads(
         world_size: Size of the default process group that ``fn`` runs in.
         *args: Handed to ``fn`` on every rank.
         timeout_s: When ranks that have not finished are ended.
+        ranks_per_host: How many ranks share a simulated host; ``None``: all do.
         **kwargs: Handed to ``fn`` on every rank.
 
     Raises:
         RankErrors: With the traceback of every rank that raised. Ranks that wait for those are not among them.
     """
     call = pickle.dumps((fn, args, kwargs))
-    outcome = run(world_size, lambda rank: _fresh_start(call), timeout_s=timeout_s)
+    outcome = run(world_size, lambda rank: _fresh_start(call), timeout_s=timeout_s, ranks_per_host=ranks_per_host)
     gc.collect(0)
     if outcome.errors:
         reports = {

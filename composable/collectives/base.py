@@ -11,7 +11,7 @@ Buffers are one-dimensional and contiguous. ``W`` is the group size, ``S`` the s
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -103,8 +103,14 @@ class Transport(ABC):
         return True
 
     @classmethod
-    def fits(cls, device_type: str, backend: str, world_size: int) -> bool:
-        """Say whether this transport is the one to take, if none before it in the list is."""
+    def fits(cls, device_type: str, backend: str, hosts: Sequence[int]) -> bool:
+        """Say whether this transport is the one to take, if none before it in the list is.
+
+        Args:
+            device_type: Of what it would move.
+            backend: Of the group.
+            hosts: The number of the host of each rank.
+        """
         return cls.serves(device_type, backend)
 
     def allocate_key(self) -> int:

@@ -1,6 +1,7 @@
 """Which transport serves a group.
 
-``choose_transport`` is a pure function of what all ranks know, so all ranks choose alike.
+``choose_transport`` is a pure function of what all ranks know, so all ranks choose alike: device, backend, and which
+of them share a host.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from composable.collectives.base import Transport
+from composable.collectives.hosts import hosts_of
 from composable.collectives.own_groups import make_host_transport
 from composable.collectives.point_to_point import PointToPointTransport
 from composable.collectives.process_group import ProcessGroupTransport
@@ -21,6 +23,7 @@ __all__ = [
     "choose_transport_for",
     "host_transport_of",
     "make_transport",
+    "settle_transport_for",
     "transport_of",
 ]
 
@@ -34,13 +37,13 @@ _SHARED: "WeakKeyDictionary[dist.ProcessGroup, PointToPointTransport]" = WeakKey
 _ON_HOST: "WeakKeyDictionary[dist.ProcessGroup, Transport]" = WeakKeyDictionary()
 
 
-def choose_transport(device_type: str, backend: str, world_size: int, name: str = "auto") -> str:
+def choose_transport(device_type: str, backend: str, hosts: Sequence[int], name: str = "auto") -> str:
     """Return the name of the transport for a shard group.
 
     Args:
         device_type: Where the parameters live.
         backend: Backend of the shard group, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
-        world_size: Ranks in it.
+        hosts: The number of the host of each of its ranks, as ``hosts_of`` gives them.
         name: The user's choice; ``auto``: the fastest that fits.
 
     Raises:
@@ -48,7 +51,7 @@ def choose_transport(device_type: str, backend: str, world_size: int, name: str 
     """
     own_backend = _backend_for(device_type, backend)
     if name == "auto":
-        return next(one.name for one in TRANSPORTS if one.fits(device_type, own_backend, world_size))
+        return next(one.name for one in TRANSPORTS if one.fits(device_type, own_backend, hosts))
     chosen = _named(name, ["auto"])
     if not chosen.serves(device_type, own_backend):
         raise ConfigError(
@@ -59,8 +62,28 @@ def choose_transport(device_type: str, backend: str, world_size: int, name: str 
 
 
 def choose_transport_for(ranks: Ranks, name: str = "auto") -> str:
-    """Return the name of the transport for these ranks; errors as ``choose_transport``."""
-    return choose_transport(ranks.device.type, dist.get_backend(ranks.process_group), ranks.size, name)
+    """Return the name of the transport for these ranks, as it is if they all share a host. Not collective.
+
+    Raises:
+        ConfigError: As ``choose_transport``.
+    """
+    return choose_transport(ranks.device.type, dist.get_backend(ranks.process_group), (0,) * ranks.size, name)
+
+
+def settle_transport_for(ranks: Ranks, name: str) -> str:
+    """Return the name of the transport for these ranks, wherever they are. Collective if that makes a difference.
+
+    Where ranks have not yet compared what they do, one that waits here for another's host may meet a collective of
+    another size, which ends the process.
+
+    Args:
+        ranks: Who talks.
+        name: The user's choice, which has been checked.
+    """
+    on_one_host = choose_transport_for(ranks, name)
+    if name != "auto" or on_one_host == ProcessGroupTransport.name:
+        return on_one_host
+    return choose_transport(ranks.device.type, dist.get_backend(ranks.process_group), hosts_of(ranks), name)
 
 
 def make_transport(name: str, group: dist.ProcessGroup) -> Transport:

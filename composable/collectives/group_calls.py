@@ -50,4 +50,4 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _told(error: RuntimeError, group: dist.ProcessGroup) -> RuntimeError:
-    return error if isinstance(error, ComposableError) else explained(error, group)
+    return error if isinstance(error, ComposableError) else explained(error, group, what="a communication hook")

@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable.arguments import described
+from composable.collectives.hosts import hosts_of, known_hosts, rows_of_hosts
 from composable.collectives.ranks import Ranks, device_for
+from composable.collectives.timeouts import told_timeout, wait_like_the_world
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.torch_private import joined_meshes, root_mesh
 
@@ -21,6 +23,7 @@ __all__ = [
     "DataParallelMeshDims",
     "Grid",
     "GroupOrPair",
+    "check_inside",
     "group_of_rows",
     "joined_mesh",
     "resolve_grid",
@@ -37,8 +40,8 @@ _EVERYONE: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.Proc
 _JOINED: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[str, ...], str], weakref.ref[DeviceMesh]]]"
 _JOINED = WeakKeyDictionary()
 
-# Meshes with a replica on each host.
-_OF_HOSTS: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], DeviceMesh]]" = WeakKeyDictionary()
+# Meshes with a replica on each host, by the world and the device type.
+_OF_HOSTS: "WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,15 @@ class Grid:
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """Of each rank, one copy of all shards after the other, its host as torchrun counts them; empty: not known."""
-        ranks_per_host = _ranks_per_host()
+        """Of each rank, one copy of all shards after the other, its host; empty: not known.
+
+        As the ranks have told each other, if they were asked before; else as torchrun counts.
+        """
         rows = self.rows or (self.shard.numbers,)
+        told = dict(zip(self.everyone.numbers, known_hosts(self.everyone)))
+        if told:
+            return tuple(told[number] for row in rows for number in row)
+        ranks_per_host = _ranks_per_host()
         return tuple(number // ranks_per_host for row in rows for number in row) if ranks_per_host else ()
 
     def replica_of(self, number: int) -> int:
@@ -140,6 +149,28 @@ class Grid:
         return Grid(alone, ranks, ranks)
 
 
+def check_inside(below: Grid, around: Grid, place: str) -> None:
+    """Refuse annotations inside each other of which the inner one has ranks that the outer one lacks.
+
+    Args:
+        below: Ranks of the inner one.
+        around: Ranks of the outer one.
+        place: Where the inner one is, for people.
+
+    Raises:
+        ConfigError: They do not lie inside each other.
+    """
+    inner, outer = below.everyone.numbers, around.everyone.numbers
+    outside = [number for number in inner if number not in outer]
+    if outside:
+        raise ConfigError(
+            f"a module below is annotated on ranks {list(inner)}, and this one, around it, on {list(outer)} only: "
+            f"rank {outside[0]} would wait for who does not run it",
+            at=f"{place_of_rank()}, {place}",
+            fix="annotate what lies inside on some of the outer ranks, say one dim of a mesh of all of them",
+        )
+
+
 def group_of_rows(rows: Iterable[Sequence[int]], device: torch.device) -> Ranks:
     """Return all ranks in ``rows``, ascending; one group for all that ask. Collective over them at first."""
     numbers = tuple(sorted(number for row in rows for number in row))
@@ -149,7 +180,7 @@ def group_of_rows(rows: Iterable[Sequence[int]], device: torch.device) -> Ranks:
         return Ranks.of(world, device)
     made = _EVERYONE.setdefault(world, {})
     if numbers not in made:
-        group = dist.new_group(list(numbers), use_local_synchronization=True)
+        group = dist.new_group(list(numbers), timeout=told_timeout(world), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup), "every rank that calls this is in the group"
         made[numbers] = group
     return Ranks.of(made[numbers], device)
@@ -166,7 +197,8 @@ def resolve_grid(
 ) -> tuple[DeviceMesh, Grid]:
     """Return the 1-D mesh of the ranks that share the parameters, and all ranks of an annotation.
 
-    Collective where there may be replicas, over them and the shard group.
+    Collective where there may be replicas, over them and the shard group. Groups that were made without a timeout get
+    that of the default process group.
 
     Args:
         mesh: Of one dim; of two, replicas first; of any number with ``dims``; ``None``: all ranks, with a replica on
@@ -181,8 +213,21 @@ def resolve_grid(
         UsageError: No process group is initialised.
         ConfigError: They do not fit.
     """
+    mesh, grid = _find_grid(mesh, dims, groups, list(params), is_hybrid=is_hybrid, caller=caller)
+    wait_like_the_world(ranks for ranks in (grid.shard, grid.replicas, grid.everyone) if ranks is not None)
+    return mesh, grid
+
+
+def _find_grid(
+    mesh: DeviceMesh | None,
+    dims: DataParallelMeshDims | None,
+    groups: GroupOrPair | None,
+    params: Sequence[nn.Parameter],
+    *,
+    is_hybrid: bool | None,
+    caller: str,
+) -> tuple[DeviceMesh, Grid]:
     _check_world(caller)
-    params = list(params)
     if groups is not None:
         if mesh is not None or dims is not None:
             raise ConfigError("both mesh and process_group are given", at=place_of_rank(), fix="pass one of them")
@@ -262,22 +307,15 @@ def _dims_of(mesh: DeviceMesh) -> DataParallelMeshDims:
 
 def _mesh_of_hosts(params: Iterable[nn.Parameter]) -> DeviceMesh:
     """Return a mesh with a replica on each host, the same for all annotations. Collective at first."""
-    world, size = dist.group.WORLD, dist.get_world_size()
+    world = dist.group.WORLD
     assert world is not None, "checked above"
-    ranks_per_host = _ranks_per_host()
-    if ranks_per_host is None:
-        known = os.environ.get("LOCAL_WORLD_SIZE") or "not known"
-        raise ConfigError(
-            f"a hybrid strategy without a mesh, and the ranks on each host are {known} of {size}",
-            at=place_of_rank(),
-            fix="start the script with torchrun, which sets LOCAL_WORLD_SIZE; or pass a mesh of two dims",
-        )
     kind = _default_type(params)
     made = _OF_HOSTS.setdefault(world, {})
-    if (kind, ranks_per_host) not in made:
-        shape = (size // ranks_per_host, ranks_per_host)
-        made[kind, ranks_per_host] = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
-    return made[kind, ranks_per_host]
+    if kind not in made:
+        # By where ranks are, not by their numbers: a launcher may count across hosts.
+        rows = rows_of_hosts(hosts_of(Ranks.of(world, device_for(kind))))
+        made[kind] = DeviceMesh(kind, torch.tensor(rows, device="cpu"), mesh_dim_names=("replicate", "shard"))
+    return made[kind]
 
 
 def _ranks_per_host() -> int | None:
@@ -347,6 +385,7 @@ def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
     # torch slices no flattened dims; one that is the first in such an order is the mesh itself.
     made = root[dims] if own in places else joined_meshes([mesh, other])
     known[key] = weakref.ref(made)
+    wait_like_the_world(Ranks.of_mesh(other, dim) for dim in range(other.ndim))
     return made, mesh_dim
 
 
@@ -423,7 +462,9 @@ def resolve_ranks(
     if mesh is not None and process_group is not None:
         raise ConfigError("both mesh and process_group are given", fix="pass one of them")
     if mesh is not None or not dist.is_available() or not dist.is_initialized():
-        return Ranks.of_mesh(_resolve_mesh(mesh, params, caller="replicate"))
+        ranks = Ranks.of_mesh(_resolve_mesh(mesh, params, caller="replicate"))
+        wait_like_the_world([ranks])
+        return ranks
     group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
@@ -436,7 +477,9 @@ def resolve_ranks(
             "the module is on cpu and the process group on nccl, which moves CUDA tensors only",
             fix="move the module to the GPU, or pass a process_group of backend 'gloo'",
         )
-    return Ranks.of(group, device_for(device_type))
+    ranks = Ranks.of(group, device_for(device_type))
+    wait_like_the_world([ranks])
+    return ranks
 
 
 def _default_type(params: Iterable[nn.Parameter]) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from composable.collectives.base import Pending, Started, Transport
 from composable.collectives.process_group import ProcessGroupTransport
 from composable.collectives.ranks import Ranks
-from composable.torch_private import timeout_of
+from composable.collectives.timeouts import told_timeout
 
 __all__ = ["OwnTransport", "make_host_ranks", "make_host_transport", "part_of"]
 
@@ -130,7 +130,7 @@ def _make(numbers: Sequence[int], ranks: Ranks) -> dist.ProcessGroup:
     backend = dist.get_backend(group)
     made = dist.new_group(
         list(numbers),
-        timeout=timeout_of(group) if ranks.device.type == "cpu" and backend != "fake" else None,
+        timeout=told_timeout(group),
         # A group that was made without naming a backend has one for each device type, as the default one has.
         backend=None if backend == "undefined" else backend,
         use_local_synchronization=True,
@@ -163,7 +163,10 @@ def make_host_transport(ranks: Ranks) -> Transport:
     """Return a transport of the same ranks, in a group of its own that talks in host memory. Collective over them."""
     backend = dist.get_backend(ranks.process_group)
     made = dist.new_group(
-        list(ranks.numbers), backend="fake" if backend == "fake" else "gloo", use_local_synchronization=True
+        list(ranks.numbers),
+        timeout=told_timeout(ranks.process_group),
+        backend="fake" if backend == "fake" else "gloo",
+        use_local_synchronization=True,
     )
     assert isinstance(made, dist.ProcessGroup), "every rank that calls this is in the group"
     return ProcessGroupTransport(made)
@@ -174,6 +177,6 @@ def make_host_ranks() -> Ranks:
 
     Collective: all ranks.
     """
-    made = dist.new_group(backend="gloo")
+    made = dist.new_group(timeout=told_timeout(dist.group.WORLD), backend="gloo")
     assert isinstance(made, dist.ProcessGroup), "every rank is in it"
     return Ranks.of(made, torch.device("cpu"))

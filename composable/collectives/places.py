@@ -26,7 +26,9 @@ from composable.torch_private import backward_code, groups_of_process, started_i
 __all__ = [
     "Told",
     "Waiting",
+    "call_in",
     "described",
+    "frame_of_wait",
     "name_of",
     "notice_transport",
     "notice_tree",
@@ -301,6 +303,22 @@ def _call_around(frame: FrameType) -> str:
     if "adopt" in names:
         return "the comparison of plans before the first forward"
     return next((name for name in reversed(names) if not name.startswith("_") and name not in _AROUND), "")
+
+
+def call_in(frame: FrameType | None) -> tuple[str, dist.ProcessGroup | None]:
+    """Return the call that waits for other ranks in ``frame``, as users know it, and its group, where that is known."""
+    if frame is None:
+        return "a collective", None
+    return _call_around(frame) or f"torch.distributed.{frame.f_code.co_name}", _group_in(frame)
+
+
+def frame_of_wait(error: BaseException) -> FrameType | None:
+    """Return the frame of torch.distributed that has raised ``error``; ``None``: something else has."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    frame = None if trace is None else trace.tb_frame
+    return frame if frame is not None and frame.f_code.co_filename.startswith(_WAITS[1:]) else None
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -13,7 +13,7 @@ gloo matches messages first in, first out per (peer, tag). Tags come from the bu
 the process group is the transport's own, so neither user traffic nor another buffer can match.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import chain, repeat
 
@@ -24,7 +24,7 @@ from composable.collectives.base import Pending
 from composable.collectives.in_flight import Messages
 from composable.collectives.loop_threads import never_preempt, threads_of_process
 from composable.collectives.process_group import ProcessGroupTransport
-from composable.torch_private import timeout_of
+from composable.collectives.timeouts import told_timeout
 
 __all__ = ["MAX_RANKS", "PointToPointTransport"]
 
@@ -116,6 +116,20 @@ def _reduce(shard: torch.Tensor, others: Sequence[torch.Tensor], factor: torch.T
         shard.copy_(total if factor is None else total.mul_(factor))
 
 
+def _spares_the_wire(hosts: Sequence[int]) -> bool:
+    """Say whether two all-gathers and a reduce-scatter send no more from the busiest host than gloo's collectives.
+
+    From a host with n of W ranks, n (W - n) slices go straight to their peers, each of the three times. gloo hands on
+    W - 1 slices to the next rank, and in its reduce-scatter, which is an all-reduce, twice as many
+    (docs/notes/transport.md).
+    """
+    size = len(hosts)
+    direct = max(3 * count * (size - count) for count in Counter(hosts).values())
+    around = zip(hosts, (*hosts[1:], hosts[0]), strict=True)
+    steps_out = Counter(host for host, following in around if host != following)
+    return direct <= 4 * (size - 1) * max(steps_out.values(), default=0)
+
+
 class PointToPointTransport(ProcessGroupTransport):
     """Moves slices between every pair of ranks; other collectives are those of the process group.
 
@@ -133,15 +147,15 @@ class PointToPointTransport(ProcessGroupTransport):
         return device_type == "cpu" and backend == "gloo"
 
     @classmethod
-    def fits(cls, device_type: str, backend: str, world_size: int) -> bool:
-        return cls.serves(device_type, backend) and 2 <= world_size <= MAX_RANKS
+    def fits(cls, device_type: str, backend: str, hosts: Sequence[int]) -> bool:
+        return cls.serves(device_type, backend) and 2 <= len(hosts) <= MAX_RANKS and _spares_the_wire(hosts)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         ranks = dist.get_process_group_ranks(group)
         others = threads_of_process()
         # Slices to higher ranks travel in one group, slices to lower ranks in the other.
         upward, downward = (
-            dist.new_group(ranks, timeout=timeout_of(group), backend="gloo", use_local_synchronization=True)
+            dist.new_group(ranks, timeout=told_timeout(group), backend="gloo", use_local_synchronization=True)
             for _ in range(2)
         )
         never_preempt(threads_of_process() - others, name="gloo_tcp_loop")

@@ -46,10 +46,7 @@ def _watched(method: "Callable[Concatenate[Ranks, _P], _T]") -> "Callable[Concat
         except ComposableError:
             raise
         except RuntimeError as error:
-            found = explained(error, ranks.group)
-            if found is error:
-                raise
-            raise found from error
+            raise explained(error, ranks.group) from error
 
     return cast("Callable[Concatenate[Ranks, _P], _T]", call)
 
@@ -101,6 +98,11 @@ class Ranks:
         """The group of ranks that are known to have one: everything annotated has."""
         assert self.group is not None, "a process without a process group"
         return self.group
+
+    @property
+    def order(self) -> tuple[int, tuple[int, ...]]:
+        """Sorts groups alike on all ranks, parts before the whole: who is in several talks to one after the other."""
+        return self.size, self.numbers
 
     @functools.cached_property
     def is_alone(self) -> bool:

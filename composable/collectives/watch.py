@@ -15,6 +15,7 @@ import atexit
 import logging
 import math
 import os
+import sys
 import threading
 import time
 import weakref
@@ -22,19 +23,29 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from composable.arguments import check_number
 from composable.collectives.base import Started, Transport
-from composable.collectives.places import described, name_of, notice_transport, place_here, transports, waiting_threads
+from composable.collectives.places import (
+    call_in,
+    described,
+    frame_of_wait,
+    name_of,
+    notice_transport,
+    place_here,
+    transports,
+    waiting_threads,
+)
 from composable.collectives.verdict import Place, Verdict, judge, place_from, text_of
-from composable.errors import DesyncError, place_of_rank
+from composable.errors import ComposableError, DesyncError, place_of_rank
 from composable.torch_private import PrefixStore, Store, groups_of_process, real_backend, store_of_default_group
+from composable.wording import ranks_text
 
-__all__ = ["annotating", "explained", "notice_transport", "set_divergence_timeout", "watch_ranks"]
+__all__ = ["annotating", "explain_waits", "explained", "notice_transport", "set_divergence_timeout", "watch_ranks"]
 
 VARIABLE = "COMPOSABLE_DIVERGENCE_TIMEOUT"
 DEFAULT_S = 30.0
@@ -87,8 +98,35 @@ def annotating(caller: str) -> Iterator[None]:
         raise
 
 
-def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None) -> RuntimeError:
-    """Return the error for a wait that ended with ``error``: that of the verdict, if there is one."""
+@contextmanager
+def explain_waits() -> Iterator[None]:
+    """Let calls of ``torch.distributed`` in this context end as waits of this package do, if other ranks are gone.
+
+    For collectives of your own, such as a mean of losses. What torch raises while it waits, in words of its backend,
+    becomes a ``DesyncError`` that says who was waited for and, if the ranks have diverged, where each of them is.
+    Errors of anything else pass through.
+
+    Raises:
+        DesyncError: The wait has ended by an error, on this rank.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        frame = None if isinstance(error, ComposableError) else frame_of_wait(error)
+        if frame is None:
+            raise
+        what, group = call_in(frame)
+        raise explained(error, group, what=what) from error
+
+
+def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None, *, what: str = "") -> RuntimeError:
+    """Return the error for a wait that ended with ``error``: that of the verdict, if there is one.
+
+    Args:
+        error: What ended the wait.
+        waited: What was waited for, or the group in which.
+        what: The call that waited; empty: it is found.
+    """
     groups = waited.transport.groups if isinstance(waited, Started) else (waited or dist.group.WORLD,)
     thread = _WATCH.thread
     if thread is not None:
@@ -96,13 +134,19 @@ def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None) -
         for group in groups:
             if isinstance(group, dist.ProcessGroup) and group in _WATCH.closed:
                 return _diverged(_WATCH.closed[group])
-    if not isinstance(waited, Started):
-        return error
+    if isinstance(waited, Started):
+        what = name_of(waited)
+    else:
+        what = f"the other ranks in {what or call_in(sys._getframe(1))[0]}"
+    others: list[int] = []
+    with suppress(KeyError, RuntimeError, ValueError):  # of a group that was destroyed
+        others = [one for one in dist.get_process_group_ranks(groups[0]) if one != dist.get_rank()]
     first_line = str(error).partition("\n")[0]
     return DesyncError(
-        f"the wait for {name_of(waited)} has ended by an error of the process group: {first_line}",
-        at=place_of_rank(),
-        fix="see what the other ranks say first: one has ended, or has been waited for longer than the group permits",
+        f"the wait for {what} has ended by an error of the process group: {first_line}",
+        at=f"{place_of_rank()}, waiting for {ranks_text(others)}" if others else place_of_rank(),
+        fix="see what the other ranks say first: one has ended or cannot be reached, or was waited for longer than the "
+        "group permits; docs/cluster.md has what follows",
     )
 
 
@@ -160,6 +204,7 @@ class _Thread(threading.Thread):
         self._store: Store = PrefixStore("composable watch", store)
         self._pause_s = min(limit_s / _LOOKS, _MAX_PAUSE_S)
         self._patience_s = max(_PATIENCE_LOOKS * self._pause_s, _MIN_PATIENCE_S)
+        self._in_store_since = math.inf
         self._question = 0
         self._wake = threading.Event()
         self._looked = threading.Condition()
@@ -183,7 +228,7 @@ class _Thread(threading.Thread):
             # Of a look that is under way, it is not known what it has read already.
             enough = self._looks + 2
             self._is_heard = True
-            while self._looks < enough and self.is_alive() and not self._is_ended:
+            while self._looks < enough and self.is_alive() and not (self._is_ended or self._is_cut_off()):
                 self._wake.set()
                 self._looked.wait(self._patience_s / 20)
 
@@ -205,20 +250,32 @@ class _Thread(threading.Thread):
                 self._is_ended = True
                 self._looked.notify_all()
 
+    def _in_store(self, call: str, *args: Any) -> Any:
+        """Call a method of the store, and let others see since when the thread is in it."""
+        self._in_store_since = time.monotonic()
+        try:
+            return getattr(self._store, call)(*args)
+        finally:
+            self._in_store_since = math.inf
+
+    def _is_cut_off(self) -> bool:
+        """Say whether the store does not answer: its host cannot be reached, which nobody tells who waits for it."""
+        return time.monotonic() - self._in_store_since > _MIN_PATIENCE_S
+
     def _is_over(self) -> bool:
         """Say whether the process group was destroyed."""
         return self.group() is None or dist.group.WORLD is not self.group()
 
     def _skip_old_questions(self) -> None:
-        while self._store.check([self._key("verdict")]):
+        while self._in_store("check", [self._key("verdict")]):
             self._question += 1
 
     def _key(self, what: str) -> str:
         return f"{self._question}/{what}"
 
     def _look(self) -> None:
-        is_asker = self._has_waited_too_long() and self._store.add(self._key("asked"), 1) == 1
-        if is_asker or self._store.check([self._key("asked")]):
+        is_asker = self._has_waited_too_long() and self._in_store("add", self._key("asked"), 1) == 1
+        if is_asker or self._in_store("check", [self._key("asked")]):
             self._answer(is_asker=is_asker)
 
     def _has_waited_too_long(self) -> bool:
@@ -241,7 +298,7 @@ class _Thread(threading.Thread):
 
     def _answer(self, *, is_asker: bool) -> None:
         """Tell where this process is, and do what the ranks are told."""
-        self._store.set(self._key(f"place/{self._rank}"), text_of(self._place()))
+        self._in_store("set", self._key(f"place/{self._rank}"), text_of(self._place()))
         # By the time that the verdict is read there may be another world, whose groups have the same names.
         groups = groups_of_process()
         if self._is_over():
@@ -249,11 +306,11 @@ class _Thread(threading.Thread):
         if is_asker:
             places = self._collect()
             verdict = Verdict(False, (), ()) if self._is_over() else judge(places)
-            self._store.set(self._key("verdict"), _written(verdict))
+            self._in_store("set", self._key("verdict"), _written(verdict))
         elif not self._has_come(self._key("verdict"), 4 * self._patience_s):
             # Who asked has ended.
-            self._store.set(self._key("verdict"), _written(Verdict(False, (), ())))
-        verdict = _read(self._store.get(self._key("verdict")).decode())
+            self._in_store("set", self._key("verdict"), _written(Verdict(False, (), ())))
+        verdict = _read(self._in_store("get", self._key("verdict")).decode())
         self._question += 1
         if verdict.is_diverged:
             self._close(verdict, groups)
@@ -273,12 +330,12 @@ class _Thread(threading.Thread):
         for rank in range(self._size):
             key = self._key(f"place/{rank}")
             is_there = self._has_come(key, deadline - time.monotonic())
-            places[rank] = place_from(self._store.get(key).decode()) if is_there else None
+            places[rank] = place_from(self._in_store("get", key).decode()) if is_there else None
         return places
 
     def _has_come(self, key: str, patience_s: float) -> bool:
         deadline = time.monotonic() + patience_s
-        while not self._store.check([key]):
+        while not self._in_store("check", [key]):
             if time.monotonic() >= deadline or self._is_ended:
                 return False
             time.sleep(min(self._pause_s, 0.02))

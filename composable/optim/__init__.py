@@ -1,5 +1,6 @@
 """A torch optimizer's step on local tensors, and what it needs to know of parameters."""
 
+from composable.optim.annotated import ranks_of_param
 from composable.optim.checks import CHECKS_ITSELF, check_every_step, check_replaced
 from composable.optim.clip import clip_grad_norm_, get_total_norm
 from composable.optim.local_step import accelerate_optimizer
@@ -28,5 +29,6 @@ __all__ = [
     "group_differences",
     "names_by_alias",
     "names_of_params",
+    "ranks_of_param",
     "rebind_optimizer",
 ]

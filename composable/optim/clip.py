@@ -4,14 +4,16 @@ torch's own ``clip_grad_norm_`` knows DTensors of one mesh only. Here each tenso
 rank, in its own device's memory; what the ranks then add up is a number for each group of ranks.
 
 Every element counts once: pieces are added over the mesh dims that a tensor is cut over, replicas
-are not. A plain tensor is taken to be the same on every rank, as ``replicate`` keeps it.
+are not. A plain tensor is taken to be the same on every rank, as ``replicate`` keeps it. What is annotated on fewer
+ranks than the rest, such as experts, is another tensor on others: so much comes to the norm from each such group.
 
 Source: gradient clipping, arXiv 1211.5063.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from composable.arguments import check_bool, check_number, list_of_tensors
 from composable.collectives import Ranks
 from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.optim.annotated import ranks_of_layout, ranks_of_param
 from composable.optim.local_step import LocalGradients, local_gradients
 from composable.ragged import (
     LIVE_SOURCES,
@@ -56,7 +59,8 @@ def get_total_norm(
     Args:
         tensors: Plain tensors (the same on every rank), ragged ones and torch's own DTensors, on any
             meshes and devices. Pieces on the host meet on the device of their mesh. ``Partial`` ones are
-            reduced first, one by one.
+            reduced first, one by one. Ragged ones annotated on a part of the ranks of others count for each such
+            part, whose ranks list their own; see docs/experts.md.
         norm_type: Above 0; ``math.inf`` for the largest magnitude.
         error_if_nonfinite: Raise, on every rank, if the norm is NaN or infinite.
         foreach: ``False`` takes the norms one by one.
@@ -75,7 +79,7 @@ def get_total_norm(
     listed = list_of_tensors("tensors", tensors)
     check_finished("get_total_norm", listed)
     for tensor in listed:
-        pieces.add(tensor)
+        pieces.add(tensor, _home_of(tensor))
     return pieces.total_norm(norm_type, error_if_nonfinite, foreach).to(pieces.dtype)
 
 
@@ -94,6 +98,8 @@ def clip_grad_norm_(
 
     Args:
         parameters: Plain (the same gradient on every rank), ragged and torch's own DTensor parameters, on any meshes.
+            Those annotated on a part of the ranks of others, ragged or replicated, count for each such part, whose
+            ranks list their own; see docs/experts.md.
             Or an optimizer: all of its parameters; after ``accelerate_optimizer`` in as few tensors as it steps.
         max_norm: 0 or above.
         norm_type: Above 0; ``math.inf`` for the largest magnitude.
@@ -120,9 +126,11 @@ def clip_grad_norm_(
     params, accelerated = _listed(parameters, every)
     for parameter in params:
         pieces.expect(parameter)
-    grads = [parameter.grad for parameter in params if parameter.grad is not None]
-    for grad in grads:
-        pieces.add(grad)
+    grads = []
+    for parameter in params:
+        if parameter.grad is not None:
+            grads.append(parameter.grad)
+            pieces.add(parameter.grad, _home_of(parameter))
     scaled = [_local(grad) for grad in grads]
     for gradients in accelerated:
         pieces.add_accelerated(gradients)
@@ -192,7 +200,7 @@ class _Groups:
                     fix="list the tensors of this rank only",
                 )
             groups = tuple(
-                self._known_as(Ranks.of_mesh(mesh, dim)) for dim in cut_dims(tensor) if not placements[dim].is_partial()
+                self.known_as(Ranks.of_mesh(mesh, dim)) for dim in cut_dims(tensor) if not placements[dim].is_partial()
             )
             self._by_placements[id(mesh), placements] = groups
         return groups
@@ -202,11 +210,49 @@ class _Groups:
         key = id(layout.mesh), layout.cut_dims
         found = self._by_mesh.get(key)
         if found is None:
-            found = self._by_mesh[key] = tuple(map(self._known_as, layout.every_ranks))
+            found = self._by_mesh[key] = tuple(map(self.known_as, layout.every_ranks))
         return found
 
-    def _known_as(self, ranks: Ranks) -> Ranks:
+    def known_as(self, ranks: Ranks) -> Ranks:
+        """Return the first group of these ranks that was met."""
         return self._known.setdefault((ranks.numbers, ranks.device.type), ranks)
+
+
+class _Home(NamedTuple):
+    """Where an annotation has a tensor.
+
+    Attributes:
+        ranks: All whose gradients it averages.
+        sizes: Of the mesh dims over which tensor parallelism has split it, or has copies.
+        is_first: Of all ranks that have a part or a copy of it, this one is the first.
+    """
+
+    ranks: Ranks
+    sizes: tuple[int, ...]
+    is_first: bool
+
+
+def _home_of(tensor: torch.Tensor) -> _Home | None:
+    """Return where a parameter or a ragged gradient is; ``None``: no annotation is known."""
+    if type(tensor) is RaggedDTensor:
+        return _home_of_layout(tensor._spec.layout)
+    ranks = ranks_of_param(tensor)
+    if ranks is None:
+        return None
+    if not isinstance(tensor, DTensor):
+        return _Home(ranks, (), ranks.rank == 0)
+    mesh = tensor._spec.mesh
+    return _Home(ranks, tuple(mesh.shape), ranks.rank == 0 and not any(mesh.get_coordinate() or ()))
+
+
+def _home_of_layout(layout: RaggedLayout) -> _Home | None:
+    ranks = ranks_of_layout(layout)
+    if ranks is None:
+        return None
+    mesh = layout.mesh
+    if mesh.ndim == 1:
+        return _Home(ranks, (), ranks.rank == 0)
+    return _Home(ranks, tuple(mesh.shape), ranks.rank == 0 and not any(mesh.get_coordinate() or ()))
 
 
 class _Pieces:
@@ -218,9 +264,9 @@ class _Pieces:
 
     def __init__(self, op: str) -> None:
         self._op = op
-        self._expected: Counter[tuple[Ranks, ...]] = Counter()
+        self._expected: Counter[tuple[_Home | None, tuple[Ranks, ...]]] = Counter()
         self._groups = _Groups()
-        self._by_cut: dict[tuple[Ranks, ...], list[torch.Tensor]] = {}
+        self._by_cut: dict[tuple[_Home | None, tuple[Ranks, ...]], list[torch.Tensor]] = {}
         self._home: torch.device | None = None
         self._dtypes: set[torch.dtype] = set()
 
@@ -232,28 +278,29 @@ class _Pieces:
 
     def expect(self, tensor: torch.Tensor) -> None:
         """Take part in what the groups of a tensor exchange, also without its gradient."""
-        cut = self._groups.of(tensor)
-        self._expected[cut] += 1
-        self._by_cut.setdefault(cut, [])
+        self._expect(_home_of(tensor), self._groups.of(tensor))
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Add a whole tensor's piece."""
+    def _expect(self, home: _Home | None, cut: tuple[Ranks, ...]) -> None:
+        self._expected[home, cut] += 1
+        self._by_cut.setdefault((home, cut), [])
+
+    def add(self, tensor: torch.Tensor, home: _Home | None) -> None:
+        """Add a whole tensor's piece; ``home``: of the parameter whose gradient it is."""
         tensor = _without_partial(tensor)
-        self._add(self._groups.of(tensor), _local(tensor))
+        self._add(home, self._groups.of(tensor), _local(tensor))
 
     def add_accelerated(self, gradients: LocalGradients) -> None:
         """Add what an accelerated optimizer steps with."""
-        cut = self._groups.of_layout(gradients.layout)
-        self._expected[cut] += 1
-        self._by_cut.setdefault(cut, [])
+        home, cut = _home_of_layout(gradients.layout), self._groups.of_layout(gradients.layout)
+        self._expect(home, cut)
         self._dtypes |= gradients.dtypes
         for local in gradients.tensors:
-            self._add(cut, local)
+            self._add(home, cut, local)
 
-    def _add(self, cut: tuple[Ranks, ...], local: torch.Tensor) -> None:
+    def _add(self, home: _Home | None, cut: tuple[Ranks, ...], local: torch.Tensor) -> None:
         self._home = self._home or local.device
         self._dtypes.add(local.dtype)
-        self._by_cut.setdefault(cut, []).append(local)
+        self._by_cut.setdefault((home, cut), []).append(local)
 
     def total_norm(self, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> torch.Tensor:
         """Return the norm of all in fp64. Collective over the groups."""
@@ -262,8 +309,7 @@ class _Pieces:
         check_bool("foreach", foreach, or_none=True)
         home = self._home or torch.device("cpu")
         whole = NormParts(order)
-        parts = {cut: _part_of(locals_, whole, home, foreach) for cut, locals_ in self._by_cut.items()}
-        total = whole.norms(self._add_over_ranks(parts, whole, home))[0]
+        total = whole.norms(self._part_of_all(whole, home, foreach))[0]
         if error_if_nonfinite and not bool(total.isfinite()):
             raise UsageError(
                 f"the norm of order {order:g} is {total.item()}",
@@ -271,15 +317,46 @@ class _Pieces:
             )
         return total
 
+    def _part_of_all(self, whole: NormParts, home: torch.device, foreach: bool | None) -> torch.Tensor:
+        """Return the part of all pieces of all ranks. Collective over the groups."""
+        homes = {found for found, _ in self._by_cut if found is not None}
+        outer = max((found.ranks for found in homes), key=lambda ranks: ranks.order, default=None)
+        apart = {found for found in homes if outer is not None and set(found.ranks.numbers) < set(outer.numbers)}
+        merged: dict[_Home | None, dict[tuple[Ranks, ...], list[torch.Tensor]]] = {None: {}}
+        listed: Counter[tuple[_Home | None, tuple[Ranks, ...]]] = Counter()
+        for (found, cut), locals_ in self._by_cut.items():
+            own = found if found in apart else None
+            merged.setdefault(own, {}).setdefault(cut, []).extend(locals_)
+            listed[own, cut] += self._expected[found, cut]
+        parts = {
+            found: {cut: _part_of(locals_, whole, home, foreach) for cut, locals_ in by_cut.items()}
+            for found, by_cut in merged.items()
+        }
+        everywhere = parts.pop(None)
+        for found in sorted(apart, key=lambda found: (found.ranks.order, found.sizes)):
+            assert outer is not None, "some ranks are a part of it"
+            counts = {cut: listed[found, cut] for cut in merged[found]}
+            of_part = self._add_over_ranks(parts[found], counts, whole, home)
+            if not found.is_first:
+                of_part = whole.nothing((1,), home)  # One of those that have it tells of it.
+            cut = (self._groups.known_as(outer),)
+            # Where nothing else is cut over all of them, this is an all-reduce more.
+            everywhere[cut] = whole.combine(everywhere[cut], of_part) if cut in everywhere else of_part
+        return self._add_over_ranks(everywhere, {cut: listed[None, cut] for cut in everywhere}, whole, home)
+
     def _add_over_ranks(
-        self, parts: dict[tuple[Ranks, ...], torch.Tensor], whole: NormParts, home: torch.device
+        self,
+        parts: dict[tuple[Ranks, ...], torch.Tensor],
+        listed: Mapping[tuple[Ranks, ...], int],
+        whole: NormParts,
+        home: torch.device,
     ) -> torch.Tensor:
         """Return the part of all pieces of all ranks: one all-reduce a group, for all tensors that are cut over it."""
         while left := [group for cut in parts for group in cut]:
             group = left[0]
             cuts = [cut for cut in parts if group in cut]
-            listed = sum(self._expected[cut] for cut in cuts)
-            listed_text = f" of {count_text(listed, 'parameter')}" if listed else ""
+            count = sum(listed.get(cut, 0) for cut in cuts)
+            listed_text = f" of {count_text(count, 'parameter')}" if count else ""
             confirm_alike(f"{self._op} of order {whole.order:g}{listed_text} in {count_text(len(cuts), 'cut')}", group)
             reduced = group.reduce(torch.stack([parts.pop(cut) for cut in cuts]), whole.op).to(home)
             for cut, part in zip(cuts, reduced):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import _traversal_utils
+from composable.optim.annotated import ranks_of_layout
 from composable.optim.entries import is_per_element
 from composable.ragged import RaggedDTensor, RaggedLayout, RaggedSpec
 from composable.storage import Handle
@@ -174,7 +175,8 @@ def merge(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> torch.Tens
 
 def cut_of(layout: RaggedLayout) -> object:
     """Return what is equal for parameters that are cut, and split, over the same mesh dims: norms add up alike."""
-    return id(layout.mesh), layout.cut_dims
+    # Of equal shard groups one may have copies, and another not.
+    return id(layout.mesh), layout.cut_dims, ranks_of_layout(layout)
 
 
 def find_chains(pieces: Sequence[Piece], groups: Sequence[dict[str, Any]]) -> list[list[int]]:

@@ -56,6 +56,7 @@ class Label(Protocol):
     Attributes:
         key: Equal on all ranks, and another one for each parameter that they share.
         module: What messages call the module that owns it.
+        everyone: All ranks that hold pieces of it, or copies of pieces; ``None``: it is gone.
     """
 
     @property
@@ -63,6 +64,9 @@ class Label(Protocol):
 
     @property
     def module(self) -> str: ...
+
+    @property
+    def everyone(self) -> Ranks | None: ...
 
 
 class Split(NamedTuple):

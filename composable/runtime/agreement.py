@@ -180,7 +180,7 @@ def find_stale(ranks_of: Mapping[Handle, Ranks], kept: Sequence[Handle]) -> list
     for handle in kept:
         groups.setdefault(ranks_of[handle], []).append(handle)
     stale: list[Handle] = []
-    for ranks, handles in groups.items():
+    for ranks, handles in sorted(groups.items(), key=lambda item: item[0].order):
         with torch.inference_mode(mode=False):
             told = torch.tensor([not handle.is_fresh() for handle in handles], dtype=torch.int32)
         heard = ranks.reduce(told, ReduceOp.MAX).tolist()

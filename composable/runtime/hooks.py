@@ -86,8 +86,12 @@ class _ModuleHooks:
         if root is None:
             root = state.lazy_init()
         scheduler = root.scheduler
-        if handle is not None and not handle.is_in_place():
-            _put_right(handle, scheduler)
+        if handle is not None:
+            if not handle.is_in_place():
+                _put_right(handle, scheduler)
+            for follower in scheduler.followers_of(handle):
+                if not follower.handle.is_in_place():
+                    _put_right(follower.handle, scheduler)
         is_outermost = scheduler.is_idle
         if is_outermost and torch.is_grad_enabled():
             root.additions.check(module, root.states)

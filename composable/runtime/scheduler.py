@@ -10,11 +10,15 @@ every handle whose first forward call came later is complete and may be reduced,
 hook on any parameter. What no earlier module completes, the end of backward does. That order says
 when to reduce *early*. Where it is wrong, the ranks find out when backward ends, and reduce once more.
 See docs/notes/completion.md. On which stream things run is the business of ``streams.py``.
+
+A module on fewer ranks, such as an expert, need not run on all of these in every step. So its handle *follows*
+that of the module around it: nothing that its own calls do starts a collective. See docs/notes/experts.md.
 """
 
+import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -35,6 +39,9 @@ from composable.torch_hooks import Ending, in_backward_of_nothing, next_ending_n
 from composable.torch_private import next_node_number
 
 __all__ = ["Scheduler"]
+
+# In place of the end of a call that decides nothing: of a module that goes with the one around it.
+_LED = math.inf
 
 
 class Scheduler:
@@ -130,6 +137,25 @@ class Scheduler:
     def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement | Comparison]]) -> None:
         """Let the ranks compare at the end of each backward; ``make`` gets the accounts of all handles."""
         self._hand_over.agree_by(make)
+
+    def follow(self, leaders: Mapping[Handle, Sequence[Handle]]) -> None:
+        """Let handles go with others, whether their own modules run or not.
+
+        Args:
+            leaders: Of each handle that follows; these follow none.
+        """
+        led: dict[Turn, list[Turn]] = {}
+        for handle, ahead in leaders.items():
+            turn = self._turns[handle]
+            turn.leaders = tuple(self._turns[one] for one in ahead)
+            for leader in turn.leaders:
+                led.setdefault(leader, []).append(turn)
+        for leader, turns in led.items():
+            leader.followers = tuple(turns)
+
+    def followers_of(self, handle: Handle) -> tuple[Turn, ...]:
+        """Return what goes with ``handle``."""
+        return self._turns[handle].followers
 
     def compare_by(self, find_stale: Callable[[Sequence[Handle]], Iterable[Handle]]) -> None:
         """Let the ranks find out together which unsharded handles are older than their shards."""
@@ -228,11 +254,16 @@ class Scheduler:
                 return
             raise _lent(handle)
         turn = self._turns[handle]
+        if self._is_led(turn):
+            # Gathered already: which of them run, and in what order, is this rank's own business.
+            self._unsharded.unshard(handle)
+            return
         if len(handle.modules) > 1 and not turn.modules_left:
             turn.modules_left.update(handle.modules)
         if self._first_nodes[-1] < 0:
             # In backward: activation checkpointing runs the forward again, order and clock stay as they are.
             self._note_backward(runs_again=True)
+            self._begin_unshard(turn)
             self._unshard_for_backward(handle)
             return
         self._clock += 1
@@ -244,14 +275,14 @@ class Scheduler:
                 last.next_forward = turn
             turn.previous_forward = last
             self._last_forward = turn
-        self._unsharded.unshard(handle)
+        self._unshard(turn)
         following = turn.next_forward
         if handle.forward_prefetch is not None:
             self._prefetch(handle.forward_prefetch)
         elif following is not None and following is not turn:
-            self._unsharded.begin_unshard(following.handle)
+            self._begin_unshard(following)
 
-    def post_forward(self, handle: Handle, module: nn.Module, *, is_differentiable: bool, leaks: bool = False) -> int:
+    def post_forward(self, handle: Handle, module: nn.Module, *, is_differentiable: bool, leaks: bool = False) -> float:
         """End one call of ``module``; returns its clock, which the output's hook must give to ``pre_backward``.
 
         Args:
@@ -263,29 +294,74 @@ class Scheduler:
         turn = self._turns[handle]
         if handle.is_lent:
             return self._clock
+        is_led = self._is_led(turn)
         turn.modules_left.discard(module)
         if self._first_nodes[-1] < 0:
-            if is_differentiable:
+            if is_differentiable and not is_led:
                 # Reentrant checkpointing: the first forward ran without grad, so only now is it known.
                 self._queue_late(turn)
             return self._clock
         self._clock += 1
-        if is_differentiable and turn.first_forward is None:
-            turn.first_forward = turn.entered_at
-            self._armed.append(turn)
+        if is_differentiable and not is_led:
+            for one in (turn, *turn.followers):
+                if one.first_forward is None:
+                    one.first_forward = turn.entered_at
+                    self._armed.append(one)
         if leaks:
             if not self.failure:  # An exception holds on to tensors as well.
                 notice_leak(handle)
             self._unsharded.linger(handle, with_graph=True)
             self._unsharded.watch_leaves(handle)
+        if is_led:
+            return _LED
         # The last call of the forward: no other module of the handle is to run, nor this one around itself.
         if not turn.modules_left and self._running.count(module) == 1:
+            for one in turn.followers:
+                self._end_call(one, is_differentiable=is_differentiable)
             turn.entered_at = None
-            # Without gradients they stay only where the user asked for it: for a loop of forwards, say.
-            stays = handle.reshard_option is False and not torch.is_grad_enabled()
-            if handle.reshard_after_forward or not (is_differentiable or stays):
-                self._reshard_after_forward(turn, is_differentiable=is_differentiable)
+            self._end_call(turn, is_differentiable=is_differentiable)
         return self._clock
+
+    def _is_led(self, turn: Turn) -> bool:
+        """Say whether the call that runs is inside of what the handle goes with, and not from elsewhere."""
+        if not turn.leaders:
+            return False
+        # Activation checkpointing may run a part again, without the modules around it.
+        is_again = self._first_nodes[-1] < 0
+        return any(
+            self._is_around(leader.handle) or (is_again and leader.queued_in == self.backward_id)
+            for leader in turn.leaders
+        )
+
+    def _end_call(self, turn: Turn, *, is_differentiable: bool) -> None:
+        """Free a handle after the last call of the forward, or let it stay."""
+        handle = turn.handle
+        # Without gradients they stay only where the user asked for it: for a loop of forwards, say.
+        stays = handle.reshard_option is False and not torch.is_grad_enabled()
+        frees = handle.reshard_after_forward or not (is_differentiable or stays)
+        if handle.is_gathering and (handle.keeps_secondary or not frees):
+            # It follows, and its modules did not run here: what stays has to be the same on all ranks.
+            self._unsharded.unshard(handle)
+        if frees:
+            self._reshard_after_forward(turn, is_differentiable=is_differentiable)
+
+    def _unshard(self, turn: Turn) -> None:
+        """Unshard a handle, and start to gather what goes with it before anything can make ranks differ."""
+        if turn.followers:
+            self._begin_unshard(turn)
+        self._unsharded.unshard(turn.handle)
+
+    def _begin_unshard(self, turn: Turn) -> None:
+        self._unsharded.begin_unshard(turn.handle)
+        for one in turn.followers:
+            if one.handle.held_with is None:
+                self._unsharded.begin_unshard(one.handle)
+
+    def _begin_followers(self, turn: Turn) -> None:
+        """Do so in backward with those that go with it."""
+        for one in turn.followers:
+            if one.handle.unshard_in_backward and one.handle.held_with is None:
+                self._unsharded.begin_unshard(one.handle)
 
     def _reshard_after_forward(self, turn: Turn, *, is_differentiable: bool) -> None:
         """Free the parameters; where a backward will gather them from fewer ranks, all but the secondary shards."""
@@ -319,7 +395,7 @@ class Scheduler:
 
         Args:
             handle: The handle.
-            clock: End of the call that made the output.
+            clock: End of the call that made the output, as ``post_forward`` gave it.
             gathers: Backward of that call may read the parameters.
         """
         self._note_backward()
@@ -331,10 +407,15 @@ class Scheduler:
             else:
                 self._complete_after(clock)
         turn = self._turns[handle]
+        if clock == _LED and turn.leaders:
+            if gathers:
+                self._unsharded.unshard(handle)
+            return
         if turn.queued_in != backward_id or turn.completed_in == backward_id:
             self._queue_late(turn)
         if gathers:
             self._unshard_for_backward(handle)
+        self._begin_followers(turn)
         if turn.met_in == backward_id:
             return
         turn.met_in = backward_id
@@ -343,17 +424,20 @@ class Scheduler:
             last.next_backward = turn
         self._last_backward = turn
         if handle.backward_prefetch is not None:
-            self._prefetch(ahead for ahead in handle.backward_prefetch if ahead.unshard_in_backward)
+            for ahead in handle.backward_prefetch:
+                self._prefetch_backward(self._turns.get(ahead))
             return
         following = turn.next_backward or turn.previous_forward
         # A handle that is not armed takes no part in this backward.
-        if (
-            following is not None
-            and following.first_forward is not None
-            and following.completed_in != backward_id
-            and following.handle.unshard_in_backward
-        ):
-            self._unsharded.begin_unshard(following.handle)
+        if following is not None and following.first_forward is not None and following.completed_in != backward_id:
+            self._prefetch_backward(following)
+
+    def _prefetch_backward(self, turn: Turn | None) -> None:
+        # Those of another root are gathered by that root, on streams of its own.
+        if turn is not None:
+            if turn.handle.unshard_in_backward:
+                self._unsharded.begin_unshard(turn.handle)
+            self._begin_followers(turn)
 
     def _unshard_for_backward(self, handle: Handle) -> None:
         self._unsharded.unshard(handle)
@@ -454,7 +538,9 @@ class Scheduler:
                 )
 
     def _queue_late(self, turn: Turn) -> None:
-        """Let the end of backward complete what was not expected in it, or is complete already."""
+        """Let the end of backward complete what was not expected in it, or is complete already, and what follows."""
+        for one in turn.followers:
+            self._queue_late(one)
         if turn.completed_in == self.backward_id:
             # Forwards and backwards interleave: reduced already, and more is coming.
             turn.is_late = True
@@ -527,7 +613,7 @@ class Scheduler:
                 self._unsharded.linger(handle, with_graph=True)
             if handle.reshard_after_backward or handle.is_gathering:
                 self._reshard_unless_running(handle)
-            elif not self._is_around(handle):
+            elif not self._is_in_use(handle):
                 handle.hide()
         if self._makes_graph:
             self._unsharded.watch_lingering()
@@ -564,6 +650,12 @@ class Scheduler:
             if handle.reshard_after_backward:
                 self._reshard_unless_running(handle)
         self._streams.meet()
+        if turn.leaders:
+            # What stays has to be the same on all ranks, also where its modules took no part.
+            if handle.is_gathering:
+                self._unsharded.unshard(handle)
+            if handle.has_secondary:
+                handle.drop_secondary()
 
     def _reduce(self, turn: Turn, accounts: Sequence[Account], *, is_early: bool) -> None:
         """Start the reductions; before the last of them the parameters are freed."""
@@ -580,8 +672,11 @@ class Scheduler:
 
     def _reshard_unless_running(self, handle: Handle) -> None:
         # A backward inside a forward leaves the modules around it as they are.
-        if not self._running or not self._is_around(handle):
+        if not self._running or not self._is_in_use(handle):
             self._unsharded.reshard(handle)
+
+    def _is_in_use(self, handle: Handle) -> bool:
+        return self._is_around(handle) or any(self._is_around(one.handle) for one in self._turns[handle].leaders)
 
     def _is_around(self, handle: Handle) -> bool:
         return any(module in handle.modules for module in self._running)
@@ -654,7 +749,7 @@ class Scheduler:
         for handle in handles:
             # Those of another root are gathered by that root, on streams of its own.
             if handle in self._turns:
-                self._unsharded.begin_unshard(handle)
+                self._begin_unshard(self._turns[handle])
 
     # Ending by hand
 

@@ -3,6 +3,7 @@
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,10 +19,11 @@ from composable.collectives import (
     host_transport_of,
     notice_tree,
     part_of,
+    settle_transport_for,
     transport_of,
 )
 from composable.contract import get_registry, managing_state
-from composable.errors import UsageError, located, place_of_rank
+from composable.errors import ComposableError, UsageError, located, place_of_rank
 from composable.planning import ShardPlan, managed_modules, name_modules
 from composable.runtime.account import Account
 from composable.runtime.additions import Additions
@@ -47,11 +49,12 @@ class FullyShardState:
         plan: What the annotation decided.
         mesh: 1-D mesh of the shard group.
         grid: The ranks of the mesh, and those of its replicas.
-        transport_name: How the handles' bytes travel.
+        transport_choice: How the handles' bytes shall travel, as the user said.
         ignored_modules: What the annotation leaves alone, with all below.
         ignored_slots: (module, name) of the parameters outside of these that it leaves alone.
         skipped_modules: What keeps its dtype under the mixed precision policy, each with the outermost around it.
         marked_buffers: (module, name) of buffers that may hold the mark of memory that nobody has written to.
+        follows_parent: Handles go with the one around; ``None``: if they are on fewer ranks than the root.
         _handles: Handles of this annotation, left to right, depth first.
         hook_handles: Remove them, and the modules run as plain ones again.
         settings: Of the root, should this be its state.
@@ -64,11 +67,12 @@ class FullyShardState:
         self.plan: ShardPlan
         self.mesh: DeviceMesh
         self.grid: Grid
-        self.transport_name = ""
+        self.transport_choice = "auto"
         self.ignored_modules: frozenset[nn.Module] = frozenset()
         self.ignored_slots: list[tuple[nn.Module, str]] = []
         self.skipped_modules: dict[nn.Module, nn.Module] = {}
         self.marked_buffers: list[tuple[nn.Module, str]] = []
+        self.follows_parent: bool | None = None
         self._handles: list[Handle] = []
         self._module_to_handle: dict[nn.Module, Handle] = {}
         self.hook_handles: list[RemovableHandle] = []
@@ -163,7 +167,8 @@ class FullyShardState:
                 continue
             if size not in parts:
                 part = part_of(self.grid.shard, size)
-                parts[size] = transport_of(part.process_group, self.transport_name), part
+                name = settle_transport_for(part, self.transport_choice)
+                parts[size] = transport_of(part.process_group, name), part
             for flat in handle.buffers:
                 flat.routes.gather_secondary_by(*parts[size])
 
@@ -219,12 +224,15 @@ class Root:
                     handle.is_shared |= found.root.state not in states
         replicas: dict[tuple[Ranks, str], Replicas] = {}
         for found in states:
-            transport = transport_of(found.grid.shard.process_group, found.transport_name)
+            name = settle_transport_for(found.grid.shard, found.transport_choice)
+            if name != found.plan.transport:
+                found.plan = replace(found.plan, transport=name)
+            transport = transport_of(found.grid.shard.process_group, name)
             copies = found.grid.replicas
             between: Replicas | None = None
             if copies is not None:
-                key = copies, found.transport_name
-                between = replicas.get(key) or Replicas(transport_of(copies.process_group, found.transport_name))
+                key = copies, name
+                between = replicas.get(key) or Replicas(transport_of(copies.process_group, name))
                 replicas[key] = between
             for handle in found._handles:
                 for flat in handle.buffers:
@@ -236,6 +244,7 @@ class Root:
                 move_buffers(dict.fromkeys(managed, ""), found.grid.shard.device)
         streams = state.settings.streams or streams_for(state.grid.shard.device)
         scheduler = Scheduler(handles, streams, at_end_of_backward, state.settings)
+        scheduler.follow(_find_leaders(state, states))
         scheduler.agree_by(functools.partial(_make_agreements, states))
         scheduler.compare_by(
             functools.partial(
@@ -288,7 +297,7 @@ def _make_agreements(states: Sequence[FullyShardState], accounts: Sequence[Accou
     found: dict[Ranks, tuple[str, list[Account]]] = {}
     for account in accounts:
         state = ranks_of[account.flat]
-        own = found.setdefault(state.grid.everyone, (state.transport_name, []))[1]
+        own = found.setdefault(state.grid.everyone, (state.plan.transport, []))[1]
         if not account.fills_with_zeros:
             own.append(account)
     handles: dict[Ranks, list[Handle]] = {}
@@ -298,8 +307,40 @@ def _make_agreements(states: Sequence[FullyShardState], accounts: Sequence[Accou
         Agreement(ranks, host_transport_of(ranks, name), own, handles[ranks])
         if own
         else Comparison(ranks, handles[ranks])
-        for ranks, (name, own) in found.items()
+        for ranks, (name, own) in sorted(found.items(), key=lambda item: item[0].order)
     ]
+
+
+def _find_leaders(root: FullyShardState, states: Sequence[FullyShardState]) -> dict[Handle, list[Handle]]:
+    """Return whom handles go with: the nearest ones around on the root's ranks that go their own way.
+
+    Where no module around has parameters of its own, a handle goes its own way too.
+    """
+    everyone = root.grid.everyone
+    follows = {
+        handle: state.follows_parent if state.follows_parent is not None else state.grid.everyone != everyone
+        for state in states
+        for handle in state._handles
+    }
+    leaders: dict[Handle, dict[Handle, None]] = {handle: {} for handle, is_led in follows.items() if is_led}
+    if not leaders:
+        return {}
+    reachable = {below for module in root.modules for below in _traversal_utils._get_modules(module)}
+    seen: set[tuple[nn.Module, Handle | None]] = set()
+    stack: list[tuple[nn.Module, Handle | None]] = [(module, None) for module in reversed(root.modules)]
+    while stack:
+        visited = module, leader = stack.pop()
+        if visited in seen or module not in reachable:
+            continue
+        seen.add(visited)
+        handle = handle_of_module(module)
+        if handle in leaders:
+            if leader is not None:
+                leaders[handle][leader] = None
+        elif handle in follows and handle.grid.everyone == everyone:
+            leader = handle
+        stack += [(child, leader) for child in reversed(module._modules.values()) if child is not None]
+    return {handle: list(found) for handle, found in leaders.items() if found}
 
 
 def _states_below(modules: Sequence[nn.Module]) -> list[FullyShardState]:
@@ -330,15 +371,22 @@ def _compare_plans(states: Sequence[FullyShardState], failure: UsageError | None
     members: dict[Ranks, list[FullyShardState]] = {}
     for state in states:
         members.setdefault(state.grid.everyone, []).append(state)
-    for ranks, own in members.items():
+    found: ComposableError | None = failure
+    for ranks, own in sorted(members.items(), key=lambda item: item[0].order):
         choices = Choices([handle for state in own for handle in state._handles])
-        ranks.compare(
-            "".join([*(state.plan.digest() for state in own), choices.text()]),
-            failure,
-            shown="\n".join([*(state.plan.compared_text() for state in own), choices.shown()]),
-            what="the ranks annotated different plans",
-            fix="build the same model and call fully_shard with the same arguments on every rank",
-        )
+        try:
+            ranks.compare(
+                "".join([*(f"{state.plan.digest()} {state.follows_parent}" for state in own), choices.text()]),
+                found,
+                shown="\n".join([*(state.plan.compared_text() for state in own), choices.shown()]),
+                what="the ranks annotated different plans",
+                fix="build the same model and call fully_shard with the same arguments on every rank",
+            )
+        except ComposableError as error:
+            # Of some experts: those around tell the ranks of all others.
+            found = error
+    if found is not None:
+        raise found
 
 
 def _find_failure(

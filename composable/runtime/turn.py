@@ -30,6 +30,8 @@ class Turn:
         previous_forward: Who went before in the latest forward.
         next_backward: Who followed in the latest backward.
         waits_for_copies: Users were told that its gradients wait for an all-reduce over copies.
+        leaders: With whose modules it is gathered, resharded and reduced, whether its own run or not.
+        followers: Those that it does so with.
     """
 
     __slots__ = (
@@ -37,9 +39,11 @@ class Turn:
         "completed_in",
         "entered_at",
         "first_forward",
+        "followers",
         "handle",
         "is_late",
         "kept_in",
+        "leaders",
         "met_in",
         "modules_left",
         "next_backward",
@@ -56,6 +60,8 @@ class Turn:
         ]
         self.modules_left: set[nn.Module] = set()
         self.waits_for_copies = False
+        self.leaders: tuple[Turn, ...] = ()
+        self.followers: tuple[Turn, ...] = ()
         self.forget()
 
     def forget(self) -> None:

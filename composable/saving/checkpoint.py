@@ -47,6 +47,7 @@ from composable.saving.contents import (
 from composable.saving.hook_states import HookState, find_hook_states, pack_hook_states, plan_hook_load
 from composable.saving.manifest import METADATA, HookStates, Manifest, find_damage, hook_file
 from composable.saving.metadata import CheckedReader, read_metadata
+from composable.saving.parts import find_parts
 from composable.saving.run_folder import (
     EXTRA,
     SummedFiles,
@@ -169,14 +170,18 @@ def save_checkpoint(
         previous = _settle(model)
     with ranks.agreed():
         names = describe_optimizers(model, optimizers)
-        state = state_to_save(model, optimizers)
+    parts = find_parts(model, ranks)
+    _check_groups(ranks, parts.shared_of(names))
+    names = parts.merged(names, ranks)
+    with ranks.agreed():
+        state = state_to_save(model, optimizers, names)
         packed = None if extra is None else as_data(extra, "extra")
         hooks, notices = find_hook_states(model)
         hook_data = pack_hook_states(hooks, is_copied=asynchronous)
         if asynchronous:
             state = staged(state)
     arguments = {"step": step, "keep": keep, "discard_later": discard_later, "asynchronous": asynchronous}
-    _check_equal(ranks, names, hooks, folder=str(folder), **arguments)
+    _check_equal(ranks, hooks, folder=str(folder), **arguments)
     notice_hook_states(notices, ranks)
     begun: list[_Place] = []
 
@@ -241,11 +246,16 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
     folder, manifest = _on_first(ranks, lambda: _found(as_path("path", path)), f"cannot read {path}")
     _verify(ranks, folder, manifest)
     failure = f"{folder} was not loaded to its end"
+    with ranks.agreed():
+        names = describe_optimizers(model, optimizers)
+    parts = find_parts(model, ranks)
+    _check_groups(ranks, parts.shared_of(names))
+    names = parts.merged(names, ranks)
     with ranks.agreed(), _as_ours(failure):
         metadata = read_metadata(folder / METADATA, {name: saved.bytes for name, saved in manifest.files.items()})
         with located(f"{place_of_rank()}, {folder}"):
             check_places(metadata, manifest.optimizers)
-        differences = find_differences(metadata, manifest.optimizers, model, optimizers)
+        differences = find_differences(metadata, manifest.optimizers, model, names, parts.elsewhere)
         if differences:
             raise ConfigError(
                 "\n  - ".join([f"{folder} does not fit:", *differences]),
@@ -359,15 +369,22 @@ class _Save:
         return self.place.publish(Manifest(self.step, sums, self.optimizers, self.hook_states))
 
 
-def _check_equal(
-    ranks: Ranks, optimizers: Sequence[OptimizerNames], hooks: Sequence[HookState], **arguments: object
-) -> None:
-    """Raise where ranks were called with different arguments."""
-    lines = [f"{name}={value!r}" for name, value in arguments.items()]
+def _check_groups(ranks: Ranks, optimizers: Sequence[OptimizerNames]) -> None:
+    """Raise where ranks have other optimizers."""
+    lines = []
     for index, names in enumerate(optimizers):
         lines.append(f"optimizer {index} is {names.kind}, of {len(names.groups)} groups")
         lines += [f"a group of optimizer {index}: {group}" for group in names.groups]
-    lines += [f"{one.name} has a state" for one in hooks]
+    _compare(ranks, lines)
+
+
+def _check_equal(ranks: Ranks, hooks: Sequence[HookState], **arguments: object) -> None:
+    """Raise where ranks were called with different arguments."""
+    lines = [f"{name}={value!r}" for name, value in arguments.items()]
+    _compare(ranks, [*lines, *(f"{one.name} has a state" for one in hooks)])
+
+
+def _compare(ranks: Ranks, lines: Sequence[str]) -> None:
     text = "\n".join(lines)
     ranks.compare(
         text,

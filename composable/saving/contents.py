@@ -11,7 +11,7 @@ Nothing here communicates.
 import io
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
@@ -125,8 +125,13 @@ def describe_optimizers(model: nn.Module, optimizers: Optimizers) -> tuple[Optim
     return described
 
 
-def state_to_save(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
+def state_to_save(model: nn.Module, optimizers: Optimizers, names_of_all: Sequence[OptimizerNames]) -> dict[str, Any]:
     """Return the state of both as ``torch.distributed.checkpoint.save`` takes it; tensors are not copied.
+
+    Args:
+        model: Whose parameters the optimizers step.
+        optimizers: Of this rank.
+        names_of_all: The same with the parameters that any rank has.
 
     Raises:
         UsageError: A parameter has no values yet.
@@ -137,12 +142,13 @@ def state_to_save(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
     if optimizers:
         state["optimizer"] = {"state": {}, "param_groups": []}
         names = names_of_params(model)
-        for optimizer in optimizers:
+        for optimizer, described in zip(optimizers, names_of_all, strict=True):
             saved = optimizer.state_dict()
             fqns = [names[param] for group in optimizer.param_groups for param in group["params"]]
             state["optimizer"]["state"].update({fqns[index]: value for index, value in saved["state"].items()})
             state["optimizer"]["param_groups"] += [
-                {**group, "params": [fqns[index] for index in group["params"]]} for group in saved["param_groups"]
+                {**group, "params": list(every.params)}
+                for group, every in zip(saved["param_groups"], described.groups, strict=True)
             ]
     for name, value in _leaves(state, ""):
         if type(value) not in _PLAIN:
@@ -156,7 +162,11 @@ def staged(state: Any) -> Any:
 
 
 def find_differences(
-    metadata: Metadata, saved: Sequence[OptimizerNames], model: nn.Module, optimizers: Optimizers
+    metadata: Metadata,
+    saved: Sequence[OptimizerNames],
+    model: nn.Module,
+    optimizers: Sequence[OptimizerNames],
+    elsewhere: Collection[str],
 ) -> list[str]:
     """Return a line for each kind of thing in which a checkpoint differs from what it is to be loaded into.
 
@@ -164,7 +174,8 @@ def find_differences(
         metadata: Of the checkpoint.
         saved: The optimizers in it.
         model: What it is to be loaded into.
-        optimizers: What it is to be loaded into; none: theirs is left out.
+        optimizers: What it is to be loaded into, with the parameters that any rank has; none: theirs is left out.
+        elsewhere: Names of what only other ranks have.
 
     Raises:
         UsageError: A parameter has no values yet.
@@ -177,7 +188,7 @@ def find_differences(
             sizes[path[1]] = entry.size if isinstance(entry, TensorStorageMetadata) and len(path) == 2 else None
     state = get_model_state_dict(model)
     lines = []
-    missing, unexpected = sorted(state.keys() - sizes.keys()), sorted(sizes.keys() - state.keys())
+    missing, unexpected = sorted(state.keys() - sizes.keys()), sorted(sizes.keys() - state.keys() - set(elsewhere))
     if missing:
         lines.append(f"only in the model: {', '.join(missing)}")
     if unexpected:
@@ -186,7 +197,7 @@ def find_differences(
         here, there = getattr(state[name], "shape", None), sizes[name]
         if here != there:
             lines.append(f"{name} is {_shape(there)} in the checkpoint, {_shape(here)} in the model")
-    return lines + (_optimizer_differences(saved, describe_optimizers(model, optimizers)) if optimizers else [])
+    return lines + (_optimizer_differences(saved, optimizers) if optimizers else [])
 
 
 def check_places(metadata: Metadata, saved: Sequence[OptimizerNames]) -> None:
@@ -231,6 +242,10 @@ def targets(metadata: Metadata, model: nn.Module, optimizers: Optimizers) -> dic
     flat: dict[str, Any] = {}
     for key, path in metadata.planner_data.items():
         entry = metadata.state_dict_metadata[key]
+        if (path[0] == "model" and path[1] not in model_state) or (
+            path[:2] == ("optimizer", "state") and path[2] not in params
+        ):
+            continue  # What only other ranks have.
         if path[0] == "model" and isinstance(model_state[path[1]], torch.Tensor):
             flat[key] = model_state[path[1]]
         elif path[0] == "model" or (path[0] == "optimizer" and optimizers):

@@ -17,6 +17,7 @@ from composable.collectives import ModelRanks, Ranks
 from composable.contract import get_registry, managing_state
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.fqns import describe_module
+from composable.optim import ranks_of_param
 from composable.replication import ReplicateState
 from composable.runtime import FullyShardState, handle_of_module, sharded_state_of
 from composable.saving.selection import Names, pick
@@ -61,15 +62,19 @@ class Entries:
         return Entries(values, self.metadata, unlisted)
 
 
-def ranks_of(model: nn.Module) -> ModelRanks:
+def ranks_of(model: nn.Module, names: Names | None = None) -> ModelRanks:
     """Return the ranks that share ``model``: those of the annotations on it and below it, and of its DTensors.
 
     Collective over them where there are DTensors of tensor parallelism.
 
+    Args:
+        model: Annotated.
+        names: Of a model that is annotated on different ranks: what the question is about.
+
     Raises:
         UsageError: There is no annotation.
-        ConfigError: ``model`` is no module, annotations are on different ranks, or they and those of DTensors are no
-            grid.
+        ConfigError: ``model`` is no module, annotations are on different ranks and what is asked for is too,
+            ``names`` makes no sense, or the ranks of annotations and DTensors are no grid.
     """
     check_module("model", model)
     found: dict[tuple[int, ...], Ranks] = {}
@@ -84,19 +89,26 @@ def ranks_of(model: nn.Module) -> ModelRanks:
             at=f"{place_of_rank()}, {describe_module(model)}",
             fix="use state_dict() and load_state_dict() of the plain model, or annotate it first",
         )
-    if len(found) > 1:
+    tensors: Iterable[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    if len(found) > 1 and names is not None:
+        tensors = entries_now(model).picked(names).settable().values()
+        homes = map(ranks_of_param, tensors)
+        found = {home.numbers: home for home in homes if home is not None}
+    if len(found) != 1:
         raise ConfigError(
-            f"modules are annotated on different ranks: {', '.join(str(list(ranks)) for ranks in found)}",
+            f"modules are annotated on different ranks: {', '.join(str(list(ranks)) for ranks in found)}"
+            if found
+            else "modules are annotated on different ranks, and names picks no parameter of any",
             at=f"{place_of_rank()}, {describe_module(model)}",
-            fix="call this on each part of the model that is on one set of ranks",
+            fix="call this on each part of the model that is on one set of ranks, or pick it by names=",
         )
-    return ModelRanks.of(next(iter(found.values())), list(_mesh_dims(model)))
+    return ModelRanks.of(next(iter(found.values())), list(_mesh_dims(tensors)))
 
 
-def _mesh_dims(model: nn.Module) -> Iterable[Ranks]:
-    """Return the ranks along each mesh dim that something of ``model`` is split or replicated over."""
+def _mesh_dims(tensors: Iterable[torch.Tensor]) -> Iterable[Ranks]:
+    """Return the ranks along each mesh dim that something of ``tensors`` is split or replicated over."""
     found: dict[tuple[int, int], Ranks] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for tensor in tensors:
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             for dim in range(mesh.ndim):
@@ -135,7 +147,10 @@ def entries_of(
                 at=f"{place_of_rank()}, {list_text(on_meta)}",
                 fix=META_FIX,
             )
-    _compare(everything, entries, ranks, options)
+    homes = map(ranks_of_param, everything.settable().values())
+    has_others = any(home is not None and home.numbers != ranks.numbers for home in homes)
+    # What is on other ranks, such as experts, may have other names on each of these.
+    _compare(entries if has_others else everything, entries, ranks, options)
     return entries
 
 

@@ -89,7 +89,7 @@ def iter_full_params(
             type; ``names`` is neither a function nor FQNs of the model, or wants none.
         DesyncError: The ranks made different calls, or ``names`` wants other parameters on other ranks.
     """
-    model_ranks = ranks_of(model)
+    model_ranks = ranks_of(model, names)
     ranks = model_ranks.everyone
     with ranks.agreed():
         check_float(dtype)
@@ -211,7 +211,7 @@ def load_full_params(
         DesyncError: The ranks made different calls, ``names`` wants other entries on other ranks, or the iteration
             failed on ``src``, which raises what happened.
     """
-    model_ranks = ranks_of(model)
+    model_ranks = ranks_of(model, names)
     ranks = model_ranks.everyone
     with ranks.agreed():
         ranks.check_member("src", src)

@@ -90,7 +90,7 @@ def full_state_dict(
             nor FQNs of the model, or wants none.
         DesyncError: The ranks made different calls, or ``names`` wants other entries on other ranks.
     """
-    model_ranks = ranks_of(model)
+    model_ranks = ranks_of(model, names)
     ranks = model_ranks.everyone
     with ranks.agreed():
         check_device("device", device)
@@ -152,7 +152,7 @@ def load_full_state_dict(
         DesyncError: The ranks made different calls, ``names`` wants other entries on other ranks, or reading a value
             failed on ``src``, which raises what happened; batches before it are loaded.
     """
-    model_ranks = ranks_of(model)
+    model_ranks = ranks_of(model, names)
     ranks = model_ranks.everyone
     with ranks.agreed():
         ranks.check_member("src", src)

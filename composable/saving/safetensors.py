@@ -91,7 +91,7 @@ def save_safetensors(
         DesyncError: The ranks made different calls, ``names`` wants other entries on other ranks, or writing failed on
             the first rank, which raises what happened.
     """
-    model_ranks = ranks_of(model)
+    model_ranks = ranks_of(model, names)
     ranks = model_ranks.everyone
     with ranks.agreed():
         check_float(dtype)
@@ -146,7 +146,7 @@ def load_safetensors(
         UsageError: The model is not annotated, a forward or backward runs, or parameters are on the meta device.
         DesyncError: The ranks made different calls, or ``names`` wants other entries on other ranks.
     """
-    ranks = ranks_of(model).everyone
+    ranks = ranks_of(model, names).everyone
     files: _Files | None = None
     with ExitStack() as stack:
         with ranks.agreed():

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from composable.collectives import Grid, Pending
+from composable.collectives import Grid, Pending, Ranks
 from composable.errors import UsageError, located, place_of_rank
 from composable.planning import HandlePlan
 from composable.storage.comms import CHOICES, DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
@@ -49,6 +49,12 @@ class ParamLabel:
     def __str__(self) -> str:
         handle = self._handle()
         return self._fqn if handle is None else handle.from_root(self._fqn)
+
+    @property
+    def everyone(self) -> Ranks | None:
+        """All ranks that hold pieces of it, or copies of pieces; ``None``: it is gone."""
+        handle = self._handle()
+        return None if handle is None else handle.grid.everyone
 
     @property
     def module(self) -> str:

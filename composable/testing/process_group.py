@@ -32,10 +32,14 @@ class RankThread:
     Attributes:
         player: Its turn.
         number: Differs from that of every other rank of every simulation in this process.
+        ranks_per_host: How many ranks share each host that is simulated.
     """
 
-    def __init__(self, player: Player, number: int, baton: Baton, board: Board, faults: FaultPlan) -> None:
+    def __init__(
+        self, player: Player, number: int, baton: Baton, board: Board, faults: FaultPlan, ranks_per_host: int
+    ) -> None:
         self.player = player
+        self.ranks_per_host = ranks_per_host
         self.number = number
         self.baton = baton
         self.board = board
@@ -155,6 +159,11 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def name(self) -> str:
         return self._backend_name
+
+    @property
+    def hosts(self) -> list[str]:
+        """The name of the host of each rank, in the order of the group, as ``hosts_of`` reads it."""
+        return [str(rank // self._owner.ranks_per_host) for rank in self._key.ranks]
 
     @property
     def group_name(self) -> str:

@@ -48,6 +48,7 @@ def simulate(
     faults: Sequence[Fault] = (),
     seed: int | None = None,
     timeout_s: float = 60.0,
+    ranks_per_host: int | None = None,
     **kwargs: Any,
 ) -> list[T]:
     """Call ``fn(rank, *args, **kwargs)`` on ``world_size`` ranks, each a thread, and return what each returned.
@@ -64,6 +65,7 @@ def simulate(
         seed: Varies the order in which ranks take turns. The same seed gives the same order; without one, a rank
             runs until it has to wait.
         timeout_s: How long all ranks together may take.
+        ranks_per_host: How many ranks share a host, as ``HYBRID_SHARD`` without a mesh sees it; ``None``: all do.
         **kwargs: Handed to ``fn``.
 
     Raises:
@@ -73,7 +75,8 @@ def simulate(
         UsageError: A simulation is running in this process, or a fault has met no call.
         BaseException: What the first rank to raise has raised; the others do not go on beyond where they need it.
     """
-    outcome = run(world_size, fn, *args, faults=faults, seed=seed, timeout_s=timeout_s, **kwargs)
+    options: dict[str, Any] = {"faults": faults, "seed": seed, "timeout_s": timeout_s, "ranks_per_host": ranks_per_host}
+    outcome = run(world_size, fn, *args, **options, **kwargs)
     if outcome.errors:
         rank, error = next(iter(outcome.errors.items()))
         if sys.version_info >= (3, 11):
@@ -102,6 +105,7 @@ def run(
     faults: Sequence[Fault] = (),
     seed: int | None = None,
     timeout_s: float = 60.0,
+    ranks_per_host: int | None = None,
     **kwargs: Any,
 ) -> Outcome:
     """Do what ``simulate`` does, but return what ranks raised.
@@ -113,11 +117,14 @@ def run(
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ConfigError(f"world_size is {world_size!r}", fix="pass the number of ranks, 1 or more")
+    on_host = world_size if ranks_per_host is None else ranks_per_host
+    if isinstance(on_host, bool) or not isinstance(on_host, int) or on_host < 1:
+        raise ConfigError(f"ranks_per_host is {ranks_per_host!r}", fix="pass the number of ranks on each host, or None")
     plan = FaultPlan(faults, world_size)
     if not _RUNNING.acquire(blocking=False):
         raise UsageError("a simulation is running in this process", fix="run one after the other, not one in another")
     try:
-        simulation = _Simulation(world_size, lambda rank: fn(rank, *args, **kwargs), plan, seed, timeout_s)
+        simulation = _Simulation(world_size, lambda rank: fn(rank, *args, **kwargs), plan, seed, timeout_s, on_host)
         outcome = simulation.run()
     finally:
         _RUNNING.release()
@@ -132,7 +139,13 @@ class _Simulation:
     """Threads, the baton that goes round among them, and what they share."""
 
     def __init__(
-        self, world_size: int, fn: Callable[[int], Any], faults: FaultPlan, seed: int | None, timeout_s: float
+        self,
+        world_size: int,
+        fn: Callable[[int], Any],
+        faults: FaultPlan,
+        seed: int | None,
+        timeout_s: float,
+        ranks_per_host: int,
     ) -> None:
         self._world_size = world_size
         self._fn = fn
@@ -142,7 +155,10 @@ class _Simulation:
         self._store = RankStore(self._torch)
         self._outcome = Outcome()
         board = Board()
-        self._ranks = [RankThread(player, next(_NUMBERS), self._baton, board, faults) for player in self._baton.players]
+        self._ranks = [
+            RankThread(player, next(_NUMBERS), self._baton, board, faults, ranks_per_host)
+            for player in self._baton.players
+        ]
 
     def run(self) -> Outcome:
         """Run all ranks; when this returns, no thread and no process group is left."""

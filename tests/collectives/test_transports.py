@@ -1,7 +1,9 @@
 """What every transport does, each rule over both transports, 1 to 4 ranks and two dtypes."""
 
+import collections
 import datetime
 import inspect
+import itertools
 import os
 import random
 import time
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from composable.collectives.base import Pending, Transport
 from composable.collectives.choose import choose_transport, make_transport, transport_of
+from composable.collectives.hosts import number_hosts
 from composable.errors import ConfigError
 from tests.world import RankErrors, run_ranks
 
@@ -516,17 +519,59 @@ def test_waiting_ends_with_the_timeout_of_the_group(name: str) -> None:
 def test_the_transport_follows_device_backend_and_world_size(
     device_type: str, backend: str, world_size: int, expected: str
 ) -> None:
-    assert choose_transport(device_type, backend, world_size) == expected
+    assert choose_transport(device_type, backend, (0,) * world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ((0, 1), "point_to_point"),
+        ((0, 0, 1, 1), "point_to_point"),
+        ((0, 1, 0, 1), "point_to_point"),
+        ((0, 0, 0, 1), "point_to_point"),
+        ((0, 0, 0, 1, 1, 1), "process_group"),
+        ((0, 0, 1, 1, 2, 2), "process_group"),
+        ((0, 0, 0, 0, 1, 1, 1, 1), "process_group"),
+        # Around a ring of these every step leaves a host.
+        ((0, 1, 0, 1, 0, 1), "point_to_point"),
+        (tuple(range(8)), "point_to_point"),
+    ],
+)
+def test_slices_go_straight_to_peers_unless_that_sends_more_between_hosts(
+    hosts: tuple[int, ...], expected: str
+) -> None:
+    assert choose_transport("cpu", "gloo", hosts) == expected
+    assert choose_transport("cpu", "gloo", hosts, "point_to_point") == "point_to_point"
+
+
+def sent_in_a_step(hosts: tuple[int, ...], *, is_direct: bool) -> int:
+    """Count the slices that leave the busiest host in two all-gathers and a reduce-scatter, message by message."""
+    size, leaving = len(hosts), collections.Counter[int]()
+    pairs = itertools.permutations(range(size), 2) if is_direct else ((rank, (rank + 1) % size) for rank in range(size))
+    for sender, receiver in pairs:
+        if hosts[sender] != hosts[receiver]:
+            # A ring hands on all slices but one to the next rank; to sum up and hand out is to do so twice.
+            leaving[hosts[sender]] += 3 if is_direct else 4 * (size - 1)
+    return max(leaving.values(), default=0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_choice_never_sends_more_between_hosts_than_the_other_would(seed: int) -> None:
+    draw = random.Random(seed)
+    hosts = tuple(draw.randrange(4) for _ in range(draw.randint(2, 8)))
+    is_direct = choose_transport("cpu", "gloo", number_hosts([str(host) for host in hosts])) == "point_to_point"
+    least = min(sent_in_a_step(hosts, is_direct=True), sent_in_a_step(hosts, is_direct=False))
+    assert sent_in_a_step(hosts, is_direct=is_direct) == least
 
 
 @each_transport
 def test_the_users_choice_is_kept(name: str) -> None:
-    assert choose_transport("cpu", "gloo", 1, name) == name
+    assert choose_transport("cpu", "gloo", (0,), name) == name
 
 
 def test_an_unknown_transport_is_an_error_that_lists_the_known() -> None:
     with pytest.raises(ConfigError) as caught:
-        choose_transport("cpu", "gloo", 2, "pigeon")
+        choose_transport("cpu", "gloo", (0, 0), "pigeon")
     assert str(caught.value) == ("transport is 'pigeon'\n  fix: pass one of 'auto', 'process_group', 'point_to_point'")
 
 
@@ -545,7 +590,7 @@ def test_making_an_unknown_transport_is_an_error_on_every_rank() -> None:
 @pytest.mark.parametrize(("device_type", "backend"), [("cuda", "nccl"), ("cuda", "cpu:gloo,cuda:nccl"), ("cpu", "mpi")])
 def test_a_transport_that_does_not_fit_is_an_error(device_type: str, backend: str) -> None:
     with pytest.raises(ConfigError, match="moves CPU tensors over gloo") as caught:
-        choose_transport(device_type, backend, 2, "point_to_point")
+        choose_transport(device_type, backend, (0, 0), "point_to_point")
     assert caught.value.fix == "pass transport='auto'"
 
 

@@ -76,6 +76,12 @@ def test_the_number_of_ranks_is_checked(world_size: Any) -> None:
         simulate(world_size, all_reduces)
 
 
+@pytest.mark.parametrize("ranks_per_host", [0, -1, 1.5, True, "2"])
+def test_a_number_of_ranks_on_a_host_that_is_none_is_refused(ranks_per_host: Any) -> None:
+    with pytest.raises(ConfigError, match="ranks_per_host is"):
+        simulate(2, all_reduces, ranks_per_host=ranks_per_host)
+
+
 def within_a_process() -> list[Any]:
     tensor = torch.tensor(1.0)
     dist.all_reduce(tensor)

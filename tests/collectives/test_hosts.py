@@ -1,0 +1,176 @@
+"""Tests composable/collectives/hosts.py: which ranks share a host, and the mesh that follows."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable import ConfigError, fully_shard
+from composable.collectives import Ranks
+from composable.collectives.hosts import hosts_of, number_hosts, rows_of_hosts
+from composable.runtime import sharded_state_of
+from tests.hosts import why_no_hosts
+from tests.world import run_ranks, run_threads, told
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_have_equal_numbers_if_they_have_equal_names(seed: int) -> None:
+    draw = random.Random(seed)
+    names = [draw.choice("abcd") for _ in range(draw.randint(1, 12))]
+    numbers = number_hosts(names)
+    for one, name in zip(numbers, names, strict=True):
+        assert [numbers[index] == one for index in range(len(names))] == [other == name for other in names]
+    assert list(dict.fromkeys(numbers)) == list(range(len(set(names))))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_have_every_rank_once_beside_those_of_its_host(seed: int) -> None:
+    draw = random.Random(seed)
+    hosts = [host for host in range(draw.randint(1, 4)) for _ in range(3)]
+    draw.shuffle(hosts)
+    rows = rows_of_hosts(number_hosts([str(host) for host in hosts]))
+    assert sorted(rank for row in rows for rank in row) == list(range(len(hosts)))
+    assert all(list(row) == sorted(row) and len({hosts[rank] for rank in row}) == 1 for row in rows)
+
+
+def test_hosts_with_different_numbers_of_ranks_are_refused_with_the_counts() -> None:
+    with pytest.raises(ConfigError) as caught:
+        rows_of_hosts((0, 0, 0, 1, 2, 2, 3, 3))
+    assert caught.value.what == (
+        "a hybrid strategy without a mesh, and hosts have different numbers of ranks: 3 on 1 host, 2 on 2 hosts, 1 on 1 host"
+    )
+    assert caught.value.fix == "start as many ranks on every host; or pass a mesh of two dims"
+
+
+def hosts_of_world() -> tuple[int, ...]:
+    return hosts_of(Ranks.of_world())
+
+
+def hosts_that_are_named(names: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    os.environ["COMPOSABLE_HOST"] = names[dist.get_rank()]
+    try:
+        found = hosts_of_world()
+        # Asked once: what has been told does not change.
+        os.environ["COMPOSABLE_HOST"] = "elsewhere"
+        return found, hosts_of_world()
+    finally:
+        del os.environ["COMPOSABLE_HOST"]
+
+
+def test_processes_of_one_machine_share_a_host() -> None:
+    assert run_ranks(hosts_of_world, 3) == [(0, 0, 0)] * 3
+
+
+def test_the_environment_says_which_host_a_rank_is_on() -> None:
+    assert run_ranks(hosts_that_are_named, 3, ["b", "a", "b"]) == [((0, 1, 0), (0, 1, 0))] * 3
+
+
+def test_a_world_that_only_pretends_has_as_many_ranks_on_a_host_as_the_launcher_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=6)
+    try:
+        assert hosts_of_world() == (0, 0, 1, 1, 2, 2)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_network_namespace_of_its_own_is_another_host() -> None:
+    reason = why_no_hosts()
+    if reason:
+        pytest.skip(f"no network namespaces: {reason}")
+    command = [sys.executable, "-c", "from composable.collectives.hosts import _own_name; print(_own_name())"]
+    names = [
+        subprocess.run([*before, *command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+        for before in ([], ["unshare", "--user", "--map-root-user", "--net"])
+    ]
+    assert names[0] != names[1] and all(len(name.strip()) == 16 for name in names)
+
+
+def hosts_of_plan() -> tuple[int, ...]:
+    return fully_shard.state(fully_shard(nn.Linear(4, 4), strategy="HYBRID_SHARD")).plan.hosts
+
+
+def test_a_plan_has_the_hosts_that_ranks_have_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert run_threads(hosts_of_plan, 4, ranks_per_host=2) == [(0, 0, 1, 1)] * 4
+
+
+def grid_of_hosts() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    model = fully_shard(nn.Linear(4, 4), strategy="HYBRID_SHARD")
+    grid = sharded_state_of(model).grid
+    assert grid.is_hybrid
+    return grid.shard.numbers, (dist.get_rank(),) if grid.replicas is None else grid.replicas.numbers
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ranks_per_host", "expected"),
+    [
+        (1, None, ((0,), (0,))),
+        (4, 2, ((2, 3), (1, 3))),
+        (6, 3, ((3, 4, 5), (2, 5))),
+        (3, 3, ((0, 1, 2), (2,))),
+        (3, 1, ((2,), (0, 1, 2))),
+    ],
+)
+def test_a_hybrid_strategy_without_a_mesh_has_a_copy_on_each_host(
+    world_size: int, ranks_per_host: int | None, expected: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    assert run_threads(grid_of_hosts, world_size, ranks_per_host=ranks_per_host)[-1] == expected
+
+
+def grid_of_named_hosts(names: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    os.environ["COMPOSABLE_HOST"] = names[dist.get_rank()]
+    try:
+        return grid_of_hosts()
+    finally:
+        del os.environ["COMPOSABLE_HOST"]
+
+
+def test_ranks_that_a_launcher_counts_across_hosts_share_with_those_of_their_own() -> None:
+    found = run_ranks(grid_of_named_hosts, 4, ["a", "b", "a", "b"])
+    assert found == [((0, 2), (0, 1)), ((1, 3), (0, 1)), ((0, 2), (2, 3)), ((1, 3), (2, 3))]
+
+
+def refused() -> list[str]:
+    return told(lambda: fully_shard(nn.Linear(4, 4), strategy="HYBRID_SHARD"))
+
+
+def test_uneven_hosts_are_refused_on_every_rank() -> None:
+    for rank, texts in enumerate(run_threads(refused, 3, ranks_per_host=2)):
+        text = "\n".join(texts)
+        assert "different numbers of ranks: 2 on 1 host, 1 on 1 host" in text
+        assert f"at:  rank {rank}" in text
+
+
+def transports_before_and_after_a_forward(transport: str) -> tuple[str, str]:
+    model = fully_shard(nn.Linear(4, 4), transport=transport)
+    state = sharded_state_of(model)
+    before = state.plan.transport
+    model(torch.ones(2, 4)).sum().backward()
+    return before, state.plan.transport
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_host", "transport", "expected"),
+    [
+        (None, "auto", ("point_to_point", "point_to_point")),
+        (3, "auto", ("point_to_point", "process_group")),
+        (3, "point_to_point", ("point_to_point", "point_to_point")),
+        (None, "process_group", ("process_group", "process_group")),
+    ],
+)
+def test_a_plan_has_the_transport_of_the_hosts_from_the_first_forward_on(
+    ranks_per_host: int | None, transport: str, expected: tuple[str, str]
+) -> None:
+    found = run_threads(transports_before_and_after_a_forward, 6, transport, ranks_per_host=ranks_per_host)
+    assert found == [expected] * 6

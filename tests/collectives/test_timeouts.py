@@ -1,0 +1,68 @@
+"""Tests composable/collectives/timeouts.py: groups without a timeout of their own have that of the default group."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from composable import fully_shard, replicate
+from composable.collectives.timeouts import told_timeout
+from composable.torch_private import groups_of_process, timeout_of
+from tests.world import run_ranks
+
+WORLD_S = 120.0  # what tests/world.py tells the default group: twice its own patience
+DEFAULT_S = 1800.0
+
+
+def seconds_of_groups() -> dict[str, float]:
+    return {name: timeout_of(group).total_seconds() for name, group in groups_of_process().items()}
+
+
+def timeouts_after_a_step(way: str) -> set[float]:
+    model = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "inner"))
+    if way == "replicate":
+        replicate(model, device_mesh=mesh["dp"])
+    elif way == "copies":
+        fully_shard(model, mesh=mesh)
+    else:
+        parallelize_module(model, mesh["inner"], ColwiseParallel())
+        fully_shard(model, mesh=mesh["dp"])
+    model(torch.ones(2, 4)).sum().backward()
+    found = seconds_of_groups()
+    assert len(found) > 3, "the world, two dims, and groups of transports"
+    if way == "replicate":
+        # What the annotation has nothing to do with is left alone.
+        assert found.pop(mesh["inner"].get_group().group_name) == DEFAULT_S
+    return set(found.values())
+
+
+@pytest.mark.parametrize("way", ["replicate", "copies", "tensor parallelism"])
+def test_all_groups_of_an_annotation_wait_as_long_as_the_world(way: str) -> None:
+    assert run_ranks(timeouts_after_a_step, 4, way) == [{WORLD_S}] * 4
+
+
+def timeouts_of_a_group_with_its_own() -> tuple[float, float]:
+    own = dist.new_group(timeout=timedelta(seconds=77))
+    model = fully_shard(nn.Linear(4, 4), process_group=own)
+    model(torch.ones(2, 4)).sum().backward()
+    seconds = sorted(seconds_of_groups().values())
+    return seconds[0], seconds[-1]
+
+
+def test_a_group_with_a_timeout_of_its_own_keeps_it() -> None:
+    assert run_ranks(timeouts_of_a_group_with_its_own, 2) == [(77.0, WORLD_S)] * 2
+
+
+def told_without_a_timeout() -> timedelta | None:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return told_timeout(dist.group.WORLD)
+
+
+def test_a_world_without_a_timeout_tells_none() -> None:
+    assert run_ranks(told_without_a_timeout, 1) == [None]

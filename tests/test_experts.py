@@ -1,0 +1,602 @@
+"""Experts on ranks of their own inside a model on all ranks, against one process that has all experts."""
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable import (
+    ConfigError,
+    DesyncError,
+    MixedPrecisionPolicy,
+    accelerate_optimizer,
+    checkpoint,
+    clip_grad_norm_,
+    full_state_dict,
+    fully_shard,
+    get_total_norm,
+    load_checkpoint,
+    load_full_state_dict,
+    no_sync,
+    replicate,
+    save_checkpoint,
+    set_divergence_timeout,
+)
+from tests.experts import Expert, Net, batch_of, local_net, mesh_of, reference_net, whole_batch
+from tests.parity import full_params
+from tests.world import RankErrors, run_ranks, run_threads
+
+LR = 0.1
+TOLERANCE = 1e-6
+STYLES = ["list", "each", "bank", "policy", "parts"]
+# By the ranks that have the same experts, and those among which tokens travel.
+SHAPES = [(1, 2), (2, 1), (1, 3), (3, 1), (3, 2), (1, 1)]
+
+Tensors = dict[str, torch.Tensor]
+
+
+def experts_of(net: Net) -> Iterator[Any]:
+    for mixture in net.mixtures():
+        yield from mixture.experts.values()
+
+
+def annotate_experts(net: Net, style: str, **options: Any) -> None:
+    """Shard the experts of each block, and divide their gradients by the number of all ranks."""
+    for mixture in net.mixtures():
+        experts = list(mixture.experts.values())
+        sharded: list[Any] = experts
+        if style == "list":
+            fully_shard(experts, **options)
+        elif style == "each":
+            for expert in experts:
+                fully_shard(expert, **options)
+        elif style == "bank":
+            fully_shard(mixture.experts, **options)
+            sharded = [mixture.experts]
+        elif style == "policy":
+            fully_shard(mixture.experts, policy={Expert}, **options)
+        else:
+            fully_shard(mixture.experts, policy={nn.Linear}, **options)
+            sharded = [part for expert in experts for part in expert.children()]
+        for one in sharded:
+            one.set_gradient_divide_factor(dist.get_world_size())
+
+
+def annotate(net: Net, mesh: Any, style: str = "each", **options: Any) -> None:
+    """Shard experts over the ranks that have them, blocks and the rest over all."""
+    # On all ranks, experts are what any other module is, unless told.
+    follows = True if mesh["ep"].size() == 1 else None
+    if next(experts_of(net), None) is not None:
+        annotate_experts(net, style, mesh=mesh["edp"], follows_parent=follows, **options)
+    for block in net.blocks:
+        fully_shard(block, **options)
+    fully_shard(net, **options)
+
+
+def step_with(net: nn.Module, batch: tuple[torch.Tensor, ...]) -> None:
+    net(*batch).square().mean().backward()
+
+
+def train(
+    shape: tuple[int, int],
+    experts: int,
+    annotating: Callable[[Net, Any], None] = annotate,
+    *,
+    calls_all: bool = False,
+    steps: int = 4,
+) -> Tensors:
+    mesh = mesh_of(shape)
+    net = local_net(experts, mesh, calls_all=calls_all)
+    annotating(net, mesh)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
+    for step in range(steps):
+        step_with(net, batch_of(experts, step, dist.get_rank()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_params(net)
+
+
+@functools.cache
+def reference(experts: int, world_size: int, *, calls_all: bool = False, steps: int = 4) -> Tensors:
+    net = reference_net(experts, calls_all=calls_all)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
+    for step in range(steps):
+        step_with(net, whole_batch(experts, step, world_size))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {fqn: param.detach() for fqn, param in net.named_parameters()}
+
+
+def assert_equal(found: list[Tensors], expected: Tensors, tolerance: float = TOLERANCE) -> None:
+    assert set().union(*found) == set(expected)
+    for params in found:
+        for fqn, value in params.items():
+            torch.testing.assert_close(value, expected[fqn], rtol=tolerance, atol=tolerance, msg=fqn)
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("calls_all", [True, False])
+@pytest.mark.parametrize("style", STYLES)
+def test_training_is_that_of_one_process_with_all_experts(style: str, *, calls_all: bool) -> None:
+    annotating = functools.partial(annotate, style=style)
+    assert_equal(
+        run_threads(train, 4, (2, 2), 4, annotating, calls_all=calls_all), reference(4, 4, calls_all=calls_all)
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ranks_may_have_any_number_of_experts(shape: tuple[int, int]) -> None:
+    world_size = shape[0] * shape[1]
+    for experts in (1, 4):
+        found = run_threads(train, world_size, shape, experts, functools.partial(annotate, style="list"))
+        assert_equal(found, reference(experts, world_size))
+
+
+def test_real_processes_train_alike() -> None:
+    assert_equal(run_ranks(train, 4, (2, 2), 4), reference(4, 4))
+
+
+def annotate_with_secondary_shards(net: Net, mesh: Any) -> None:
+    annotate(net, mesh, reshard_after_forward=2)
+
+
+def test_ranks_that_call_other_experts_keep_secondary_shards_alike() -> None:
+    assert_equal(run_threads(train, 4, (4, 1), 4, annotate_with_secondary_shards), reference(4, 4))
+
+
+def annotate_hybrid(net: Net, mesh: Any) -> None:
+    """Keep copies of shards of experts and of all else."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copies", "ep", "shard"))
+    annotate_experts(net, "list", mesh=mesh["copies", "shard"])
+    whole = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    for block in net.blocks:
+        fully_shard(block, mesh=whole)
+    fully_shard(net, mesh=whole)
+
+
+def train_hybrid(experts: int) -> Tensors:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copies", "ep", "shard"))
+    net = local_net(experts, mesh)
+    annotate_hybrid(net, mesh)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    reference = reference_net(experts)
+    for step in range(3):
+        step_with(net, batch_of(experts, step, dist.get_rank()))
+        reference.zero_grad()
+        step_with(reference, whole_batch(experts, step, 8))
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        torch.testing.assert_close(clip_grad_norm_(net.parameters(), 0.05), norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for param in reference.parameters():
+                if param.grad is not None:
+                    param -= LR * param.grad
+    found = full_params(net)
+    for fqn, value in found.items():
+        torch.testing.assert_close(value, reference.get_parameter(fqn).detach(), rtol=TOLERANCE, atol=TOLERANCE)
+    return found
+
+
+def test_experts_may_have_copies_of_shards() -> None:
+    run_threads(train_hybrid, 8, 4)
+
+
+def annotate_copied(net: Net, mesh: Any) -> None:
+    """Keep experts whole on each of their ranks, and average by all-reduce."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("edp", "ep", "one"))
+    annotate_experts(net, "each", mesh=mesh["edp", "one"])
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net)
+
+
+def test_whole_copies_of_experts_need_not_be_called_on_each_rank() -> None:
+    assert_equal(run_threads(train, 4, (2, 2), 4, annotate_copied), reference(4, 4))
+
+
+def train_replicated() -> None:
+    mesh = mesh_of((2, 2))
+    net, plain = local_net(4, mesh, calls_all=True), reference_net(4)
+    for expert in experts_of(net):
+        replicate(expert, mesh=mesh["edp"])
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net)
+    for step in range(3):
+        for model, batch in ((net, batch_of(4, step, dist.get_rank())), (plain, whole_batch(4, step, 4))):
+            model.zero_grad()
+            step_with(model, batch)
+        for expert in experts_of(net):
+            for param in expert.parameters():
+                param.grad /= mesh["ep"].size()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        torch.testing.assert_close(clip_grad_norm_(net.parameters(), 0.05), norm)
+        for fqn, param in net.named_parameters():
+            expected = plain.get_parameter(fqn).grad
+            if expected is not None:
+                torch.testing.assert_close(param.grad if ".experts." in fqn else param.grad.full_tensor(), expected)
+
+
+def test_replicated_experts_that_are_called_on_each_rank_get_their_mean() -> None:
+    run_threads(train_replicated, 4)
+
+
+def divided_by_default() -> None:
+    mesh = mesh_of((2, 2))
+    net, plain = local_net(4, mesh), reference_net(4)
+    for expert in experts_of(net):
+        fully_shard(expert, mesh=mesh["edp"])
+    for block in net.blocks:
+        fully_shard(block)
+    step_with(fully_shard(net), batch_of(4, 0, dist.get_rank()))
+    step_with(plain, whole_batch(4, 0, 4))
+    for fqn, param in net.named_parameters():
+        expected = plain.get_parameter(fqn).grad
+        if expected is not None:
+            factor = mesh["ep"].size() if ".experts." in fqn else 1
+            torch.testing.assert_close(param.grad.full_tensor(), factor * expected)
+
+
+def test_gradients_of_experts_are_divided_by_the_number_of_their_own_ranks_unless_told() -> None:
+    run_threads(divided_by_default, 4)
+
+
+def unused_gradients(unused: str) -> dict[str, bool]:
+    mesh = mesh_of((2, 2))
+    net = local_net(4, mesh)
+    annotate(net, mesh, unused_gradients=unused)
+    x, routes = batch_of(4, 0, dist.get_rank())
+    step_with(net, (x, torch.zeros_like(routes)))
+    return {fqn: param.grad is not None for fqn, param in net.named_parameters() if ".experts." in fqn}
+
+
+@pytest.mark.parametrize("unused", ["none", "zero"])
+def test_an_expert_without_tokens_on_any_rank_has_no_gradient_or_zeros(unused: str) -> None:
+    for found in run_threads(unused_gradients, 4, unused):
+        assert all(has == (unused == "zero" or ".experts.0." in fqn) for fqn, has in found.items())
+
+
+# Random cases
+
+
+class Case:
+    """One way to train."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        self.seed = seed
+        self.shape = rng.choice([(2, 2), (2, 2), (1, 2), (2, 1), (1, 3), (3, 2)])
+        self.world_size = self.shape[0] * self.shape[1]
+        self.experts = rng.randint(1, 5)
+        self.calls_all = rng.random() < 0.2
+        self.follows = True if self.shape[1] == 1 else rng.choice([None, True])
+        self.style = rng.choice(STYLES)
+        self.outer = rng.choice(["blocks", "blocks", "policy", "root", "own parts"])
+        self.checkpoints = rng.random() < 0.3
+        self.micro_batches = rng.choice([1, 1, 2, 3])
+        self.defers = rng.random() < 0.5
+        self.accelerates = rng.random() < 0.3
+        self.max_norm = rng.choice([0.02, 1e9])
+        self.evaluates = rng.random() < 0.3
+        self.keeps = rng.random() < 0.3
+        self.options: dict[str, Any] = {
+            "reshard_after_forward": rng.choice([None, True, False]),
+            "unused_gradients": rng.choice(["none", "none", "zero"]),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=rng.choice([None, None, torch.bfloat16])),
+            "transport": rng.choice(["auto", "process_group"]),
+        }
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE if self.options["mp_policy"].param_dtype is None else 5e-2
+
+    def annotate(self, net: Net, mesh: Any) -> None:
+        if next(experts_of(net), None) is not None:
+            options = {**self.options, "follows_parent": self.follows}
+            annotate_experts(net, self.style, mesh=mesh["edp"], **options)
+        for block in net.blocks:
+            if self.checkpoints:
+                checkpoint(block)
+            if self.outer == "own parts":
+                fully_shard(block.own, **self.options)
+            if self.outer in ("blocks", "own parts"):
+                fully_shard(block, **self.options)
+        fully_shard(net, policy={type(net.blocks[0])} if self.outer == "policy" else None, **self.options)
+        if self.keeps:
+            net.set_reshard_after_backward(False)
+
+    def batch(self, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch_of(self.experts, 10 * self.seed + step, rank)
+
+    def batch_of_all(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return whole_batch(self.experts, 10 * self.seed + step, self.world_size)
+
+
+def train_case(seed: int) -> None:
+    case = Case(seed)
+    mesh, rank = mesh_of(case.shape), dist.get_rank()
+    net, plain = local_net(case.experts, mesh, calls_all=case.calls_all), reference_net(case.experts)
+    case.annotate(net, mesh)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    if case.accelerates:
+        accelerate_optimizer(optimizer, net)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=LR)
+    for step in range(3):
+        optimizer.zero_grad()
+        plain_optimizer.zero_grad()
+        for micro in range(case.micro_batches):
+            number = 10 * step + micro
+            is_last = micro == case.micro_batches - 1
+            with nullcontext() if is_last or not case.defers else no_sync(net):
+                step_with(net, case.batch(number, rank))
+            step_with(plain, case.batch_of_all(number))
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), case.max_norm)
+        found = clip_grad_norm_(optimizer if case.accelerates else net.parameters(), case.max_norm)
+        torch.testing.assert_close(found.float(), norm.float(), rtol=case.tolerance, atol=case.tolerance)
+        optimizer.step()
+        plain_optimizer.step()
+        if case.evaluates:
+            with torch.no_grad():
+                for again in range(2):
+                    out = net(*case.batch(500 + step + again, rank)).float()
+                    expected = plain(*case.batch(500 + step + again, rank))
+                    torch.testing.assert_close(out, expected, rtol=case.tolerance, atol=case.tolerance)
+    for fqn, value in full_params(net).items():
+        expected = plain.get_parameter(fqn).detach()
+        torch.testing.assert_close(value, expected, rtol=case.tolerance, atol=case.tolerance, msg=fqn)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_ways_to_train_experts_equal_one_process(seed: int) -> None:
+    run_threads(train_case, Case(seed).world_size, seed)
+
+
+# Clipping
+
+
+def norms_of(optimizing: bool) -> None:
+    mesh = mesh_of((2, 2))
+    net, plain = local_net(4, mesh), reference_net(4)
+    annotate(net, mesh)
+    step_with(net, batch_of(4, 0, dist.get_rank()))
+    step_with(plain, whole_batch(4, 0, 4))
+    expected = {fqn: param.grad for fqn, param in plain.named_parameters() if param.grad is not None}
+    grads = [param.grad for param in net.parameters() if param.grad is not None]
+    for order in (2.0, 1.0, float("inf")):
+        total = torch.nn.utils.get_total_norm(list(expected.values()), order)
+        torch.testing.assert_close(get_total_norm(grads, order), total)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    if optimizing:
+        accelerate_optimizer(optimizer, net)
+    before = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+    torch.testing.assert_close(clip_grad_norm_(optimizer if optimizing else net.parameters(), 0.05), before)
+    for fqn, param in net.named_parameters():
+        if fqn in expected:
+            torch.testing.assert_close(param.grad.full_tensor(), expected[fqn])
+
+
+@pytest.mark.parametrize("optimizing", [False, True])
+def test_the_norm_is_that_of_all_experts_of_all_ranks(*, optimizing: bool) -> None:
+    run_threads(norms_of, 4, optimizing)
+
+
+def norm_beside_copies() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    whole = fully_shard(nn.Linear(3, 3), mesh=mesh)
+    part = fully_shard(nn.Linear(3, 3), mesh=mesh["shard"])
+    total = 0.0
+    for model, gradient in ((whole, 1.0), (part, 2.0 + mesh.get_local_rank("replicate"))):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param) * gradient
+        total += 12 * gradient**2
+    other = 12 * (5.0 - mesh.get_local_rank("replicate") - 2.0 + 0.0) ** 2
+    found = clip_grad_norm_([*whole.parameters(), *part.parameters()], 1e9)
+    assert found.item() == pytest.approx((total + other) ** 0.5)
+
+
+def test_experts_on_the_shard_dim_of_a_hybrid_mesh_count_once_for_each_copy() -> None:
+    run_threads(norm_beside_copies, 4)
+
+
+# What is kept from one forward to the next
+
+
+def evaluate_and_train(shape: tuple[int, int]) -> None:
+    mesh, rank = mesh_of(shape), dist.get_rank()
+    net, plain = local_net(4, mesh), reference_net(4)
+    annotate(net, mesh, "list", reshard_after_forward=False)
+    net.set_reshard_after_backward(False)
+    for step in range(4):
+        with torch.no_grad():
+            for number in (100 + step, 200 + step):
+                found, expected = net(*batch_of(4, number, rank)), plain(*batch_of(4, number, rank))
+                torch.testing.assert_close(found, expected)
+        for model, batch in ((net, batch_of(4, step, rank)), (plain, whole_batch(4, step, mesh.size()))):
+            model.zero_grad()
+            step_with(model, batch)
+            with torch.no_grad():
+                for param in model.parameters():
+                    if param.grad is not None:
+                        param -= LR * param.grad
+
+
+def test_experts_that_stay_unsharded_are_alike_on_ranks_that_called_them_and_others() -> None:
+    run_threads(evaluate_and_train, 4, (2, 2))
+
+
+# Checkpoints and full values
+
+
+def is_expert(fqn: str) -> bool:
+    return ".experts." in fqn
+
+
+def is_other(fqn: str) -> bool:
+    return not is_expert(fqn)
+
+
+def full_values() -> Tensors:
+    mesh = mesh_of((2, 2))
+    net = local_net(4, mesh)
+    annotate(net, mesh)
+    with pytest.raises(ConfigError, match="annotated on different ranks"):
+        full_state_dict(net)
+    found = {**full_state_dict(net, names=is_other), **full_state_dict(net, names=is_expert)}
+    expected = full_params(net)
+    with torch.no_grad():
+        for param in net.parameters():
+            param.zero_()
+    load_full_state_dict(net, {k: v for k, v in found.items() if is_other(k)}, names=is_other)
+    load_full_state_dict(net, {k: v for k, v in found.items() if is_expert(k)}, names=is_expert)
+    for fqn, value in full_params(net).items():
+        assert torch.equal(value, expected[fqn])
+    return found
+
+
+def test_full_values_come_from_each_set_of_ranks_by_name() -> None:
+    found = run_threads(full_values, 4)
+    expected = reference_net(4).state_dict()
+    assert {len(one) for one in found[2:]} == {0}
+    assert set(found[0]) | set(found[1]) == set(expected) and not set(found[0]) & set(found[1])
+    for fqn, value in (found[0] | found[1]).items():
+        assert torch.equal(value, expected[fqn])
+
+
+def continue_from(folder: Path, shape: tuple[int, int], steps: range) -> Tensors:
+    mesh = mesh_of(shape)
+    net = local_net(4, mesh)
+    annotate(net, mesh)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
+    if steps.start:
+        assert load_checkpoint(folder, net, optimizer).step == steps.start
+    for step in steps:
+        # Every rank goes through the batches of all, so that any number of ranks takes the same steps.
+        for rank in range(6):
+            step_with(net, batch_of(4, step, rank))
+        optimizer.step()
+        optimizer.zero_grad()
+    save_checkpoint(folder, steps.stop, net, optimizer)
+    return full_params(net)
+
+
+def test_a_run_goes_on_with_experts_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    for folder, shapes in ((tmp_path / "same", [(2, 2), (2, 2)]), (tmp_path / "other", [(2, 2), (1, 3)])):
+        run_threads(continue_from, 4, folder, shapes[0], range(2))
+        last = run_threads(continue_from, shapes[1][0] * shapes[1][1], folder, shapes[1], range(2, 4))
+        if folder.name == "same":
+            expected = functools.reduce(lambda all_, own: all_ | own, last)
+    assert_equal(last, expected)
+
+
+def save_with_equal_names(folder: Path) -> str:
+    mesh = mesh_of((2, 2))
+    net = local_net(4, mesh)
+    for mixture in net.mixtures():
+        for index, name in enumerate(list(mixture.experts)):
+            mixture.experts[f"own{index}"] = mixture.experts.pop(name)
+    annotate(net, mesh)
+    with pytest.raises(ConfigError) as caught:
+        save_checkpoint(folder, 0, net)
+    return str(caught.value)
+
+
+def test_experts_of_equal_names_are_refused_by_checkpoints(tmp_path: Path) -> None:
+    for text in run_threads(save_with_equal_names, 4, tmp_path / "run"):
+        assert "ranks [0, 2] and [1, 3] have parameters of their own" in text
+        assert "blocks.0.mixture.experts.own0.up.weight" in text and "fix: name experts by their number" in text
+
+
+def values_of_the_first() -> Tensors:
+    mesh = mesh_of((2, 2))
+    net = local_net(4, mesh)
+    with torch.no_grad():
+        for param in net.parameters():
+            param += dist.get_rank()
+    for expert in experts_of(net):
+        fully_shard(expert, mesh=mesh["edp"], sync_module_states=True)
+    for block in net.blocks:
+        fully_shard(block, sync_module_states=True)
+    fully_shard(net, sync_module_states=True)
+    return full_params(net)
+
+
+def test_experts_take_the_values_of_the_first_of_their_own_ranks() -> None:
+    expected = reference_net(4).state_dict()
+    for rank, found in enumerate(run_threads(values_of_the_first, 4)):
+        for fqn, value in found.items():
+            torch.testing.assert_close(value, expected[fqn] + (rank % 2 if is_expert(fqn) else 0))
+
+
+# Errors
+
+
+def other_plans() -> None:
+    mesh = mesh_of((2, 2))
+    net = local_net(4, mesh)
+    for expert in experts_of(net):
+        fully_shard(expert, mesh=mesh["edp"], unused_gradients="zero" if dist.get_rank() == 3 else "none")
+    for block in net.blocks:
+        fully_shard(block)
+    step_with(fully_shard(net), batch_of(4, 0, dist.get_rank()))
+
+
+def test_plans_of_experts_that_differ_are_an_error_on_every_rank() -> None:
+    with pytest.raises(RankErrors) as caught:
+        run_threads(other_plans, 4)
+    assert set(caught.value.errors) == {0, 1, 2, 3}
+    for error in caught.value.errors.values():
+        assert isinstance(error, DesyncError) and "the ranks annotated different plans" in str(error)
+
+
+def lies_outside(inner: str, outer: str) -> str:
+    mesh = mesh_of((2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    apis: dict[str, Any] = {"fully_shard": fully_shard, "replicate": replicate}
+    apis[inner](model[0], mesh=mesh["edp"])
+    with pytest.raises(ConfigError) as caught:
+        apis[outer](model, mesh=mesh["ep"])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("outer", ["fully_shard", "replicate"])
+@pytest.mark.parametrize("inner", ["fully_shard", "replicate"])
+def test_an_annotation_around_another_has_all_of_its_ranks(inner: str, outer: str) -> None:
+    for rank, text in enumerate(run_threads(lies_outside, 4, inner, outer)):
+        own, around = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert f"annotated on ranks {own}, and this one, around it, on {around} only" in text
+        assert f"rank {rank}, module '0' (Linear)" in text and "fix: annotate what lies inside" in text
+
+
+def apart() -> str:
+    set_divergence_timeout(1.0)
+    mesh = mesh_of((2, 2))
+    net = local_net(4, mesh)
+    for expert in experts_of(net):
+        fully_shard(expert, mesh=mesh["edp"], follows_parent=False)
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net)
+    try:
+        for step in range(4):
+            step_with(net, batch_of(4, step, dist.get_rank()))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_experts_that_do_not_follow_have_to_be_called_alike() -> None:
+    texts = run_ranks(apart, 4)
+    assert "no error" not in texts
+    assert any("the all-gather of module 'blocks." in text and "will never come" in text for text in texts)
