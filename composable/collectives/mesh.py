@@ -25,6 +25,7 @@ __all__ = [
     "Grid",
     "GroupOrPair",
     "check_inside",
+    "group_of_rows",
     "joined_mesh",
     "resolve_grid",
     "resolve_ranks",
@@ -124,7 +125,7 @@ class Grid:
             )
         if replicas.size == 1:
             return Grid(shard, None, shard, is_hybrid=True)
-        return Grid(shard, replicas, _everyone(rows, shard.device), rows, is_hybrid=True)
+        return Grid(shard, replicas, group_of_rows(rows, shard.device), rows, is_hybrid=True)
 
     def spread(self, mesh: DeviceMesh) -> "tuple[DeviceMesh, Grid]":
         """Return the ranks where those with copies of a shard share it too, and the 1-D mesh of all. Collective.
@@ -203,8 +204,8 @@ def check_inside(below: Grid, around: Grid, place: str) -> None:
         )
 
 
-def _everyone(rows: Sequence[Sequence[int]], device: torch.device) -> Ranks:
-    """Return the ranks of all copies of all shards; one group for all that ask. Collective over them at first."""
+def group_of_rows(rows: Iterable[Sequence[int]], device: torch.device) -> Ranks:
+    """Return all ranks in ``rows``, ascending; one group for all that ask. Collective over them at first."""
     numbers = tuple(sorted(number for row in rows for number in row))
     world = dist.group.WORLD
     assert world is not None, "checked by who made the mesh"

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.collectives import Pending, joined_mesh
+from composable.collectives import Pending, Ranks, joined_mesh
 from composable.errors import UsageError, place_of_rank
 from composable.frames import will_get_gradient
 from composable.planning import (
@@ -647,7 +647,29 @@ def _sharded_params(
                 form,
             )
         )
+    _choose_stored(params)
     return params
+
+
+def _choose_stored(params: Sequence[ShardedParam]) -> None:
+    """Let checkpoints take one copy of what ranks along a dim of tensor parallelism hold copies of, cut differently.
+
+    Blocks of other shapes move the cuts of what is in the same buffer. Where blocks are equal checkpoints choose.
+    """
+    if all(param.layout.is_even for param in params):
+        return
+    dims: dict[tuple[int, ...], int] = {}
+    for param in params:
+        mesh = param.layout.mesh
+        for dim in range(mesh.ndim):
+            if dim != param.layout.mesh_dim:
+                ranks = Ranks.of_mesh(mesh, dim)
+                dims[ranks.numbers] = ranks.rank
+    for param in params:
+        own = {number for ranks in param.layout.split_ranks for number in ranks.numbers}
+        # What is split over some of the same ranks is no copy along these.
+        copies = [rank for numbers, rank in dims.items() if len(own.intersection(numbers)) < 2]
+        param.layout.is_stored = not any(copies)
 
 
 def _spec_of(span: Span, dtype: torch.dtype, bounds: Sequence[int], mesh: DeviceMesh, form: Form | None) -> RaggedSpec:
