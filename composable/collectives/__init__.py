@@ -17,6 +17,7 @@ from composable.collectives.mesh import (
     resolve_grid,
     resolve_ranks,
 )
+from composable.collectives.model_ranks import ModelRanks
 from composable.collectives.own_groups import OwnTransport, make_host_ranks, part_of
 from composable.collectives.places import Told, described, notice_tree
 from composable.collectives.process_group import DONE
@@ -29,6 +30,7 @@ __all__ = [
     "DataParallelMeshDims",
     "Grid",
     "GroupOrPair",
+    "ModelRanks",
     "OwnTransport",
     "Pending",
     "Ranks",

@@ -245,7 +245,7 @@ class Ranks:
             ConfigError: It is not.
         """
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
-            raise ConfigError(f"{name} is {rank!r}", fix=f"pass a rank of the shard group, 0 to {self.size - 1}")
+            raise ConfigError(f"{name} is {rank!r}", fix=f"pass a rank of the model, 0 to {self.size - 1}")
 
     # Values
 

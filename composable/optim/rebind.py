@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.arguments import check_module, check_optimizer
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.optim.entries import cut_state, whole_state
+from composable.optim.entries import cut_state, split_state, whole_state
 from composable.planning import replacement_of
 from composable.ragged import RaggedDTensor
 
@@ -103,6 +103,8 @@ def _convert(entry: Any, new: nn.Parameter) -> Any:
         if any(not value._spec.layout.matches(layout) for value in ragged):
             whole_state(entry)
         cut_state(entry, new)
-    elif any(isinstance(value, DTensor) for value in entry.values()):
+    elif any(isinstance(value, RaggedDTensor) for value in entry.values()) or not isinstance(new, DTensor):
         whole_state(entry)
+        if isinstance(new, DTensor):
+            split_state(entry, new)
     return entry

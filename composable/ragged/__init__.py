@@ -1,19 +1,12 @@
 """The parameter that users see: a DTensor cut anywhere."""
 
+from composable.ragged.exchange import Exchange
 from composable.ragged.fallback import LIVE_SOURCES, mark_stale
 from composable.ragged.fallback_log import fallback_counts, strict_mode
 from composable.ragged.lockstep import confirm_alike
 from composable.ragged.norms import NormParts, cut_dims, summed_in
 from composable.ragged.registration import register_ragged
-from composable.ragged.spec import (
-    RaggedLayout,
-    RaggedSpec,
-    join_blocks,
-    ragged_spec,
-    slice_block,
-    slice_full,
-    splits_of,
-)
+from composable.ragged.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_block, slice_full, splits_of
 from composable.ragged.tensor import HOOKS, RaggedDTensor, hand_over_grad, was_zeroed, watch_zeroing
 from composable.ragged.torch_calls import teach_torch
 from composable.ragged.transfer import cast_dtype, collect_blocks, spread_blocks
@@ -22,6 +15,7 @@ from composable.ragged.unfinished import check_finished, note_finished, note_unf
 __all__ = [
     "HOOKS",
     "LIVE_SOURCES",
+    "Exchange",
     "NormParts",
     "RaggedDTensor",
     "RaggedLayout",
@@ -33,7 +27,6 @@ __all__ = [
     "cut_dims",
     "fallback_counts",
     "hand_over_grad",
-    "join_blocks",
     "mark_stale",
     "note_finished",
     "note_unfinished",

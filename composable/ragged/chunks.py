@@ -29,13 +29,15 @@ def chunks_of(layout: RaggedLayout) -> list[ChunkStorageMetadata]:
 
 
 def write_items_of(fqn: str, local: torch.Tensor, layout: RaggedLayout) -> list[WriteItem]:
-    """Return one item a box. Replicas all offer theirs; the planner drops doubles.
+    """Return one item a box. Replicas all offer theirs, where they are cut alike; the planner drops doubles.
 
     Raises:
         UsageError: There are no values to write.
     """
     if local.is_meta:
         raise UsageError(f"{fqn!r} is on the meta device: there is nothing to save", fix="materialize the model first")
+    if not layout.is_stored:
+        return []
     properties = TensorProperties.create_from_tensor(local)
     return [
         WriteItem(

@@ -1,11 +1,11 @@
-"""Messages between the ranks of a layout: flat pieces of tensors, several of them in one message where asked."""
+"""Messages between ranks: flat pieces of tensors, several of them in one message where asked."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
 
-from composable.ragged.spec import RaggedLayout
+from composable.collectives import Ranks
 
 __all__ = ["Exchange"]
 
@@ -16,9 +16,9 @@ _PACKED_ALIGN = 16
 class Exchange:
     """The messages of one call: what this rank sends, and where what it gets goes."""
 
-    def __init__(self, layout: RaggedLayout) -> None:
-        self._ranks = layout.ranks
-        self._device_type = layout.mesh.device_type
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._device_type = ranks.device.type
         self._sends: list[tuple[torch.Tensor, int]] = []
         self._receives: list[tuple[torch.Tensor, int]] = []
         self._arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []

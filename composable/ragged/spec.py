@@ -100,6 +100,8 @@ class RaggedLayout:
         lo: First element that this rank owns.
         hi: Past the last one.
         local_shape: Shape of this rank's piece.
+        is_stored: Checkpoints take this rank's piece; not where another rank has a copy of the block that is cut
+            elsewhere, whose pieces would overlap.
     """
 
     __slots__ = (
@@ -113,6 +115,7 @@ class RaggedLayout:
         "bounds",
         "cut_dims",
         "hi",
+        "is_stored",
         "lo",
         "local_shape",
         "mesh",
@@ -143,12 +146,9 @@ class RaggedLayout:
         self.rank = rank
         self.lo = bounds[rank]
         self.hi = bounds[rank + 1]
-        self.block_offsets, self.block_shape = (0,) * len(shape), shape
-        for split, around in zip(splits, self.shapes_around()):
-            start, stop = _parts(around[split.dim], mesh.size(split.mesh_dim))[split.rank]
-            self.block_offsets = _with_dim(self.block_offsets, split.dim, self.block_offsets[split.dim] + start)
-            self.block_shape = torch.Size(_with_dim(self.block_shape, split.dim, stop - start))
+        self.block_offsets, self.block_shape = self.block_at([split.rank for split in splits])
         self.local_shape = local_shape(self.block_shape, bounds, rank, order)
+        self.is_stored = True
         self._ranks: Ranks | None = None
         self._split_ranks: tuple[Ranks, ...] | None = None
         self._key: str | None = None
@@ -165,6 +165,25 @@ class RaggedLayout:
             yield shape
             start, stop = _parts(shape[dim], self.mesh.size(mesh_dim))[rank]
             shape = torch.Size(_with_dim(shape, dim, stop - start))
+
+    def block_at(self, places: Sequence[int]) -> tuple[tuple[int, ...], torch.Size]:
+        """Return where in the whole the block of a rank begins, and its shape.
+
+        Args:
+            places: Of the rank, within the mesh dim of each split.
+        """
+        offsets, shape = (0,) * len(self.shape), self.shape
+        for split, place in zip(self.splits, places, strict=True):
+            start, stop = _parts(shape[split.dim], self.mesh.size(split.mesh_dim))[place]
+            offsets = _with_dim(offsets, split.dim, offsets[split.dim] + start)
+            shape = torch.Size(_with_dim(shape, split.dim, stop - start))
+        return offsets, shape
+
+    @property
+    def is_even(self) -> bool:
+        """Every block has the same shape."""
+        around = zip(self.splits, self.shapes_around())
+        return all(shape[split.dim] % self.mesh.size(split.mesh_dim) == 0 for split, shape in around)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -315,7 +334,7 @@ class RaggedSpec(DTensorSpec):
     def __reduce__(self) -> tuple[object, ...]:
         layout = self.layout
         cut = layout.bounds, layout.rank, layout.order, tuple(map(tuple, layout.splits))
-        return rebuild_spec, (layout.mesh, layout.mesh_dim, tuple(layout.shape), self.dtype, *cut)
+        return rebuild_spec, (layout.mesh, layout.mesh_dim, tuple(layout.shape), self.dtype, *cut, layout.is_stored)
 
 
 def ragged_spec(
@@ -380,10 +399,13 @@ def rebuild_spec(
     rank: int,
     order: tuple[int, ...] = (),
     splits: tuple[tuple[int, int, int], ...] = (),
+    is_stored: bool = True,
 ) -> RaggedSpec:
     """Restore a pickled spec; keeps the rank that wrote it, whose piece it describes."""
     found = tuple(Split(*split) for split in splits)
-    return RaggedSpec(RaggedLayout(mesh, mesh_dim, torch.Size(shape), bounds, rank, order, found), dtype)
+    layout = RaggedLayout(mesh, mesh_dim, torch.Size(shape), bounds, rank, order, found)
+    layout.is_stored = is_stored
+    return RaggedSpec(layout, dtype)
 
 
 def replicated_spec(mesh: DeviceMesh, full: torch.Tensor) -> DTensorSpec:

@@ -72,7 +72,7 @@ def collect_blocks(
             own = tensor._spec.layout
             own.flat(full)[own.lo : own.hi].copy_(tensor._local_tensor.detach().reshape(-1))
     flat = [tensor._spec.layout.flat(full) for tensor, full in zip(tensors, fulls or (), strict=fulls is not None)]
-    exchange = Exchange(layout)
+    exchange = Exchange(layout.ranks)
     for owner in range(len(layout.bounds) - 1):
         if fulls is None and owner != layout.rank:
             continue
@@ -106,7 +106,7 @@ def spread_blocks(tensors: Sequence[RaggedDTensor], values: Callable[[int], torc
     if not tensors:
         return
     layout = tensors[0]._spec.layout
-    exchange = Exchange(layout)
+    exchange = Exchange(layout.ranks)
     if layout.rank == src:
         assert values is not None, "the source has the values"
         fulls = [

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from composable.errors import ComposableError, ConfigError, UsageError
 from composable.optim import OptimizerNames, describe_optimizer, group_differences, names_of_params
@@ -310,12 +310,18 @@ def _shape(size: torch.Size | None) -> str:
 
 
 def _empty(entry: TensorStorageMetadata, like: torch.Tensor | None) -> torch.Tensor:
-    """Return room for a tensor, cut and placed as the parameter ``like`` where it has its shape."""
-    if like is None or like.shape != entry.size:
+    """Return room for a tensor, cut and placed as the parameter ``like`` where it has its shape.
+
+    Of another shape, as the rows of Adafactor, it is whole on every rank, and beside a DTensor one too.
+    """
+    if like is None:
         return torch.empty(entry.size, dtype=entry.properties.dtype)
-    if isinstance(like, DTensor):
+    if isinstance(like, DTensor) and like.shape == entry.size:
         return torch.empty_like(like.detach(), dtype=entry.properties.dtype)
-    return torch.empty(entry.size, dtype=entry.properties.dtype, device=like.device)
+    room = torch.empty(entry.size, dtype=entry.properties.dtype, device=like.device)
+    if isinstance(like, DTensor) and entry.size:
+        return DTensor.from_local(room, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return room
 
 
 def _packed_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

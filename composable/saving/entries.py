@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.arguments import check_module
-from composable.collectives import Ranks
+from composable.collectives import ModelRanks, Ranks
 from composable.contract import get_registry, managing_state
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.fqns import describe_module
@@ -62,8 +62,10 @@ class Entries:
         return Entries(values, self.metadata, unlisted)
 
 
-def ranks_of(model: nn.Module, names: Names | None = None) -> Ranks:
-    """Return the ranks that share ``model``: those of the annotations on it and below it.
+def ranks_of(model: nn.Module, names: Names | None = None) -> ModelRanks:
+    """Return the ranks that share ``model``: those of the annotations on it and below it, and of its DTensors.
+
+    Collective over them where there are DTensors of tensor parallelism.
 
     Args:
         model: Annotated.
@@ -71,8 +73,8 @@ def ranks_of(model: nn.Module, names: Names | None = None) -> Ranks:
 
     Raises:
         UsageError: There is no annotation.
-        ConfigError: ``model`` is no module, annotations are on different ranks and what is asked for is too, or
-            ``names`` makes no sense.
+        ConfigError: ``model`` is no module, annotations are on different ranks and what is asked for is too,
+            ``names`` makes no sense, or the ranks of annotations and DTensors are no grid.
     """
     check_module("model", model)
     found: dict[tuple[int, ...], Ranks] = {}
@@ -87,8 +89,10 @@ def ranks_of(model: nn.Module, names: Names | None = None) -> Ranks:
             at=f"{place_of_rank()}, {describe_module(model)}",
             fix="use state_dict() and load_state_dict() of the plain model, or annotate it first",
         )
+    tensors: Iterable[torch.Tensor] = [*model.parameters(), *model.buffers()]
     if len(found) > 1 and names is not None:
-        homes = map(ranks_of_param, entries_now(model).picked(names).settable().values())
+        tensors = entries_now(model).picked(names).settable().values()
+        homes = map(ranks_of_param, tensors)
         found = {home.numbers: home for home in homes if home is not None}
     if len(found) != 1:
         raise ConfigError(
@@ -98,7 +102,19 @@ def ranks_of(model: nn.Module, names: Names | None = None) -> Ranks:
             at=f"{place_of_rank()}, {describe_module(model)}",
             fix="call this on each part of the model that is on one set of ranks, or pick it by names=",
         )
-    return next(iter(found.values()))
+    return ModelRanks.of(next(iter(found.values())), list(_mesh_dims(tensors)))
+
+
+def _mesh_dims(tensors: Iterable[torch.Tensor]) -> Iterable[Ranks]:
+    """Return the ranks along each mesh dim that something of ``tensors`` is split or replicated over."""
+    found: dict[tuple[int, int], Ranks] = {}
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            for dim in range(mesh.ndim):
+                if (id(mesh), dim) not in found:
+                    found[id(mesh), dim] = Ranks.of_mesh(mesh, dim)
+    return {ranks.numbers: ranks for ranks in found.values()}.values()
 
 
 def entries_of(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from composable.arguments import check_bool, check_device, described
-from composable.collectives import Ranks
+from composable.collectives import ModelRanks
 from composable.errors import ConfigError, place_of_rank
 from composable.ragged import cast_dtype
 from composable.saving.entries import Entries, batches, entries_of, ranks_of
@@ -59,7 +59,7 @@ def iter_full_params(
 ) -> Iterator[Any]:
     """Yield every parameter by FQN, in full, in the order of the plain model's ``named_parameters()``.
 
-    Collective: the call, and each step of the iteration, by all ranks of the shard group. Ranks may stop
+    Collective: the call, and each step of the iteration, by all ranks that share the model. Ranks may stop
     early, all at the same parameter. A rank that stops alone leaves those that go on waiting for it, until
     it waits for them elsewhere and all raise ``DesyncError``, or for the process group's timeout. Between steps
     of the iteration the model may be used; values are those at the time when the batch they are in was gathered.
@@ -70,7 +70,7 @@ def iter_full_params(
             that is larger. Parameters share exchanges up to half of it. Default: twice the largest handle.
         dtype: Of floating-point values; default: each parameter's own.
         device: Of the values; default: each parameter's own, and of buckets the mesh's.
-        rank0_only: Only the first rank of the shard group gets values; the others get ``None`` with each FQN, or
+        rank0_only: Only the first rank gets values; the others get ``None`` with each FQN, or
             buckets whose buffer is ``None``.
         names: Which parameters: a function that says of each FQN, as in ``state_dict()``, whether it is wanted, or a
             list or set of them. Asked at the call, before anything is gathered; all ranks alike. Default: all.
@@ -89,7 +89,8 @@ def iter_full_params(
             type; ``names`` is neither a function nor FQNs of the model, or wants none.
         DesyncError: The ranks made different calls, or ``names`` wants other parameters on other ranks.
     """
-    ranks = ranks_of(model, names)
+    model_ranks = ranks_of(model, names)
+    ranks = model_ranks.everyone
     with ranks.agreed():
         check_float(dtype)
         _check_bytes("max_bytes", max_bytes)
@@ -102,9 +103,9 @@ def iter_full_params(
     dst = 0 if rank0_only else None
     params = _named_params(model, entries)
     if bucket_bytes is None:
-        return _iterate(params, ranks, limit, dtype, target, dst)
+        return _iterate(params, model_ranks, limit, dtype, target, dst)
     layouts = plan_buckets([(fqn, cast_dtype(param, dtype), param.shape) for fqn, param in params], bucket_bytes)
-    return _fill_buckets(layouts, dict(params), ranks, limit, target or ranks.device, dst)
+    return _fill_buckets(layouts, dict(params), model_ranks, limit, target or ranks.device, dst)
 
 
 def _check_bytes(name: str, value: object) -> None:
@@ -123,7 +124,7 @@ def _named_params(model: nn.Module, entries: Entries) -> list[tuple[str, torch.T
 
 def _iterate(
     named: Sequence[tuple[str, torch.Tensor]],
-    ranks: Ranks,
+    ranks: ModelRanks,
     max_bytes: int,
     dtype: torch.dtype | None,
     device: torch.device | None,
@@ -140,7 +141,7 @@ def _iterate(
 def _fill_buckets(
     layouts: Sequence[BucketLayout],
     params: Mapping[str, torch.Tensor],
-    ranks: Ranks,
+    ranks: ModelRanks,
     max_bytes: int,
     device: torch.device,
     dst: int | None,
@@ -155,7 +156,7 @@ def _fill_buckets(
 def _fill_bucket(
     layout: BucketLayout,
     params: Mapping[str, torch.Tensor],
-    ranks: Ranks,
+    ranks: ModelRanks,
     max_bytes: int,
     device: torch.device,
     dst: int | None,
@@ -186,14 +187,14 @@ def load_full_params(
 ) -> IncompatibleKeys:
     """Load pairs of FQN and full tensor that one rank produces, in any order: the inverse of ``iter_full_params``.
 
-    Collective: all ranks of the shard group, between steps. ``src`` holds no more values at once than the
+    Collective: all ranks that share the model, between steps. ``src`` holds no more values at once than the
     largest handle has, or one; the other ranks never hold a full value of a sharded parameter.
 
     Args:
         model: Annotated by ``fully_shard`` or ``replicate``, or with annotated modules below it.
         pairs: On ``src``: FQNs, any of those of a tied parameter, also of persistent buffers, and values. Values of
             other dtypes are cast. On other ranks it is not used; ``None`` will do.
-        src: Rank in the shard group that has the pairs.
+        src: Which of the ranks has the pairs, as ``dst`` of ``full_state_dict``.
         strict: Every parameter has to come, and nothing that the model does not have.
         names: Load a part of the model, and let that stand for the model in ``strict``: a function that says of each
             FQN whether it is part of it, or a list or set of them. All ranks alike. Default: all.
@@ -210,7 +211,8 @@ def load_full_params(
         DesyncError: The ranks made different calls, ``names`` wants other entries on other ranks, or the iteration
             failed on ``src``, which raises what happened.
     """
-    ranks = ranks_of(model, names)
+    model_ranks = ranks_of(model, names)
+    ranks = model_ranks.everyone
     with ranks.agreed():
         ranks.check_member("src", src)
         check_bool("strict", strict)
@@ -228,7 +230,7 @@ def load_full_params(
         if not keys:
             break
         targets = [settable[key] for key in keys]
-        spread_values(targets, [value for _, value in batch] if is_source else None, ranks, src)
+        spread_values(targets, [value for _, value in batch] if is_source else None, model_ranks, src)
         arrived |= {id(target) for target in targets}
     missing = [fqn for fqn, param in _named_params(model, entries) if id(param) not in arrived]
     error = Differences(missing=tuple(missing)).error(strict=strict, loaded="what came was loaded")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable.arguments import check_bool, check_device
-from composable.collectives import Ranks
+from composable.collectives import ModelRanks, Ranks
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ragged import RaggedDTensor, cast_dtype
 from composable.saving.entries import (
@@ -27,7 +27,7 @@ from composable.saving.entries import (
 from composable.saving.fit import Differences, find_differences
 from composable.saving.room import make_room
 from composable.saving.selection import Names
-from composable.storage import by_grid, collect_full_at, spread_from
+from composable.storage import by_grid, collect_whole, spread_whole
 
 __all__ = [
     "IncompatibleKeys",
@@ -66,13 +66,13 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """Return on one rank what ``state_dict()`` of the plain model would be, with full plain tensors.
 
-    Collective: all ranks of the shard group, between steps; also before the first forward. Values go
+    Collective: all ranks that share the model, between steps; also before the first forward. Values go
     from each owner straight into the result. Beside the result at most the bytes of the largest handle
     are allocated, on any rank.
 
     Args:
         model: Annotated by ``fully_shard`` or ``replicate``, or with annotated modules below it.
-        dst: Rank in the shard group that gets the values.
+        dst: Which of the ranks gets the values: of the shard group, or of all mesh dims under tensor parallelism.
         dtype: Of floating-point tensors in the result; default: their own.
         device: Of the tensors in the result.
         names: Which entries: a function that says of each FQN, as in ``state_dict()``, whether it is wanted, or a
@@ -90,7 +90,8 @@ def full_state_dict(
             nor FQNs of the model, or wants none.
         DesyncError: The ranks made different calls, or ``names`` wants other entries on other ranks.
     """
-    ranks = ranks_of(model, names)
+    model_ranks = ranks_of(model, names)
+    ranks = model_ranks.everyone
     with ranks.agreed():
         check_device("device", device)
         device = torch.device(device)
@@ -101,7 +102,7 @@ def full_state_dict(
     unique = {id(tensor): tensor for tensor in entries.tensors().values()}
     for batch in batches((("", tensor) for tensor in unique.values()), max_bytes_of(model)):
         tensors = [tensor for _, tensor in batch]
-        values = gather_values(tensors, ranks, dst, dtype=dtype, device=device)
+        values = gather_values(tensors, model_ranks, dst, dtype=dtype, device=device)
         fulls |= {id(tensor): value for tensor, value in zip(tensors, values or ())}
     result: OrderedDict[str, Any] = OrderedDict()
     if ranks.rank == dst:
@@ -123,7 +124,7 @@ def load_full_state_dict(
 ) -> IncompatibleKeys:
     """Load a full state dict that only one rank has, into the shards of every rank.
 
-    Collective: all ranks of the shard group, between steps; also before the first forward, and onto a model
+    Collective: all ranks that share the model, between steps; also before the first forward, and onto a model
     on the meta device, of which shards and buffers get memory as far as there are values. Every key is
     checked on every rank before anything is changed. Values go batch by batch, a batch no larger than the largest
     handle, from ``src`` straight into the shards: no other rank ever holds a full copy. Other
@@ -135,7 +136,7 @@ def load_full_state_dict(
             values on demand. Of such a mapping ``keys()`` is used, ``[key]`` once for each key, and ``shape_of(key)``,
             which gives a shape without reading; one without that method is asked for each value twice.
             On other ranks it is not used; ``None`` will do.
-        src: Rank in the shard group that has the state dict.
+        src: Which of the ranks has the state dict, as ``dst`` of ``full_state_dict``.
         strict: Every key of the model has to be there, and no other.
         names: Load a part of the model, and let that stand for the model in ``strict``: a function that says of each
             FQN whether it is part of it, or a list or set of them. All ranks alike. Default: all.
@@ -151,7 +152,8 @@ def load_full_state_dict(
         DesyncError: The ranks made different calls, ``names`` wants other entries on other ranks, or reading a value
             failed on ``src``, which raises what happened; batches before it are loaded.
     """
-    ranks = ranks_of(model, names)
+    model_ranks = ranks_of(model, names)
+    ranks = model_ranks.everyone
     with ranks.agreed():
         ranks.check_member("src", src)
         check_bool("strict", strict)
@@ -173,7 +175,7 @@ def load_full_state_dict(
             make_room(module, dict.fromkeys(given), f"{name}." if name else "", {})
         # The modules hold other buffers now.
         entries = entries_now(model)
-    _spread(entries, given, state_dict if is_source else None, ranks, src, max_bytes_of(model))
+    _spread(entries, given, state_dict if is_source else None, model_ranks, src, max_bytes_of(model))
     _finish(model, entries, given, state_dict if is_source else None, ranks, src)
     return IncompatibleKeys(list(differences.missing), list(differences.unexpected))
 
@@ -197,7 +199,7 @@ def max_bytes_of(model: nn.Module) -> int:
 
 def gather_values(
     tensors: Sequence[torch.Tensor],
-    ranks: Ranks,
+    ranks: ModelRanks,
     dst: int | None,
     *,
     dtype: torch.dtype | None,
@@ -209,11 +211,10 @@ def gather_values(
     into: dict[int, torch.Tensor] = {}
     if out is not None:
         into = {id(tensor): target for tensor, target in zip(tensors, out, strict=True)}
-    taker = None if dst is None else ranks.numbers[dst]
     whole: dict[int, torch.Tensor] = {}
     for grid, alike in by_grid(ragged):
         targets = [into[id(tensor)] for tensor in alike] if out is not None else None
-        fulls_of_grid = collect_full_at(alike, grid, taker, dtype=dtype, device=device, out=targets)
+        fulls_of_grid = collect_whole(alike, grid, ranks, dst, dtype=dtype, device=device, out=targets)
         whole.update(zip(map(id, alike), fulls_of_grid or ()))
     fulls: list[torch.Tensor] = []
     for index, tensor in enumerate(tensors):
@@ -249,29 +250,32 @@ def _compare(entries: Entries, state_dict: Mapping[str, Any] | None) -> Differen
 
 
 def _spread(
-    entries: Entries, given: list[str], state_dict: Mapping[str, Any] | None, ranks: Ranks, src: int, max_bytes: int
+    entries: Entries,
+    given: list[str],
+    state_dict: Mapping[str, Any] | None,
+    ranks: ModelRanks,
+    src: int,
+    max_bytes: int,
 ) -> None:
     """Stream the tensors; of several names for one the last counts, as in torch."""
     last = {id(value): key for key in given if isinstance(value := entries.values[key], torch.Tensor)}
     for batch in batches([(key, entries.values[key]) for key in last.values()], max_bytes):
         values: list[torch.Tensor] = []
-        with ranks.agreed():
+        with ranks.everyone.agreed():
             if state_dict is not None:
                 values = [_read(state_dict, key, tensor) for key, tensor in batch]
         spread_values([tensor for _, tensor in batch], values if state_dict is not None else None, ranks, src)
 
 
-def spread_values(tensors: list[torch.Tensor], values: list[torch.Tensor] | None, ranks: Ranks, src: int) -> None:
+def spread_values(tensors: list[torch.Tensor], values: list[torch.Tensor] | None, ranks: ModelRanks, src: int) -> None:
     """Overwrite ``tensors``, ragged or not, with full values that only ``src`` has. Collective."""
     value_of = {id(tensor): number for number, tensor in enumerate(tensors)}
     for grid, alike in by_grid(tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)):
-        own = None
-        if values is not None:
-            own = [tensor._spec.layout.block_of(values[value_of[id(tensor)]]) for tensor in alike]
-        spread_from(alike, grid, ranks.numbers[src], None if own is None else own.__getitem__)
+        own = None if values is None else [values[value_of[id(tensor)]] for tensor in alike]
+        spread_whole(alike, grid, ranks, src, None if own is None else own.__getitem__)
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, RaggedDTensor):
-            _broadcast_into(tensor, None if values is None else values[index], ranks, src)
+            _broadcast_into(tensor, None if values is None else values[index], ranks.everyone, src)
 
 
 def _read(state_dict: Mapping[str, Any], key: str, target: torch.Tensor) -> torch.Tensor:

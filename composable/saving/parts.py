@@ -3,17 +3,19 @@
 A name means one thing in a checkpoint, whichever rank wrote it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.collectives import Ranks
 from composable.errors import ConfigError, place_of_rank
 from composable.optim import GroupNames, OptimizerNames, names_of_params, ranks_of_param
+from composable.ragged import RaggedDTensor
 from composable.wording import list_text
 
 __all__ = ["Parts", "find_parts"]
@@ -62,7 +64,11 @@ def find_parts(model: nn.Module, ranks: Ranks) -> Parts:
     """
     with ranks.agreed():
         homes: dict[str, tuple[int, ...]] = dict.fromkeys(get_model_state_dict(model), ())
-        found = {name: _home_of(param) for param, name in names_of_params(model).items() if name in homes}
+        named = {name: param for param, name in names_of_params(model).items() if name in homes}
+        ragged = [param._spec.layout for param in named.values() if isinstance(param, RaggedDTensor)]
+        # Beside what tensor parallelism has split, plain parameters are the same along its dims.
+        joined = {layout.ranks.numbers: layout.mesh for layout in ragged if layout.mesh.ndim > 1}
+        found = {name: _home_of(param, joined) for name, param in named.items()}
         whole = max(map(set, found.values()), key=len, default=set())
         # Alone, equal groups may be those that tensor parallelism leaves for data.
         homes |= {name: home for name, home in found.items() if set(home) < whole}
@@ -74,8 +80,15 @@ def find_parts(model: nn.Module, ranks: Ranks) -> Parts:
     return Parts(frozenset.intersection(*names), frozenset.union(*names) - homes.keys())
 
 
-def _home_of(param: torch.Tensor) -> tuple[int, ...]:
-    """Return the ranks that have pieces or copies of a parameter; none: no annotation is known."""
+def _home_of(param: torch.Tensor, joined: Mapping[tuple[int, ...], DeviceMesh]) -> tuple[int, ...]:
+    """Return the ranks that have pieces or copies of a parameter; none: no annotation is known.
+
+    Args:
+        param: Of the model.
+        joined: The mesh of all dims, by the data ranks that share what is split over others.
+    """
+    if isinstance(param, RaggedDTensor) and (mesh := joined.get(param._spec.layout.ranks.numbers)) is not None:
+        return tuple(sorted(mesh.mesh.flatten().tolist()))
     if isinstance(param, DTensor) and param.device_mesh.ndim > 1:
         return tuple(sorted(param.device_mesh.mesh.flatten().tolist()))
     found = ranks_of_param(param)

@@ -67,9 +67,9 @@ def save_safetensors(
     dtype: torch.dtype | None = None,
     names: Names | None = None,
 ) -> None:
-    """Write the full weights of ``model``, from the first rank of the shard group.
+    """Write the full weights of ``model``, from the first rank that shares it.
 
-    Collective: all ranks of the shard group, between steps. The first rank allocates at most as much as for
+    Collective: all ranks that share the model, between steps. The first rank allocates at most as much as for
     ``full_state_dict`` beside its result, and no result.
 
     Args:
@@ -91,7 +91,8 @@ def save_safetensors(
         DesyncError: The ranks made different calls, ``names`` wants other entries on other ranks, or writing failed on
             the first rank, which raises what happened.
     """
-    ranks = ranks_of(model, names)
+    model_ranks = ranks_of(model, names)
+    ranks = model_ranks.everyone
     with ranks.agreed():
         check_float(dtype)
         if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
@@ -108,7 +109,7 @@ def save_safetensors(
                 writer = stack.enter_context(_writing(target, _plan_files(values, aliases, dtype, limit)))
         for batch in batches(values.items(), max_bytes_of(model)):
             cpu = torch.device("cpu")
-            fulls = gather_values([tensor for _, tensor in batch], ranks, 0, dtype=dtype, device=cpu)
+            fulls = gather_values([tensor for _, tensor in batch], model_ranks, 0, dtype=dtype, device=cpu)
             with ranks.agreed():
                 for (key, _), full in zip(batch, fulls or ()):
                     assert writer is not None, "the first rank writes"
@@ -124,9 +125,9 @@ def save_safetensors(
 def load_safetensors(
     model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, names: Names | None = None
 ) -> IncompatibleKeys:
-    """Load full weights from safetensors files that the first rank of the shard group reads.
+    """Load full weights from safetensors files that the first rank reads.
 
-    Collective: all ranks of the shard group, between steps. Memory and checks are those of ``load_full_state_dict``.
+    Collective: all ranks that share the model, between steps. Memory and checks are those of ``load_full_state_dict``.
     A tied parameter needs only one of its names.
 
     Args:
@@ -145,7 +146,7 @@ def load_safetensors(
         UsageError: The model is not annotated, a forward or backward runs, or parameters are on the meta device.
         DesyncError: The ranks made different calls, or ``names`` wants other entries on other ranks.
     """
-    ranks = ranks_of(model, names)
+    ranks = ranks_of(model, names).everyone
     files: _Files | None = None
     with ExitStack() as stack:
         with ranks.agreed():

@@ -6,6 +6,7 @@ differs in part, or wrongly.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -112,12 +113,13 @@ def _with_compared_groups(original: Any) -> Any:
     def load_optim_state_dict(
         model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state_dict: dict[str, Any], info: Any
     ) -> None:
-        ragged = next((param for param in model.parameters() if isinstance(param, RaggedDTensor)), None)
-        if info.handle_optim and info.strict and ragged is not None:
-            layout: RaggedLayout = ragged._spec.layout
+        layouts = [param._spec.layout for param in model.parameters() if isinstance(param, RaggedDTensor)]
+        if info.handle_optim and info.strict and layouts:
             # With `broadcast_from_rank0` torch talks to all ranks, and the dict is on the first.
-            ranks = Ranks.of_world() if info.broadcast_from_rank0 else layout.ranks
-            with ranks.agreed():
+            groups = [Ranks.of_world()] if info.broadcast_from_rank0 else _groups_of(layouts)
+            with ExitStack() as stack:
+                for ranks in groups:
+                    stack.enter_context(ranks.agreed())
                 lines = optimizer_state_differences(model, optimizers, state_dict) if state_dict else []
                 if lines:
                     raise ConfigError(
@@ -127,6 +129,13 @@ def _with_compared_groups(original: Any) -> Any:
         original(model, optimizers, state_dict, info)
 
     return load_optim_state_dict
+
+
+def _groups_of(layouts: Sequence[RaggedLayout]) -> list[Ranks]:
+    """Return the ranks along each mesh dim; of parameters beside those of tensor parallelism, along its dims too."""
+    meshes = {id(layout.mesh): layout.mesh for layout in layouts}.values()
+    found = [Ranks.of_mesh(mesh, dim) for mesh in meshes for dim in range(mesh.ndim)]
+    return list({ranks.numbers: ranks for ranks in found}.values())
 
 
 def optimizer_state_differences(

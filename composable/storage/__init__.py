@@ -9,7 +9,7 @@ from composable.storage.gradient_buffer import GradientBuffer, GradientPool
 from composable.storage.gradient_path import GradientPath, Reduction, Replicas, reduced_otherwise
 from composable.storage.handle import FIX_COPY, Handle, handle_of, waits_for_copies
 from composable.storage.module_buffers import describe_buffers, move_buffers
-from composable.storage.replicas import by_grid, collect_at, collect_full_at, spread_from
+from composable.storage.replicas import by_grid, collect_at, spread_from
 from composable.storage.resting_place import RestingPlace
 from composable.storage.sharded_param import ShardedParam
 from composable.storage.stepping import (
@@ -28,6 +28,7 @@ from composable.storage.stepping import (
     unmark_stepped,
 )
 from composable.storage.unfilled import META_FIX, MarkedMemory, is_unfilled, mark_unfilled
+from composable.storage.whole_values import collect_whole, spread_whole
 
 __all__ = [
     "CHOICES",
@@ -53,7 +54,7 @@ __all__ = [
     "by_grid",
     "check_backward",
     "collect_at",
-    "collect_full_at",
+    "collect_whole",
     "copied_registrations",
     "describe_buffers",
     "forget_torch_hooks",
@@ -72,6 +73,7 @@ __all__ = [
     "refuse_graph_of_backward",
     "refuse_steppers",
     "spread_from",
+    "spread_whole",
     "step_torch_optimizers",
     "stepper_of",
     "unmark_stepped",

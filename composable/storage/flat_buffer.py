@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.collectives import Pending, joined_mesh
+from composable.collectives import Pending, Ranks, joined_mesh
 from composable.errors import UsageError, place_of_rank
 from composable.frames import will_get_gradient
 from composable.planning import (
@@ -196,6 +196,19 @@ class FlatBuffer:
         assert path is not None and self._secondary is not None, "kept after forward"
         return path.begin(self._allocated(), self._secondary)
 
+    def begin_fill(self) -> Pending:
+        """Allocate the secondary shard and start to gather it from shards, on the current stream.
+
+        Collective: all ranks with the same place on other hosts, same order.
+        """
+        path = self.routes.fill_path
+        assert path is not None, "connected when the root was decided"
+        if self._secondary is None:
+            with torch.inference_mode(mode=False):
+                numel = self.shard.numel() * path.transport.world_size
+                self._secondary = torch.empty(numel, dtype=self.compute_dtype, device=self.device)
+        return path.begin(self._secondary, self.shard)
+
     def _allocated(self) -> torch.Tensor:
         """Return the buffer, with memory."""
         if self._storage is None:
@@ -332,7 +345,19 @@ class FlatBuffer:
             return True
         if self._buffer is None or not self.is_usable:
             return False
-        own = self._buffer[self.plan.layout.shard_of(self.params[0].layout.rank)]
+        return self._equals_shard(self._buffer[self.plan.layout.shard_of(self.params[0].layout.rank)])
+
+    def is_secondary_fresh(self) -> bool:
+        """Say whether the secondary shard has, for this rank, what filling it from its shard would put there."""
+        path = self.routes.fill_path
+        if self.is_empty:
+            return True
+        if path is None or self._secondary is None or not self.is_usable:
+            return False
+        numel = self.shard.numel()
+        return self._equals_shard(self._secondary[path.transport.rank * numel :][:numel])
+
+    def _equals_shard(self, own: torch.Tensor) -> bool:
         # As bytes: zeros have signs, and NaN equals NaN.
         shard = self.shard.detach().to(own.device, self.compute_dtype)
         return torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
@@ -622,7 +647,29 @@ def _sharded_params(
                 form,
             )
         )
+    _choose_stored(params)
     return params
+
+
+def _choose_stored(params: Sequence[ShardedParam]) -> None:
+    """Let checkpoints take one copy of what ranks along a dim of tensor parallelism hold copies of, cut differently.
+
+    Blocks of other shapes move the cuts of what is in the same buffer. Where blocks are equal checkpoints choose.
+    """
+    if all(param.layout.is_even for param in params):
+        return
+    dims: dict[tuple[int, ...], int] = {}
+    for param in params:
+        mesh = param.layout.mesh
+        for dim in range(mesh.ndim):
+            if dim != param.layout.mesh_dim:
+                ranks = Ranks.of_mesh(mesh, dim)
+                dims[ranks.numbers] = ranks.rank
+    for param in params:
+        own = {number for ranks in param.layout.split_ranks for number in ranks.numbers}
+        # What is split over some of the same ranks is no copy along these.
+        copies = [rank for numbers, rank in dims.items() if len(own.intersection(numbers)) < 2]
+        param.layout.is_stored = not any(copies)
 
 
 def _spec_of(span: Span, dtype: torch.dtype, bounds: Sequence[int], mesh: DeviceMesh, form: Form | None) -> RaggedSpec:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from composable.collectives import Grid, Ranks
-from composable.ragged import RaggedDTensor, collect_blocks, join_blocks, spread_blocks
+from composable.ragged import RaggedDTensor, collect_blocks, spread_blocks
 from composable.storage.handle import handle_of
 
-__all__ = ["by_grid", "collect_at", "collect_full_at", "copy_to_replicas", "spread_from"]
+__all__ = ["by_grid", "collect_at", "copy_to_replicas", "spread_from"]
 
 
 def by_grid(tensors: Iterable[RaggedDTensor]) -> list[tuple[Grid, list[RaggedDTensor]]]:
@@ -43,35 +43,6 @@ def collect_at(
     if taker not in grid.shard.numbers:
         return None  # Another copy gives them.
     return collect_blocks(tensors, dst=grid.shard.numbers.index(taker), **options)
-
-
-def collect_full_at(
-    tensors: Sequence[RaggedDTensor],
-    grid: Grid,
-    taker: int | None,
-    *,
-    out: Sequence[torch.Tensor] | None = None,
-    **options: Any,
-) -> list[torch.Tensor] | None:
-    """Return the full values of ``tensors`` on one rank of their shard group, or on every rank, as ``collect_at`` does.
-
-    Where tensors are split, one rank of each of the shard groups that have the blocks gets them. Collective over all.
-    """
-    layouts = [tensor._spec.layout for tensor in tensors]
-    into = out
-    if out is not None:
-        into = [
-            layout.empty_block(target.dtype, target.device) if layout.splits else target
-            for layout, target in zip(layouts, out, strict=True)
-        ]
-    blocks = collect_at(tensors, grid, taker, out=into, **options)
-    if blocks is None:
-        return None
-    fulls = [join_blocks(block, layout) for block, layout in zip(blocks, layouts, strict=True)]
-    for full, target in zip(fulls, out or ()):
-        if full is not target:
-            target.copy_(full)
-    return fulls if out is None else list(out)
 
 
 def spread_from(

@@ -252,8 +252,10 @@ def cut_by_idiom() -> None:
     assert distribute_tensor(full, mesh).placements == (Replicate(),)
     with pytest.raises(UsageError, match="already distributed"):
         distribute_tensor(ragged, mesh, [RaggedShard((0, 3, 12))])
+    joined = init_device_mesh("cpu", (1, 2))
+    assert torch.equal(distribute_tensor(full, joined, [Shard(0), *placements]).full_tensor(), full)
     with pytest.raises(ConfigError, match="one RaggedShard"):
-        distribute_tensor(full, init_device_mesh("cpu", (1, 2)), [Shard(0), RaggedShard((0, 7, 12))])
+        distribute_tensor(full, joined, [RaggedShard((0, 12)), *placements])
 
 
 def test_distribute_tensor_takes_our_placement_and_torchs() -> None:
