@@ -207,12 +207,13 @@ def _agree(
         ComposableError: ``failure``, or that of another rank.
         DesyncError: The ranks differ.
     """
-    lines = [f"{caller} of {'a wrong hook' if registration is None else registration.name} on {class_name(module)}"]
-    lines += [f"for {_params(unit)}" for unit in units]
-    text = "\n".join(lines)
+    first = f"{caller} of {'a wrong hook' if registration is None else registration.name} on {class_name(module)}"
+    # Parts first, so that the whole hears of their failures; of what only they have they know.
+    lines = {ranks: [first] for ranks in sorted(units.values(), key=lambda ranks: ranks.order)}
+    for unit, ranks in units.items():
+        lines[ranks].append(f"for {_params(unit)}")
     compare_in_each(
-        units.values(),
-        text,
+        {ranks: "\n".join(own) for ranks, own in lines.items()},
         failure,
         what="the ranks register or remove different communication hooks",
         fix="do the same on every rank",

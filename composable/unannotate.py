@@ -5,7 +5,7 @@ handle, each shard freed as its parameters are whole, so the most that is held i
 and one handle's buffer.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -78,7 +78,7 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
         except ComposableError as error:
             # The other ranks are about to communicate: they must hear of it first.
             failure = error
-        _agree(_everyone(roots, states), [] if removal is None else removal.lines(), failure)
+        _agree(_everyone(roots, states), {} if removal is None else removal.lines(), failure)
     assert removal is not None, "a failure has been raised"
     with torch.no_grad():
         removal.run()
@@ -178,16 +178,19 @@ class _Removal:
                 "has registered stays for good",
             )
 
-    def lines(self) -> list[str]:
-        """Return one text per parameter, equal on all ranks if they can go on together."""
-        lines = [
-            f"{handle.fqn_of(param)} {list(param.shape)} {param.sharded.dtype}"
-            f"{'' if param.sharded.grad is None else ' with a gradient'}"
-            f"{' kept by no_sync' if handle.has_unsynced_gradients else ''}"
-            for handle in self._handles()
-            for param in handle.params
-        ]
-        return lines + [f"replicated {item.fqn}" for one in self._replicated for item in one.reducer.params]
+    def lines(self) -> dict[Ranks, list[str]]:
+        """Return one text per parameter, by the ranks that have it: equal on all of them if they can go on together."""
+        lines: dict[Ranks, list[str]] = {}
+        for handle in self._handles():
+            lines.setdefault(handle.grid.everyone, []).extend(
+                f"{handle.fqn_of(param)} {list(param.shape)} {param.sharded.dtype}"
+                f"{'' if param.sharded.grad is None else ' with a gradient'}"
+                f"{' kept by no_sync' if handle.has_unsynced_gradients else ''}"
+                for param in handle.params
+            )
+        for one in self._replicated:
+            lines.setdefault(one.grid.everyone, []).extend(f"replicated {item.fqn}" for item in one.reducer.params)
+        return lines
 
     def _handles(self) -> list[Handle]:
         return [handle for state in self._sharded for handle in self._part.handles_of(state)]
@@ -268,15 +271,15 @@ def _full_gradient(param: ShardedParam, grid: Grid, divisor: float, *, has_kept:
 
 
 def _everyone(roots: Sequence[nn.Module], states: Sequence[_State]) -> list[Ranks]:
-    """Return the ranks that have to agree, group by group."""
+    """Return the ranks that have to agree, group by group: parts first, so that the whole hears of their failures."""
     found = [state.grid.everyone for state in states]
     for handle in {handle_of(param): None for root in roots for param in root.parameters()}:
         if handle is not None:
             found.append(handle.grid.everyone)
-    return list(dict.fromkeys(found))
+    return sorted(dict.fromkeys(found), key=lambda ranks: ranks.order)
 
 
-def _agree(everyone: Sequence[Ranks], lines: Sequence[str], failure: ComposableError | None) -> None:
+def _agree(everyone: Sequence[Ranks], lines: Mapping[Ranks, Sequence[str]], failure: ComposableError | None) -> None:
     """Go on only if every rank of every annotation can and has the same before it. Collective.
 
     Raises:
@@ -284,8 +287,7 @@ def _agree(everyone: Sequence[Ranks], lines: Sequence[str], failure: ComposableE
         DesyncError: The ranks differ.
     """
     compare_in_each(
-        everyone,
-        "\n".join(lines),
+        {ranks: "\n".join(lines.get(ranks, ())) for ranks in everyone},
         failure,
         what="the ranks call unannotate on different parameters or gradients",
         fix="do the same on every rank: the same module, and gradients set or dropped everywhere",

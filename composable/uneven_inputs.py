@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from composable.arguments import check_bool, check_module, described
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
-from composable.uneven_parts import Part, find_parts, ranks_of
+from composable.uneven_parts import Part, check_shares, find_parts, ranks_of
 from composable.uneven_steps import STEP, Steps
 
 __all__ = ["UnevenInputs", "joinable"]
@@ -82,7 +82,8 @@ class UnevenInputs(Joinable):
         Raises:
             ConfigError: ``divide_by_initial_world_size`` is no bool.
             UsageError: Sharded parameters are trained, and nothing steps them on ranks without inputs; or a replicated
-                module has ``static_graph=True``; or parts of the model belong to a root around it.
+                module has ``static_graph=True``; or parts of the model belong to a root around it; or ranks have
+                different numbers of annotated modules.
             DesyncError: Ranks chose different things.
         """
         divides_by_all = kwargs.get("divide_by_initial_world_size", True)
@@ -98,8 +99,10 @@ class UnevenInputs(Joinable):
         )
         # A part that ran on its own so far may belong to the root around it now.
         parts = list({part.connect(): part for part in parts}.values())
-        self._check_step(parts)
-        self._end()
+        check_shares(parts, self._ranks)
+        with self._ranks.agreed():
+            self._check_step(parts)
+        self.end()
 
         def begin(running: set[int]) -> None:
             for part in parts:
@@ -134,12 +137,12 @@ class UnevenInputs(Joinable):
             RuntimeError: A rank has no inputs left, and ``Join`` was told to throw then.
         """
         if self._hook is None or self._hook() is None or not self._join_config.enable:
-            self._end()
+            self.end()
             return False
         try:
             work = Join.notify_join_context(self)
         except RuntimeError:
-            self._end()
+            self.end()
             raise
         if work is not None:
             work.wait()
@@ -150,7 +153,7 @@ class UnevenInputs(Joinable):
         if self._step is not None:
             self._step()
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """The context is over."""
         if self._steps is not None:
             self._steps.end()
@@ -169,14 +172,19 @@ class _Shadow(JoinHook):
 
     def main_hook(self) -> None:
         """Do on this rank what a step of the others waits for."""
-        with torch.no_grad():
-            was_following, self._steps.is_following = self._steps.is_following, True
-            for part in self._parts:
-                part.stand_by(is_first=not was_following)
-            self._steps.begin(self._steps.meet(None))
-            is_due = self._follow()
-        if is_due:
-            self._view.step_here()
+        try:
+            with torch.no_grad():
+                was_following, self._steps.is_following = self._steps.is_following, True
+                for part in self._parts:
+                    part.stand_by(is_first=not was_following)
+                self._steps.begin(self._steps.meet(None))
+                is_due = self._follow()
+            if is_due:
+                self._view.step_here()
+        except BaseException:
+            # It leaves ``Join``: what goes on is no follower.
+            self._view.end()
+            raise
 
     def _follow(self) -> bool:
         """Do what ranks with inputs tell, until they end the step; returns whether to step."""
@@ -203,4 +211,4 @@ class _Shadow(JoinHook):
         with torch.no_grad():
             for part in self._parts:
                 part.finish(begun)
-        self._view._end()
+        self._view.end()

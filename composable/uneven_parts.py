@@ -5,7 +5,7 @@ is one part, an annotation of ``replicate`` another.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from composable.runtime import Follower, FullyShardState, Root, sharded_state_of
 from composable.storage import Handle
 from composable.uneven_steps import Steps
 
-__all__ = ["Part", "find_parts", "ranks_of"]
+__all__ = ["Part", "check_shares", "find_parts", "ranks_of"]
 
 # What parts tell, and how that reads in a message.
 _SAID = {
@@ -41,6 +41,10 @@ _SAID = {
 }
 
 
+# By global numbers, the ranks that have it, and in how many buffers.
+Share: TypeAlias = tuple[tuple[int, ...], int]
+
+
 class Part(Protocol):
     """A part of the model."""
 
@@ -50,6 +54,10 @@ class Part(Protocol):
 
     def connect(self) -> object:
         """Do what a first forward does; returns whose part this is: of those that share it one counts. Collective."""
+        ...
+
+    def shares(self) -> list[Share]:
+        """Return what ranks share in this part, in the order in which it is told of."""
         ...
 
     def unstepped(self) -> Handle | None:
@@ -108,6 +116,34 @@ def find_parts(module: nn.Module) -> list[Part]:
     return [_ReplicatedPart(state) if isinstance(state, ReplicateState) else _ShardedPart(state) for state in found]
 
 
+def check_shares(parts: Sequence[Part], ranks: Ranks) -> None:
+    """Refuse parts that have other places on some of the ranks that share them: told by place, others would follow.
+
+    Collective over ``ranks``; not all of them have the same parts.
+
+    Raises:
+        UsageError: On every rank.
+    """
+    every = dict(zip(ranks.numbers, ranks.objects([part.shares() for part in parts]), strict=True))
+    counts = {number: list(map(len, own)) for number, own in every.items()}
+    if len({str(own) for own in counts.values()}) > 1:
+        lines = [f"    rank {number}: {sum(own)}" for number, own in counts.items()]
+        raise UsageError(
+            "\n".join(["uneven inputs of ranks that have different numbers of annotated modules", *lines]),
+            at=place_of_rank(),
+            fix="give every rank as many experts, annotated in the same way",
+        )
+    for own in every.values():
+        for number, shares in enumerate(own):
+            for place, share in enumerate(shares):
+                if any(every[other][number][place] != share for other in share[0]):
+                    raise UsageError(
+                        f"uneven inputs of what ranks {list(share[0])} share, in other places of their models",
+                        at=place_of_rank(),
+                        fix="give every rank the modules that it shares with others in the same order",
+                    )
+
+
 def ranks_of(module: nn.Module) -> Ranks:
     """Return all ranks that share anything at or below ``module``.
 
@@ -152,6 +188,9 @@ class _ShardedPart:
         self._root = self._state.lazy_init()
         self._follower = Follower(self._root.scheduler)
         return self._root
+
+    def shares(self) -> list[Share]:
+        return [(handle.grid.everyone.numbers, len(handle.buffers)) for handle in self._root.handles]
 
     def unstepped(self) -> Handle | None:
         for handle in self._root.handles:
@@ -203,6 +242,7 @@ class _ShardedPart:
 
     def close(self) -> None:
         self._root.scheduler.tell_by(None)
+        self._follower.end()
         for state in self._root.states:
             self._divide_by(state, None)
 
@@ -277,6 +317,9 @@ class _ReplicatedPart:
         self._state.transport.connect()
         self._state.reducer.prepare()
         return self._state
+
+    def shares(self) -> list[Share]:
+        return [(self._state.grid.everyone.numbers, 1)]
 
     def unstepped(self) -> Handle | None:
         return None

@@ -1,6 +1,7 @@
 """Experts on ranks of their own inside a model on all ranks, against one process that has all experts."""
 
 import functools
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -11,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from composable import (
     ConfigError,
@@ -26,11 +28,14 @@ from composable import (
     load_checkpoint,
     load_full_state_dict,
     no_sync,
+    register_comm_hook,
     replicate,
     save_checkpoint,
     set_divergence_timeout,
+    unannotate,
 )
 from tests.experts import Expert, Net, batch_of, local_net, mesh_of, reference_net, whole_batch
+from tests.models import random_input
 from tests.parity import full_params
 from tests.world import RankErrors, run_ranks, run_threads
 
@@ -411,6 +416,44 @@ def test_experts_on_the_shard_dim_of_a_hybrid_mesh_count_once_for_each_copy() ->
     run_threads(norm_beside_copies, 4)
 
 
+class Powers(nn.Module):
+    """Adds half the square of a weight, whose gradient is that weight."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(random_input(seed, 6, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added = self.weight.square().sum() / 2
+        return x + (added.full_tensor() if isinstance(added, DTensor) else added)
+
+    def split(self, mesh: DeviceMesh) -> None:
+        self.weight = nn.Parameter(distribute_tensor(self.weight.detach(), mesh, [Shard(0)]))
+
+
+def norms_of_split_experts(sizes: tuple[int, int, int], rest: str) -> None:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("edp", "ep", "tp"))
+    ranks, rank = mesh["ep"].size(), mesh.get_local_rank("ep")
+    experts = [Powers(10 + expert) for expert in range(2 * ranks)]
+    model = nn.Sequential(Powers(0), *experts[2 * rank : 2 * rank + 2])
+    before = nn.utils.get_total_norm([one.weight for one in (model[0], *experts)])
+    for expert in model[1:]:
+        expert.split(mesh["tp"])
+        fully_shard(expert, mesh=mesh["edp"])
+    if rest == "split":
+        model[0].split(mesh["tp"])
+    fully_shard(model, mesh=None if rest == "on all ranks" else mesh["edp", "ep"]._flatten("dp"))
+    model(torch.zeros(())).backward()
+    torch.testing.assert_close(get_total_norm([param.grad for param in model.parameters()]), before)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1e9), before)
+
+
+@pytest.mark.parametrize("rest", ["split", "on data ranks", "on all ranks"])
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 2)])
+def test_split_experts_count_on_each_rank_that_has_a_part(sizes: tuple[int, int, int], rest: str) -> None:
+    run_threads(norms_of_split_experts, math.prod(sizes), sizes, rest)
+
+
 # What is kept from one forward to the next
 
 
@@ -435,6 +478,76 @@ def evaluate_and_train(shape: tuple[int, int]) -> None:
 
 def test_experts_that_stay_unsharded_are_alike_on_ranks_that_called_them_and_others() -> None:
     run_threads(evaluate_and_train, 4, (2, 2))
+
+
+# Hooks
+
+
+def reduce_in_group_of_size(groups: dict[int, Any], grad: torch.Tensor, output: torch.Tensor) -> None:
+    group = groups[grad.numel() // output.numel()]
+    dist.all_reduce(grad.div_(dist.get_world_size()), group=group)
+    output.copy_(grad.split(output.numel())[group.rank()])
+
+
+def train_by_a_hook() -> None:
+    mesh, rank = mesh_of((2, 2)), dist.get_rank()
+    net, plain = local_net(4, mesh), reference_net(4)
+    for expert in experts_of(net):
+        fully_shard(expert, mesh=mesh["edp"])
+    fully_shard(net)
+    with torch.no_grad():
+        net(*batch_of(4, 0, rank))  # From here on experts go by their names in the whole.
+    groups = {2: mesh.get_group("edp"), 4: dist.group.WORLD}
+    register_comm_hook(net, groups, reduce_in_group_of_size)
+    step_with(net, batch_of(4, 0, rank))
+    step_with(plain, whole_batch(4, 0, 4))
+    for fqn, param in net.named_parameters():
+        expected = plain.get_parameter(fqn).grad
+        assert (param.grad is None) is (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(param.grad.full_tensor(), expected)
+
+
+def test_a_hook_reduces_different_experts() -> None:
+    run_threads(train_by_a_hook, 4)
+
+
+# Undoing
+
+
+def take_off(style: str) -> None:
+    mesh, rank = mesh_of((2, 2)), dist.get_rank()
+    net, plain = local_net(4, mesh), reference_net(4)
+    annotate(net, mesh, style)
+    step_with(net, batch_of(4, 0, rank))
+    step_with(plain, whole_batch(4, 0, 4))
+    unannotate(net)
+    for fqn, param in net.named_parameters():
+        expected = plain.get_parameter(fqn)
+        assert type(param) is nn.Parameter
+        torch.testing.assert_close(param, expected)
+        torch.testing.assert_close(param.grad, expected.grad)
+
+
+@pytest.mark.parametrize("style", ["each", "bank"])
+def test_annotations_are_undone_on_ranks_with_different_experts(style: str) -> None:
+    run_threads(take_off, 4, style)
+
+
+def take_off_with_a_gradient_on_one_rank() -> None:
+    mesh = mesh_of((2, 2))
+    net = local_net(4, mesh)
+    annotate(net, mesh)
+    if dist.get_rank() == 0:
+        for param in next(experts_of(net)).parameters():
+            param.grad = torch.ones_like(param)
+    unannotate(net)
+
+
+def test_experts_that_cannot_be_undone_alike_are_an_error_on_every_rank() -> None:
+    with pytest.raises(RankErrors, match="unannotate on different parameters or gradients") as caught:
+        run_threads(take_off_with_a_gradient_on_one_rank, 4)
+    assert [type(error) for _, error in sorted(caught.value.errors.items())] == [DesyncError] * 4
 
 
 # Checkpoints and full values

@@ -39,7 +39,7 @@ from composable.collectives import Ranks
 from composable.runtime import sharded_state_of
 from tests.counting import Collective, CountingTransport
 from tests.models import random_input, seeded
-from tests.parity import assert_equal_params, full_params
+from tests.parity import assert_equal_params, full, full_params
 from tests.world import RankErrors, run_ranks, run_threads
 
 DIM = 4
@@ -325,6 +325,113 @@ def test_random_runs_are_those_of_one_process_on_the_inputs_there_are(seed: int)
 @pytest.mark.parametrize("annotation", sorted(SETTINGS))
 def test_what_is_set_holds_for_ranks_without_inputs(annotation: str, counts: list[int]) -> None:
     check(Case(counts, annotation, divides_by_all=True, accumulates=False))
+
+
+# Modules that only some ranks have
+
+
+class Some(nn.Module):
+    """Runs some of its blocks, in any order."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.last = nn.Linear(DIM, 1)
+        self.blocks = nn.ModuleDict({str(number): seeded(Block, 5 + number) for number in numbers})
+
+    def forward(self, x: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
+        x = self.first(x)
+        for number in numbers:
+            x = self.blocks[str(number)](x)
+        return self.last(x)
+
+
+def some_of(rank: int, step: int) -> list[int]:
+    draw = random.Random(100 * step + rank)
+    return draw.sample(numbers_of(rank), draw.choice([0, 1, 2]))
+
+
+def numbers_of(rank: int) -> list[int]:
+    return [0, 1] if rank % 2 == 0 else [2, 3]
+
+
+def train_own_blocks(counts: list[int], freed: bool | int) -> dict[str, torch.Tensor]:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "other"))
+    model = seeded(lambda: Some(numbers_of(rank)), 0)
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh["same"], reshard_after_forward=bool(freed))
+        block.set_gradient_divide_factor(len(counts))
+    fully_shard(model, reshard_after_forward=freed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+
+    def step_all() -> None:
+        clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with joined(joinable(model, step=step_all)):
+        for step in range(counts[rank]):
+            model(random_input(10 * step + rank, 3, DIM), some_of(rank, step)).square().mean().backward()
+            step_all()
+    return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("freed", [True, False, 2])
+@pytest.mark.parametrize("counts", [[3, 1, 0, 2], [0, 0, 2, 3], [1, 3, 1, 3]])
+def test_ranks_without_inputs_follow_blocks_that_only_some_ranks_have(counts: list[int], freed: bool | int) -> None:
+    model = seeded(lambda: Some(range(4)), 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(max(counts)):
+        for rank, count in enumerate(counts):
+            if count > step:
+                out = model(random_input(10 * step + rank, 3, DIM), some_of(rank, step))
+                (out.square().mean() / len(counts)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_threads(train_own_blocks, 4, counts, freed, timeout_s=30):
+        expected = {name: param for name, param in model.named_parameters() if name in found}
+        assert_equal_params(found, expected, tolerance=1e-5)
+
+
+def join_with(numbers: Sequence[Sequence[int]]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("first", "second"))
+    model = Some(numbers[dist.get_rank()])
+    for number, block in model.blocks.items():
+        fully_shard(block, mesh=mesh["second" if number == "1" else "first"])
+    fully_shard(model)
+    Join([joinable(model, step=model.zero_grad)])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([[0], [0, 2], [0], [0, 2]], "different numbers of annotated modules\n    rank 0: 2\n    rank 1: 3"),
+        ([[1, 0], [0, 1], [0, 1], [0, 1]], "in other places of their models"),
+    ],
+)
+def test_ranks_that_have_other_modules_in_a_place_cannot_join(numbers: list[list[int]], message: str) -> None:
+    with pytest.raises(RankErrors) as caught:
+        run_threads(join_with, 4, numbers)
+    assert {type(error) for error in caught.value.errors.values()} == {UsageError}
+    assert all(message in str(error) for error in caught.value.errors.values())
+
+
+def step_on_one_rank_only() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("same", "other"))
+    model = Some([dist.get_rank()])
+    model.requires_grad_(False)
+    for block in model.blocks.values():
+        fully_shard(block.requires_grad_(dist.get_rank() == 0), mesh=mesh["same"])
+    fully_shard(model)
+    Join([joinable(model)])
+
+
+def test_a_step_that_one_rank_alone_needs_is_missed_on_all() -> None:
+    with pytest.raises(RankErrors) as caught:
+        run_threads(step_on_one_rank_only, 2)
+    assert {rank: type(error) for rank, error in caught.value.errors.items()} == {0: UsageError, 1: UsageError}
 
 
 # Ways to reduce
@@ -841,6 +948,35 @@ def leave_by_an_exception() -> None:
 
 def test_an_exception_on_all_ranks_ends_the_context() -> None:
     run_threads(leave_by_an_exception, 2)
+
+
+def stop_after_two_steps(model: nn.Module) -> None:
+    rank = dist.get_rank()
+    stop = mock.Mock(side_effect=[None, KeyError])
+    with joined(joinable(model, step=stop), divide_by_initial_world_size=False):
+        for step in range(3 if rank else 1):
+            model(random_input(10 * step + rank, 3, DIM)).square().mean().backward()
+            stop()
+
+
+def raise_while_one_rank_follows(annotation: str) -> dict[str, torch.Tensor]:
+    model = net()
+    ANNOTATIONS[annotation](model)
+    with pytest.raises(KeyError):
+        stop_after_two_steps(model)
+    model.zero_grad()
+    model(random_input(dist.get_rank(), 3, DIM)).square().mean().backward()
+    return {name: full(param.grad) for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("annotation", ["full", "hybrid", "replicated"])
+def test_after_an_exception_ranks_that_followed_are_as_the_others(annotation: str) -> None:
+    model = net()
+    for rank in range(3):
+        (model(random_input(rank, 3, DIM)).square().mean() / 3).backward()
+    expected = {name: param.grad for name, param in model.named_parameters()}
+    for found in run_threads(raise_while_one_rank_follows, 3, annotation):
+        assert_equal_params(found, expected, tolerance=1e-6)
 
 
 def fail(_: torch.Tensor) -> None:

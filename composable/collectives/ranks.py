@@ -10,7 +10,7 @@ messages are global ones: what the launcher, the logs and ``dist.get_rank()`` ca
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -366,16 +366,14 @@ def _as_told(failure: Exception | None) -> ComposableError | None:
     )
 
 
-def compare_in_each(
-    groups: Iterable[Ranks], text: str, failure: ComposableError | None = None, *, what: str, fix: str
-) -> None:
-    """Do what ``Ranks.compare`` does, in each of ``groups``: a failure in one is told to those that follow. Collective.
+def compare_in_each(texts: Mapping[Ranks, str], failure: ComposableError | None = None, *, what: str, fix: str) -> None:
+    """Do what ``Ranks.compare`` does, in each group: a failure in one is told to those that follow. Collective.
 
     Raises:
         ComposableError: ``failure``, or that of another rank.
         DesyncError: The texts differ.
     """
-    for ranks in dict.fromkeys(groups):
+    for ranks, text in texts.items():
         try:
             ranks.compare(text, failure, shown=text, what=what, fix=fix)
         except ComposableError as error:

@@ -16,6 +16,7 @@ from functools import reduce
 from typing import NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.arguments import check_bool, check_number, list_of_tensors
@@ -223,13 +224,19 @@ class _Home(NamedTuple):
 
     Attributes:
         ranks: All whose gradients it averages.
-        sizes: Of the mesh dims over which tensor parallelism has split it, or has copies.
-        is_first: Of all ranks that have a part or a copy of it, this one is the first.
+        mesh: Over which tensor parallelism has split it, or has copies; ``None``: nothing has.
     """
 
     ranks: Ranks
-    sizes: tuple[int, ...]
-    is_first: bool
+    mesh: DeviceMesh | None
+
+    def is_first_of(self, outer: Ranks) -> bool:
+        """Say whether this rank tells those of ``outer`` of the tensor: one of them that have a part or a copy does."""
+        if self.ranks.rank or self.mesh is None:
+            return self.ranks.rank == 0
+        # There may be none but this one: of parameters that are split as well, each split has its own.
+        having = [number for number in self.mesh.mesh.flatten().tolist() if number in outer.numbers]
+        return bool(having[0] == outer.numbers[outer.rank])
 
 
 def _home_of(tensor: torch.Tensor) -> _Home | None:
@@ -239,20 +246,20 @@ def _home_of(tensor: torch.Tensor) -> _Home | None:
     ranks = ranks_of_param(tensor)
     if ranks is None:
         return None
-    if not isinstance(tensor, DTensor):
-        return _Home(ranks, (), ranks.rank == 0)
-    mesh = tensor._spec.mesh
-    return _Home(ranks, tuple(mesh.shape), ranks.rank == 0 and not any(mesh.get_coordinate() or ()))
+    return _Home(ranks, tensor._spec.mesh if isinstance(tensor, DTensor) else None)
 
 
 def _home_of_layout(layout: RaggedLayout) -> _Home | None:
     ranks = ranks_of_layout(layout)
     if ranks is None:
         return None
-    mesh = layout.mesh
-    if mesh.ndim == 1:
-        return _Home(ranks, (), ranks.rank == 0)
-    return _Home(ranks, tuple(mesh.shape), ranks.rank == 0 and not any(mesh.get_coordinate() or ()))
+    return _Home(ranks, layout.mesh if layout.mesh.ndim > 1 else None)
+
+
+def _order_of(home: _Home) -> tuple[object, ...]:
+    """Sort homes alike on all ranks that have them; where this says nothing, tensors are in one order on all."""
+    mesh = home.mesh
+    return home.ranks.order, () if mesh is None else tuple(mesh.shape), [] if mesh is None else mesh.mesh.tolist()
 
 
 class _Pieces:
@@ -319,9 +326,9 @@ class _Pieces:
 
     def _part_of_all(self, whole: NormParts, home: torch.device, foreach: bool | None) -> torch.Tensor:
         """Return the part of all pieces of all ranks. Collective over the groups."""
-        homes = {found for found, _ in self._by_cut if found is not None}
+        homes = dict.fromkeys(found for found, _ in self._by_cut if found is not None)
         outer = max((found.ranks for found in homes), key=lambda ranks: ranks.order, default=None)
-        apart = {found for found in homes if outer is not None and set(found.ranks.numbers) < set(outer.numbers)}
+        apart = [found for found in homes if outer is not None and set(found.ranks.numbers) < set(outer.numbers)]
         merged: dict[_Home | None, dict[tuple[Ranks, ...], list[torch.Tensor]]] = {None: {}}
         listed: Counter[tuple[_Home | None, tuple[Ranks, ...]]] = Counter()
         for (found, cut), locals_ in self._by_cut.items():
@@ -333,11 +340,11 @@ class _Pieces:
             for found, by_cut in merged.items()
         }
         everywhere = parts.pop(None)
-        for found in sorted(apart, key=lambda found: (found.ranks.order, found.sizes)):
+        for found in sorted(apart, key=_order_of):
             assert outer is not None, "some ranks are a part of it"
             counts = {cut: listed[found, cut] for cut in merged[found]}
             of_part = self._add_over_ranks(parts[found], counts, whole, home)
-            if not found.is_first:
+            if not found.is_first_of(outer):
                 of_part = whole.nothing((1,), home)  # One of those that have it tells of it.
             cut = (self._groups.known_as(outer),)
             # Where nothing else is cut over all of them, this is an all-reduce more.

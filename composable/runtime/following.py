@@ -89,8 +89,13 @@ class Follower:
         scheduler = self._scheduler
         scheduler.abandon_step(always=True)
         scheduler.let_go(scheduler.handles)
+        self.end()
+
+    def end(self) -> None:
+        """Nobody is followed from now on, whatever cut that short: all ranks learn anew in which order modules run."""
+        self._scheduler.forget_order()
         before, self._before = self._before, None
-        for handle, (syncs, defers) in zip(scheduler.handles, before or (), strict=before is not None):
+        for handle, (syncs, defers) in zip(self._scheduler.handles, before or (), strict=before is not None):
             handle.requires_gradient_sync = syncs
             for flat, one in zip(handle.buffers, defers, strict=True):
                 flat.routes.kept.defers = one

@@ -70,10 +70,14 @@ class Turn:
         self.kept_in: int | None = None
         self.met_in: int | None = None
         self.queued_in: int | None = None
+        self.forget_order()
+        self.end_step()
+
+    def forget_order(self) -> None:
+        """Forget the hints for prefetch."""
         self.next_forward: Turn | None = None
         self.previous_forward: Turn | None = None
         self.next_backward: Turn | None = None
-        self.end_step()
 
     def end_step(self) -> None:
         """Forget a step that was cut short; the hints stay."""
