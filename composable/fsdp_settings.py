@@ -84,9 +84,11 @@ class FSDPSettings:
         """
         handles = _checked(self, "set_requires_all_reduce", recurse=recurse, requires_all_reduce=requires_all_reduce)
         if not requires_all_reduce and not all(handle.grid.is_hybrid for handle in handles):
+            is_spread = any(handle.fills_secondary for handle in handles)
+            why = "there is none with HYBRID_SHARD_OPTIM" if is_spread else "gradients of a 1-D mesh need none"
             raise _refused(
                 self,
-                "set_requires_all_reduce(False) leaves out an all-reduce, and gradients of a 1-D mesh need none",
+                f"set_requires_all_reduce(False) leaves out an all-reduce, and {why}",
                 fix="call set_requires_gradient_sync(False) to accumulate without any reduction",
             )
         for handle in handles:

@@ -43,6 +43,7 @@ from composable.planning import (
     ShardPlacementFn,
     SplitNode,
     is_hybrid,
+    is_spread,
     make_plan,
     managed_modules,
     mark_replaced,
@@ -125,8 +126,9 @@ def fully_shard(
         dp_mesh_dims: Which dims of a mesh of any number of dims do so.
         process_group: In place of a mesh: the ranks that share the parameters; or a pair, the second one being of the
             ranks that hold copies of this rank's shard.
-        strategy: ``FULL_SHARD`` or ``SHARD_GRAD_OP``, with copies ``HYBRID_SHARD`` or ``HYBRID_SHARD_ZERO2``; instead
-            of ``reshard_after_forward``. A hybrid one without a mesh has a copy of all parameters on each host, as
+        strategy: ``FULL_SHARD`` or ``SHARD_GRAD_OP``, with copies ``HYBRID_SHARD``, ``HYBRID_SHARD_ZERO2`` or
+            ``HYBRID_SHARD_OPTIM``, which shards all but the parameters in use over the copies too; instead of
+            ``reshard_after_forward``. A hybrid one without a mesh has a copy of all parameters on each host, as
             torchrun counts them.
         reshard_after_forward: Free the unsharded parameters between forward and backward.
             ``None``: free them, except those of the root, which backward needs first. ``False``: forwards without
@@ -186,6 +188,8 @@ def fully_shard(
     state.mesh, state.grid = resolve_grid(
         mesh, dp_mesh_dims, process_group, params, is_hybrid=is_hybrid(strategy), caller="fully_shard"
     )
+    if is_spread(strategy):
+        state.mesh, state.grid = state.grid.spread(state.mesh)
     _check_pairs(state)
     state.transport_choice = transport
     transport_name = choose_transport_for(state.grid.shard, transport)
@@ -200,8 +204,8 @@ def fully_shard(
             check_bool("follows_parent", follows_parent, or_none=True)
             state.follows_parent = follows_parent
             options = ShardOptions(
-                world_size=state.grid.shard.size,
-                replicas=1 if state.grid.replicas is None else state.grid.replicas.size,
+                world_size=(state.grid.inner or state.grid.shard).size,
+                replicas=1 if (copies := state.grid.outer or state.grid.replicas) is None else copies.size,
                 policy=policy,
                 strategy=strategy,
                 reshard_after_forward=reshard_after_forward,

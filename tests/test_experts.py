@@ -154,20 +154,20 @@ def test_ranks_that_call_other_experts_keep_secondary_shards_alike() -> None:
     assert_equal(run_threads(train, 4, (4, 1), 4, annotate_with_secondary_shards), reference(4, 4))
 
 
-def annotate_hybrid(net: Net, mesh: Any) -> None:
+def annotate_hybrid(net: Net, mesh: Any, **options: Any) -> None:
     """Keep copies of shards of experts and of all else."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copies", "ep", "shard"))
-    annotate_experts(net, "list", mesh=mesh["copies", "shard"])
+    annotate_experts(net, "each", mesh=mesh["copies", "shard"], **options)
     whole = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
     for block in net.blocks:
-        fully_shard(block, mesh=whole)
-    fully_shard(net, mesh=whole)
+        fully_shard(block, mesh=whole, **options)
+    fully_shard(net, mesh=whole, **options)
 
 
-def train_hybrid(experts: int) -> Tensors:
+def train_hybrid(experts: int, **options: Any) -> Tensors:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copies", "ep", "shard"))
     net = local_net(experts, mesh)
-    annotate_hybrid(net, mesh)
+    annotate_hybrid(net, mesh, **options)
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     reference = reference_net(experts)
     for step in range(3):
@@ -188,8 +188,9 @@ def train_hybrid(experts: int) -> Tensors:
     return found
 
 
-def test_experts_may_have_copies_of_shards() -> None:
-    run_threads(train_hybrid, 8, 4)
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_OPTIM"])
+def test_experts_may_have_copies_of_shards(strategy: str) -> None:
+    run_threads(train_hybrid, 8, 4, strategy=strategy)
 
 
 def annotate_copied(net: Net, mesh: Any) -> None:

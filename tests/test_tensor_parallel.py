@@ -173,6 +173,15 @@ def test_training_is_that_of_one_process_on_all_batches(sizes: tuple[int, ...], 
     run_threads(train, world_size, sizes, {"reshard_after_forward": frees})
 
 
+def spread() -> None:
+    with pytest.raises(ConfigError, match="HYBRID_SHARD_OPTIM on parameters that tensor parallelism has split"):
+        annotated(mesh_of(2, 2, 2), strategy="HYBRID_SHARD_OPTIM")
+
+
+def test_optimizer_state_is_not_spread_over_copies_of_split_parameters() -> None:
+    run_threads(spread, 8)
+
+
 def test_backward_may_gather_among_a_part_of_the_data_ranks() -> None:
     run_threads(train, 8, (4, 2), {"reshard_after_forward": 2})
 

@@ -195,6 +195,7 @@ ANNOTATIONS: dict[str, Callable[[Net], None]] = {
     "kept after forward": lambda model: shard(model, strategy="SHARD_GRAD_OP"),
     "hybrid": lambda model: shard_hybrid(model, "HYBRID_SHARD"),
     "hybrid kept": lambda model: shard_hybrid(model, "HYBRID_SHARD_ZERO2"),
+    "hybrid optim": lambda model: shard_hybrid(model, "HYBRID_SHARD_OPTIM"),
     "replicate inside": replicate_inside,
     "pair inside": replicate_a_pair_inside,
     "replicate around": replicate_around,

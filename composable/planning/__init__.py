@@ -5,7 +5,14 @@ from composable.planning.handle_plan import BufferPlan, HandlePlan
 from composable.planning.layout import FlatLayout, Span
 from composable.planning.links import Link, Links, PlanEstimate
 from composable.planning.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
-from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn, is_hybrid
+from composable.planning.options import (
+    AlignLike,
+    ShardingStrategy,
+    ShardOptions,
+    ShardPlacementFn,
+    is_hybrid,
+    is_spread,
+)
 from composable.planning.plan_diff import PlanDiff
 from composable.planning.planner import HandleMembers, make_plan, plan
 from composable.planning.precision import (
@@ -50,6 +57,7 @@ __all__ = [
     "in_memory_order",
     "in_order_of_dims",
     "is_hybrid",
+    "is_spread",
     "local_shape",
     "make_plan",
     "managed_modules",

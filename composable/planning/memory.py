@@ -6,10 +6,24 @@ What the modules compute, their activations, is not known here; neither is what 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["HandleBytes", "Reduced", "peak_of_step"]
+__all__ = ["HandleBytes", "Reduced", "SecondLeg", "peak_of_step"]
 
 # Gradient buffers alive at once: one being reduced, one being filled.
 _GRADIENT_BUFFERS = 2
+
+
+class SecondLeg(NamedTuple):
+    """Bytes of a second reduction, which makes the result; it starts when the next first one does, or at the end.
+
+    Attributes:
+        source: Of the result of the first leg, which is there from its beginning on.
+        landing: Of what arrives beside the result.
+        scratch: Of what is there while it is added up.
+    """
+
+    source: int
+    landing: int
+    scratch: int
 
 
 class Reduced(NamedTuple):
@@ -21,6 +35,7 @@ class Reduced(NamedTuple):
         scratch: Of what is there while they are added up.
         shard: Of the result.
         is_late: The result is made when all has arrived, beside what landed.
+        second: Of the second leg, if there is one; ``scratch`` and ``landing`` are of the first.
     """
 
     whole: int
@@ -28,6 +43,7 @@ class Reduced(NamedTuple):
     scratch: int
     shard: int
     is_late: bool = False
+    second: SecondLeg | None = None
 
 
 class HandleBytes(NamedTuple):
@@ -87,35 +103,58 @@ def _backward(handles: Sequence[HandleBytes]) -> Iterator[int]:
     kept = sum(handle.secondary for handle in handles)
     met: list[int] = []
     under_way: list[Reduced] = []
-    shards = 0
+    shards = in_second_leg = 0  # The first ones under way are in their second leg.
 
     def finish_first() -> int:
         """End the first reduction under way; returns the bytes while that runs."""
-        nonlocal shards
+        nonlocal shards, in_second_leg
+        peak = start_second() if not in_second_leg else live()
         first = under_way[0]
         late = first.shard if first.is_late else 0
-        peak = live() + max(first.scratch, late)
+        peak = max(peak, live() + max(first.second.scratch if first.second else first.scratch, late))
         shards += late
         del under_way[0]
+        in_second_leg = max(in_second_leg - 1, 0)
+        return peak
+
+    def start_second() -> int:
+        """End the first leg of the last reduction under way; returns the bytes while that runs."""
+        nonlocal shards, in_second_leg
+        peak = live()
+        for one in under_way[in_second_leg:]:
+            if one.second is not None:
+                peak = max(peak, live() + one.scratch)
+                in_second_leg += 1
+                shards += one.shard
         return peak
 
     def live() -> int:
         parameters = sum(handles[index].unsharded for index in unsharded)
         gradients = sum(handles[index].gradients for index in met)
-        return kept + parameters + gradients + shards + sum(one.whole + one.landing for one in under_way)
+        reduced = 0
+        for index, one in enumerate(under_way):
+            landing = one.second.landing if one.second and index < in_second_leg else one.landing
+            reduced += one.whole + landing + (one.second.source if one.second else 0)
+        return kept + parameters + gradients + shards + reduced
 
     for position, index in enumerate([*order, None]):
         # What ran after this one in forward is complete when its backward begins.
         end = -1 if index is None else _end(handles, index)
         for done in sorted((one for one in met if one > end), reverse=True):
-            for one in handles[done].reduced:
+            for left, one in zip(reversed(range(len(handles[done].reduced))), handles[done].reduced, strict=True):
                 while len(under_way) >= _GRADIENT_BUFFERS:
                     yield finish_first()
                 yield live() + one.whole
-                shards += 0 if one.is_late else one.shard
+                if not left:
+                    # Before the last reduction begins the parameters are freed, and gradients are in its buffer.
+                    met.remove(done)
+                    unsharded.discard(done)
+                yield start_second() + one.whole
+                shards += 0 if one.is_late or one.second else one.shard
                 under_way.append(one)
-            met.remove(done)
-            unsharded.discard(done)
+            if done in met:
+                met.remove(done)
+                unsharded.discard(done)
             yield live()
         if index is not None:
             unsharded.add(index)

@@ -24,6 +24,7 @@ __all__ = [
     "ShardPlacementFn",
     "ShardingStrategy",
     "is_hybrid",
+    "is_spread",
 ]
 
 # By FQN below the annotated module, or a function of (FQN, parameter) that has no wish where it returns ``None``.
@@ -57,9 +58,11 @@ class ShardingStrategy:
         SHARD_GRAD_OP: Parameters stay unsharded from forward to backward (ZeRO stage 2).
         HYBRID_SHARD: ``FULL_SHARD`` over the ranks of one dim, copies of each shard over those of the other.
         HYBRID_SHARD_ZERO2: ``SHARD_GRAD_OP`` in its place.
+        HYBRID_SHARD_OPTIM: As ``HYBRID_SHARD`` between forward and backward; gradients, optimizer state and the
+            parameters between steps are sharded over the ranks of both dims.
         NO_SHARD: Every rank keeps everything, which is what ``replicate`` does.
 
-    Source: ZeRO, arXiv 1910.02054.
+    Source: ZeRO, arXiv 1910.02054; secondary shards, ZeRO++, arXiv 2306.10209.
     """
 
     name: str
@@ -69,6 +72,7 @@ class ShardingStrategy:
     SHARD_GRAD_OP: ClassVar["ShardingStrategy"]
     HYBRID_SHARD: ClassVar["ShardingStrategy"]
     HYBRID_SHARD_ZERO2: ClassVar["ShardingStrategy"]
+    HYBRID_SHARD_OPTIM: ClassVar["ShardingStrategy"]
     NO_SHARD: ClassVar["ShardingStrategy"]
 
     def __repr__(self) -> str:
@@ -76,6 +80,7 @@ class ShardingStrategy:
 
 
 _WHOLE = MeshDimStrategy(False, False, False)
+_OPTIM = MeshDimStrategy(False, True, True)
 _PRESETS = {
     one.name: one
     for one in (
@@ -83,6 +88,7 @@ _PRESETS = {
         ShardingStrategy("SHARD_GRAD_OP", (MeshDimStrategy(False, True, True),)),
         ShardingStrategy("HYBRID_SHARD", (_WHOLE, MeshDimStrategy(True, True, True))),
         ShardingStrategy("HYBRID_SHARD_ZERO2", (_WHOLE, MeshDimStrategy(False, True, True))),
+        ShardingStrategy("HYBRID_SHARD_OPTIM", (_OPTIM, MeshDimStrategy(True, True, True))),
         ShardingStrategy("NO_SHARD", (_WHOLE,)),
     )
 }
@@ -91,7 +97,7 @@ for _one in _PRESETS.values():
 # The names that the collectives know, which planning must not import.
 TRANSPORT_NAMES = ("auto", "point_to_point", "process_group")
 UNUSED_GRADIENTS = ("none", "zero")
-_SHARDING = "'FULL_SHARD', 'SHARD_GRAD_OP', 'HYBRID_SHARD', 'HYBRID_SHARD_ZERO2'"
+_SHARDING = "'FULL_SHARD', 'SHARD_GRAD_OP', 'HYBRID_SHARD', 'HYBRID_SHARD_ZERO2', 'HYBRID_SHARD_OPTIM'"
 
 
 @dataclass(frozen=True)
@@ -182,6 +188,16 @@ class ShardOptions:
         return as_offload(self.offload_policy)
 
     @property
+    def is_spread(self) -> bool:
+        """What rests between steps is sharded over the copies as well."""
+        return self.strategy is not None and is_spread(self.strategy)
+
+    @property
+    def shard_ranks(self) -> int:
+        """How many ranks each parameter is cut over."""
+        return self.world_size * (self.replicas if self.is_spread else 1)
+
+    @property
     def frees(self) -> bool | int | None:
         """Whether parameters are freed between forward and backward; ``None``: where the module is not the root.
 
@@ -239,13 +255,20 @@ def is_hybrid(strategy: object) -> bool | None:
     return len(strategy.dims) == 2 if isinstance(strategy, ShardingStrategy) else None
 
 
+def is_spread(strategy: object) -> bool:
+    """Say whether a strategy shards gradients and optimizer state over the ranks that hold copies of parameters too."""
+    if isinstance(strategy, str):
+        strategy = _PRESETS.get(strategy)
+    return isinstance(strategy, ShardingStrategy) and strategy.dims == ShardingStrategy.HYBRID_SHARD_OPTIM.dims
+
+
 def _check_strategy(strategy: object, replicas: int) -> None:
     """Raise ``ConfigError`` unless ``fully_shard`` can do it with as many copies of each shard."""
     if not isinstance(strategy, ShardingStrategy) and not (isinstance(strategy, str) and strategy in _PRESETS):
         raise ConfigError(f"strategy is {strategy!r}", fix=f"pass one of {_SHARDING}")
     chosen = _named(strategy)
     copies, sharded = chosen.dims[:-1], chosen.dims[-1]
-    if copies not in ((), (_WHOLE,)):
+    if copies not in ((), (_WHOLE,)) and chosen.dims != ShardingStrategy.HYBRID_SHARD_OPTIM.dims:
         raise ConfigError(
             f"strategy {chosen.name} shards over {len(chosen.dims)} mesh dims, and parameters are sharded over one",
             fix=f"pass one of {_SHARDING}",

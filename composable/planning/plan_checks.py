@@ -11,12 +11,16 @@ from composable.wording import count_text, list_text
 __all__ = ["check_handles", "check_ranks"]
 
 
-def check_ranks(world_size: int, replicas: int, transport: str, hosts: Sequence[int]) -> None:
+def check_ranks(
+    world_size: int, replicas: int, transport: str, hosts: Sequence[int], host_ranks: int | None = None
+) -> None:
     """Raise ``ConfigError`` unless there are ranks, a transport that is known, and as many hosts as ranks or none."""
     for name, number in (("world_size", world_size), ("replicas", replicas)):
         if not number:
             raise misfit("0 is no number of ranks", name)
     _check_known(transport, TRANSPORT_NAMES, "transport")
+    if host_ranks is not None and (not 0 < host_ranks < world_size or world_size % host_ranks or replicas > 1):
+        raise misfit(f"{host_ranks} is no part of {world_size} ranks without copies", "host_ranks")
     if hosts and len(hosts) != world_size * replicas:
         raise misfit(f"there are {len(hosts)} and {count_text(world_size * replicas, 'rank')}", "hosts")
 

@@ -75,8 +75,8 @@ def plan(
         ranks_per_host: Ranks on each host, which say what crosses between hosts: ranks are numbered host by host, and
             those that share parameters are neighbours.
         policy: Which submodules get handles of their own.
-        strategy: ``FULL_SHARD``, ``SHARD_GRAD_OP``, ``HYBRID_SHARD`` or ``HYBRID_SHARD_ZERO2``, or its name; instead of
-            ``reshard_after_forward``.
+        strategy: ``FULL_SHARD``, ``SHARD_GRAD_OP``, ``HYBRID_SHARD``, ``HYBRID_SHARD_ZERO2`` or
+            ``HYBRID_SHARD_OPTIM``, or its name; instead of ``reshard_after_forward``.
         reshard_after_forward: Free the parameters between forward and backward. ``None``: only
             where the module is not the root. An int: but for secondary shards over as many ranks.
         ignored_params: Parameters to leave alone, under all their names.
@@ -145,15 +145,16 @@ def make_plan(
             class_names=tuple(class_name(one) for one in handle.modules),
             reason=handle.reason,
             params=tuple(_plan_param(found, cuts) for found in handle.params),
-            buffers=_plan_buffers(handle.params, dtypes, options.world_size, cuts),
+            buffers=_plan_buffers(handle.params, dtypes, options.shard_ranks, cuts),
             reshard_after_forward=True if options.frees is None and handle.is_picked else options.frees,
             unused_gradients=options.unused_gradients,
         )
         for handle in handles
     )
     shard_plan = ShardPlan(
-        world_size=options.world_size,
-        replicas=options.replicas,
+        world_size=options.shard_ranks,
+        replicas=1 if options.is_spread else options.replicas,
+        host_ranks=options.world_size if options.shard_ranks > options.world_size else None,
         transport=options.transport,
         class_names=tuple(class_name(root) for root in roots),
         handles=handle_plans,
@@ -178,21 +179,29 @@ def make_plan(
 def _check_secondary(handles: Iterable[FoundHandle], options: ShardOptions) -> None:
     """Refuse secondary shards of what only a class knows how to gather: it makes them of rows of its shard.
 
+    And optimizer state that is spread over more ranks of what tensor parallelism has split.
+
     Raises:
         ConfigError: There are such parameters.
     """
-    names = [
-        found.fqns[0]
-        for handle in handles
-        for found in handle.params
-        if found.form is not None and found.form.kind == "gathered"
-    ]
-    if names and type(options.frees) is int:
-        raise ConfigError(
-            f"reshard_after_forward={options.frees} on parameters whose class says what ranks exchange",
-            at=f"parameter {list_text(names)}",
-            fix="annotate their modules in a call of their own with reshard_after_forward=True or False",
-        )
+    what = "HYBRID_SHARD_OPTIM" if options.is_spread else f"reshard_after_forward={options.frees}"
+    for kind, is_asked, why in (
+        ("gathered", options.is_spread or type(options.frees) is int, "whose class says what ranks exchange"),
+        ("split", options.is_spread, "that tensor parallelism has split"),
+    ):
+        names = [
+            found.fqns[0]
+            for handle in handles
+            for found in handle.params
+            if found.form is not None and found.form.kind == kind
+        ]
+        if names and is_asked:
+            other = "HYBRID_SHARD" if options.is_spread else "reshard_after_forward=True or False"
+            raise ConfigError(
+                f"{what} on parameters {why}",
+                at=f"parameter {list_text(names)}",
+                fix=f"annotate their modules in a call of their own with {other}",
+            )
 
 
 def _plan_param(found: FoundParam, cuts: Mapping[str, Cut]) -> ParamPlan:

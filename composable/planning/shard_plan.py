@@ -14,7 +14,7 @@ from composable.arguments import described
 from composable.errors import ConfigError, UsageError
 from composable.planning.handle_plan import FQNS_SHOWN, BufferPlan, HandlePlan, describe_handle, dtypes_text
 from composable.planning.links import HandleEstimate, Links, PlanEstimate
-from composable.planning.memory import HandleBytes, Reduced, peak_of_step
+from composable.planning.memory import HandleBytes, Reduced, SecondLeg, peak_of_step
 from composable.planning.offload import NO_OFFLOAD, OffloadPolicy
 from composable.planning.plan_checks import check_handles, check_ranks
 from composable.planning.plan_diff import PlanDiff, PlanFacts, diff_of
@@ -34,7 +34,8 @@ class HandleCollectives:
     """What one handle's collectives amount to in one training step.
 
     Bytes are of whole buffers; of all-reduces, which are between the ranks that hold copies, of shards. Gathers from
-    secondary shards, which are between a part of the ranks, are counted apart.
+    secondary shards, which are between a part of the ranks, are counted apart. So are, where secondary shards rest
+    between steps, the gathers that fill them and the second legs of reductions, between hosts: of secondary shards.
     """
 
     module_fqns: tuple[str, ...]
@@ -46,11 +47,16 @@ class HandleCollectives:
     all_reduce_bytes: int = 0
     secondary_all_gathers: int = 0
     secondary_all_gather_bytes: int = 0
+    fills: int = 0
+    fill_bytes: int = 0
+    second_reduce_scatters: int = 0
+    second_reduce_scatter_bytes: int = 0
 
     @property
     def collectives(self) -> int:
         """Calls of all kinds."""
-        return self.all_gathers + self.reduce_scatters + self.all_reduces + self.secondary_all_gathers
+        between_hosts = self.fills + self.second_reduce_scatters
+        return self.all_gathers + self.reduce_scatters + self.all_reduces + self.secondary_all_gathers + between_hosts
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,8 @@ class ShardPlan:
         mp_policy: Dtypes of computation and reduction, as they were asked for.
         offload_policy: Where shards, gradients and optimizer state rest.
         replicas: Ranks that hold each shard.
+        host_ranks: Of the ranks that share each buffer, how many gather it from secondary shards, which are filled from
+            shards once after each step and rest with them; ``None``: there are none.
         hosts: Of each rank, one copy of all shards after the other, the host that it is on; empty: not known.
     """
 
@@ -82,6 +90,7 @@ class ShardPlan:
     mp_policy: MixedPrecisionPolicy = NO_CASTS
     offload_policy: OffloadPolicy = NO_OFFLOAD
     replicas: int = 1
+    host_ranks: int | None = None
     hosts: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -93,6 +102,11 @@ class ShardPlan:
     def shard_bytes(self) -> int:
         """Bytes of parameters that a rank keeps between iterations."""
         return sum(handle.shard_bytes for handle in self.handles)
+
+    @property
+    def secondary_bytes(self) -> int:
+        """Bytes of secondary shards that a rank keeps between iterations, once the first forward has filled them."""
+        return sum(handle.buffer_bytes for handle in self.handles) // self.host_ranks if self.host_ranks else 0
 
     @property
     def padding_bytes(self) -> int:
@@ -113,13 +127,15 @@ class ShardPlan:
         """Return the bytes of shards and optimizer state on the device between iterations, gradients freed.
 
         Ignored parameters, module buffers and what else the model holds are not counted. None where
-        ``offload_policy`` keeps them on the host: then ``host_bytes_per_rank_at_rest`` has them.
+        ``offload_policy`` keeps them on the host: then ``host_bytes_per_rank_at_rest`` has them, but for secondary
+        shards, which are on the device.
 
         Args:
             optimizer_states: Tensors of the parameter's size for each trainable parameter: 2 for Adam.
             state_dtype: Their dtype; default: that of the parameter.
         """
-        return 0 if self.offload_policy.is_offloading else self._bytes_at_rest(optimizer_states, state_dtype)
+        shards = 0 if self.offload_policy.is_offloading else self._bytes_at_rest(optimizer_states, state_dtype)
+        return shards + self.secondary_bytes
 
     def host_bytes_per_rank_at_rest(self, optimizer_states: int = 2, state_dtype: torch.dtype | None = None) -> int:
         """Return what ``bytes_per_rank_at_rest`` would, where ``offload_policy`` keeps it on the host; else none."""
@@ -184,6 +200,8 @@ class ShardPlan:
         return self.bytes_per_rank_at_rest(optimizer_states, state_dtype) + peak_of_step(step)
 
     def _reduced(self, buffer: BufferPlan) -> Reduced:
+        if self.host_ranks:
+            return self._reduced_twice(buffer, self.host_ranks)
         numel, ranks = buffer.layout.shard_numel, self.world_size
         result = buffer.reduce_dtype if self.mp_policy.keep_low_precision_grads else buffer.dtype
         # Copies of a shard are added up in what travels.
@@ -204,12 +222,38 @@ class ShardPlan:
             return Reduced(buffer.gradient_bytes, landing + result_bytes, scratch, shard=0)
         return Reduced(buffer.gradient_bytes, landing, scratch, result_bytes, is_cast_late)
 
+    def _reduced_twice(self, buffer: BufferPlan, host_ranks: int) -> Reduced:
+        """Return the bytes of two legs, the first of which gives a secondary shard, and the second a shard of that."""
+        result = buffer.reduce_dtype if self.mp_policy.keep_low_precision_grads else buffer.dtype
+        is_cast, itemsize = result != buffer.reduce_dtype, buffer.reduce_dtype.itemsize
+        first, second = buffer.layout.numel // host_ranks, buffer.layout.shard_numel
+        first_slices, second_slices, first_casts, second_casts = 0, int(is_cast), 0, 0
+        if self.transport == "point_to_point":
+            hosts = self.world_size // host_ranks
+            first_slices, second_slices = max(host_ranks - 2, 0), hosts - 2 + is_cast
+            if itemsize < torch.float32.itemsize:
+                first_casts = 2 if host_ranks > 2 else 0
+                second_casts = 1 if is_cast else 2 if hosts > 2 else 0
+        home_bytes = second * result.itemsize if self.offload_policy.is_offloading else 0
+        return Reduced(
+            buffer.gradient_bytes,
+            first_slices * first * itemsize,
+            first_casts * first * torch.float32.itemsize,
+            0 if self.offload_policy.is_offloading else second * result.itemsize,
+            second=SecondLeg(
+                first * itemsize,
+                second_slices * second * itemsize + home_bytes,
+                second_casts * second * torch.float32.itemsize,
+            ),
+        )
+
     def expected_collectives(self, *, is_root: bool = True) -> tuple[HandleCollectives, ...]:
         """Return each handle's collectives in one training step: forward, backward, gradients synchronised.
 
         One all-gather of each buffer for forward, one more for backward if it was freed between, from
         secondary shards where there are any, and one reduce-scatter of each buffer that requires gradients;
-        where there are replicas, an all-reduce of its shard. Empty buffers need none.
+        where there are replicas, an all-reduce of its shard. Empty buffers need none. Of several micro-batches in one
+        step only the first one fills secondary shards.
 
         Args:
             is_root: Forward starts at the annotated module.
@@ -217,7 +261,8 @@ class ShardPlan:
         found = []
         for handle in self.handles:
             again = handle.is_resharded_after_forward(is_root=is_root)
-            gathers = 2 if again and handle.secondary_ranks is None else 1
+            gathers = 0 if self.host_ranks else 2 if again and handle.secondary_ranks is None else 1
+            secondary = 1 + again if self.host_ranks else int(handle.secondary_ranks is not None)
             buffers = [buffer for buffer in handle.buffers if buffer.layout.numel]
             trainable = [buffer for buffer in buffers if buffer.requires_grad]
             found.append(
@@ -228,10 +273,18 @@ class ShardPlan:
                     len(trainable),
                     sum(buffer.gradient_bytes for buffer in trainable),
                     *((len(trainable), sum(map(_between_replicas, trainable))) if self.replicas > 1 else (0, 0)),
-                    *((len(buffers), handle.buffer_bytes) if handle.secondary_ranks else (0, 0)),
+                    *(secondary * len(buffers), secondary * handle.buffer_bytes),
+                    *self._between_hosts(buffers, trainable),
                 )
             )
         return tuple(found)
+
+    def _between_hosts(self, buffers: Sequence[BufferPlan], trainable: Sequence[BufferPlan]) -> tuple[int, ...]:
+        if self.host_ranks is None:
+            return ()
+        filled = sum(buffer.buffer_bytes for buffer in buffers) // self.host_ranks
+        reduced = sum(buffer.gradient_bytes for buffer in trainable) // self.host_ranks
+        return (len(buffers), filled, len(trainable), reduced)
 
     @property
     def collectives_per_step(self) -> int:
@@ -308,16 +361,24 @@ class ShardPlan:
         copies: Groups = ((Group((self.replicas,), 0), 1),)
         if self.hosts:
             _, copies = groups_of(self.hosts, self.world_size)
+        reducing, between = sharing, copies
+        if self.host_ranks:
+            reducing, between = self._groups(self.host_ranks), ((Group((self.world_size // self.host_ranks,), 0), 1),)
+            if self.hosts:
+                _, between = groups_of(self.hosts, self.host_ranks)
         is_direct = self.transport == "point_to_point"
         for handle, one in zip(self.handles, self.expected_collectives(is_root=is_root), strict=True):
-            secondary = self._groups(handle.secondary_ranks) if handle.secondary_ranks else sharing
+            secondary = self._groups(handle.secondary_ranks) if handle.secondary_ranks else reducing
+            second_legs = one.second_reduce_scatters, one.second_reduce_scatter_bytes
             yield (
                 one.module_fqns,
                 (
                     Exchange(one.all_gathers, one.all_gather_bytes, sharing, is_direct=is_direct),
-                    Exchange(one.reduce_scatters, one.reduce_scatter_bytes, sharing, is_direct=is_direct),
+                    Exchange(one.reduce_scatters, one.reduce_scatter_bytes, reducing, is_direct=is_direct),
                     Exchange(one.all_reduces, one.all_reduce_bytes, copies, passes=2),
                     Exchange(one.secondary_all_gathers, one.secondary_all_gather_bytes, secondary, is_direct=is_direct),
+                    Exchange(one.fills, one.fill_bytes, between, is_direct=is_direct),
+                    Exchange(*second_legs, between, is_direct=is_direct),
                 ),
             )
 
@@ -372,7 +433,7 @@ class ShardPlan:
                 does not fit; the message names the field.
         """
         read: ShardPlan = of_json(ShardPlan, text, _FORMAT)
-        check_ranks(read.world_size, read.replicas, read.transport, read.hosts)
+        check_ranks(read.world_size, read.replicas, read.transport, read.hosts, read.host_ranks)
         check_handles(read.handles, read.world_size)
         return read
 
@@ -392,6 +453,7 @@ class ShardPlan:
             mp_policy=self.mp_policy,
             offload_policy=self.offload_policy,
             replicas=self.replicas,
+            host_ranks=self.host_ranks,
             hosts=self.hosts,
         )
 
@@ -431,6 +493,7 @@ class ShardPlan:
         contents = [
             self.world_size,
             self.replicas,
+            self.host_ranks,
             self.transport,
             str(self.mp_policy),
             str(self.offload_policy),
@@ -457,9 +520,12 @@ class ShardPlan:
         handles, ranks = count_text(len(self.handles), "handle"), count_text(self.world_size, "rank")
         if self.replicas > 1:
             ranks += f" x {self.replicas} replicas"
+        if self.host_ranks:
+            ranks = f"{count_text(self.host_ranks, 'rank')} x {self.world_size // self.host_ranks} hosts"
+        kept = f" and {bytes_text(self.secondary_bytes)} of secondary shards" if self.host_ranks else ""
         lines = [
             f"{' + '.join(self.class_names)}: {handles} over {ranks}, transport {self.transport}",
-            f"  {self.numel:,} elements; per rank {bytes_text(self.shard_bytes)} at rest;"
+            f"  {self.numel:,} elements; per rank {bytes_text(self.shard_bytes)}{kept} at rest;"
             f" largest handle {bytes_text(largest)} unsharded; padding {bytes_text(self.padding_bytes)}",
         ]
         lines += self._handle_lines()

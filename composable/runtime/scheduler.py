@@ -359,9 +359,11 @@ class Scheduler:
 
     def _begin_unshard(self, turn: Turn) -> None:
         self._unsharded.begin_unshard(turn.handle)
-        for one in turn.followers:
-            if one.handle.held_with is None:
-                self._unsharded.begin_unshard(one.handle)
+        followers = [one.handle for one in turn.followers if one.handle.held_with is None]
+        for handle in followers:
+            self._unsharded.begin_unshard(handle)
+        for handle in followers:
+            handle.end_fill()
 
     def _begin_followers(self, turn: Turn) -> None:
         """Do so in backward with those that go with it."""
@@ -386,12 +388,12 @@ class Scheduler:
         What runs outside of a step, and a forward after the one that left them, needs those of now.
         """
         if self._running and self._first_nodes[-1] >= 0 and not self.is_backward:
-            return self._turns[handle].kept_in == self.forward_id
-        return self.is_backward and in_backward()
+            return handle.fills_secondary or self._turns[handle].kept_in == self.forward_id
+        return handle.has_secondary and self.is_backward and in_backward()
 
     def _drop_secondaries(self) -> None:
         for handle in self.handles:
-            if handle.has_secondary:
+            if handle.has_secondary and not handle.fills_secondary:
                 handle.drop_secondary()
 
     # Backward
@@ -447,7 +449,7 @@ class Scheduler:
 
     def _unshard_for_backward(self, handle: Handle) -> None:
         self._unsharded.unshard(handle)
-        if handle.has_secondary:
+        if handle.has_secondary and not handle.fills_secondary:
             # Until its end the parameters stay.
             handle.drop_secondary()
 
@@ -639,7 +641,7 @@ class Scheduler:
         self._unsharded.end_lingering()
         for turn in self._last_armed:
             turn.first_forward = None
-            if turn.handle.has_secondary:
+            if turn.handle.has_secondary and not turn.handle.fills_secondary:
                 turn.handle.drop_secondary()
         while self._first_nodes and self._first_nodes[-1] < 0:
             # Run again by checkpointing, and stopped in the hook after forward: torch tells nobody.
@@ -673,7 +675,7 @@ class Scheduler:
             # What stays has to be the same on all ranks, also where its modules took no part.
             if handle.is_gathering:
                 self._unsharded.unshard(handle)
-            if handle.has_secondary:
+            if handle.has_secondary and not handle.fills_secondary:
                 handle.drop_secondary()
 
     def _reduce(self, turn: Turn, accounts: Sequence[Account], *, is_early: bool) -> None:
@@ -712,6 +714,8 @@ class Scheduler:
     def begin_unshard(self, handle: Handle) -> None:
         """Start gathering ahead of use; ``unshard`` waits for it."""
         self._unsharded.begin_unshard(handle)
+        if self._turns[handle].leaders:
+            handle.end_fill()
 
     def refresh(self, handles: Iterable[Handle]) -> None:
         """Free what an earlier step left of ``handles``, hidden, where a rank has written its shard since.

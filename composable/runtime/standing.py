@@ -64,6 +64,8 @@ class Standing:
                 what = "reduce-scatter" if started.tag % 2 else "all-gather"
                 if flat.routes.is_between_copies(started):
                     what = "all-reduce over copies"
+                elif flat.routes.is_between_hosts(started):
+                    what = f"{what} between hosts"
                 elif flat.routes.is_of_secondary(started):
                     what = "all-gather of secondary shards"
                 return f"the {what} of {handle.described}"

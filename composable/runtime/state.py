@@ -157,8 +157,20 @@ class FullyShardState:
                     return state
         return self
 
-    def connect_secondary(self) -> None:
+    def connect_secondary(self, between: dict[tuple[Ranks, str], Replicas]) -> None:
         """Let handles that keep secondary shards gather from fewer ranks. Collective, after plans were compared."""
+        host, hosts = self.grid.inner, self.grid.outer
+        if host is not None and hosts is not None:
+            name = settle_transport_for(hosts, self.transport_choice)
+            key = hosts, name
+            if key not in between:
+                between[key] = Replicas(transport_of(hosts.process_group, name))
+            name = settle_transport_for(host, self.transport_choice)
+            transport = transport_of(host.process_group, name)
+            for handle in self._handles:
+                for flat in handle.buffers:
+                    flat.routes.gather_secondary_by(transport, host)
+                    flat.routes.fill_by(transport, between[key], hosts)
         parts: dict[int, tuple[Transport, Ranks]] = {}
         for handle in self._handles:
             # As planned, which all ranks have compared, and not as it was set since.
@@ -225,8 +237,11 @@ class Root:
         replicas: dict[tuple[Ranks, str], Replicas] = {}
         for found in states:
             name = settle_transport_for(found.grid.shard, found.transport_choice)
-            if name != found.plan.transport:
-                found.plan = replace(found.plan, transport=name)
+            inner = found.grid.inner
+            # What rests on all ranks travels among them where users ask for it, and never in a step.
+            in_steps = name if inner is None else settle_transport_for(inner, found.transport_choice)
+            if in_steps != found.plan.transport:
+                found.plan = replace(found.plan, transport=in_steps)
             transport = transport_of(found.grid.shard.process_group, name)
             copies = found.grid.replicas
             between: Replicas | None = None
@@ -237,7 +252,7 @@ class Root:
             for handle in found._handles:
                 for flat in handle.buffers:
                     flat.routes.connect(transport, found.grid.divisor, between)
-            found.connect_secondary()
+            found.connect_secondary(replicas)
             if any(handle.is_offloaded for handle in found._handles):
                 # ``to_empty`` has made them where the parameters rest.
                 managed = managed_modules(found.modules, found.ignored_modules)
@@ -276,7 +291,7 @@ class Root:
         apart: dict[Ranks, OwnTransport] = {}
         for state in self.states:
             for handle in state._handles:
-                ranks = state.grid.shard
+                ranks = state.grid.inner or state.grid.shard
                 if handle.scatters_apart and ranks not in apart:
                     apart[ranks] = self._scatters.get(ranks) or OwnTransport(ranks)
                 for flat in handle.buffers:

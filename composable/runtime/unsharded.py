@@ -28,14 +28,15 @@ class Unsharded:
         handles: All handles of the root.
         streams: Of the device where they live.
         hear: A bound method, called when a backward gets to a leaf of ``watch_leaves``.
-        takes_secondary: Says whether a gather of a handle that has secondary shards may now be from these; equal on
-            all ranks.
+        takes_secondary: Says whether a gather of a handle that has secondary shards, or fills them, may now be from
+            these; equal on all ranks.
 
     Attributes:
         teller: Tells ranks without inputs of gathers; ``None``: all have inputs.
     """
 
     __slots__ = (
+        "_filling",
         "_find_stale",
         "_graphs",
         "_handles",
@@ -57,6 +58,7 @@ class Unsharded:
     ) -> None:
         self.teller: Teller | None = None
         self._handles = tuple(handles)
+        self._filling = tuple(handle for handle in handles if handle.fills_secondary)
         self._streams = streams
         self._hear = hear
         self._takes_secondary = takes_secondary
@@ -94,7 +96,7 @@ class Unsharded:
         if handle.is_unsharded or handle.is_gathering:
             return
         if takes_secondary is None:
-            takes_secondary = handle.has_secondary and self._takes_secondary(handle)
+            takes_secondary = self._is_from_secondary(handle)
         if self.teller is not None:
             self.teller.gather(handle, takes_secondary=takes_secondary)
         if handle.bring_back():
@@ -105,6 +107,12 @@ class Unsharded:
             in_region("gather", handle.fqn, self._streams.begin_unshard, handle)
         else:
             self._streams.begin_unshard(handle)
+
+    def _is_from_secondary(self, handle: Handle) -> bool:
+        if handle.fills_secondary and self.teller is not None and self.teller.has_listeners:
+            # Which of them this step has filled only who ran its forward knows.
+            return False
+        return (handle.has_secondary or handle.fills_secondary) and self._takes_secondary(handle)
 
     def reshard(self, handle: Handle, *, keeps_secondary: bool = False) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them.
@@ -159,11 +167,26 @@ class Unsharded:
                 self.reshard(handle)
             elif handle.reshard_option is False and handle.is_unsharded:
                 kept.append(handle)  # By a forward without gradients.
+        kept += self._filled(kept)
         if kept:
             if written is not None:
                 # The shards are read here and now, and not only by gathers.
                 written.wait()
             self._free_stale(kept)
+
+    def _filled(self, kept: Sequence[Handle]) -> list[Handle]:
+        """Return the others whose secondary shards may be older than their shards; who has none asks as well.
+
+        Those that were unsharded by hand are used as they are, and have newer values.
+        """
+        found = []
+        for handle in self._filling:
+            if handle.held_with is None and handle not in kept:
+                if handle in self._unsharded:
+                    handle.drop_secondary()
+                else:
+                    found.append(handle)
+        return found
 
     def refresh(self, handles: Iterable[Handle]) -> None:
         """Free what an earlier step left of ``handles``, hidden, where a rank has written its shard since. Collective.
@@ -179,6 +202,8 @@ class Unsharded:
         has_all = self.teller is None or not self.teller.has_listeners
         for handle in self._find_stale(kept) if has_all else kept:
             self.reshard(handle)
+            if handle.fills_secondary:
+                handle.drop_secondary()
 
     # Memory that stays
 

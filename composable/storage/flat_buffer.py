@@ -196,6 +196,19 @@ class FlatBuffer:
         assert path is not None and self._secondary is not None, "kept after forward"
         return path.begin(self._allocated(), self._secondary)
 
+    def begin_fill(self) -> Pending:
+        """Allocate the secondary shard and start to gather it from shards, on the current stream.
+
+        Collective: all ranks with the same place on other hosts, same order.
+        """
+        path = self.routes.fill_path
+        assert path is not None, "connected when the root was decided"
+        if self._secondary is None:
+            with torch.inference_mode(mode=False):
+                numel = self.shard.numel() * path.transport.world_size
+                self._secondary = torch.empty(numel, dtype=self.compute_dtype, device=self.device)
+        return path.begin(self._secondary, self.shard)
+
     def _allocated(self) -> torch.Tensor:
         """Return the buffer, with memory."""
         if self._storage is None:
@@ -332,7 +345,19 @@ class FlatBuffer:
             return True
         if self._buffer is None or not self.is_usable:
             return False
-        own = self._buffer[self.plan.layout.shard_of(self.params[0].layout.rank)]
+        return self._equals_shard(self._buffer[self.plan.layout.shard_of(self.params[0].layout.rank)])
+
+    def is_secondary_fresh(self) -> bool:
+        """Say whether the secondary shard has, for this rank, what filling it from its shard would put there."""
+        path = self.routes.fill_path
+        if self.is_empty:
+            return True
+        if path is None or self._secondary is None or not self.is_usable:
+            return False
+        numel = self.shard.numel()
+        return self._equals_shard(self._secondary[path.transport.rank * numel :][:numel])
+
+    def _equals_shard(self, own: torch.Tensor) -> bool:
         # As bytes: zeros have signs, and NaN equals NaN.
         shard = self.shard.detach().to(own.device, self.compute_dtype)
         return torch.equal(own.view(torch.uint8), shard.view(torch.uint8))

@@ -29,6 +29,7 @@ __all__ = [
     "Reduction",
     "Replicas",
     "ScatterPath",
+    "SecondScatterPath",
     "SumPath",
     "ThenHookPath",
     "reduced_otherwise",
@@ -395,7 +396,7 @@ class AllReducePath(_Around):
         scale: Of what the other path gives, where that has divided by its own ranks only.
     """
 
-    __slots__ = ("_dtype", "_kept", "_key", "_replicas", "_scale")
+    __slots__ = ("_dtype", "_kept", "_key", "_kind", "_replicas", "_scale")
 
     def __init__(
         self,
@@ -413,6 +414,7 @@ class AllReducePath(_Around):
         self._key = key
         self._dtype = dtype
         self._scale = scale
+        self._kind: type[_AllReducing] = _AllReducing
 
     def begin(self, source: torch.Tensor) -> Reduction:
         self._replicas.start()
@@ -424,9 +426,19 @@ class AllReducePath(_Around):
         return self._follow(_Reduced(self._kept.take()), scale=1.0)
 
     def _follow(self, first: Reduction, scale: float) -> Reduction:
-        reduction = _AllReducing(first, self._replicas, self._kept, self._key, self._dtype, scale)
+        reduction = self._kind(first, self._replicas, self._kept, self._key, self._dtype, scale)
         self._replicas.next(reduction)
         return reduction
+
+
+class SecondScatterPath(AllReducePath):
+    """Another path, then a reduce-scatter of what it gives over ranks with which it is shared; as ``AllReducePath``."""
+
+    __slots__ = ()
+
+    def __init__(self, inner: GradientPath, replicas: Replicas, kept: KeptShards, key: int, dtype: torch.dtype) -> None:
+        super().__init__(inner, replicas, kept, key, dtype)
+        self._kind = _ScatteringOn
 
 
 class _Keeping:
@@ -477,9 +489,12 @@ class _AllReducing:
         if earlier is not None:
             shard.mul_(self._scale).add_(earlier)
             self._scale = 1.0
-        self._shard = shard
         self._first = None
-        self._pending = self._replicas.transport.begin_all_reduce(self._shard, self._key, scale=self._scale)
+        self._begin(shard, self._replicas.transport)
+
+    def _begin(self, shard: torch.Tensor, transport: Transport) -> None:
+        self._shard = shard
+        self._pending = transport.begin_all_reduce(shard, self._key, scale=self._scale)
 
     def finish(self) -> torch.Tensor:
         if self._first is not None:
@@ -491,6 +506,23 @@ class _AllReducing:
         shard = self._shard
         assert shard is not None, "started above"
         return shard if shard.dtype is self._dtype else shard.to(self._dtype)
+
+
+class _ScatteringOn(_AllReducing):
+    """The second leg is a reduce-scatter."""
+
+    __slots__ = ("_source",)
+
+    def _begin(self, shard: torch.Tensor, transport: Transport) -> None:
+        dtype = None if shard.dtype is self._dtype else self._dtype
+        self._source: torch.Tensor | None = shard
+        self._shard = transport.empty(shard.numel() // transport.world_size, shard, dtype)
+        self._pending = transport.begin_reduce_scatter(shard, self._shard, self._key, scale=self._scale)
+
+    def finish(self) -> torch.Tensor:
+        shard = super().finish()
+        self._source = None
+        return shard
 
 
 class ThenHookPath(_Around):

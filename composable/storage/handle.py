@@ -114,6 +114,30 @@ class Misplaced(NamedTuple):
         return self.held is not self.param.sharded and self.held is not self.param.unsharded
 
 
+class _Filling:
+    """Two gathers, one after the other: of a secondary shard, and from it."""
+
+    __slots__ = ("_flat", "_pending", "_second")
+
+    def __init__(self, flat: FlatBuffer) -> None:
+        self._flat = flat
+        self._pending: Pending = flat.begin_fill()
+        self._second: Pending | None = None
+
+    def go_on(self) -> Pending:
+        """Start the second gather, once the first one is over; return it."""
+        if self._second is None:
+            self._pending.finish()
+            self._second = self._flat.begin_unshard_again()
+        return self._second
+
+    def finish(self) -> None:
+        self.go_on().finish()
+
+    def is_over(self) -> bool:
+        return self._second is not None and self._second.is_over()
+
+
 class Handle:
     """The parameters that are unsharded and resharded together. Where they are in a step the scheduler knows.
 
@@ -130,6 +154,7 @@ class Handle:
         is_lent: That context shows them in a way that forward and backward cannot use,
         is_shown_whole: but forward can where nothing is to have a gradient: every module holds a whole copy.
         has_secondary: Secondary shards of a forward are there.
+        fills_secondary: Forwards fill secondary shards, which serve until shards are written.
         takes_secondary: The next gather, or the one under way, is from these.
         reshard_option: What the user asked for; ``None``: free between forward and backward unless root; an int: free
             all but secondary shards over as many ranks.
@@ -170,6 +195,7 @@ class Handle:
         "comm_hooks",
         "comms",
         "copy_key",
+        "fills_secondary",
         "fills_unused",
         "forward_prefetch",
         "fqn",
@@ -214,6 +240,7 @@ class Handle:
         self.keeps_storage = False
         self.scatters_apart = False
         self.gradient_buffers = GRADIENT_BUFFERS
+        self.fills_secondary = grid.outer is not None
         self.fills_unused = plan.unused_gradients == "zero"
         self.requires_gradient_sync = True
         self.sync_after_context: bool | None = None
@@ -493,13 +520,29 @@ class Handle:
             if flat.is_empty:
                 flat.make_leaves()
             else:
-                gathers.append(flat.begin_unshard_again() if self.takes_secondary else flat.begin_unshard())
+                gathers.append(self._begin_unshard(flat))
         self.is_gathering = True
+
+    def _begin_unshard(self, flat: FlatBuffer) -> Pending:
+        if not self.takes_secondary:
+            return flat.begin_unshard()
+        return flat.begin_unshard_again() if self.has_secondary else _Filling(flat)
+
+    def end_fill(self) -> None:
+        """Start the all-gathers that wait for a secondary shard; nothing if there are none.
+
+        For whose modules run in orders of their own on each rank: what waits for them starts gathers in that order.
+        """
+        for gather in self._gathers or ():
+            if isinstance(gather, _Filling):
+                gather.go_on()
 
     def finish_gathers(self) -> None:
         """Wait for the all-gathers: the thread on CPU, the current stream on CUDA."""
         for gather in self._gathers or ():
             gather.finish()
+        if self.takes_secondary:
+            self.has_secondary = True
 
     def settle(self) -> None:
         """Wait for all that was started for this handle, also by a call that an exception cut short."""
@@ -610,8 +653,12 @@ class Handle:
                 flat.sum_in_reduce_dtype(sums=not self.requires_gradient_sync)
 
     def is_fresh(self) -> bool:
-        """Say whether the unsharded parameters, which are there, still have the values of this rank's shards."""
-        return all(flat.is_fresh() for flat in self.buffers)
+        """Say whether unsharded parameters and filled secondary shards still have the values of this rank's shards."""
+        if self.fills_secondary and not (
+            self.has_secondary and all(flat.is_secondary_fresh() for flat in self.buffers)
+        ):
+            return False
+        return (self.fills_secondary and not self.is_unsharded) or all(flat.is_fresh() for flat in self.buffers)
 
     def lies_in_buffer(self, tensor: torch.Tensor) -> bool:
         """Say whether a plain tensor is a view of the unsharded parameters."""

@@ -19,6 +19,7 @@ from composable.storage.gradient_path import (
     PathHome,
     Replicas,
     ScatterPath,
+    SecondScatterPath,
     SumPath,
     ThenHookPath,
 )
@@ -41,6 +42,7 @@ class Routes:
     Attributes:
         home: Where the shard and its gradient rest, until connected.
         gather_path: How the shard becomes the whole buffer; ``None`` until connected.
+        fill_path: How shards become secondary shards; ``None``: these are left by forward, or there are none.
         secondary_path: How the secondary shards of a smaller group do; ``None``: there are none.
         gradient_path: How the gradients become this rank's shard of their mean; ``None`` until connected.
         comms: What the user chose.
@@ -54,6 +56,8 @@ class Routes:
         "_fqn",
         "_gradient_dtype",
         "_group",
+        "_host",
+        "_hosts",
         "_key",
         "_reduce_dtype",
         "_replicas",
@@ -63,6 +67,7 @@ class Routes:
         "_secondary",
         "_transport",
         "comms",
+        "fill_path",
         "gather_path",
         "gradient_path",
         "home",
@@ -88,12 +93,15 @@ class Routes:
         self._casts_params = casts_params
         self.comms = DEFAULT_COMMS
         self.gather_path: GatherPath | None = None
+        self.fill_path: GatherPath | None = None
         self.secondary_path: GatherPath | None = None
         self.gradient_path: GradientPath | None = None
         self._transport: Transport | None = None
         self._scatter_transport: Transport | None = None
         self._replicas: Replicas | None = None
         self._secondary: tuple[dist.ProcessGroup, Transport, int] | None = None
+        self._host: Transport | None = None
+        self._hosts: tuple[dist.ProcessGroup, Replicas, int] | None = None
         self.kept = KeptShards()
         self._key = self._scatter_key = self._replicas_key = -1
         self._divisor = 1
@@ -140,9 +148,9 @@ class Routes:
 
         All ranks of the shard group, same order.
         """
-        chosen = transport or self.transport
+        chosen = transport or self._host or self.transport
         if chosen is not self._scatter_transport:
-            self._scatter_key = self._key if transport is None else transport.allocate_key()
+            self._scatter_key = self._key if chosen is self._transport else chosen.allocate_key()
             self._choose_gradient_path(chosen)
             self._scatter_transport = chosen
 
@@ -165,6 +173,22 @@ class Routes:
         self._secondary = (part.process_group, transport, transport.allocate_key())
         self._choose_secondary_path()
 
+    def fill_by(self, host: Transport, between: Replicas, hosts: Ranks) -> None:
+        """Choose who fills secondary shards, and takes both legs of reductions. After ``gather_secondary_by``.
+
+        All ranks of the host, and all of the hosts, same order.
+
+        Args:
+            host: Of the ranks that gather from secondary shards.
+            between: Of those that fill them.
+            hosts: These.
+        """
+        self._host = host
+        self._hosts = (hosts.process_group, between, between.transport.allocate_key())
+        self._scatter_transport, self._scatter_key = host, host.allocate_key()
+        self._choose_secondary_path()
+        self._choose_gradient_path(host)
+
     def communicate_by(self, comms: Comms) -> None:
         """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
         self.comms = comms
@@ -176,6 +200,8 @@ class Routes:
     def has_started(self, started: Started) -> bool:
         """Say whether a collective is one of the buffer's."""
         key, is_reduction = divmod(started.tag, 2)
+        if self.is_between_hosts(started):
+            return self._hosts is not None and key == self._hosts[2]
         if self.is_between_copies(started):
             return key == self._replicas_key
         if self.is_of_secondary(started):
@@ -187,6 +213,10 @@ class Routes:
     def is_between_copies(self, started: Started) -> bool:
         """Say whether a collective goes over the ranks that hold copies."""
         return self._replicas is not None and self._replicas.transport.has_started(started)
+
+    def is_between_hosts(self, started: Started) -> bool:
+        """Say whether a collective goes over the ranks that fill secondary shards."""
+        return self._hosts is not None and self._hosts[1].transport.has_started(started)
 
     def is_of_secondary(self, started: Started) -> bool:
         """Say whether a collective goes over the smaller group that gathers secondary shards."""
@@ -207,7 +237,8 @@ class Routes:
         """Wait for all that the transports have started, also where an exception cut that short."""
         between_replicas = None if self._replicas is None else self._replicas.transport
         of_secondary = None if self._secondary is None else self._secondary[1]
-        for transport in {self._transport, self._scatter_transport, between_replicas, of_secondary}:
+        hosts = None if self._hosts is None else self._hosts[1].transport
+        for transport in {self._transport, self._scatter_transport, between_replicas, of_secondary, hosts}:
             if transport is not None:
                 transport.settle()
 
@@ -228,19 +259,34 @@ class Routes:
             self.secondary_path = CommGather(transport, key, self.comms.all_gather, group, self._fqn)
         else:
             self.secondary_path = Gather(transport, key)
+        if self._hosts is None:
+            return
+        of_hosts, between, key = self._hosts
+        if self.comms.all_gather is not None:
+            self.fill_path = CommGather(between.transport, key, self.comms.all_gather, of_hosts, self._fqn)
+        elif self._casts_params or self.home.is_elsewhere:
+            self.fill_path = CopyGather(between.transport, key, self.home)
+        else:
+            self.fill_path = Gather(between.transport, key)
 
     def _choose_gradient_path(self, transport: Transport) -> None:
         comms, replicas, key = self.comms, self._replicas, self._scatter_key
         # Both legs carry the same dtype.
-        dtype = self._gradient_dtype if replicas is None else self._reduce_dtype
+        # A hook, and a reduce-scatter of the user's, reduce over all ranks of the shard in one leg.
+        hosts = None if comms.hook is not None or comms.reduce_scatter is not None else self._hosts
+        dtype = self._gradient_dtype if replicas is None and hosts is None else self._reduce_dtype
         divisor = comms.divide_factor or self._divisor_now or self._divisor
         path: GradientPath
+        if self._host is not None and hosts is None:
+            transport = self._transport or transport
         if comms.hook is not None:
             path = HookPath(transport, comms.hook, dtype)
         elif comms.reduce_scatter is not None:
             path = CommScatterPath(transport, comms.reduce_scatter, self._group, divisor, dtype, self._fqn)
         else:
             path = (SumPath if comms.sums_only else ScatterPath)(transport, key, divisor, dtype)
+        if hosts is not None:
+            path = SecondScatterPath(path, hosts[1], self.kept, hosts[2], self._gradient_dtype)
         if replicas is not None:
             # A communication hook has divided by the ranks that it knows.
             scale = 1.0 if comms.hook is None else 1.0 / replicas.transport.world_size

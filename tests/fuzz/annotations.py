@@ -337,7 +337,9 @@ def _shard(annotation: Annotation, name: str, *modules: nn.Module, **options: An
     is_hybrid = annotation.replicas and annotation.rng(f"{name}, mesh").random() < 0.8
     if is_hybrid:
         options["replicas"] = annotation.replicas
-    if rng.random() < 0.2:
+    if is_hybrid and annotation.rng(f"{name}, optim").random() < 0.5:
+        options["strategy"] = "HYBRID_SHARD_OPTIM"
+    elif rng.random() < 0.2:
         strategy = rng.choice(["FULL_SHARD", "SHARD_GRAD_OP"])
         options["strategy"] = HYBRID[strategy] if is_hybrid else strategy
     else:

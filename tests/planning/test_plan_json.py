@@ -149,6 +149,7 @@ def test_the_text_is_this() -> None:
   "class": "OffloadPolicy"
  },
  "replicas": 1,
+ "host_ranks": null,
  "hosts": [
   0,
   0

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from composable import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync, register_comm_hook, replicate
@@ -164,6 +165,12 @@ def to_two_ranks(model: Net) -> None:
     second.set_modules_to_backward_prefetch([first])
 
 
+def over_two_hosts(model: Net) -> None:
+    """Secondary shards are filled between hosts, and reductions have a second leg there."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, policy={Block}, mesh=mesh, strategy="HYBRID_SHARD_OPTIM")
+
+
 def hook_on_gradient(grad: torch.Tensor) -> torch.Tensor:
     doubled = grad * 2
     return doubled / 2
@@ -266,5 +273,6 @@ PROGRAMS = [
     Program("nested, steps in backward", nested, UNUSED, steps=True),
     Program("nested otherwise", nested_otherwise),
     Program("nested, no_sync", nested, UNUSED, accumulates=True),
+    Program("over two hosts", over_two_hosts, UNUSED, world_size=4),
     Program("resharded to two ranks", to_two_ranks, (("checkpoints", True),), world_size=4),
 ]

@@ -34,7 +34,8 @@ def put_on_device(root: Root, recorder: Recorder, runtime: Runtime = REAL) -> No
             name = repr(handle.fqn) if len(handle.buffers) == 1 else f"{handle.fqn!r} [{index}]"
             if flat.is_offloaded:
                 recorder.call(flat.shard, f"the shard of {name}")
-            for path in (flat.routes.gather_path, flat.routes.gradient_path, flat.routes.secondary_path):
+            routes = flat.routes
+            for path in (routes.gather_path, routes.gradient_path, routes.secondary_path, routes.fill_path):
                 if path is not None:
                     path.transport = RecordedTransport(path.transport, recorder, name)
 

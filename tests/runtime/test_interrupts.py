@@ -23,6 +23,7 @@ from composable.replication.bucket import Bucket
 from composable.replication.bucket_steps import step_rest
 from composable.replication.reducer import Reducer
 from composable.runtime.scheduler import Scheduler
+from composable.runtime.unsharded import Unsharded
 from composable.storage import Handle
 from tests.runtime.interrupt_programs import PROGRAMS, Program
 from tests.runtime.interrupts import Point, points_of, sample, train_through, try_points
@@ -70,6 +71,8 @@ def test_ranks_that_use_other_parameters_are_stopped_wherever_a_gradient_arrives
         (LentBuffers.take_back, "casts of shared buffers"),
         (Handle.keep_secondary, "resharded to two ranks"),
         (Scheduler._reshard_after_forward, "resharded to two ranks"),
+        (Handle.begin_unshard, "over two hosts"),
+        (Unsharded._filled, "over two hosts"),
     ],
 )
 def test_where_things_could_stay_half_done_steps_are_stopped_at_any_line(

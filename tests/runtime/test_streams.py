@@ -20,7 +20,7 @@ from tests.runtime.bench import Case, run_case
 from tests.runtime.between_steps import saver
 from tests.runtime.recorded import put_on_device
 from tests.runtime.recording import Recorder
-from tests.runtime.stream_cases import CASES, ON_BLOCKS, SECONDARY
+from tests.runtime.stream_cases import CASES, ON_BLOCKS, SECONDARY, SPREAD
 from tests.runtime.stream_mutations import HARMLESS, MUTATIONS, OF_SECONDARY, Mutation, find, mutated_source
 from tests.world import run_ranks
 
@@ -230,6 +230,25 @@ def test_everything_is_ordered_between_processes(tmp_path: Path) -> None:
     names += ["exception in forward", "exception in backward"]
     for found in run_ranks(run_on_ranks, 2, names, tmp_path):
         assert len(found) == len(names) + 1
+        assert not any(found.values()), found
+
+
+def run_spread(names: list[str]) -> dict[str, list[str]]:
+    found = {}
+    for case in [case for case in SPREAD if case.model == "mlp" and case.name.partition(", HYBRID")[0] in names]:
+        recorder = Recorder()
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("LOCAL_WORLD_SIZE", "2")
+            run_case(case, recorder)
+        found[case.name] = list(map(str, recorder.violations))
+    return found
+
+
+def test_everything_is_ordered_where_secondary_shards_are_filled() -> None:
+    names = ["train", "prefetch in vain", "several forwards before a backward", "evaluate", "exception in forward"]
+    names += ["accumulate under no_sync", "offloaded, train"]
+    for found in run_ranks(run_spread, 4, names, timeout_s=200):
+        assert len(found) == len(names)
         assert not any(found.values()), found
 
 
