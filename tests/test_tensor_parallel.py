@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 from composable import (
     ConfigError,
     CPUOffloadPolicy,
+    DesyncError,
     MixedPrecisionPolicy,
     OffloadPolicy,
     RaggedShard,
@@ -512,6 +513,30 @@ def show_whole(options: dict[str, bool]) -> None:
 )
 def test_full_parameters_are_as_before_the_annotation_and_written_back(options: tuple[str, ...]) -> None:
     run_threads(show_whole, 4, dict.fromkeys(options, True))
+
+
+def fail_while_shown(sizes: tuple[int, ...], **options: bool) -> type[BaseException] | None:
+    mesh = mesh_of(*sizes)
+    model, before = annotated(mesh), values_of(seeded(Model, 0))
+    found = None
+    try:
+        with unshard_params(model, **options):
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(3)
+            if dist.get_rank() == 0:
+                raise ValueError("in the block")
+    except (ValueError, DesyncError) as error:
+        found = type(error)
+    torch.testing.assert_close(values_of(model), before, rtol=0, atol=0)
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (2, 2)])
+def test_what_raises_on_one_rank_is_written_back_in_no_block(sizes: tuple[int, ...]) -> None:
+    ranks = sizes[0] * sizes[1]
+    for options in ({}, {"offload_to_cpu": True}):
+        assert run_threads(fail_while_shown, ranks, sizes, **options) == [ValueError, *[DesyncError] * (ranks - 1)]
 
 
 def iterate() -> None:

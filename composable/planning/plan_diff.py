@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import NoneType
 from typing import Any, NamedTuple
 
 from composable.planning.handle_plan import FQNS_SHOWN, HandlePlan, describe_buffer, describe_handle
@@ -25,22 +26,24 @@ class Change:
     def __str__(self) -> str:
         if self.name == _CUTS:
             return f"{_CUTS} changes"
-        text = f"{self.name} {_text(self.name, self.before)} -> {_text(self.name, self.after)}"
-        if "bytes" in self.name and self.before and self.after is not None:
+        counts_bytes = "bytes" in self.name and {type(self.before), type(self.after)} <= {int, NoneType}
+        write = _bytes_text if counts_bytes else _hosts_text if self.name == "hosts" else _text
+        text = f"{self.name} {write(self.before)} -> {write(self.after)}"
+        if counts_bytes and self.before and self.after is not None:
             text += f" ({self.after / self.before - 1:+.1%})"
         return text
 
 
-def _text(name: str, value: Any) -> str:
-    if name == "hosts":
-        return _hosts_text(value)
-    if "bytes" in name:
-        return "not known" if value is None else bytes_text(value)
+def _text(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     if isinstance(value, tuple) and value:
         return f"({list_text(value, FQNS_SHOWN, write=str)})"
     return "none" if value is None or value == () else str(value) or "none"
+
+
+def _bytes_text(value: int | None) -> str:
+    return "not known" if value is None else bytes_text(value)
 
 
 def _hosts_text(hosts: Sequence[int]) -> str:

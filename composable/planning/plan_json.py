@@ -137,7 +137,8 @@ def _of(kind: Any, data: Any, where: str) -> Any:
     if origin is type:
         return _module_class(data, where)
     if kind is torch.dtype:
-        found = getattr(torch, data, None) if isinstance(data, str) else None
+        # Not with `getattr`, for which torch imports parts of it.
+        found = torch.__dict__.get(data) if isinstance(data, str) else None
         if not isinstance(found, torch.dtype):
             raise misfit(f"{described(data)} is no dtype", where)
         return found

@@ -21,7 +21,7 @@ from composable.optim import ranks_of_param
 from composable.replication import ReplicateState
 from composable.runtime import FullyShardState, handle_of_module, sharded_state_of
 from composable.saving.selection import Names, pick
-from composable.storage import META_FIX
+from composable.storage import META_FIX, handle_of
 from composable.wording import list_text
 
 __all__ = ["Entries", "batches", "entries_now", "entries_of", "has_meta", "largest_handle_bytes", "ranks_of"]
@@ -169,11 +169,15 @@ def has_meta(values: Iterable[Any]) -> bool:
     return any(map(_is_meta, values))
 
 
-def largest_handle_bytes(model: nn.Module) -> int:
-    """Return the bytes of the largest handle's parameters, unsharded; 0 without handles."""
-    states = {id(state): state for module in model.modules() if (state := sharded_state_of(module)) is not None}
+def largest_handle_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of all whole parameters of the largest handle that has some of ``tensors``; 0 without handles.
+
+    The same on all ranks, also where blocks of tensor parallelism differ, or other handles.
+    """
+    handles = {handle: None for tensor in tensors if (handle := handle_of(tensor)) is not None}
     sizes = [
-        sum(flat.buffer_bytes for flat in handle.buffers) for one in states.values() for handle in one.plan.handles
+        sum(param.spec.shape.numel() * flat.compute_dtype.itemsize for flat in handle.buffers for param in flat.params)
+        for handle in handles
     ]
     return max(sizes, default=0)
 

@@ -97,8 +97,9 @@ def iter_full_params(
         _check_bytes("bucket_bytes", bucket_bytes)
         check_bool("rank0_only", rank0_only)
         check_device("device", device, or_none=True)
-    limit = max_bytes_of(model) if max_bytes is None else max(max_bytes // 2, 1)
-    entries = entries_of(model, ranks, ("iter_full_params", limit, dtype, rank0_only, bucket_bytes), names=names)
+    options = ("iter_full_params", max_bytes, dtype, rank0_only, bucket_bytes)
+    entries = entries_of(model, ranks, options, names=names)
+    limit = max_bytes_of(entries) if max_bytes is None else max(max_bytes // 2, 1)
     target = None if device is None else torch.device(device)
     dst = 0 if rank0_only else None
     params = _named_params(model, entries)
@@ -219,7 +220,7 @@ def load_full_params(
     entries = entries_of(model, ranks, ("load_full_params", src, strict), names=names)
     settable = entries.settable()
     is_source = ranks.rank == src
-    reader = _Reader(entries, pairs if is_source and pairs is not None else (), max_bytes_of(model), strict=strict)
+    reader = _Reader(entries, pairs if is_source and pairs is not None else (), max_bytes_of(entries), strict=strict)
     arrived: set[int] = set()
     while True:
         batch: list[tuple[str, torch.Tensor]] = []

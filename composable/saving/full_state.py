@@ -100,7 +100,7 @@ def full_state_dict(
     entries = entries_of(model, ranks, ("full_state_dict", dst, dtype), names=names)
     fulls: dict[int, torch.Tensor] = {}
     unique = {id(tensor): tensor for tensor in entries.tensors().values()}
-    for batch in batches((("", tensor) for tensor in unique.values()), max_bytes_of(model)):
+    for batch in batches((("", tensor) for tensor in unique.values()), max_bytes_of(entries)):
         tensors = [tensor for _, tensor in batch]
         values = gather_values(tensors, model_ranks, dst, dtype=dtype, device=device)
         fulls |= {id(tensor): value for tensor, value in zip(tensors, values or ())}
@@ -170,12 +170,13 @@ def load_full_state_dict(
     differences = ranks.object_of(src, differences)
     missing = set(differences.missing)
     given = [key for key in entries.values if key not in missing]
+    limit = max_bytes_of(entries)
     if has_meta(entries.values.values()):
         for name, module in model.named_modules():
             make_room(module, dict.fromkeys(given), f"{name}." if name else "", {})
         # The modules hold other buffers now.
         entries = entries_now(model)
-    _spread(entries, given, state_dict if is_source else None, model_ranks, src, max_bytes_of(model))
+    _spread(entries, given, state_dict if is_source else None, model_ranks, src, limit)
     _finish(model, entries, given, state_dict if is_source else None, ranks, src)
     return IncompatibleKeys(list(differences.missing), list(differences.unexpected))
 
@@ -192,9 +193,9 @@ def check_float(dtype: torch.dtype | None) -> None:
         )
 
 
-def max_bytes_of(model: nn.Module) -> int:
-    """Return how many bytes of full values may be under way at once."""
-    return max(largest_handle_bytes(model), _LEAST_BATCH_BYTES)
+def max_bytes_of(entries: Entries) -> int:
+    """Return how many bytes of full values may be under way at once; the same on all ranks with these entries."""
+    return max(largest_handle_bytes(entries.settable().values()), _LEAST_BATCH_BYTES)
 
 
 def gather_values(

@@ -107,7 +107,7 @@ def save_safetensors(
                 target = as_path("path", path)
                 limit = None if target.suffix == ".safetensors" else max_shard_bytes
                 writer = stack.enter_context(_writing(target, _plan_files(values, aliases, dtype, limit)))
-        for batch in batches(values.items(), max_bytes_of(model)):
+        for batch in batches(values.items(), max_bytes_of(entries)):
             cpu = torch.device("cpu")
             fulls = gather_values([tensor for _, tensor in batch], model_ranks, 0, dtype=dtype, device=cpu)
             with ranks.agreed():

@@ -6,7 +6,7 @@ are computed with in another dtype, they are copies, of which one handle passes 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -99,9 +99,24 @@ def unshard_params(
             one.restore()
         if options.writeback and shown and isinstance(error, Exception):
             # The other ranks are about to write back.
-            shown[0].ranks.raise_together(error)
+            _raise_together(shown, error)
         raise
     _leave(shown, options)
+
+
+def _raise_together(shown: Sequence["_Shown"], failure: Exception | None) -> None:
+    """Raise on all ranks if one has a failure: also on those beside, which write other blocks back."""
+    groups = {shown[0].ranks.numbers: shown[0].ranks}
+    for layout in [param.layout for one in shown for param in one.params]:
+        for dim in range(layout.mesh.ndim):
+            if dim != layout.mesh_dim:
+                ranks = Ranks.of_mesh(layout.mesh, dim)
+                groups.setdefault(ranks.numbers, ranks)
+    with ExitStack() as stack:
+        for ranks in groups.values():
+            stack.enter_context(ranks.agreed())
+        if failure is not None:
+            raise failure
 
 
 def _leave(shown: Sequence["_Shown"], options: _Options) -> None:
@@ -115,7 +130,7 @@ def _leave(shown: Sequence["_Shown"], options: _Options) -> None:
     try:
         if options.writeback and shown:
             # What one rank must not write back, none does: a rank may own nothing of what was changed.
-            shown[0].ranks.raise_together(failure)
+            _raise_together(shown, failure)
             for one in shown:
                 one.write_back()
                 one.restore()

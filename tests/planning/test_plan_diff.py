@@ -88,6 +88,16 @@ def test_a_difference_that_is_only_where_parameters_are_cut_is_said() -> None:
     assert str(found) == "handle blocks.0 changed: where parameters are cut changes"
 
 
+def test_a_parameter_may_have_bytes_in_its_name() -> None:
+    model = nn.Sequential()
+    model.add_module("bytes", nn.Linear(3, 2, bias=False))
+    before = after = plan(model, world_size=1)
+    (handle,) = after.handles
+    params = (replace(handle.params[0], shape=torch.Size((2, 4)), requires_grad=False),)
+    text = str(before.diff(replace(after, handles=(replace(handle, params=params),))))
+    assert "bytes.weight shape (2, 3) -> (2, 4); bytes.weight requires_grad True -> False" in text
+
+
 def test_handles_and_parameters_in_another_order_are_said() -> None:
     before = gpt(layers=1)
     (swapped,) = before.diff(replace(before, handles=before.handles[::-1])).settings

@@ -354,6 +354,9 @@ def test_a_text_makes_no_module_import_anything(monkeypatch: pytest.MonkeyPatch)
     data = json.loads(text_of())
     data["mp_policy"]["skipped_module_classes"] = ["lazy:Layer"]
     assert "no class of modules 'lazy:Layer' is loaded" in refusal(data).what
+    monkeypatch.setattr(torch, "__getattr__", asked.append)
+    data["mp_policy"] |= {"skipped_module_classes": [], "param_dtype": "_lazy"}
+    assert "'_lazy' is no dtype" in refusal(data).what
     assert asked == []
 
 

@@ -123,7 +123,7 @@ def test_what_is_in_another_memory_order_arrives_in_rows() -> None:
 
 def count_bytes() -> None:
     model = fully_shard(seeded(lambda: TinyGPT(vocab=64, dim=160, layers=3), 1), policy={Block})
-    handle = largest_handle_bytes(model)
+    handle = largest_handle_bytes(model.parameters())
     assert handle > 2**20
     total = sum(param.numel() * 4 for param in model.parameters())
     for bucket_bytes in (200_000, 1_000_000):

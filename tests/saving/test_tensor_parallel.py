@@ -156,6 +156,28 @@ def test_parameters_come_once_with_their_whole_values(sizes: Sizes) -> None:
     run_threads(iterate_params, ranks_in(sizes), sizes)
 
 
+def go_in_and_out_in_batches() -> None:
+    mesh = mesh_of(1, 2)
+    torch.manual_seed(0)
+    # The block of the first is 400 bytes here and none there; the others fit into a batch of 400, or do not.
+    model = nn.ModuleList([nn.Linear(100, 1, bias=False), *(nn.Linear(1, size, bias=False) for size in (40, 50, 9))])
+    expected = copy.deepcopy(model.state_dict())
+    for layer in model:
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh["tp"], [Shard(0)]))
+        fully_shard(layer, mesh=mesh["dp"])
+    same(dict(iter_full_params(model)), expected)
+    last = dist.get_rank() == 1
+    same(full_state_dict(model, dst=1), expected if last else {})
+    doubled = {key: 2 * value for key, value in expected.items()}
+    load_full_state_dict(model, doubled if last else None, src=1)
+    same(dict(iter_full_params(model)), doubled)
+
+
+def test_ranks_with_larger_blocks_take_no_larger_batches() -> None:
+    with mock.patch("composable.saving.full_state._LEAST_BATCH_BYTES", 1):
+        run_threads(go_in_and_out_in_batches, 2)
+
+
 def load_full(sizes: Sizes, src: int) -> None:
     mesh = mesh_of(*sizes)
     src %= mesh.size()
