@@ -291,8 +291,9 @@ def check(case: Case, *, tolerance: float = 1e-6) -> None:
         assert_equal_params(found, expected, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("divides_by_all", [True, False])
-@pytest.mark.parametrize("counts", [[0, 2], [2, 0, 3], [1, 2, 0, 3]])
+@pytest.mark.parametrize(
+    ("counts", "divides_by_all"), [([2, 0, 3], False), ([1, 2, 0, 3], True), ([1, 2, 0, 3], False)]
+)
 @pytest.mark.parametrize("annotation", sorted(ANNOTATIONS))
 def test_parameters_are_those_of_one_process_on_the_inputs_there_are(
     annotation: str, counts: list[int], divides_by_all: bool
@@ -316,7 +317,7 @@ def draw(seed: int) -> Case:
     )
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_runs_are_those_of_one_process_on_the_inputs_there_are(seed: int) -> None:
     check(draw(seed), tolerance=5e-5)
 

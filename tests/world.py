@@ -328,6 +328,11 @@ def _perform(
 
 def _fresh_start(call: bytes) -> bytes:
     """Perform a pickled call as if nothing had happened in this process before; warnings are errors."""
+    if "torch.distributed.tensor" in sys.modules:
+        # What DTensor remembers by mesh has the groups of an earlier world.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     with warnings.catch_warnings(), torch.enable_grad():

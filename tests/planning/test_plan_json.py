@@ -64,7 +64,7 @@ def test_a_parameter_that_tensor_parallelism_has_split_is_read() -> None:
     finally:
         dist.destroy_process_group()
     read = ShardPlan.from_json(made.to_json())
-    assert fields_of(read) == fields_of(made) and "split as tp: Shard(dim=1) of [4, 4]" in str(read)
+    assert fields_of(read) == fields_of(made) and "over tp Shard(dim=1): weight" in str(read)
 
 
 def test_the_text_is_this() -> None:
