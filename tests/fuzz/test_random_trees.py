@@ -38,38 +38,35 @@ def one() -> Iterator[Worker]:
         yield found
 
 
+def check(one: Worker, cases: Iterable[Case], *, share: float) -> None:
+    """Run cases; none may fail, and ``share`` of them train as one process does."""
+    ended = list(one.run(cases))
+    failed = [(case, outcome) for case, outcome in ended if outcome.kind in FAILURES]
+    assert not failed, f"{len(failed)} of {len(ended)} trees\n{described(failed)}"
+    counts = Counter(outcome.kind for _, outcome in ended)
+    # A library that refuses everything, or a generator that makes what torch refuses, would pass too.
+    assert counts["right"] >= share * len(ended), described(pair for pair in ended if pair[1].kind != "right")
+
+
 def _name(value: object) -> str:
     return f"seeds {value.start}-{value.stop - 1}" if isinstance(value, range) else f"{value} ranks"
 
 
 @pytest.mark.parametrize(("world_size", "seeds"), GROUPS, ids=_name)
 def test_random_trees_train_as_one_process_does(one: Worker, world_size: int, seeds: range) -> None:
-    ended = list(one.run(draw(seed, world_size) for seed in seeds))
-    failed = [(case, outcome) for case, outcome in ended if outcome.kind in FAILURES]
-    assert not failed, f"{len(failed)} of {len(ended)} trees\n{described(failed)}"
-    counts = Counter(outcome.kind for _, outcome in ended)
-    # A library that refuses everything, or a generator that makes what torch refuses, would pass too.
-    assert counts["right"] >= 0.7 * len(ended), described(pair for pair in ended if pair[1].kind != "right")
+    check(one, [draw(seed, world_size) for seed in seeds], share=0.7)
 
 
 @pytest.mark.parametrize(("world_size", "seeds"), REPLICATED, ids=_name)
 def test_with_any_options_of_replicate_they_do_or_are_refused_on_every_rank(
     one: Worker, world_size: int, seeds: range
 ) -> None:
-    ended = list(one.run(draw_replicated(seed, world_size) for seed in seeds))
-    failed = [(case, outcome) for case, outcome in ended if outcome.kind in FAILURES]
-    assert not failed, f"{len(failed)} of {len(ended)} trees\n{described(failed)}"
-    counts = Counter(outcome.kind for _, outcome in ended)
-    assert counts["right"] >= 0.4 * len(ended), described(pair for pair in ended if pair[1].kind != "right")
+    check(one, [draw_replicated(seed, world_size) for seed in seeds], share=0.4)
 
 
 @pytest.mark.parametrize(("world_size", "seeds"), HYBRID, ids=_name)
 def test_with_copies_of_shards_they_do(one: Worker, world_size: int, seeds: range) -> None:
-    ended = list(one.run(draw_hybrid(seed, world_size) for seed in seeds))
-    failed = [(case, outcome) for case, outcome in ended if outcome.kind in FAILURES]
-    assert not failed, f"{len(failed)} of {len(ended)} trees\n{described(failed)}"
-    counts = Counter(outcome.kind for _, outcome in ended)
-    assert counts["right"] >= 0.7 * len(ended), described(pair for pair in ended if pair[1].kind != "right")
+    check(one, [draw_hybrid(seed, world_size) for seed in seeds], share=0.7)
 
 
 @pytest.mark.parametrize("seed", [3, 11, 17, 29])
