@@ -393,8 +393,7 @@ class Scheduler:
 
     def _drop_secondaries(self) -> None:
         for handle in self.handles:
-            if handle.has_secondary and not handle.fills_secondary:
-                handle.drop_secondary()
+            handle.end_secondary()
 
     # Backward
 
@@ -449,9 +448,8 @@ class Scheduler:
 
     def _unshard_for_backward(self, handle: Handle) -> None:
         self._unsharded.unshard(handle)
-        if handle.has_secondary and not handle.fills_secondary:
-            # Until its end the parameters stay.
-            handle.drop_secondary()
+        # Until its end the parameters stay.
+        handle.end_secondary()
 
     def _complete_after(self, clock: float) -> None:
         """Complete the handles whose first forward began after ``clock``."""
@@ -641,8 +639,7 @@ class Scheduler:
         self._unsharded.end_lingering()
         for turn in self._last_armed:
             turn.first_forward = None
-            if turn.handle.has_secondary and not turn.handle.fills_secondary:
-                turn.handle.drop_secondary()
+            turn.handle.end_secondary()
         while self._first_nodes and self._first_nodes[-1] < 0:
             # Run again by checkpointing, and stopped in the hook after forward: torch tells nobody.
             self._first_nodes.pop()
@@ -675,8 +672,7 @@ class Scheduler:
             # What stays has to be the same on all ranks, also where its modules took no part.
             if handle.is_gathering:
                 self._unsharded.unshard(handle)
-            if handle.has_secondary and not handle.fills_secondary:
-                handle.drop_secondary()
+            handle.end_secondary()
 
     def _reduce(self, turn: Turn, accounts: Sequence[Account], *, is_early: bool) -> None:
         """Start the reductions; before the last of them the parameters are freed."""

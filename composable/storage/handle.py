@@ -626,6 +626,11 @@ class Handle:
         for flat in self.buffers:
             flat.drop_secondary()
 
+    def end_secondary(self) -> None:
+        """Free secondary shards of one forward, whose values no other reads; those that a forward filled stay."""
+        if self.has_secondary and not self.fills_secondary:
+            self.drop_secondary()
+
     @property
     def waits_for_copies(self) -> bool:
         """Gradients wait for an all-reduce over the ranks that hold copies."""
