@@ -39,6 +39,7 @@ from composable.collectives import Ranks
 from composable.runtime import sharded_state_of
 from tests.counting import Collective, CountingTransport
 from tests.models import random_input, seeded
+from tests.ordered_groups import HAS_ORDERED_GROUPS
 from tests.parity import assert_equal_params, full, full_params
 from tests.world import RankErrors, run_ranks, run_threads
 
@@ -195,13 +196,14 @@ ANNOTATIONS: dict[str, Callable[[Net], None]] = {
     "kept after forward": lambda model: shard(model, strategy="SHARD_GRAD_OP"),
     "hybrid": lambda model: shard_hybrid(model, "HYBRID_SHARD"),
     "hybrid kept": lambda model: shard_hybrid(model, "HYBRID_SHARD_ZERO2"),
-    "hybrid optim": lambda model: shard_hybrid(model, "HYBRID_SHARD_OPTIM"),
     "replicate inside": replicate_inside,
     "pair inside": replicate_a_pair_inside,
     "replicate around": replicate_around,
     "pairs": replicate_pairs,
     "replicated": copy_whole,
 }
+if HAS_ORDERED_GROUPS:
+    ANNOTATIONS["hybrid optim"] = lambda model: shard_hybrid(model, "HYBRID_SHARD_OPTIM")
 
 
 @dataclass
