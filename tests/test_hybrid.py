@@ -39,6 +39,7 @@ from composable.runtime import sharded_state_of
 from tests.counting import CountingTransport
 from tests.models import BLOCK_CLASSES, DIM, MODELS, MLPBlock, random_input, seeded
 from tests.parity import LR, Run, assert_equal_runs, full, train_annotated, train_reference
+from tests.secondary import refusal
 from tests.world import run_ranks, run_threads
 
 TorchDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
@@ -780,3 +781,26 @@ def test_a_plan_knows_its_replicas() -> None:
         plan(net(), world_size=2, replicas=3, strategy="FULL_SHARD")
     with pytest.raises(ConfigError, match="replicas is 0"):
         plan(net(), world_size=2, replicas=0)
+
+
+def spread_where_torch_sorts() -> list[str]:
+    mesh = mesh_of((2, 2))
+    options = ({}, {"sync_module_states": True}, {"policy": {MLPBlock}})
+    return [refusal(net(), mesh, strategy="HYBRID_SHARD_OPTIM", **one) for one in options]
+
+
+def spread_over_hosts_of_one_rank() -> int:
+    return fully_shard.state(sharded_net((2, 1), strategy="HYBRID_SHARD_OPTIM")).grid.shard.size
+
+
+def test_a_torch_that_sorts_the_ranks_of_groups_has_no_optimizer_state_over_both_dims(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = dist.new_group
+    # As in torch 2.11, which has no argument for the order.
+    monkeypatch.setattr(dist, "new_group", lambda ranks=None, **options: made(ranks, **options))
+    for rank, texts in enumerate(run_threads(spread_where_torch_sorts, 4)):
+        for text in texts:
+            assert "HYBRID_SHARD_OPTIM needs process groups in an order of their own" in text
+            assert f"at:  rank {rank}" in text and "fix: install torch 2.13 or newer, or pass HYBRID_SHARD" in text
+    assert run_threads(spread_over_hosts_of_one_rank, 2) == [2, 2]
