@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from composable import (
     ConfigError,
@@ -158,6 +159,29 @@ def annotate_with_secondary_shards(net: Net, mesh: Any) -> None:
 
 def test_ranks_that_call_other_experts_keep_secondary_shards_alike() -> None:
     assert_equal(run_threads(train, 4, (4, 1), 4, annotate_with_secondary_shards), reference(4, 4))
+
+
+class Recomputed(Net):
+    """Runs its blocks without gradients first, and again in backward."""
+
+    def forward(self, x: torch.Tensor, routes: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        for block, own in zip(self.blocks, routes.unbind(1), strict=True):
+            x = torch_checkpoint(block, x, own, use_reentrant=True)
+        return self.head(x)
+
+
+def annotate_recomputed(net: Net, mesh: Any, unused: str) -> None:
+    net.__class__ = Recomputed
+    annotate(net, mesh, unused_gradients=unused)
+
+
+@pytest.mark.parametrize("unused", ["none", "zero"])
+def test_experts_of_which_only_backward_knows_get_their_gradients(unused: str) -> None:
+    annotating = functools.partial(annotate_recomputed, unused=unused)
+    calls_all = unused == "zero"  # In one process there are zeros of what was called only.
+    found = run_threads(train, 4, (2, 2), 4, annotating, calls_all=calls_all)
+    assert_equal(found, reference(4, 4, calls_all=calls_all))
 
 
 def annotate_hybrid(net: Net, mesh: Any, **options: Any) -> None:

@@ -406,6 +406,7 @@ def never_ended() -> None:
     counting = CountingTransport.install(root_of(model))
     loss(model).backward()
     assert gathers(counting.records) == (3, 3)
+    torch.testing.assert_close(grads(model), reference_grads(factor=2.0), rtol=1e-5, atol=1e-5)
     model.zero_grad()
     with unshard_params(model):
         for param, right in zip(model.parameters(), expected, strict=True):
@@ -455,6 +456,7 @@ def two_roots() -> None:
     model.zero_grad()
     model[1](x_of())
     fully_shard(model, reshard_after_forward=2)
+    assert secondary_bytes(model) == 0
     loss(model).backward()
     torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
     assert secondary_bytes(model) == 0
