@@ -636,6 +636,25 @@ def fill(module: nn.Module) -> None:
             param.fill_(0.1 * (index + 1))
 
 
+def fill_with_wholes(module: nn.Module) -> None:
+    """Put plain tensors, each the whole of a parameter, in their places."""
+    for name, param in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(torch.arange(1.0, 1 + param.numel()).view(param.shape)))
+
+
+def begin_with_wholes() -> None:
+    mesh = mesh_of(2, 2)
+    with torch.device("meta"):
+        model = Model()
+    split(model, mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"], policy={Block}, param_init_fn=fill_with_wholes)
+    torch.testing.assert_close(values_of(model), values_of(seeded(Model, 0).apply(fill_with_wholes)), rtol=0, atol=0)
+
+
+def test_each_rank_takes_its_block_of_what_param_init_fn_gives_whole() -> None:
+    run_threads(begin_with_wholes, 4)
+
+
 def begin_on_meta(way: str) -> None:
     mesh = mesh_of(2, 2)
     with torch.device("meta"):
