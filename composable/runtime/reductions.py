@@ -84,6 +84,12 @@ class Reductions:
         if comms.hook is not None or comms.all_reduce_hook is not None:
             self._look_for_failure(account)
 
+    def reduce(self, account: Account, max_buffers: int) -> None:
+        """Reduce what the leaves hold, zeros where they hold nothing; arguments and errors as above. Collective."""
+        gradient = self.take(account, max_buffers)
+        if gradient is not None:
+            self.begin(account, gradient)
+
     def _look_for_failure(self, account: Account) -> None:
         """Note what a hook did wrong: it has met the other ranks all the same, unless it raised."""
         try:
