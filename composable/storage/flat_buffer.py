@@ -21,24 +21,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.collectives import Pending, Ranks, joined_mesh
+from composable.collectives import Pending
 from composable.errors import UsageError, place_of_rank
 from composable.frames import will_get_gradient
-from composable.planning import (
-    NO_CASTS,
-    BufferPlan,
-    Form,
-    HandleMembers,
-    MixedPrecisionPolicy,
-    Span,
-    SplitNode,
-    local_shape,
-)
-from composable.ragged import HOOKS, RaggedDTensor, RaggedSpec, hand_over_grad, ragged_spec, splits_of
+from composable.planning import NO_CASTS, BufferPlan, HandleMembers, MixedPrecisionPolicy
+from composable.ragged import HOOKS, RaggedDTensor, hand_over_grad
 from composable.storage.gradient_buffer import GradientBuffer
+from composable.storage.pieces import make_sharded_params
 from composable.storage.resting_place import RestingPlace
 from composable.storage.routes import Routes
-from composable.storage.sharded_param import ShardedParam
 from composable.storage.stepping import Stepper, steps_alone
 from composable.storage.unfilled import META_FIX
 from composable.torch_private import foreach_copy_
@@ -133,7 +124,7 @@ class FlatBuffer:
             self.shard = torch.empty(plan.layout.shard_numel, dtype=plan.dtype, device="meta")
         else:
             self.shard = self.home.zeros(plan.layout.shard_numel, plan.dtype)
-        self.params = _sharded_params(
+        self.params = make_sharded_params(
             plan, module_fqn, members, mesh, self.shard, self.gradient_dtype, self.home.device, device
         )
         self.holds_instances = any(param.form is not None and param.form.kind != "marked" for param in self.params)
@@ -611,75 +602,6 @@ def _pool_key(plan: BufferPlan, device: torch.device) -> object:
     spans = tuple((span.start, span.shape, span.order) for span in layout.spans)
     # To hash all that in every backward would take microseconds.
     return _POOL_KEYS.setdefault((spans, layout.numel, plan.reduce_dtype, device), _PoolKey())
-
-
-def _sharded_params(
-    plan: BufferPlan,
-    module_fqn: str,
-    members: HandleMembers,
-    mesh: DeviceMesh,
-    shard: torch.Tensor,
-    grad_dtype: torch.dtype,
-    home: torch.device,
-    device: torch.device,
-) -> list[ShardedParam]:
-    """Return the parameters of a class with pieces in ``shard``, whose values are not theirs yet."""
-    params = []
-    for span in plan.layout.spans:
-        original, bounds = members.originals[span.fqn], plan.layout.bounds(span)
-        start, stop = plan.layout.local_range(span, mesh.get_local_rank())
-        form = members.forms.get(span.fqn)
-        if form is not None and form.kind != "marked" and not shard.is_meta:
-            # Forward reads it where the parameters are unsharded.
-            form.move(device)
-        params.append(
-            ShardedParam(
-                span.fqn.removeprefix(f"{module_fqn}."),
-                members.owners[span.fqn],
-                original,
-                _spec_of(span, plan.dtype, bounds, mesh, form),
-                shard,
-                start,
-                stop,
-                local_shape(span.shape, bounds, mesh.get_local_rank(), span.order),
-                grad_dtype,
-                home,
-                form,
-            )
-        )
-    _choose_stored(params)
-    return params
-
-
-def _choose_stored(params: Sequence[ShardedParam]) -> None:
-    """Let checkpoints take one copy of what ranks along a dim of tensor parallelism hold copies of, cut differently.
-
-    Blocks of other shapes move the cuts of what is in the same buffer. Where blocks are equal checkpoints choose.
-    """
-    if all(param.layout.is_even for param in params):
-        return
-    dims: dict[tuple[int, ...], int] = {}
-    for param in params:
-        mesh = param.layout.mesh
-        for dim in range(mesh.ndim):
-            if dim != param.layout.mesh_dim:
-                ranks = Ranks.of_mesh(mesh, dim)
-                dims[ranks.numbers] = ranks.rank
-    for param in params:
-        own = {number for ranks in param.layout.split_ranks for number in ranks.numbers}
-        # What is split over some of the same ranks is no copy along these.
-        copies = [rank for numbers, rank in dims.items() if len(own.intersection(numbers)) < 2]
-        param.layout.is_stored = not any(copies)
-
-
-def _spec_of(span: Span, dtype: torch.dtype, bounds: Sequence[int], mesh: DeviceMesh, form: Form | None) -> RaggedSpec:
-    if form is None or not isinstance(form.node, SplitNode):
-        return ragged_spec(mesh, span.shape, dtype, bounds, order=span.order)
-    whole = form.node.spec
-    joined, mesh_dim = joined_mesh(mesh, whole.mesh)
-    others = [dim for dim in range(joined.ndim) if dim != mesh_dim]
-    splits = {others[dim]: split for dim, split in splits_of(whole.placements).items()}
-    return ragged_spec(joined, whole.shape, dtype, bounds, mesh_dim=mesh_dim, order=span.order, splits=splits)
 
 
 def _cannot_cast(fqn: str, old: torch.dtype, new: torch.dtype) -> UsageError:
