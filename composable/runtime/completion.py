@@ -182,7 +182,8 @@ class Completion:
         if trainable and handle.requires_gradient_sync:
             self._reduce(turn, trainable, is_early=is_early)
         else:
-            if is_early and any(account.flat.expects_more(account.flat.gradient_bits()) for account in trainable):
+            waiting = [account.flat.gradients for account in trainable] if is_early else []
+            if any(gradients.expects_more(gradients.bits()) for gradients in waiting):
                 step.unsharded.linger(handle)
             if handle.reshard_after_backward:
                 step.reshard_unless_running(handle)
@@ -200,7 +201,7 @@ class Completion:
             if step.teller is not None:
                 step.teller.reduce(handle, turn.accounts.index(account))
             gradient = step.reductions.take(account, handle.gradient_buffers)
-            if is_early and account.had != account.flat.all_bits and account.flat.expects_more(account.had):
+            if is_early and account.flat.gradients.expects_more(account.had):
                 # Not complete after all: parts of backward that read the parameters are still to run.
                 step.unsharded.linger(handle)
             if account is accounts[-1] and handle.reshard_after_backward:

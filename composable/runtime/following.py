@@ -49,7 +49,7 @@ class Follower:
     def drop(self, index: int, bits: Sequence[int]) -> None:
         """Forget gradients that wait for an all-reduce: those of ``bits`` of each buffer."""
         for flat, own in zip(self._step.handles[index].buffers, bits, strict=True):
-            flat.drop_kept(own)
+            flat.gradients.drop_kept(own)
 
     def reduce(self, index: int, position: int, *, defers: bool) -> None:
         """Reduce zeros; ``defers``: the all-reduce over copies comes later. Collective."""

@@ -175,7 +175,7 @@ class HandOver:
                     continue
                 account.has_more = False
                 # What has been stepped cannot take another part of its gradient.
-                if account.fills_with_zeros or account.flat.steppers:
+                if account.fills_with_zeros or account.flat.gradients.steppers:
                     stray.append(handle)
                     handle.drop_gradients()
                 else:

@@ -327,12 +327,12 @@ MUTATIONS = [
         "a gradient buffer is filled again while it is reduced",
         [
             (
-                "        if gradient is not None:\n            self._pool.give(account.flat.pool_key, gradient)\n",
+                "        if gradient is not None:\n            self._pool.give(account.flat.gradients.pool_key, gradient)\n",
                 "",
             ),
             (
                 "        self._under_way.append(",
-                "        self._pool.give(account.flat.pool_key, gradient)\n        self._under_way.append(",
+                "        self._pool.give(account.flat.gradients.pool_key, gradient)\n        self._under_way.append(",
             ),
         ],
         "train, ",
