@@ -1,6 +1,6 @@
 """The end of a root's reductions: ranks tell each other what is left, and parameters get what was reduced.
 
-When that is, with the end of a backward or by hand, is the business of ``scheduler.py``.
+When that is, with the end of a backward or by hand, is the business of ``backwards.py`` and ``scheduler.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,16 +25,18 @@ class HandOver:
         turns: Of all handles of the root.
         reductions: What is under way.
 
+    Attributes:
+        agreements: How the ranks of each group compare what they have.
     """
 
-    __slots__ = ("_agreements", "_is_deferred", "_is_settled", "_reductions", "_turns")
+    __slots__ = ("_is_deferred", "_is_settled", "_reductions", "_turns", "agreements")
 
     def __init__(self, turns: Mapping[Handle, Turn], reductions: Reductions) -> None:
         self._is_deferred = False
         self._is_settled = True
         self._turns = turns
         self._reductions = reductions
-        self._agreements: Sequence[Agreement | Comparison] = ()
+        self.agreements: Sequence[Agreement | Comparison] = ()
 
     @property
     def is_deferred(self) -> bool:
@@ -49,7 +51,7 @@ class HandOver:
 
     def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement | Comparison]]) -> None:
         """Let the ranks compare at each end; ``make`` gets the accounts of all handles."""
-        self._agreements = make([account for turn in self._turns.values() for account in turn.accounts])
+        self.agreements = make([account for turn in self._turns.values() for account in turn.accounts])
 
     def open(self) -> None:
         """A backward begins: what one left that a hook of the user, or Ctrl-C, cut short in its end is forgotten."""
@@ -76,7 +78,7 @@ class HandOver:
             else:
                 self.is_deferred = True
         if ends and is_synced:
-            for agreement in self._agreements:
+            for agreement in self.agreements:
                 agreement.begin(has_failed=self._reductions.failure is not None)
 
     def end(self, tidy: Callable[[], None]) -> None:
@@ -92,7 +94,7 @@ class HandOver:
         self._is_settled = False
         with torch.no_grad():
             self._reductions.finish()
-            complaining = [agreement for agreement in self._agreements if agreement.finish()]
+            complaining = [agreement for agreement in self.agreements if agreement.finish()]
             stray = self._reduce_the_rest()
             failure: Exception | None = self._reductions.end()
             tidy()
@@ -125,7 +127,7 @@ class HandOver:
 
     def abandon(self) -> None:
         """Forget what was told and not heard."""
-        for agreement in self._agreements:
+        for agreement in self.agreements:
             agreement.abandon()
 
     def forget_kept(self) -> None:
@@ -136,7 +138,7 @@ class HandOver:
 
     def close(self) -> None:
         """Forget the agreements, and with them the shards."""
-        self._agreements = ()
+        self.agreements = ()
 
     def _settle(self) -> None:
         """Give parameters what waited for the other ranks; hooks of users run."""
@@ -173,12 +175,10 @@ class HandOver:
                     continue
                 account.has_more = False
                 # What has been stepped cannot take another part of its gradient.
-                if account.fills_with_zeros or account.flat.steppers:
+                if account.fills_with_zeros or account.flat.gradients.steppers:
                     stray.append(handle)
                     handle.drop_gradients()
                 else:
-                    gradient = self._reductions.take(account, handle.gradient_buffers)
-                    if gradient is not None:
-                        self._reductions.begin(account, gradient)
+                    self._reductions.reduce(account, handle.gradient_buffers)
         self._reductions.finish()
         return stray
