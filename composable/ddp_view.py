@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from composable.arguments import check_bool, check_module
+from composable.arguments import check_bool
 from composable.contract import get_registry
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.hook_registration import register_comm_hook as register
-from composable.replication import ReplicateState
+from composable.replication import ReplicateState, check_replicated
 from composable.runtime import sharded_state_of
 from composable.storage import HookFunction
 
@@ -40,15 +40,7 @@ def as_ddp(module: nn.Module) -> "DDPView":
         ConfigError: ``module`` is no module.
         UsageError: It is not replicated, or shares its buckets with other modules.
     """
-    check_module("module", module)
-    annotation = get_registry(module).get("replicate")
-    state = None if annotation is None else annotation.state
-    if not isinstance(state, ReplicateState):
-        raise UsageError(
-            "as_ddp found no replicate on this module",
-            at=f"{place_of_rank()}, {describe_module(module)}",
-            fix="call it on the module that replicate was called on",
-        )
+    state = check_replicated(module, "as_ddp")
     if len(state.modules) > 1:
         raise UsageError(
             "as_ddp of a module that shares buckets with others",

@@ -6,11 +6,10 @@ from contextlib import contextmanager
 from torch import nn
 
 from composable.arguments import check_module
-from composable.contract import get_registry
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward
-from composable.replication import Reducer, ReplicateState
+from composable.replication import Reducer, replicate_state_of
 from composable.runtime import handle_of_module, sharded_state_of
 from composable.storage import Handle
 
@@ -114,9 +113,9 @@ def _synchronised_by(module: nn.Module, *, caller: str) -> list[Handle | Reducer
         handle = handle_of_module(visited)
         if handle is not None:
             found[handle] = None
-        annotation = get_registry(visited).get("replicate")
-        if annotation is not None and isinstance(annotation.state, ReplicateState):
-            found[annotation.state.reducer] = None
+        replicated = replicate_state_of(visited)
+        if replicated is not None:
+            found[replicated.reducer] = None
     if not found:
         raise UsageError(
             f"{caller} found no annotated module",

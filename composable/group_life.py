@@ -5,13 +5,12 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from composable.arguments import check_module, check_number, described
+from composable.arguments import check_number, described
 from composable.collectives import Grid, resolve_ranks
-from composable.contract import get_registry
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward
-from composable.replication import BackwardTiming, ReplicateState
+from composable.replication import BackwardTiming, check_replicated
 
 __all__ = ["ReductionStats", "reduction_stats", "update_process_group"]
 
@@ -57,7 +56,7 @@ def reduction_stats(module: nn.Module, *, sample_rate: int | None = None) -> Red
         UsageError: ``module`` is not replicated.
         ConfigError: ``module`` is no module, or ``sample_rate`` no whole number above zero.
     """
-    state = _state_of(module, "reduction_stats")
+    state = check_replicated(module, "reduction_stats")
     reducer = state.reducer
     if sample_rate is not None:
         fix = "pass a whole number above zero, or None"
@@ -102,7 +101,7 @@ def update_process_group(module: nn.Module, process_group: dist.ProcessGroup) ->
         ConfigError: ``process_group`` is none that this rank is in, or ``module`` no module.
         DesyncError: The ranks have different modules, arguments of ``replicate`` or hooks. Nothing is changed.
     """
-    state = _state_of(module, "update_process_group")
+    state = check_replicated(module, "update_process_group")
     if in_backward():
         raise UsageError(
             "update_process_group inside a backward",
@@ -126,16 +125,3 @@ def update_process_group(module: nn.Module, process_group: dist.ProcessGroup) ->
         fix="replicate the same model with the same arguments on every rank of the group, and register the same hook",
     )
     state.move_to(Grid.whole(ranks))
-
-
-def _state_of(module: object, caller: str) -> ReplicateState:
-    check_module("module", module)
-    assert isinstance(module, nn.Module), "checked above"
-    annotation = get_registry(module).get("replicate")
-    if annotation is None or not isinstance(annotation.state, ReplicateState):
-        raise UsageError(
-            f"{caller} found no replicate on this module",
-            at=f"{place_of_rank()}, {describe_module(module)}",
-            fix="call it on the module that replicate was called on",
-        )
-    return annotation.state

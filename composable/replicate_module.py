@@ -19,7 +19,7 @@ from composable.fqns import describe_module
 from composable.gradient_sync import no_sync
 from composable.hook_registration import CommHookHandle
 from composable.hook_registration import register_comm_hook as reduce_by_hook
-from composable.replication import Precision, Reducer, ReplicateState
+from composable.replication import Precision, Reducer, replicate_state_of
 from composable.storage import HookFunction
 
 __all__ = ["ReplicateModule", "add_replicate_mixin", "remove_replicate_mixin"]
@@ -132,8 +132,8 @@ def add_replicate_mixin(module: nn.Module) -> None:
 
 
 def _precision(module: nn.Module) -> Precision | None:
-    annotation = get_registry(module).get("replicate")
-    return annotation.state.precision if annotation and isinstance(annotation.state, ReplicateState) else None
+    state = replicate_state_of(module)
+    return None if state is None else state.precision
 
 
 def _module(one: object) -> nn.Module:
@@ -148,11 +148,11 @@ def _reducers(one: object, *, recurse: bool) -> Iterator[Reducer]:
         UsageError: It is no longer annotated.
     """
     module = _module(one)
-    if "replicate" not in get_registry(module):
+    if replicate_state_of(module) is None:
         raise UsageError(
             "the module is no longer annotated", at=describe_module(module), fix="call replicate on it again"
         )
     for visited in module.modules() if recurse else (module,):
-        annotation = get_registry(visited).get("replicate")
-        if annotation is not None and isinstance(annotation.state, ReplicateState):
-            yield annotation.state.reducer
+        state = replicate_state_of(visited)
+        if state is not None:
+            yield state.reducer

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from composable.collectives import Ranks
-from composable.contract import get_registry
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.planning import managed_modules
-from composable.replication import ReplicateState
+from composable.replication import ReplicateState, replicate_state_of
 from composable.runtime import Follower, FullyShardState, Root, sharded_state_of
 from composable.storage import Handle
 from composable.uneven_steps import Steps
@@ -406,9 +405,9 @@ def _states_of(module: nn.Module) -> list[FullyShardState | ReplicateState]:
         sharded = sharded_state_of(below)
         if sharded is not None:
             found[sharded] = None
-        annotation = get_registry(below).get("replicate")
-        if annotation is not None and isinstance(annotation.state, ReplicateState):
-            found[annotation.state] = None
+        replicated = replicate_state_of(below)
+        if replicated is not None:
+            found[replicated] = None
     return list(found)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from composable import (
     ConfigError,
@@ -36,6 +37,7 @@ from composable import (
 )
 from tests.experts import Expert, Net, batch_of, local_net, mesh_of, reference_net, whole_batch
 from tests.models import random_input
+from tests.ordered_groups import needs_ordered_groups
 from tests.parity import full_params
 from tests.world import RankErrors, run_ranks, run_threads
 
@@ -159,6 +161,29 @@ def test_ranks_that_call_other_experts_keep_secondary_shards_alike() -> None:
     assert_equal(run_threads(train, 4, (4, 1), 4, annotate_with_secondary_shards), reference(4, 4))
 
 
+class Recomputed(Net):
+    """Runs its blocks without gradients first, and again in backward."""
+
+    def forward(self, x: torch.Tensor, routes: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        for block, own in zip(self.blocks, routes.unbind(1), strict=True):
+            x = torch_checkpoint(block, x, own, use_reentrant=True)
+        return self.head(x)
+
+
+def annotate_recomputed(net: Net, mesh: Any, unused: str) -> None:
+    net.__class__ = Recomputed
+    annotate(net, mesh, unused_gradients=unused)
+
+
+@pytest.mark.parametrize("unused", ["none", "zero"])
+def test_experts_of_which_only_backward_knows_get_their_gradients(unused: str) -> None:
+    annotating = functools.partial(annotate_recomputed, unused=unused)
+    calls_all = unused == "zero"  # In one process there are zeros of what was called only.
+    found = run_threads(train, 4, (2, 2), 4, annotating, calls_all=calls_all)
+    assert_equal(found, reference(4, 4, calls_all=calls_all))
+
+
 def annotate_hybrid(net: Net, mesh: Any, **options: Any) -> None:
     """Keep copies of shards of experts and of all else."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copies", "ep", "shard"))
@@ -169,10 +194,10 @@ def annotate_hybrid(net: Net, mesh: Any, **options: Any) -> None:
     fully_shard(net, mesh=whole, **options)
 
 
-def train_hybrid(experts: int, **options: Any) -> Tensors:
+def train_hybrid(experts: int, annotating: Callable[..., None], **options: Any) -> Tensors:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copies", "ep", "shard"))
     net = local_net(experts, mesh)
-    annotate_hybrid(net, mesh, **options)
+    annotating(net, mesh, **options)
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     reference = reference_net(experts)
     for step in range(3):
@@ -193,9 +218,32 @@ def train_hybrid(experts: int, **options: Any) -> Tensors:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_OPTIM"])
+SPREAD = pytest.param("HYBRID_SHARD_OPTIM", marks=needs_ordered_groups)
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", SPREAD])
 def test_experts_may_have_copies_of_shards(strategy: str) -> None:
-    run_threads(train_hybrid, 8, 4, strategy=strategy)
+    run_threads(train_hybrid, 8, 4, annotate_hybrid, strategy=strategy)
+
+
+def unshard_ahead(net: Net, mesh: Any, **options: Any) -> None:
+    """Let the first block unshard the experts of the second, and wait for them in an order of this rank's own."""
+    annotate_hybrid(net, mesh, **options)
+    first, second = net.blocks
+    first.set_modules_to_forward_prefetch([])
+
+    def unshard(*_: Any) -> None:
+        pending = [expert.unshard(async_op=True) for expert in second.mixture.experts.values()]
+        for one in pending[:: 1 if dist.get_rank() % 2 else -1]:
+            one.wait()
+
+    first.own.register_forward_pre_hook(unshard)
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", SPREAD])
+def test_ranks_may_wait_for_experts_that_are_unsharded_by_hand_in_any_order(strategy: str) -> None:
+    # One group has all of their gathers, which would otherwise be told apart by name.
+    run_threads(train_hybrid, 8, 4, unshard_ahead, strategy=strategy, transport="process_group")
 
 
 def annotate_copied(net: Net, mesh: Any) -> None:

@@ -37,8 +37,9 @@ from composable import (
 )
 from composable.runtime import sharded_state_of
 from tests.counting import CountingTransport
-from tests.models import BLOCK_CLASSES, DIM, MODELS, MLPBlock, random_input, seeded
-from tests.parity import LR, Run, assert_equal_runs, full, train_annotated, train_reference
+from tests.models import DIM, MODELS, MLPBlock, random_input, seeded
+from tests.parity import LR, Run, assert_equal_runs, full, train_reference
+from tests.secondary import mesh_of, net, refusal, train
 from tests.world import run_ranks, run_threads
 
 TorchDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
@@ -48,14 +49,6 @@ SHAPES = [(2, 2), (1, 2), (2, 1), (4, 1), (1, 4), (2, 3), (3, 2)]
 HYBRID = ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 
 
-def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-
-
-def net() -> nn.Sequential:
-    return seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), MLPBlock(), MLPBlock(), nn.LayerNorm(DIM)), 0)
-
-
 def sharded_net(shape: tuple[int, int], **options: Any) -> nn.Sequential:
     return fully_shard(net(), policy={MLPBlock}, mesh=mesh_of(shape), **options)
 
@@ -63,31 +56,27 @@ def sharded_net(shape: tuple[int, int], **options: Any) -> nn.Sequential:
 # Numbers
 
 
-def train(name: str, shape: tuple[int, int], strategy: str) -> Run:
-    mesh = mesh_of(shape)
-
-    def annotate(model: nn.Module) -> None:
-        has_blocks = any(type(module) in BLOCK_CLASSES for module in model.modules())
-        fully_shard(model, mesh=mesh, strategy=strategy, policy=BLOCK_CLASSES if has_blocks else None)
-
-    return train_annotated(name, annotate)
+def train_on(name: str, shape: tuple[int, int], strategy: str) -> Run:
+    return train(name, mesh=mesh_of(shape), strategy=strategy)
 
 
 @pytest.mark.parametrize("strategy", HYBRID)
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_training_is_that_of_one_process_on_the_global_batch(name: str, strategy: str) -> None:
     tolerance = 2e-2 if name == "mixed_dtypes" else 1e-6
-    assert_equal_runs(run_threads(train, 4, name, (2, 2), strategy), train_reference(name, 4), tolerance=tolerance)
+    assert_equal_runs(run_threads(train_on, 4, name, (2, 2), strategy), train_reference(name, 4), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_training_on_any_shape_of_mesh_is_that_of_one_process(shape: tuple[int, int]) -> None:
     world_size = shape[0] * shape[1]
-    assert_equal_runs(run_threads(train, world_size, "mlp", shape, "HYBRID_SHARD"), train_reference("mlp", world_size))
+    assert_equal_runs(
+        run_threads(train_on, world_size, "mlp", shape, "HYBRID_SHARD"), train_reference("mlp", world_size)
+    )
 
 
 def test_processes_train_like_one() -> None:
-    assert_equal_runs(run_ranks(train, 4, "mlp", (2, 2), "HYBRID_SHARD", timeout_s=200), train_reference("mlp", 4))
+    assert_equal_runs(run_ranks(train_on, 4, "mlp", (2, 2), "HYBRID_SHARD", timeout_s=200), train_reference("mlp", 4))
 
 
 def batches_of(seed: int, world_size: int) -> list[torch.Tensor]:
@@ -780,3 +769,26 @@ def test_a_plan_knows_its_replicas() -> None:
         plan(net(), world_size=2, replicas=3, strategy="FULL_SHARD")
     with pytest.raises(ConfigError, match="replicas is 0"):
         plan(net(), world_size=2, replicas=0)
+
+
+def spread_where_torch_sorts() -> list[str]:
+    mesh = mesh_of((2, 2))
+    options = ({}, {"sync_module_states": True}, {"policy": {MLPBlock}})
+    return [refusal(net(), mesh, strategy="HYBRID_SHARD_OPTIM", **one) for one in options]
+
+
+def spread_over_hosts_of_one_rank() -> int:
+    return fully_shard.state(sharded_net((2, 1), strategy="HYBRID_SHARD_OPTIM")).grid.shard.size
+
+
+def test_a_torch_that_sorts_the_ranks_of_groups_has_no_optimizer_state_over_both_dims(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = dist.new_group
+    # As in torch 2.11, which has no argument for the order.
+    monkeypatch.setattr(dist, "new_group", lambda ranks=None, **options: made(ranks, **options))
+    for rank, texts in enumerate(run_threads(spread_where_torch_sorts, 4)):
+        for text in texts:
+            assert "HYBRID_SHARD_OPTIM needs process groups in an order of their own" in text
+            assert f"at:  rank {rank}" in text and "fix: install torch 2.13 or newer, or pass HYBRID_SHARD" in text
+    assert run_threads(spread_over_hosts_of_one_rank, 2) == [2, 2]

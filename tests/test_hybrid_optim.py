@@ -1,6 +1,7 @@
 """``HYBRID_SHARD_OPTIM``: parameters whole on each host between forward and backward, all else over all ranks."""
 
-import copy
+import functools
+import math
 import random
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable import (
     ConfigError,
@@ -18,45 +19,58 @@ from composable import (
     MixedPrecisionPolicy,
     RaggedDTensor,
     ShardingStrategy,
-    clip_grad_norm_,
     full_state_dict,
     fully_shard,
     load_checkpoint,
     load_full_state_dict,
-    no_sync,
     plan,
     reduce_scatter_hook,
     register_comm_hook,
     save_checkpoint,
-    unannotate,
     unshard_params,
 )
-from composable.storage import RestingPlace
 from tests.counting import Collective, CountingTransport
-from tests.models import BLOCK_CLASSES, DIM, MODELS, MLPBlock, random_input, seeded
+from tests.models import BLOCK_CLASSES, DIM, MODELS, MLPBlock, seeded
+from tests.ordered_groups import needs_ordered_groups
 from tests.parity import LR, Run, assert_equal_runs, full, train_annotated, train_reference
 from tests.planning.test_memory import PRECISIONS, WIDTH, StepBytes, Tower
+from tests.secondary import (
+    BF16,
+    accumulate,
+    copy_between,
+    fail_in_backward,
+    fail_in_forward,
+    grads,
+    loss,
+    mesh_of,
+    net,
+    reference_grads,
+    refusal,
+    rest_elsewhere,
+    root_of,
+    secondary_bytes,
+    step_alike,
+    take_off_between,
+    train,
+    train_at_random,
+    write,
+    write_between,
+)
 from tests.subclasses import int8_model
-from tests.test_reshard_int import Fails, grads, loss, net, reference_grads, root_of, secondary_bytes
 from tests.world import run_ranks, run_threads
+
+pytestmark = needs_ordered_groups
 
 STRATEGY = "HYBRID_SHARD_OPTIM"
 SHAPES = [(2, 2), (1, 2), (2, 1), (3, 2), (2, 3)]
-BF16 = torch.bfloat16
 
 
-def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+def shard(model: nn.Module, shape: tuple[int, int] = (2, 2), **options: Any) -> Any:
+    return fully_shard(model, policy={MLPBlock}, mesh=mesh_of(shape), strategy=STRATEGY, **options)
 
 
-def sharded_net(shape: tuple[int, int] = (2, 2), **options: Any) -> nn.Sequential:
-    return fully_shard(net(), policy={MLPBlock}, mesh=mesh_of(shape), strategy=STRATEGY, **options)
-
-
-def write(model: nn.Module, factor: float) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(factor)
+def sharded_net(shape: tuple[int, int] = (2, 2), **options: Any) -> Any:
+    return shard(net(), shape, **options)
 
 
 def counting(model: nn.Module) -> list[Collective]:
@@ -80,31 +94,26 @@ def counts(records: list[Collective]) -> Counter[str]:
 # Numbers
 
 
-def train(name: str, shape: tuple[int, int], **options: Any) -> Run:
-    def annotate(model: nn.Module) -> None:
-        has_blocks = any(type(module) in BLOCK_CLASSES for module in model.modules())
-        policy = BLOCK_CLASSES if has_blocks else None
-        fully_shard(model, mesh=mesh_of(shape), strategy=STRATEGY, policy=policy, **options)
-
-    return train_annotated(name, annotate)
+def train_on(name: str, shape: tuple[int, int], **options: Any) -> Run:
+    return train(name, mesh=mesh_of(shape), strategy=STRATEGY, **options)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_training_is_that_of_one_process_on_the_global_batch(name: str) -> None:
     tolerance = 2e-2 if name == "mixed_dtypes" else 1e-6
-    assert_equal_runs(run_threads(train, 4, name, (2, 2)), train_reference(name, 4), tolerance=tolerance)
+    assert_equal_runs(run_threads(train_on, 4, name, (2, 2)), train_reference(name, 4), tolerance=tolerance)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("transport", ["process_group", "point_to_point"])
 def test_training_on_any_shape_of_mesh_is_that_of_one_process(shape: tuple[int, int], transport: str) -> None:
-    world_size = shape[0] * shape[1]
-    runs = run_threads(train, world_size, "mlp", shape, transport=transport)
+    world_size = math.prod(shape)
+    runs = run_threads(train_on, world_size, "mlp", shape, transport=transport)
     assert_equal_runs(runs, train_reference("mlp", world_size))
 
 
 def test_processes_train_like_one() -> None:
-    assert_equal_runs(run_ranks(train, 4, "mlp", (2, 2), timeout_s=200), train_reference("mlp", 4))
+    assert_equal_runs(run_ranks(train_on, 4, "mlp", (2, 2), timeout_s=200), train_reference("mlp", 4))
 
 
 def train_on_hosts() -> Run:
@@ -127,12 +136,7 @@ def near_the_numbers_of_hybrid_shard(policy: MixedPrecisionPolicy) -> None:
         fully_shard(net(), policy={MLPBlock}, mesh=mesh, strategy=strategy, mp_policy=policy)
         for strategy in ("HYBRID_SHARD", STRATEGY)
     ]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
-    for step in range(3):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            loss(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    step_alike(models)
     for first, second in zip(*(model.parameters() for model in models), strict=True):
         # Sums in bfloat16 round otherwise where the second leg cuts them.
         tolerance = 1e-6 if is_exact else 1e-2
@@ -144,18 +148,7 @@ def test_in_any_precision_the_numbers_are_those_of_hybrid_shard(policy: MixedPre
     run_threads(near_the_numbers_of_hybrid_shard, 4, policy)
 
 
-class Part(nn.Sequential):
-    def forward(self, x: torch.Tensor, layers: int) -> torch.Tensor:
-        for layer in list(self)[:layers]:
-            x = layer(x)
-        return x
-
-
-def random_run(seed: int, shape: tuple[int, int]) -> None:
-    """Draw annotations, micro-batches, clipping, writes, what runs between; hold parameters against one process."""
-    draw, rank, world_size = random.Random(seed), dist.get_rank(), dist.get_world_size()
-    made = [seeded(lambda: Part(nn.Linear(DIM, DIM), MLPBlock(), MLPBlock()), seed) for _ in range(2)]
-    model, plain = made
+def annotate_at_random(shape: tuple[int, int], draw: random.Random, model: Any) -> None:
     for module in (model[1], model[2]):
         if draw.random() < 0.7:
             fully_shard(module, mesh=mesh_of(shape), strategy=draw.choice([STRATEGY, STRATEGY, "HYBRID_SHARD"]))
@@ -164,47 +157,13 @@ def random_run(seed: int, shape: tuple[int, int]) -> None:
     model.set_separate_reduce_scatter_group(draw.random() < 0.3)
     if draw.random() < 0.3:
         model.set_reshard_after_forward(draw.random() < 0.5)
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=LR / 10) for one in made]
-    for step in range(4):
-        micro_batches = draw.randint(1, 3)
-        for number in range(micro_batches):
-            is_last = number + 1 == micro_batches
-            every = [random_input(1000 * (10 * step + number) + one, 4, DIM) for one in range(world_size)]
-            layers = 3 if is_last else draw.choice([1, 2, 3])
-            before = draw.choice(["", "", "eval", "unshard", "written"])
-            if before == "eval":
-                with torch.no_grad():
-                    model(every[rank], 3)
-            elif before == "unshard":
-                model.unshard(async_op=draw.random() < 0.5)
-            elif before == "written" and number == 0:
-                for one in made:
-                    write(one, 0.9)
-            losses = [one(x, layers).square().mean() for x, one in ((every[rank], model), (torch.cat(every), plain))]
-            between = draw.choice(["", "", "eval", "shown"])
-            if between == "eval":
-                with torch.no_grad():
-                    model(every[rank], 2)
-            elif between == "shown":
-                with unshard_params(model):
-                    pass
-            with no_sync(model) if not is_last and draw.random() < 0.5 else torch.enable_grad():
-                losses[0].backward()
-            losses[1].backward()
-        clips = draw.random() < 0.5
-        for one, optimizer in zip(made, optimizers, strict=True):
-            clip = clip_grad_norm_ if one is model else nn.utils.clip_grad_norm_
-            clip(one.parameters(), 0.3 if clips else 9)
-            optimizer.step()
-            optimizer.zero_grad()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(found), expected.detach(), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_annotations_train_like_one_process(seed: int) -> None:
     shape = SHAPES[seed % len(SHAPES)]
-    run_threads(random_run, shape[0] * shape[1], seed, shape)
+    annotate = functools.partial(annotate_at_random, shape)
+    run_threads(train_at_random, math.prod(shape), seed, annotate, is_freed=False)
 
 
 # What travels, and when
@@ -231,7 +190,7 @@ def test_collectives_and_bytes_of_a_step_are_those_of_the_plan(shape: tuple[int,
         "reduce_scatter": "reduce_scatter",
         "second_reduce_scatter": "second_reduce_scatter",
     }
-    for found, sent, made in run_threads(step_counted, shape[0] * shape[1], shape, low):
+    for found, sent, made in run_threads(step_counted, math.prod(shape), shape, low):
         expected = made.expected_collectives()
         assert found == {op: sum(getattr(one, f"{name}s") for one in expected) for op, name in names.items()}
         assert sent == {op: sum(getattr(one, f"{name}_bytes") for one in expected) for op, name in names.items()}
@@ -241,12 +200,8 @@ def test_collectives_and_bytes_of_a_step_are_those_of_the_plan(shape: tuple[int,
 def micro_batches() -> None:
     model = sharded_net()
     records = counting(model)
-    for number in range(3):
-        with no_sync(model) if number < 2 else torch.enable_grad():
-            loss(model, number).backward()
+    accumulate(model)
     assert counts(records)["fill_all_gather"] == 3 and counts(records)["host_all_gather"] == 18
-    expected = [sum(every) for every in zip(*map(reference_grads, range(3)), strict=True)]
-    torch.testing.assert_close(grads(model), expected, rtol=1e-6, atol=1e-6)
     records.clear()
     with torch.no_grad():
         loss(model)
@@ -277,22 +232,8 @@ def test_what_any_rank_has_written_is_gathered_again_and_no_more_than_that() -> 
     run_threads(written_on_one_rank, 4)
 
 
-def written_between() -> None:
-    model = sharded_net()
-    value = loss(model)
-    write(model, 2)
-    with unshard_params(model):
-        assert torch.equal(model[0].weight, 2 * net()[0].weight)
-    value.backward()
-    # Backward goes through the values of its forward.
-    torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
-    model.zero_grad()
-    loss(model, 1).backward()
-    torch.testing.assert_close(grads(model), reference_grads(1, factor=2.0), rtol=1e-5, atol=1e-5)
-
-
 def test_what_is_written_between_forward_and_backward_is_for_the_next_forward() -> None:
-    run_threads(written_between, 4)
+    run_threads(write_between, 4, shard)
 
 
 def by_hand() -> None:
@@ -332,7 +273,7 @@ def peak_and_plan(shape: tuple[int, int], growth: int, options: dict[str, Any]) 
 @pytest.mark.parametrize(("shape", "growth"), [((2, 2), 8), ((3, 2), -8)])
 def test_a_step_takes_what_the_plan_says(precision: MixedPrecisionPolicy, shape: tuple[int, int], growth: int) -> None:
     options = {"mp_policy": precision}
-    for found, planned in run_threads(peak_and_plan, shape[0] * shape[1], shape, growth, options):
+    for found, planned in run_threads(peak_and_plan, math.prod(shape), shape, growth, options):
         assert found == pytest.approx(planned, rel=0.02), f"{found / planned - 1:+.1%}"
 
 
@@ -408,65 +349,29 @@ def test_the_first_rank_may_give_the_values() -> None:
     run_threads(first_values, 4)
 
 
-def elsewhere() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
-    models = [sharded_net(mp_policy=policy) for _ in range(2)]
-    home = RestingPlace(torch.device("cpu"), is_elsewhere=True)
-    for flat in [flat for handle in fully_shard.state(models[0])._handles for flat in handle.buffers]:
-        flat.home = flat.routes.home = home
-    for step in range(2):
-        for model in models:
-            model.zero_grad()
-            loss(model, step).backward()
-            write(model, 2)
-        for found, expected in zip(*map(grads, models), strict=True):
-            assert torch.equal(found, expected)
+def train_elsewhere() -> None:
+    rest_elsewhere(shard)
 
 
 def test_shards_on_the_host_have_secondary_ones_where_the_buffers_are() -> None:
-    run_threads(elsewhere, 4)
+    run_threads(train_elsewhere, 4)
 
 
-def copied() -> None:
-    model = sharded_net()
-    value = loss(model, 1)
-    twin = copy.deepcopy(model)
-    assert secondary_bytes(twin) == 0 < secondary_bytes(model)
-    loss(twin, 2).backward()
-    value.backward()
-    torch.testing.assert_close(grads(twin), reference_grads(2), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(grads(model), reference_grads(1), rtol=1e-6, atol=1e-6)
-    unannotate(model)
-    for param, right in zip(model.parameters(), net().parameters(), strict=True):
-        assert torch.equal(param, right)
+def test_a_deep_copy_between_forward_and_backward_has_none() -> None:
+    run_threads(copy_between, 4, shard)
 
 
-def test_copies_have_their_own_and_unannotate_gives_whole_parameters() -> None:
-    run_threads(copied, 4)
+def test_unannotate_between_forward_and_backward_gives_whole_parameters() -> None:
+    run_threads(take_off_between, 4, shard)
 
 
-def fail() -> None:
-    model = nn.Sequential(*net(), Fails())
-    fully_shard(model, policy={MLPBlock}, mesh=mesh_of((2, 2)), strategy=STRATEGY)
-    for where in ("forward", "backward"):
-        model[4].fails = where == "forward"
-        hook = model[1].register_full_backward_pre_hook(lambda *_: 1 / 0) if where == "backward" else None
-        try:
-            value = loss(model)
-            if where == "backward":
-                value.backward()
-        except (RuntimeError, ZeroDivisionError):
-            pass
-        model[4].fails = False
-        if hook is not None:
-            hook.remove()
-        model.zero_grad()
-        loss(model, 1).backward()
-        torch.testing.assert_close(grads(model), reference_grads(1), rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_after_a_forward_that_raises_the_next_step_is_right(in_backward: bool) -> None:
+    run_threads(fail_in_forward, 4, shard, in_backward=in_backward)
 
 
-def test_after_an_error_the_next_step_is_right() -> None:
-    run_threads(fail, 4)
+def test_after_a_backward_that_raises_the_next_step_is_right() -> None:
+    run_threads(fail_in_backward, 4, shard)
 
 
 # Hooks and refusals
@@ -487,26 +392,54 @@ def test_a_communication_hook_reduces_over_all_ranks_in_one_leg() -> None:
 
 
 def refused() -> list[str]:
-    texts = []
-    with pytest.raises(ConfigError) as early:
-        sharded_net().set_requires_all_reduce(False)
-    texts.append(str(early.value))
-    for options in ({"mesh": init_device_mesh("cpu", (4,))}, {"mesh": mesh_of((2, 2)), "reshard_after_forward": 2}):
-        with pytest.raises(ConfigError) as caught:
-            fully_shard(net(), strategy=STRATEGY, **options)
-        texts.append(str(caught.value))
+    mesh = mesh_of((2, 2))
+    return [
+        refusal(net(), init_device_mesh("cpu", (4,)), strategy=STRATEGY),
+        refusal(net(), mesh, strategy=STRATEGY, reshard_after_forward=2),
+        refusal(int8_model([(8, 8)]), mesh, strategy=STRATEGY),
+        refusal(int8_model([(8, 8)]), mesh, strategy=STRATEGY, sync_module_states=True),
+    ]
+
+
+def test_what_does_not_go_with_it_is_refused_on_every_rank_and_leaves_the_model_as_it_was() -> None:
+    for rank, (line, both, *gathered) in enumerate(run_threads(refused, 4)):
+        assert "a hybrid strategy on a mesh of one dim" in line and f"rank {rank}" in line
+        assert "strategy and reshard_after_forward" in both and f"rank {rank}" in both
+        for text in gathered:
+            assert "HYBRID_SHARD_OPTIM on parameters whose class says what ranks exchange" in text
+            assert f"rank {rank}, parameter '0.weight'" in text
+            assert "fix: annotate their modules in a call of their own with HYBRID_SHARD" in text
+
+
+def gathered_beside() -> None:
+    models = [nn.Sequential(*int8_model([(DIM, DIM)]), *net()) for _ in range(2)]
+    for model, strategy in zip(models, ("HYBRID_SHARD", STRATEGY), strict=True):
+        fully_shard(model[0], mesh=mesh_of((2, 2)), strategy="HYBRID_SHARD")
+        fully_shard(model, mesh=mesh_of((2, 2)), strategy=strategy, policy={MLPBlock})
+    step_alike(models)
+    for first, second in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(full(first), full(second), rtol=1e-6, atol=1e-6)
+
+
+def test_what_a_class_gathers_trains_beside_it_in_a_call_of_its_own() -> None:
+    run_threads(gathered_beside, 4)
+
+
+def leave_out_the_all_reduce() -> str:
+    model = net()
+    fully_shard(model[1], mesh=mesh_of((2, 2)), strategy="HYBRID_SHARD")
+    shard(model)
     with pytest.raises(ConfigError) as caught:
-        fully_shard(int8_model([(8, 8)]), strategy=STRATEGY, mesh=mesh_of((2, 2)))
-    return [*texts, str(caught.value)]
+        model.set_requires_all_reduce(False)
+    loss(model).backward()
+    torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
+    return str(caught.value)
 
 
-def test_what_does_not_go_with_it_is_refused() -> None:
-    for early, line, both, gathered in run_threads(refused, 4):
-        assert "there is none with HYBRID_SHARD_OPTIM" in early and "set_requires_gradient_sync(False)" in early
-        assert "a hybrid strategy on a mesh of one dim" in line
-        assert "strategy and reshard_after_forward" in both
-        assert "HYBRID_SHARD_OPTIM on parameters whose class says what ranks exchange" in gathered
-        assert "parameter '0.weight'" in gathered
+def test_there_is_no_all_reduce_to_leave_out_and_none_is_left_out_after_the_error() -> None:
+    for rank, text in enumerate(run_threads(leave_out_the_all_reduce, 4)):
+        assert "there is none with HYBRID_SHARD_OPTIM" in text and f"rank {rank}" in text
+        assert "fix: call set_requires_gradient_sync(False)" in text
 
 
 @pytest.mark.parametrize(("replicas", "ranks_per_host"), [(4, 8), (4, 4), (2, 16)])

@@ -1,6 +1,5 @@
 """``reshard_after_forward=n``: secondary shards over fewer ranks, from which backward gathers."""
 
-import copy
 import random
 from typing import Any
 
@@ -15,63 +14,48 @@ from composable import (
     ConfigError,
     DesyncError,
     MixedPrecisionPolicy,
-    clip_grad_norm_,
     fully_shard,
-    no_sync,
     plan,
-    unannotate,
     unshard_params,
 )
-from composable.runtime.state import Root
-from composable.storage import RestingPlace
 from tests.counting import Collective, CountingTransport
-from tests.models import BLOCK_CLASSES, DIM, MODELS, MLPBlock, random_input, seeded
-from tests.parity import LR, Run, assert_equal_runs, full, train_annotated, train_reference
+from tests.models import BLOCK_CLASSES, DIM, MODELS, MLPBlock, seeded
+from tests.parity import Run, assert_equal_runs, full, train_annotated, train_reference
 from tests.planning.test_memory import PRECISIONS, hybrid_peak_and_plan, peak_and_plan
+from tests.secondary import (
+    BF16,
+    accumulate,
+    copy_between,
+    fail_in_backward,
+    fail_in_forward,
+    grads,
+    loss,
+    mesh_of,
+    net,
+    reference_grads,
+    rest_elsewhere,
+    root_of,
+    secondary_bytes,
+    step_alike,
+    take_off_between,
+    train,
+    train_at_random,
+    write,
+    write_between,
+    x_of,
+)
 from tests.subclasses import Linear4bit, Params4bit, int8_model
 from tests.world import RankErrors, run_ranks, run_threads
 
 GROUPS = [(4, 2), (6, 2), (6, 3)]
-BF16 = torch.bfloat16
 
 
-def net(seed: int = 0) -> nn.Sequential:
-    return seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), MLPBlock(), MLPBlock(), nn.LayerNorm(DIM)), seed)
+def shard(model: nn.Module, ranks: int = 2, **options: Any) -> Any:
+    return fully_shard(model, policy={MLPBlock}, reshard_after_forward=ranks, **options)
 
 
-def sharded_net(ranks: int = 2, **options: Any) -> nn.Sequential:
-    return fully_shard(net(), policy={MLPBlock}, reshard_after_forward=ranks, **options)
-
-
-def root_of(model: nn.Module) -> Root:
-    return fully_shard.state(model).lazy_init()
-
-
-def x_of(seed: int = 0) -> torch.Tensor:
-    return random_input(100 * seed + dist.get_rank(), 4, DIM)
-
-
-def loss(model: nn.Module, seed: int = 0) -> torch.Tensor:
-    return model(x_of(seed)).float().square().mean()
-
-
-def secondary_bytes(model: nn.Module) -> int:
-    flats = [flat for handle in root_of(model).handles for flat in handle.buffers]
-    return sum(0 if flat._secondary is None else flat._secondary.nbytes for flat in flats)
-
-
-def grads(model: nn.Module) -> list[torch.Tensor]:
-    return [full(param.grad) for param in model.parameters()]
-
-
-def reference_grads(seed: int = 0, factor: float = 1.0) -> list[torch.Tensor]:
-    model, size = net(), dist.get_world_size()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(factor)
-    x = torch.cat([random_input(100 * seed + rank, 4, DIM) for rank in range(size)])
-    model(x).square().mean().backward()
-    return [param.grad for param in model.parameters()]
+def sharded_net(ranks: int = 2, **options: Any) -> Any:
+    return shard(net(), ranks, **options)
 
 
 def gathers(records: list[Collective]) -> tuple[int, int]:
@@ -82,37 +66,37 @@ def gathers(records: list[Collective]) -> tuple[int, int]:
 # Numbers
 
 
-def train(name: str, ranks: int, *, by_hand: bool = False, **options: Any) -> Run:
-    def annotate(model: nn.Module) -> None:
-        blocks = [module for module in model.modules() if type(module) in BLOCK_CLASSES]
-        if by_hand:
-            for block in blocks:
-                fully_shard(block, reshard_after_forward=ranks, **options)
-            blocks = []
-        fully_shard(model, policy=BLOCK_CLASSES if blocks else None, reshard_after_forward=ranks, **options)
-
-    return train_annotated(name, annotate)
-
-
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_training_is_that_of_one_process_on_the_global_batch(name: str) -> None:
     tolerance = 2e-2 if name == "mixed_dtypes" else 1e-6
-    assert_equal_runs(run_threads(train, 4, name, 2), train_reference(name, 4), tolerance=tolerance)
+    assert_equal_runs(
+        run_threads(train, 4, name, reshard_after_forward=2), train_reference(name, 4), tolerance=tolerance
+    )
+
+
+def train_by_hand(ranks: int, transport: str) -> Run:
+    def annotate(model: nn.Module) -> None:
+        for block in [module for module in model.modules() if type(module) in BLOCK_CLASSES]:
+            fully_shard(block, reshard_after_forward=ranks, transport=transport)
+        fully_shard(model, reshard_after_forward=ranks, transport=transport)
+
+    return train_annotated("mlp", annotate)
 
 
 @pytest.mark.parametrize(("world_size", "ranks"), [*GROUPS, (4, 1), (4, 4), (1, 1)])
 @pytest.mark.parametrize("transport", ["process_group", "point_to_point"])
 def test_any_number_of_ranks_trains_like_one_process(world_size: int, ranks: int, transport: str) -> None:
-    runs = run_threads(train, world_size, "mlp", ranks, by_hand=True, transport=transport)
+    runs = run_threads(train_by_hand, world_size, ranks, transport)
     assert_equal_runs(runs, train_reference("mlp", world_size))
 
 
 def test_processes_train_like_one() -> None:
-    assert_equal_runs(run_ranks(train, 4, "mlp", 2, timeout_s=200), train_reference("mlp", 4))
+    runs = run_ranks(train, 4, "mlp", reshard_after_forward=2, timeout_s=200)
+    assert_equal_runs(runs, train_reference("mlp", 4))
 
 
 def train_hybrid(shape: tuple[int, int], ranks: int) -> Run:
-    return train("mlp", ranks, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
+    return train("mlp", reshard_after_forward=ranks, mesh=mesh_of(shape))
 
 
 @pytest.mark.parametrize(("shape", "ranks"), [((2, 4), 2), ((1, 4), 2)])
@@ -125,12 +109,7 @@ def same_numbers_in_low_precision(policy: MixedPrecisionPolicy) -> None:
     models = [
         fully_shard(net(), policy={MLPBlock}, reshard_after_forward=freed, mp_policy=policy) for freed in (True, 2)
     ]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
-    for step in range(3):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            loss(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    step_alike(models)
     for first, second in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(full(first), full(second))
 
@@ -140,68 +119,20 @@ def test_in_any_precision_the_numbers_are_those_of_gathers_over_all_ranks(policy
     run_threads(same_numbers_in_low_precision, 4, policy)
 
 
-class Tower(nn.Sequential):
-    """Layers of which the last ones may be left out, and run twice, or again in backward."""
-
-    def forward(self, x: torch.Tensor, layers: int, *, twice: bool, recompute: bool | None) -> torch.Tensor:
-        for layer in list(self)[:layers]:
-            for _ in range(1 + twice):
-                x = layer(x) if recompute is None else checkpoint(layer, x, use_reentrant=recompute)
-        return x
-
-
-def random_run(seed: int) -> None:
-    """Draw annotations, micro-batches, clipping, unused parts; hold every full parameter against one process."""
-    draw, rank, world_size = random.Random(seed), dist.get_rank(), dist.get_world_size()
+def annotate_at_random(draw: random.Random, model: Any) -> None:
+    world_size = dist.get_world_size()
     divisors = [one for one in range(1, world_size + 1) if world_size % one == 0]
-    made = [seeded(lambda: Tower(nn.Linear(DIM, DIM), MLPBlock(), MLPBlock()), seed) for _ in range(2)]
-    model, plain = made
     for module in (model[1], model[2]):
         if draw.random() < 0.7:
             fully_shard(module, reshard_after_forward=draw.choice([None, True, False, *divisors * 2]))
     fully_shard(model, reshard_after_forward=draw.choice(divisors), unused_gradients=draw.choice(["none", "zero"]))
     model.set_reshard_after_backward(draw.random() < 0.7)
     model.set_keep_unsharded_storage(draw.random() < 0.3)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9) for one in made]
-    for step in range(4):
-        micro_batches, clips, skips = draw.randint(1, 3), draw.random() < 0.5, draw.random() < 0.3
-        for number in range(micro_batches):
-            is_last = number + 1 == micro_batches
-            every = [random_input(1000 * (10 * step + number) + one, 4, DIM) for one in range(world_size)]
-            options = {"twice": draw.random() < 0.3, "recompute": draw.choice([None, None, False, True])}
-            layers = 3 if is_last else draw.choice([1, 2, 3])
-            losses = [(every[rank], model), (torch.cat(every), plain)]
-            if draw.random() < 0.3:
-                with torch.no_grad():
-                    model(every[rank], 3, twice=False, recompute=None)
-            losses = [one(x.requires_grad_(), layers, **options).square().mean() for x, one in losses]
-            between = draw.choice(["", "", "eval", "shown", "unshard"])
-            if between == "eval":
-                with torch.no_grad():
-                    model(every[rank], 2, twice=True, recompute=None)
-            elif between == "shown":
-                with unshard_params(model):
-                    pass
-            elif between == "unshard":
-                model.unshard()
-                if draw.random() < 0.5:
-                    model.reshard()
-            with no_sync(model) if not is_last and draw.random() < 0.5 else torch.enable_grad():
-                losses[0].backward()
-            losses[1].backward()
-            assert secondary_bytes(model) == 0
-        for one, optimizer in zip(made, optimizers, strict=True):
-            clip = clip_grad_norm_ if one is model else nn.utils.clip_grad_norm_
-            clip(one.parameters(), 0.3 if clips else 9)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=not skips)
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(found), expected.detach(), rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_annotations_train_like_one_process(seed: int) -> None:
-    run_threads(random_run, [4, 6, 4, 8][seed % 4], seed)
+    run_threads(train_at_random, [4, 6, 4, 8][seed % 4], seed, annotate_at_random, is_freed=True)
 
 
 # The plan
@@ -382,13 +313,8 @@ def test_checkpointed_blocks_are_recomputed_from_secondary_shards(
 def micro_batches() -> None:
     model = sharded_net()
     counting = CountingTransport.install(root_of(model))
-    for number in range(3):
-        with no_sync(model) if number < 2 else torch.enable_grad():
-            loss(model, number).backward()
-        assert secondary_bytes(model) == 0
+    assert accumulate(model) == [0, 0, 0]
     assert counting.counts() == {"all_gather": 9, "secondary_all_gather": 9, "reduce_scatter": 3}
-    expected = [sum(every) for every in zip(*map(reference_grads, range(3)), strict=True)]
-    torch.testing.assert_close(grads(model), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_each_micro_batch_keeps_its_own() -> None:
@@ -468,40 +394,19 @@ def test_the_setter_chooses_between_all_and_nothing() -> None:
 # Values
 
 
-def written_between() -> None:
-    model = sharded_net()
-    value = loss(model)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(2)
-    # What shows parameters shows those of now.
-    with unshard_params(model):
-        assert torch.equal(model[0].weight, 2 * net()[0].weight)
-    model[1].unshard()
-    assert torch.equal(model[1].up.weight, 2 * net()[1].up.weight)
-    model[1].reshard()
-    value.backward()
-    # Backward goes through the values of its forward.
-    torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
-    model.zero_grad()
-    loss(model, 1).backward()
-    torch.testing.assert_close(grads(model), reference_grads(1, factor=2.0), rtol=1e-5, atol=1e-5)
-
-
 def test_what_is_written_between_forward_and_backward_is_for_the_next_forward() -> None:
-    run_threads(written_between, 4)
+    run_threads(write_between, 4, shard)
 
 
 def never_ended() -> None:
     model = sharded_net()
     loss(model)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(2)
-        expected = [2 * param for param in net().parameters()]
+    write(model, 2)
+    expected = [2 * param.detach() for param in net().parameters()]
     counting = CountingTransport.install(root_of(model))
     loss(model).backward()
     assert gathers(counting.records) == (3, 3)
+    torch.testing.assert_close(grads(model), reference_grads(factor=2.0), rtol=1e-5, atol=1e-5)
     model.zero_grad()
     with unshard_params(model):
         for param, right in zip(model.parameters(), expected, strict=True):
@@ -513,17 +418,7 @@ def test_a_forward_without_backward_leaves_nothing_that_the_next_one_uses() -> N
 
 
 def elsewhere() -> None:
-    model = sharded_net(mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32))
-    home = RestingPlace(torch.device("cpu"), is_elsewhere=True)
-    for flat in [flat for handle in fully_shard.state(model)._handles for flat in handle.buffers]:
-        flat.home = flat.routes.home = home
-    plain = fully_shard(
-        net(), policy={MLPBlock}, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
-    )
-    for one in (model, plain):
-        loss(one).backward()
-    for found, expected in zip(grads(model), grads(plain), strict=True):
-        assert torch.equal(found, expected)
+    model = rest_elsewhere(shard)
     counting = CountingTransport.install(root_of(model))
     loss(model).backward()
     assert gathers(counting.records) == (3, 3)
@@ -536,84 +431,22 @@ def test_shards_on_the_host_have_secondary_ones_where_the_buffers_are() -> None:
 # What ends early
 
 
-class Fails(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fails = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fails:
-            raise RuntimeError("broken")
-        return x
-
-
-def fail_in_forward(*, in_backward: bool) -> None:
-    model = nn.Sequential(*net(), Fails())
-    fully_shard(model, policy={MLPBlock}, reshard_after_forward=2)
-    loss(model).backward()
-    model.zero_grad()
-    pending = loss(model, 1) if in_backward else None
-    model[4].fails = True
-    with pytest.raises(RuntimeError, match="broken"):
-        loss(model)
-    assert (secondary_bytes(model) > 0) is in_backward
-    model[4].fails = False
-    if pending is None:
-        pending = loss(model, 1)
-    pending.backward()
-    torch.testing.assert_close(grads(model), reference_grads(1), rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_forward_that_raises_leaves_only_what_another_backward_needs(in_backward: bool) -> None:
-    run_threads(fail_in_forward, 4, in_backward=in_backward)
-
-
-def fail_in_backward() -> None:
-    model = sharded_net()
-    hook = model[1].register_full_backward_pre_hook(lambda *_: 1 / 0)
-    value = loss(model)
-    with pytest.raises(ZeroDivisionError):
-        value.backward()
-    hook.remove()
-    model.zero_grad()
-    loss(model, 1).backward()
-    assert secondary_bytes(model) == 0
-    torch.testing.assert_close(grads(model), reference_grads(1), rtol=1e-6, atol=1e-6)
+    for left in run_threads(fail_in_forward, 4, shard, in_backward=in_backward):
+        assert (left > 0) is in_backward
 
 
 def test_after_a_backward_that_raises_the_next_step_is_right() -> None:
-    run_threads(fail_in_backward, 4)
-
-
-def copied() -> None:
-    model = sharded_net()
-    value = loss(model, 1)
-    twin = copy.deepcopy(model)
-    assert secondary_bytes(twin) == 0 < secondary_bytes(model)
-    loss(twin, 2).backward()
-    value.backward()
-    torch.testing.assert_close(grads(twin), reference_grads(2), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(grads(model), reference_grads(1), rtol=1e-6, atol=1e-6)
+    assert run_threads(fail_in_backward, 4, shard) == [0] * 4
 
 
 def test_a_deep_copy_between_forward_and_backward_has_none() -> None:
-    run_threads(copied, 4)
-
-
-def taken_off() -> None:
-    model = sharded_net()
-    handles = list(root_of(model).handles)
-    loss(model)
-    unannotate(model)
-    assert not any(handle.has_secondary or handle.buffers for handle in handles)
-    fully_shard(model, policy={MLPBlock}, reshard_after_forward=2)
-    loss(model, 1).backward()
-    torch.testing.assert_close(grads(model), reference_grads(1), rtol=1e-6, atol=1e-6)
+    run_threads(copy_between, 4, shard)
 
 
 def test_unannotate_between_forward_and_backward_frees_them() -> None:
-    run_threads(taken_off, 4)
+    run_threads(take_off_between, 4, shard)
 
 
 def two_roots() -> None:
@@ -623,6 +456,7 @@ def two_roots() -> None:
     model.zero_grad()
     model[1](x_of())
     fully_shard(model, reshard_after_forward=2)
+    assert secondary_bytes(model) == 0
     loss(model).backward()
     torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
     assert secondary_bytes(model) == 0

@@ -44,6 +44,8 @@ from composable import (
     unshard_params,
 )
 from tests.models import random_input, seeded
+from tests.ordered_groups import needs_ordered_groups
+from tests.secondary import refusal
 from tests.world import run_ranks, run_threads
 
 DIM = 6
@@ -173,13 +175,34 @@ def test_training_is_that_of_one_process_on_all_batches(sizes: tuple[int, ...], 
     run_threads(train, world_size, sizes, {"reshard_after_forward": frees})
 
 
-def spread() -> None:
-    with pytest.raises(ConfigError, match="HYBRID_SHARD_OPTIM on parameters that tensor parallelism has split"):
-        annotated(mesh_of(2, 2, 2), strategy="HYBRID_SHARD_OPTIM")
+def spread() -> str:
+    mesh = mesh_of(2, 2, 2)
+    model = split(seeded(Model, 0), mesh["tp"])
+    return refusal(model, mesh=data_mesh(mesh), strategy="HYBRID_SHARD_OPTIM", policy={Block})
 
 
+@needs_ordered_groups
 def test_optimizer_state_is_not_spread_over_copies_of_split_parameters() -> None:
-    run_threads(spread, 8)
+    for rank, text in enumerate(run_threads(spread, 8)):
+        assert "HYBRID_SHARD_OPTIM on parameters that tensor parallelism has split" in text
+        assert f"rank {rank}, parameter 'embedding.weight'" in text
+        assert "fix: annotate their modules in a call of their own with HYBRID_SHARD" in text
+
+
+def spread_beside() -> None:
+    mesh = mesh_of(2, 2, 2)
+    model = split(seeded(Model, 0), mesh["tp"])
+    for module in (model.embedding, *model.blocks):
+        fully_shard(module, mesh=data_mesh(mesh), strategy="HYBRID_SHARD")
+    fully_shard(model, mesh=data_mesh(mesh), strategy="HYBRID_SHARD_OPTIM")
+    for _ in range(2):
+        model.zero_grad()
+        compare_step(model, mesh)
+
+
+@needs_ordered_groups
+def test_optimizer_state_is_spread_over_copies_of_what_is_not_split() -> None:
+    run_threads(spread_beside, 8)
 
 
 def test_backward_may_gather_among_a_part_of_the_data_ranks() -> None:
@@ -611,6 +634,25 @@ def fill(module: nn.Module) -> None:
     with torch.no_grad():
         for index, param in enumerate(module.parameters(recurse=False)):
             param.fill_(0.1 * (index + 1))
+
+
+def fill_with_wholes(module: nn.Module) -> None:
+    """Put plain tensors, each the whole of a parameter, in their places."""
+    for name, param in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(torch.arange(1.0, 1 + param.numel()).view(param.shape)))
+
+
+def begin_with_wholes() -> None:
+    mesh = mesh_of(2, 2)
+    with torch.device("meta"):
+        model = Model()
+    split(model, mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"], policy={Block}, param_init_fn=fill_with_wholes)
+    torch.testing.assert_close(values_of(model), values_of(seeded(Model, 0).apply(fill_with_wholes)), rtol=0, atol=0)
+
+
+def test_each_rank_takes_its_block_of_what_param_init_fn_gives_whole() -> None:
+    run_threads(begin_with_wholes, 4)
 
 
 def begin_on_meta(way: str) -> None:

@@ -10,7 +10,7 @@ from composable.replication.locals import local_of
 from composable.replication.options import Choices, check_device_of, choose_delay, choose_device
 from composable.replication.precision import NO_PRECISION, Precision, PrecisionPlan, plan_precision
 from composable.replication.reducer import Reducer
-from composable.replication.state import ReplicateState
+from composable.replication.state import ReplicateState, check_replicated, replicate_state_of
 from composable.replication.tensors import ManagedTensors, find_tensors
 from composable.replication.timing import BackwardTiming
 
@@ -31,6 +31,7 @@ __all__ = [
     "broadcast_tensors",
     "check_device_of",
     "check_memory",
+    "check_replicated",
     "check_steppable",
     "choose_delay",
     "choose_device",
@@ -41,4 +42,5 @@ __all__ = [
     "move_inputs",
     "plan_precision",
     "register_replicate_hooks",
+    "replicate_state_of",
 ]

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from composable.arguments import check_module
 from composable.claims import claim, release
 from composable.collectives import Grid, OwnTransport, described
+from composable.contract import get_registry
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import is_functional_call
@@ -40,7 +42,7 @@ from composable.torch_hooks import after_gradients
 from composable.torch_private import optimizers_in_backward
 from composable.wording import class_name, list_text
 
-__all__ = ["ReplicateState"]
+__all__ = ["ReplicateState", "check_replicated", "replicate_state_of"]
 
 
 class UnevenInputs(Protocol):
@@ -260,3 +262,29 @@ class ReplicateState:
             at=", ".join([place_of_rank(), *(describe_module(module) for module in self.modules)]),
             fix="save its state_dict(); copy.deepcopy copies it",
         )
+
+
+def replicate_state_of(module: nn.Module) -> ReplicateState | None:
+    """Return the state of the annotation on ``module`` itself; ``None``: it has none."""
+    annotation = get_registry(module).get("replicate")
+    state = None if annotation is None else annotation.state
+    return state if isinstance(state, ReplicateState) else None
+
+
+def check_replicated(module: object, caller: str) -> ReplicateState:
+    """Return the state of the annotation on ``module``.
+
+    Raises:
+        ConfigError: ``module`` is no module.
+        UsageError: It is not annotated.
+    """
+    check_module("module", module)
+    assert isinstance(module, nn.Module), "checked above"
+    state = replicate_state_of(module)
+    if state is None:
+        raise UsageError(
+            f"{caller} found no replicate on this module",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix="call it on the module that replicate was called on",
+        )
+    return state

@@ -2,7 +2,6 @@
 
 import collections
 import datetime
-import inspect
 import itertools
 import os
 import random
@@ -18,6 +17,7 @@ from composable.collectives.base import Pending, Transport
 from composable.collectives.choose import choose_transport, make_transport, transport_of
 from composable.collectives.hosts import number_hosts
 from composable.errors import ConfigError
+from tests.ordered_groups import needs_ordered_groups
 from tests.world import RankErrors, run_ranks
 
 TRANSPORTS = ["process_group", "point_to_point"]
@@ -322,9 +322,7 @@ def exchange_in_an_unsorted_group(name: str) -> None:
     assert tensor.item() == 2
 
 
-@pytest.mark.skipif(
-    "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="this torch sorts the ranks of every group"
-)
+@needs_ordered_groups
 @each_transport
 def test_slices_follow_the_order_of_the_group(name: str) -> None:
     run_ranks(exchange_in_an_unsorted_group, 3, name)

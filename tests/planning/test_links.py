@@ -67,6 +67,13 @@ def test_of_groups_that_differ_the_slowest_counts() -> None:
     assert alone.estimate(Links(Link(0, 1e9), Link(1, 1e9))).between_s == pytest.approx(6)
 
 
+@pytest.mark.parametrize("hosts", [[0, 0, 0, 1], [0, 1, 1, 1]])
+def test_of_ranks_that_send_directly_the_one_with_most_peers_elsewhere_counts(hosts: list[int]) -> None:
+    groups, _ = groups_of(hosts, 4)
+    found = HandleEstimate.of(("",), [Exchange(1, 400, groups, is_direct=True)], Links(Link(0, 1e9), Link(1, 1e9)))
+    assert (found.inside_s, found.between_s) == (0, pytest.approx(3))
+
+
 def test_of_a_host_alone_no_link_between_is_needed() -> None:
     made = plan(nn.Linear(4, 4, bias=False), world_size=2, ranks_per_host=2)
     found = made.estimate(Links(FAST))

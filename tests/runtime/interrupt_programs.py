@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from composable import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync, register_comm_hook, replicate
 from tests.models import random_input, seeded
+from tests.ordered_groups import HAS_ORDERED_GROUPS
 
 __all__ = ["PROGRAMS", "Program"]
 
@@ -273,6 +274,6 @@ PROGRAMS = [
     Program("nested, steps in backward", nested, UNUSED, steps=True),
     Program("nested otherwise", nested_otherwise),
     Program("nested, no_sync", nested, UNUSED, accumulates=True),
-    Program("over two hosts", over_two_hosts, UNUSED, world_size=4),
+    *[Program("over two hosts", over_two_hosts, UNUSED, world_size=4)] * HAS_ORDERED_GROUPS,
     Program("resharded to two ranks", to_two_ranks, (("checkpoints", True),), world_size=4),
 ]

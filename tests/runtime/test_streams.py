@@ -15,6 +15,7 @@ from composable import fully_shard
 from composable.runtime import streams
 from composable.runtime.streams import DeviceStreams
 from tests.models import BLOCK_CLASSES
+from tests.ordered_groups import needs_ordered_groups
 from tests.parity import Run, assert_equal_runs, train_annotated, train_reference
 from tests.runtime.bench import Case, run_case
 from tests.runtime.between_steps import saver
@@ -244,6 +245,7 @@ def run_spread(names: list[str]) -> dict[str, list[str]]:
     return found
 
 
+@needs_ordered_groups
 def test_everything_is_ordered_where_secondary_shards_are_filled() -> None:
     names = ["train", "prefetch in vain", "several forwards before a backward", "evaluate", "exception in forward"]
     names += ["accumulate under no_sync", "offloaded, train"]

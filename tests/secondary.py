@@ -1,0 +1,345 @@
+"""What ``reshard_after_forward=n`` and ``HYBRID_SHARD_OPTIM`` are held to alike: a small net and its oracle, checks.
+
+What checks an annotation takes it as ``shard``, a function of a module and of options of ``fully_shard``.
+"""
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from composable import (
+    ConfigError,
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    no_sync,
+    unannotate,
+    unshard_params,
+)
+from composable.contract import get_registry
+from composable.runtime.state import Root
+from composable.storage import RestingPlace
+from tests.models import BLOCK_CLASSES, DIM, MLPBlock, random_input, seeded
+from tests.parity import LR, Run, full, train_annotated
+
+__all__ = [
+    "BF16",
+    "Shard",
+    "accumulate",
+    "copy_between",
+    "fail_in_backward",
+    "fail_in_forward",
+    "grads",
+    "loss",
+    "mesh_of",
+    "net",
+    "reference_grads",
+    "refusal",
+    "rest_elsewhere",
+    "root_of",
+    "secondary_bytes",
+    "step_alike",
+    "take_off_between",
+    "train",
+    "train_at_random",
+    "write",
+    "write_between",
+    "x_of",
+]
+
+BF16 = torch.bfloat16
+
+Shard: TypeAlias = Callable[..., Any]
+
+
+def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
+    """Return a mesh of all ranks: those along the second dim share shards, those along the first hold copies."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+# A net and its oracle
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    """Return the plain net."""
+    return seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), MLPBlock(), MLPBlock(), nn.LayerNorm(DIM)), seed)
+
+
+def root_of(model: nn.Module) -> Root:
+    """Return the root of an annotated model."""
+    return fully_shard.state(model).lazy_init()
+
+
+def x_of(seed: int = 0) -> torch.Tensor:
+    """Return the inputs of this rank."""
+    return random_input(100 * seed + dist.get_rank(), 4, DIM)
+
+
+def loss(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    """Return the loss of this rank."""
+    return model(x_of(seed)).float().square().mean()
+
+
+def secondary_bytes(model: nn.Module) -> int:
+    """Return what the secondary shards that are there take on this rank."""
+    flats = [flat for handle in root_of(model).handles for flat in handle.buffers]
+    return sum(0 if flat._secondary is None else flat._secondary.nbytes for flat in flats)
+
+
+def grads(model: nn.Module) -> list[torch.Tensor]:
+    """Return every gradient whole. Collective."""
+    return [full(param.grad) for param in model.parameters()]
+
+
+def write(model: nn.Module, factor: float) -> None:
+    """Multiply every parameter."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(factor)
+
+
+def reference_grads(seed: int = 0, factor: float = 1.0) -> list[torch.Tensor]:
+    """Return the gradients of one process with the inputs of all ranks, where parameters were written."""
+    model = net()
+    write(model, factor)
+    x = torch.cat([random_input(100 * seed + rank, 4, DIM) for rank in range(dist.get_world_size())])
+    model(x).square().mean().backward()
+    return [param.grad for param in model.parameters()]
+
+
+def refusal(model: nn.Module, mesh: DeviceMesh, **options: Any) -> str:
+    """Return why ``fully_shard`` raises; the model is as before then, and may be annotated without ``options``."""
+    before, classes = dict(model.named_parameters()), [type(module) for module in model.modules()]
+    with pytest.raises(ConfigError) as caught:
+        fully_shard(model, mesh=mesh, **options)
+    assert not any(get_registry(module) or fully_shard.member_state(module) for module in model.modules())
+    assert [type(module) for module in model.modules()] == classes
+    assert all(param is before[fqn] for fqn, param in model.named_parameters())
+    fully_shard(model, mesh=mesh)
+    return str(caught.value)
+
+
+def assert_grads(model: nn.Module, expected: Sequence[torch.Tensor], *, tolerance: float = 1e-6) -> None:
+    torch.testing.assert_close(grads(model), list(expected), rtol=tolerance, atol=tolerance)
+
+
+# Numbers
+
+
+def train(name: str, **options: Any) -> Run:
+    """Train a model of ``tests.models`` with a handle for each block."""
+
+    def annotate(model: nn.Module) -> None:
+        has_blocks = any(type(module) in BLOCK_CLASSES for module in model.modules())
+        fully_shard(model, policy=BLOCK_CLASSES if has_blocks else None, **options)
+
+    return train_annotated(name, annotate)
+
+
+def step_alike(models: Sequence[nn.Module]) -> None:
+    """Take some steps with each of ``models``, on the same inputs."""
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Tower(nn.Sequential):
+    """Layers of which the last ones may be left out, and run twice, or again in backward."""
+
+    def forward(self, x: torch.Tensor, layers: int, *, twice: bool, recompute: bool | None) -> torch.Tensor:
+        for layer in list(self)[:layers]:
+            for _ in range(1 + twice):
+                x = layer(x) if recompute is None else checkpoint(layer, x, use_reentrant=recompute)
+        return x
+
+
+def train_at_random(seed: int, annotate: Callable[[random.Random, Any], None], *, is_freed: bool) -> None:
+    """Draw an annotation, micro-batches, clipping, unused parts, writes, what runs between; compare with one process.
+
+    Args:
+        seed: Of all that is drawn.
+        annotate: Draws how the layers of a model are annotated.
+        is_freed: After a backward no secondary shards are left.
+    """
+    draw, rank, world_size = random.Random(seed), dist.get_rank(), dist.get_world_size()
+    made = [seeded(lambda: Tower(nn.Linear(DIM, DIM), MLPBlock(), MLPBlock()), seed) for _ in range(2)]
+    model, plain = made
+    annotate(draw, model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9) for one in made]
+
+    def evaluate(x: torch.Tensor) -> None:
+        with torch.no_grad():
+            model(x, draw.choice([2, 3]), twice=draw.random() < 0.5, recompute=None)
+
+    for step in range(4):
+        micro_batches, clips, skips = draw.randint(1, 3), draw.random() < 0.5, draw.random() < 0.3
+        for number in range(micro_batches):
+            is_last = number + 1 == micro_batches
+            every = [random_input(1000 * (10 * step + number) + one, 4, DIM) for one in range(world_size)]
+            options = {"twice": draw.random() < 0.3, "recompute": draw.choice([None, None, False, True])}
+            layers = 3 if is_last else draw.choice([1, 2, 3])
+            before = draw.choice(["", "", "eval", "unshard", "written"])
+            if before == "eval":
+                evaluate(every[rank])
+            elif before == "unshard":
+                model.unshard(async_op=draw.random() < 0.5)
+            elif before == "written" and number == 0:
+                for one in made:
+                    write(one, 0.9)
+            inputs = [(every[rank], model), (torch.cat(every), plain)]
+            losses = [one(x.requires_grad_(), layers, **options).square().mean() for x, one in inputs]
+            between = draw.choice(["", "", "eval", "shown", "unshard"])
+            if between == "eval":
+                evaluate(every[rank])
+            elif between == "shown":
+                with unshard_params(model):
+                    pass
+            elif between == "unshard":
+                model.unshard()
+                if draw.random() < 0.5:
+                    model.reshard()
+            with no_sync(model) if not is_last and draw.random() < 0.5 else torch.enable_grad():
+                losses[0].backward()
+            losses[1].backward()
+            assert not (is_freed and secondary_bytes(model))
+        for one, optimizer in zip(made, optimizers, strict=True):
+            clip = clip_grad_norm_ if one is model else nn.utils.clip_grad_norm_
+            clip(one.parameters(), 0.3 if clips else 9)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not skips)
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(found), expected.detach(), rtol=2e-6, atol=2e-6)
+
+
+def accumulate(model: nn.Module) -> list[int]:
+    """Run micro-batches, of which the last one reduces; return the bytes of secondary shards after each."""
+    kept = []
+    for number in range(3):
+        with no_sync(model) if number < 2 else torch.enable_grad():
+            loss(model, number).backward()
+        kept.append(secondary_bytes(model))
+    assert_grads(model, [sum(every) for every in zip(*map(reference_grads, range(3)), strict=True)])
+    return kept
+
+
+# Values
+
+
+def write_between(shard: Shard) -> None:
+    """Write parameters between forward and backward."""
+    model = shard(net())
+    value = loss(model)
+    write(model, 2)
+    # What shows parameters shows those of now.
+    with unshard_params(model):
+        assert torch.equal(model[0].weight, 2 * net()[0].weight)
+    model[1].unshard()
+    assert torch.equal(model[1].up.weight, 2 * net()[1].up.weight)
+    model[1].reshard()
+    value.backward()
+    # Backward goes through the values of its forward.
+    assert_grads(model, reference_grads())
+    model.zero_grad()
+    loss(model, 1).backward()
+    assert_grads(model, reference_grads(1, factor=2.0), tolerance=1e-5)
+
+
+def rest_elsewhere(shard: Shard) -> nn.Module:
+    """Let shards rest where the buffers are not, and train as without; return the model."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    models = [shard(net(), mp_policy=policy) for _ in range(2)]
+    home = RestingPlace(torch.device("cpu"), is_elsewhere=True)
+    for flat in [flat for handle in fully_shard.state(models[0])._handles for flat in handle.buffers]:
+        flat.home = flat.routes.home = home
+    for step in range(2):
+        for model in models:
+            model.zero_grad()
+            loss(model, step).backward()
+            write(model, 2)
+        for found, expected in zip(*map(grads, models), strict=True):
+            assert torch.equal(found, expected)
+    return models[0]
+
+
+# What ends early
+
+
+class _Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise RuntimeError("broken")
+        return x
+
+
+def fail_in_forward(shard: Shard, *, in_backward: bool) -> int:
+    """Let a forward raise, alone or while another one waits for its backward; return what it left."""
+    model = shard(nn.Sequential(*net(), _Fails()))
+    loss(model).backward()
+    model.zero_grad()
+    pending = loss(model, 1) if in_backward else None
+    model[4].fails = True
+    with pytest.raises(RuntimeError, match="broken"):
+        loss(model)
+    left = secondary_bytes(model)
+    model[4].fails = False
+    if pending is None:
+        pending = loss(model, 1)
+    pending.backward()
+    assert_grads(model, reference_grads(1))
+    return left
+
+
+def fail_in_backward(shard: Shard) -> int:
+    """Let a backward raise, and take the next step; return what that leaves."""
+    model = shard(net())
+    hook = model[1].register_full_backward_pre_hook(lambda *_: 1 / 0)
+    value = loss(model)
+    with pytest.raises(ZeroDivisionError):
+        value.backward()
+    hook.remove()
+    model.zero_grad()
+    loss(model, 1).backward()
+    assert_grads(model, reference_grads(1))
+    return secondary_bytes(model)
+
+
+def copy_between(shard: Shard) -> None:
+    """Copy a model between forward and backward."""
+    model = shard(net())
+    value = loss(model, 1)
+    twin = copy.deepcopy(model)
+    assert secondary_bytes(twin) == 0 < secondary_bytes(model)
+    loss(twin, 2).backward()
+    value.backward()
+    assert_grads(twin, reference_grads(2))
+    assert_grads(model, reference_grads(1))
+
+
+def take_off_between(shard: Shard) -> None:
+    """Undo an annotation between forward and backward, and annotate anew."""
+    model = shard(net())
+    handles = list(root_of(model).handles)
+    loss(model)
+    assert secondary_bytes(model)
+    unannotate(model)
+    assert not any(handle.has_secondary or handle.buffers for handle in handles)
+    for param, right in zip(model.parameters(), net().parameters(), strict=True):
+        assert torch.equal(param, right)
+    shard(model)
+    loss(model, 1).backward()
+    assert_grads(model, reference_grads(1))
