@@ -27,6 +27,7 @@ from composable.errors import UsageError, place_of_rank
 from composable.frames import in_backward, in_split_backward, is_called_again
 from composable.runtime.account import Account
 from composable.runtime.agreement import Agreement, Comparison
+from composable.runtime.companions import Companion
 from composable.runtime.hand_over import HandOver
 from composable.runtime.notices import notice_leak
 from composable.runtime.reductions import Reductions
@@ -62,6 +63,7 @@ class Scheduler:
         backwards_before: Of the backwards, those before the last forward.
         failure: What the last forward raised.
         is_closed: Another annotation took the place of this one.
+        companions: What else takes part in every backward.
     """
 
     __slots__ = (
@@ -91,6 +93,7 @@ class Scheduler:
         "_unsharded",
         "backward_id",
         "backwards_before",
+        "companions",
         "failure",
         "forward_id",
         "handles",
@@ -114,6 +117,7 @@ class Scheduler:
         self.backwards_before = 0
         self.failure = ""
         self.is_closed = False
+        self.companions: Sequence[Companion] = ()
         self._settings = settings or RootSettings()
         self._finalizing: object | None = None
         self._clock = self._started_at = 0
@@ -515,6 +519,8 @@ class Scheduler:
         for turn in armed:
             turn.queued_in = self.backward_id
         self._last_armed, self._armed = armed, []
+        for companion in self.companions:
+            companion.follow_backward()
 
     def _drop_zeroed_gradients(self, handles: Iterable[Handle]) -> None:
         """Forget kept gradients that users have dropped by ``zero_grad``."""
