@@ -240,6 +240,90 @@ def test_replicated_experts_that_are_called_on_each_rank_get_their_mean() -> Non
 
 def divided_by_default() -> None:
     mesh = mesh_of((2, 2))
+class WithBuffer(nn.Module):
+    """An expert with a buffer of its own, which counts its calls."""
+
+    def __init__(self, expert: nn.Module) -> None:
+        super().__init__()
+        self.expert = expert
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.expert(x)
+
+
+def train_replicated_that_follow(options: dict[str, Any], *, has_buffers: bool) -> None:
+    mesh, rank = mesh_of((2, 2)), dist.get_rank()
+    net, plain = local_net(4, mesh), reference_net(4)
+    for one in (net, plain) if has_buffers else ():
+        for mixture in one.mixtures():
+            for name, expert in list(mixture.experts.items()):
+                mixture.experts[name] = WithBuffer(expert)
+    for expert in experts_of(net):
+        replicate(expert, mesh=mesh["edp"], **options)
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9) for one in (net, plain)]
+    for step in range(4):
+        for model, batch in ((net, functools.partial(batch_of, 4)), (plain, functools.partial(whole_batch, 4))):
+            model.zero_grad()
+            last = rank if model is net else 4
+            if step == 2:
+                with no_sync(net) if model is net else nullcontext():
+                    step_with(model, batch(9, last))
+            step_with(model, batch(step, last))
+        for param in (param for expert in experts_of(net) for param in expert.parameters()):
+            if param.grad is not None:
+                param.grad /= mesh["ep"].size()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        torch.testing.assert_close(clip_grad_norm_(net.parameters(), 0.05), norm)
+        for fqn, param in net.named_parameters():
+            expected = plain.get_parameter(fqn).grad
+            assert (param.grad is None) is (expected is None), fqn
+            if expected is not None:
+                torch.testing.assert_close(param.grad if is_expert(fqn) else param.grad.full_tensor(), expected)
+        for optimizer in optimizers:
+            optimizer.step()
+    unannotate(net)
+    for fqn, param in net.named_parameters():
+        torch.testing.assert_close(param, plain.get_parameter(fqn))
+
+
+@pytest.mark.parametrize("has_buffers", [False, True])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": False}])
+def test_replicated_experts_follow_a_sharded_root_whether_they_are_called_or_not(
+    options: dict[str, Any], *, has_buffers: bool
+) -> None:
+    run_threads(train_replicated_that_follow, 4, options, has_buffers=has_buffers)
+
+
+def test_processes_follow_with_replicated_experts_too() -> None:
+    run_ranks(train_replicated_that_follow, 4, {}, has_buffers=False)
+
+
+def call_after_the_root_is_gone() -> None:
+    mesh = mesh_of((2, 2))
+    net = local_net(4, mesh)
+    for expert in experts_of(net):
+        replicate(expert, mesh=mesh["edp"])
+    fully_shard(net)
+    step_with(net, batch_of(4, 0, dist.get_rank()))
+    unannotate(net, recurse=False)
+    for expert in experts_of(net):
+        expert.zero_grad()
+        expert(torch.ones(1, 4) * dist.get_rank()).sum().backward()
+        for param in expert.parameters():
+            grads = [torch.empty_like(param) for _ in range(2)]
+            dist.all_gather(grads, param.grad, group=mesh.get_group("edp"))
+            torch.testing.assert_close(*grads)
+
+
+def test_replicated_experts_average_by_themselves_once_the_root_is_undone() -> None:
+    run_threads(call_after_the_root_is_gone, 4)
+
+
     net, plain = local_net(4, mesh), reference_net(4)
     for expert in experts_of(net):
         fully_shard(expert, mesh=mesh["edp"])

@@ -71,6 +71,8 @@ class ReplicateState:
     """
 
     modules: tuple[nn.Module, ...]
+        follows: A sharded module around, on more ranks, says when ranks meet.
+        has_parts: On some of the ranks, modules inside are annotated on a part of them.
     reducer: Reducer
     grid: Grid
     transport: OwnTransport
@@ -84,6 +86,7 @@ class ReplicateState:
         self.buffers = None
         self.precision: Precision | None = None
         self.frozen = []
+        self.has_parts = self.follows = False
         self.hook_handles: list[RemovableHandle] = []
         self._seen = (-1, 0)
         self.uneven: UnevenInputs | None = None
@@ -94,6 +97,11 @@ class ReplicateState:
         """Prepare a forward of ``module`` that a backward may follow.
 
         Raises:
+    @property
+    def is_joined(self) -> bool:
+        """The modules are inside of a ``Join``: ranks without inputs follow them as they were when that was made."""
+        return self.uneven is not None and self.uneven.is_live()
+
             UsageError: A parameter that was frozen at annotation requires a gradient now, or was added since; or
                 something else averages gradients, or an optimizer in backward is beside a hook.
         """
@@ -114,6 +122,11 @@ class ReplicateState:
         self.reducer.prepare()
         broadcasts = self.buffers is not None and module.training and self.reducer.requires_gradient_sync
         if self.uneven is not None:
+        if not self.follows:
+            self._meet(module)
+
+    def _meet(self, module: nn.Module) -> None:
+        """Do what the ranks do together before a forward. Collective."""
             self.uneven.begin_forward(module, broadcasts=broadcasts)
         elif self.buffers is not None and broadcasts:
             self.buffers.broadcast()
@@ -122,6 +135,25 @@ class ReplicateState:
         """Give every rank the parameters and buffers of one rank of the transport. Collective; nothing is running."""
         tensors: list[torch.Tensor] = [local_of(item.param) for item in self.reducer.params]
         tensors += [local_of(param) for _, param in self.frozen]
+    def begin_to_follow(self) -> None:
+        """Meet when a sharded module around begins a forward or backward, whether these modules are called or not."""
+        self.transport.connect()
+        self.follows = True
+
+    def end_to_follow(self) -> None:
+        """Meet when these modules are called, again."""
+        self.follows = False
+
+    def follow_forward(self) -> None:
+        """A forward around begins that a backward may follow. Collective."""
+        if self.follows:
+            self._meet(self.modules[0])
+
+    def follow_backward(self) -> None:
+        """A backward around begins: take part in averaging at its end."""
+        if self.follows:
+            self.reducer.follow()
+
         slots = [] if self.buffers is None else self.buffers.slots
         tensors += [buffer for owner, name in slots if (buffer := owner[name]) is not None]
         broadcast_tensors(tensors, self.transport, self.grid.everyone.device, source_rank)
@@ -207,6 +239,7 @@ class ReplicateState:
         self.reducer.close()
         if self.precision is not None:
             self.precision.close()
+        self.end_to_follow()
         release([*(item.param for item in self.reducer.params), *(param for _, param in self.frozen)])
         leave_alone(self._own_modules())
         for hook in self.hook_handles:

@@ -28,7 +28,8 @@ from composable.planning import ShardPlan, managed_modules, name_modules
 from composable.runtime.account import Account
 from composable.runtime.additions import Additions
 from composable.runtime.agreement import Agreement, Choices, Comparison, find_stale
-from composable.runtime.notices import notice_offload, notice_plan
+from composable.runtime.companions import find_companions
+from composable.runtime.notices import notice_experts, notice_offload, notice_plan
 from composable.runtime.readiness import check_not_lent, check_ready
 from composable.runtime.scheduler import Scheduler
 from composable.runtime.settings import RootSettings
@@ -259,8 +260,12 @@ class Root:
                 move_buffers(dict.fromkeys(managed, ""), found.grid.shard.device)
         streams = state.settings.streams or streams_for(state.grid.shard.device)
         scheduler = Scheduler(handles, streams, at_end_of_backward, state.settings)
-        scheduler.follow(_find_leaders(state, states))
-        scheduler.agree_by(functools.partial(_make_agreements, states))
+        leaders = _find_leaders(state, states)
+        scheduler.follow(leaders)
+        scheduler.companions = find_companions(modules, state.grid)
+        for companion in scheduler.companions:
+            companion.begin_to_follow()
+        scheduler.agree_by(functools.partial(_make_agreements, states, models))
         scheduler.compare_by(
             functools.partial(
                 find_stale, {handle: found.grid.everyone for found in states for handle in found._handles}
@@ -322,6 +327,8 @@ def _make_agreements(states: Sequence[FullyShardState], accounts: Sequence[Accou
         Agreement(ranks, host_transport_of(ranks, name), own, handles[ranks])
         if own
         else Comparison(ranks, handles[ranks])
+        for companion in self.scheduler.companions:
+            companion.end_to_follow()
         for ranks, (name, own) in sorted(found.items(), key=lambda item: item[0].order)
     ]
 
