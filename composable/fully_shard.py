@@ -27,7 +27,7 @@ from composable.collectives import (
     joined_mesh,
     resolve_grid,
 )
-from composable.contract import annotated_below, contract, set_member
+from composable.contract import annotated_below, check_not_joined, contract, set_member
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.fsdp_module import add_mixin
@@ -175,7 +175,8 @@ def fully_shard(
         ``module``, the same object; it and every fully sharded module is now also an ``FSDPModule``.
 
     Raises:
-        UsageError: No process group is initialised, parameters have gradients already, or inference mode is on.
+        UsageError: No process group is initialised, parameters have gradients already, inference mode is on, or the
+            model is inside of torch's ``Join``.
         ConfigError: An argument is wrong, or something else manages a parameter; the message names the module, the
             parameter and the fix. With ``param_init_fn`` or ``sync_module_states`` on every rank, also if it is
             wrong on one only.
@@ -188,6 +189,7 @@ def fully_shard(
     state.mesh, state.grid = resolve_grid(
         mesh, dp_mesh_dims, process_group, params, is_hybrid=is_hybrid(strategy), caller="fully_shard"
     )
+    check_not_joined(modules, "fully_shard")
     if is_spread(strategy):
         state.mesh, state.grid = state.grid.spread(state.mesh)
     _check_pairs(state)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from composable.activation_checkpoint import check_forward_in_place, restore_forward
 from composable.arguments import check_bool
 from composable.collectives import Grid, Ranks, compare_in_each
-from composable.contract import get_registry, managing_state, remove_annotation, remove_member
+from composable.contract import check_not_joined, get_registry, managing_state, remove_annotation, remove_member
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward, modules_in_call
@@ -60,8 +60,8 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
         ``module``, the same object.
 
     Raises:
-        UsageError: Nothing there is annotated; a forward or backward is running; or a handle owns parameters
-            inside and outside of what is to be undone: the message names its modules; or parameters are on
+        UsageError: Nothing there is annotated; a forward or backward is running, or torch's ``Join``; or a handle owns
+            parameters inside and outside of what is to be undone: the message names its modules; or parameters are on
             another device than the ranks talk on, such as meta; or the ``forward`` of a checkpointed module was
             replaced. Nothing is changed.
         DesyncError: The ranks have different annotations or gradients there. Nothing is changed.
@@ -72,6 +72,7 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
     with located(place_of_rank()):
         roots = _check_modules(module)
         check_bool("recurse", recurse)
+        check_not_joined(roots, "unannotate")
         states = _states_in(roots, recurse=recurse)
         try:
             removal = _Removal(roots, states, recurse=recurse)

@@ -43,8 +43,8 @@ _WAITS = (str(Path(__file__).resolve().parent) + os.sep, dist.distributed_c10d._
 # What the watch itself does in a thread that it holds up is no wait.
 _WATCH = str(Path(__file__).resolve().with_name("watch.py"))
 _NOT_THE_USERS = (str(Path(torch.__file__).parent) + os.sep, _OURS, threading.__file__, contextlib.__file__)
-# Calls in which modules are annotated, or compared before their first forward.
-_CALLS = frozenset({"fully_shard", "replicate", "adopt"})
+# Calls in which modules are annotated, or compared before their first forward, or ranks meet inside of Join.
+_CALLS = frozenset({"fully_shard", "replicate", "adopt", "_notify", "meet_in_join"})
 # What stands between a call of the user and the function that it is for.
 _AROUND = frozenset({"annotate", "annotate_on_rank", "pre_forward", "post_forward"})
 # What calls hooks and collectives of users.

@@ -401,6 +401,10 @@ class Reducer:
         """Divide sums of gradients by this in place of the number of ranks; ``None``: by that again."""
         self._exchange.scale = 1.0 / (divisor or self._grid.divisor)
 
+    def expect(self, running: Sequence[int] | None) -> None:
+        """Expect gradients of these ranks only, as the transport has them; ``None``: of all."""
+        self._exchange.running = running
+
     def shadow(self) -> None:
         """Do what a backward does, with zeros in place of gradients: the other ranks run one. Collective.
 

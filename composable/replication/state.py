@@ -50,6 +50,10 @@ class UnevenInputs(Protocol):
         """Meet the ranks without inputs, at a forward of ``module``; ``broadcasts``: buffers are to be made equal."""
         ...
 
+    def is_live(self) -> bool:
+        """Say whether the context lasts, or an exception has ended it."""
+        ...
+
 
 class ReplicateState:
     """State of one ``replicate`` annotation.

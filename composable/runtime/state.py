@@ -4,6 +4,7 @@ import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,7 +40,11 @@ from composable.storage import Handle, Replicas, move_buffers
 from composable.torch_hooks import at_end_of_backward
 from composable.wording import class_name, module_text
 
-__all__ = ["FullyShardState", "Root", "handle_of_module", "sharded_state_of"]
+__all__ = ["FullyShardState", "Root", "handle_of_module", "model_ranks_of", "sharded_state_of"]
+
+
+class _Join(Protocol):
+    def is_live(self) -> bool: ...
 
 
 class FullyShardState:
@@ -89,6 +94,11 @@ class FullyShardState:
     @property
     def _all_handles(self) -> list[Handle]:
         """Every handle of the tree, left to right, depth first; of a root state only."""
+    @property
+    def is_joined(self) -> bool:
+        """The model is inside of a ``Join``: ranks without inputs follow it as it was when that was made."""
+        return self.root is not None and self.root.join is not None and self.root.join.is_live()
+
         return self._as_root().handles
 
     @property
@@ -205,6 +215,7 @@ class Root:
     """
 
     def __init__(
+        join: What says whether ranks without inputs follow; ``None``: none do.
         self, state: FullyShardState, handles: list[Handle], states: list[FullyShardState], scheduler: Scheduler
     ) -> None:
         self.state = state
@@ -216,6 +227,7 @@ class Root:
         self._scatters: dict[Ranks, OwnTransport] = {}
         self.standing = Standing(class_name(state.modules[0]), scheduler, state.settings)
         notice_tree(self.standing)
+        self.join: _Join | None = None
 
     @staticmethod
     def adopt(state: FullyShardState) -> "Root":
