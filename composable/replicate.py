@@ -200,11 +200,19 @@ def replicate(
         fix="build the same model and call replicate with the same arguments on every rank",
     )
     state.compared = text
+    state.has_parts = _has_parts(modules, ranks)
     state.use(Grid.whole(ranks))
     if static_graph:
         _LOG.info("replicate of %s with static_graph=True", describe_module(modules[0]))
     _execute(state, managed, choices, trainable, options, device, precision)
     return module
+
+
+def _has_parts(modules: Sequence[nn.Module], ranks: Ranks) -> bool:
+    """Say whether, on any of ``ranks``, something below is annotated on a part of them. Collective."""
+    grids = (getattr(state, "grid", None) for _, state in annotated_below(modules))
+    own = any(isinstance(grid, Grid) and grid.everyone.size < ranks.size for grid in grids)
+    return bool(ranks.reduce(torch.tensor(own, dtype=torch.int32), dist.ReduceOp.MAX))
 
 
 def _execute(

@@ -276,6 +276,7 @@ class _Pieces:
         self._by_cut: dict[tuple[_Home | None, tuple[Ranks, ...]], list[torch.Tensor]] = {}
         self._home: torch.device | None = None
         self._dtypes: set[torch.dtype] = set()
+        self._with_parts: set[tuple[int, ...]] = set()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -285,7 +286,13 @@ class _Pieces:
 
     def expect(self, tensor: torch.Tensor) -> None:
         """Take part in what the groups of a tensor exchange, also without its gradient."""
-        self._expect(_home_of(tensor), self._groups.of(tensor))
+        home = _home_of(tensor)
+        self._note_parts(home, tensor)
+        self._expect(home, self._groups.of(tensor))
+
+    def _note_parts(self, home: _Home | None, tensor: torch.Tensor | RaggedLayout) -> None:
+        if home is not None and has_parts(tensor):
+            self._with_parts.add(home.ranks.numbers)
 
     def _expect(self, home: _Home | None, cut: tuple[Ranks, ...]) -> None:
         self._expected[home, cut] += 1
@@ -295,11 +302,13 @@ class _Pieces:
         """Add a whole tensor's piece; ``home``: of the parameter whose gradient it is."""
         tensor = _without_partial(tensor)
         self._add(home, self._groups.of(tensor), _local(tensor))
+        self._note_parts(home, tensor)
 
     def add_accelerated(self, gradients: LocalGradients) -> None:
         """Add what an accelerated optimizer steps with."""
         home, cut = _home_of_layout(gradients.layout), self._groups.of_layout(gradients.layout)
         self._expect(home, cut)
+        self._note_parts(home, gradients.layout)
         self._dtypes |= gradients.dtypes
         for local in gradients.tensors:
             self._add(home, cut, local)
@@ -341,13 +350,15 @@ class _Pieces:
         }
         everywhere = parts.pop(None)
         for found in sorted(apart, key=_order_of):
+        if outer is not None and outer.numbers in self._with_parts:
+            # Where nothing is cut over all of them, this is an all-reduce more: also on a rank that lists no part.
+            everywhere.setdefault((self._groups.known_as(outer),), whole.nothing((1,), home))
             assert outer is not None, "some ranks are a part of it"
             counts = {cut: listed[found, cut] for cut in merged[found]}
             of_part = self._add_over_ranks(parts[found], counts, whole, home)
             if not found.is_first_of(outer):
                 of_part = whole.nothing((1,), home)  # One of those that have it tells of it.
             cut = (self._groups.known_as(outer),)
-            # Where nothing else is cut over all of them, this is an all-reduce more.
             everywhere[cut] = whole.combine(everywhere[cut], of_part) if cut in everywhere else of_part
         return self._add_over_ranks(everywhere, {cut: listed[None, cut] for cut in everywhere}, whole, home)
 

@@ -71,12 +71,12 @@ class ReplicateState:
         hook_handles: Remove them, and the modules run as plain ones again.
         standing: Tells other ranks that wait where the modules are.
         view: What ``as_ddp`` has made.
+        follows: A sharded module around, on more ranks, says when ranks meet.
+        has_parts: On some of the ranks, modules inside are annotated on a part of them.
         uneven: Told of each forward, while ranks may run out of inputs; ``None``: they do not.
     """
 
     modules: tuple[nn.Module, ...]
-        follows: A sharded module around, on more ranks, says when ranks meet.
-        has_parts: On some of the ranks, modules inside are annotated on a part of them.
     reducer: Reducer
     grid: Grid
     transport: OwnTransport
@@ -86,26 +86,26 @@ class ReplicateState:
     def __init__(self) -> None:
         self.modules = ()
         self.compared = ""
+        self.has_parts = self.follows = False
         self.ignored = Ignored()
         self.buffers = None
         self.precision: Precision | None = None
         self.frozen = []
-        self.has_parts = self.follows = False
         self.hook_handles: list[RemovableHandle] = []
         self._seen = (-1, 0)
         self.uneven: UnevenInputs | None = None
         self.view: object = None
         self.standing = Standing()
 
-    def before_forward(self, module: nn.Module) -> None:
-        """Prepare a forward of ``module`` that a backward may follow.
-
-        Raises:
     @property
     def is_joined(self) -> bool:
         """The modules are inside of a ``Join``: ranks without inputs follow them as they were when that was made."""
         return self.uneven is not None and self.uneven.is_live()
 
+    def before_forward(self, module: nn.Module) -> None:
+        """Prepare a forward of ``module`` that a backward may follow.
+
+        Raises:
             UsageError: A parameter that was frozen at annotation requires a gradient now, or was added since; or
                 something else averages gradients, or an optimizer in backward is beside a hook.
         """
@@ -122,23 +122,19 @@ class ReplicateState:
                     at=f"{place_of_rank()}, parameter {fqn!r}",
                     fix="call replicate after unfreezing",
                 )
-        self.transport.connect()
-        self.reducer.prepare()
-        broadcasts = self.buffers is not None and module.training and self.reducer.requires_gradient_sync
-        if self.uneven is not None:
         if not self.follows:
             self._meet(module)
 
     def _meet(self, module: nn.Module) -> None:
         """Do what the ranks do together before a forward. Collective."""
+        self.transport.connect()
+        self.reducer.prepare()
+        broadcasts = self.buffers is not None and module.training and self.reducer.requires_gradient_sync
+        if self.uneven is not None:
             self.uneven.begin_forward(module, broadcasts=broadcasts)
         elif self.buffers is not None and broadcasts:
             self.buffers.broadcast()
 
-    def broadcast_all(self, source_rank: int) -> None:
-        """Give every rank the parameters and buffers of one rank of the transport. Collective; nothing is running."""
-        tensors: list[torch.Tensor] = [local_of(item.param) for item in self.reducer.params]
-        tensors += [local_of(param) for _, param in self.frozen]
     def begin_to_follow(self) -> None:
         """Meet when a sharded module around begins a forward or backward, whether these modules are called or not."""
         self.transport.connect()
@@ -158,6 +154,10 @@ class ReplicateState:
         if self.follows:
             self.reducer.follow()
 
+    def broadcast_all(self, source_rank: int) -> None:
+        """Give every rank the parameters and buffers of one rank of the transport. Collective; nothing is running."""
+        tensors: list[torch.Tensor] = [local_of(item.param) for item in self.reducer.params]
+        tensors += [local_of(param) for _, param in self.frozen]
         slots = [] if self.buffers is None else self.buffers.slots
         tensors += [buffer for owner, name in slots if (buffer := owner[name]) is not None]
         broadcast_tensors(tensors, self.transport, self.grid.everyone.device, source_rank)
@@ -239,11 +239,11 @@ class ReplicateState:
 
     def close(self) -> None:
         """Make the modules plain ones again. Collective; no forward or backward is running."""
+        self.end_to_follow()
         self.transport.connect()
         self.reducer.close()
         if self.precision is not None:
             self.precision.close()
-        self.end_to_follow()
         release([*(item.param for item in self.reducer.params), *(param for _, param in self.frozen)])
         leave_alone(self._own_modules())
         for hook in self.hook_handles:
@@ -262,6 +262,7 @@ class ReplicateState:
             )
         twin = memo[id(self)] = ReplicateState()
         twin.compared = self.compared
+        twin.has_parts = self.has_parts
         twin.use(self.grid)
         for item in self.reducer.params:
             copied = copy.deepcopy(item.param, memo)

@@ -10,7 +10,7 @@ The message travels in host memory, also where parameters live on a device: nobo
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.distributed import ReduceOp
@@ -171,18 +171,40 @@ class Agreement:
         self._ranks.compare(self._choices.text(), failure, shown=self._choices.shown(), what=_WHAT, fix=_FIX)
 
 
-def find_stale(ranks_of: Mapping[Handle, Ranks], kept: Sequence[Handle]) -> list[Handle]:
+def find_stale(everyone: Ranks, ranks_of: Mapping[Handle, Ranks], kept: Sequence[Handle]) -> list[Handle]:
     """Return those of ``kept``, unsharded, of which some rank has written its shard since they were gathered.
 
-    Collective over the ranks of each handle: one small message.
+    Collective over the ranks of each handle: one small message. Beside handles of all ranks those of a part of them,
+    such as experts, cost none: where one of these was written, on any rank, all of them count as written.
+
+    Args:
+        everyone: All ranks of the root.
+        ranks_of: Of each handle.
+        kept: Handles; of those on ``everyone`` the same on all ranks.
     """
     groups: dict[Ranks, list[Handle]] = {}
     for handle in kept:
         groups.setdefault(ranks_of[handle], []).append(handle)
     stale: list[Handle] = []
     for ranks, handles in sorted(groups.items(), key=lambda item: item[0].order):
-        with torch.inference_mode(mode=False):
-            told = torch.tensor([not handle.is_fresh() for handle in handles], dtype=torch.int32)
-        heard = ranks.reduce(told, ReduceOp.MAX).tolist()
+        heard = _heard(ranks, map(_is_stale, handles))
         stale += [handle for handle, is_stale in zip(handles, heard, strict=True) if is_stale]
     return stale
+    outer = groups.pop(everyone, [])
+    if outer:
+        parts = [handle for handles in groups.values() for handle in handles]
+        *heard, is_part_stale = _heard(everyone, [*map(_is_stale, outer), any(map(_is_stale, parts))])
+        stale = [handle for handle, is_stale in zip(outer, heard, strict=True) if is_stale]
+        return stale + (parts if is_part_stale else [])
+
+
+def _is_stale(handle: Handle) -> bool:
+    return not handle.is_fresh()
+
+
+def _heard(ranks: Ranks, flags: Iterable[bool]) -> list[int]:
+    """Return of each flag whether it is set on any rank. Collective."""
+    with torch.inference_mode(mode=False):
+        told = torch.tensor(list(flags), dtype=torch.int32)
+    heard: list[int] = ranks.reduce(told, ReduceOp.MAX).tolist()
+    return heard

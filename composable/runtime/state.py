@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import torch
 from torch import nn
+from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
@@ -23,7 +25,7 @@ from composable.collectives import (
     settle_transport_for,
     transport_of,
 )
-from composable.contract import get_registry, managing_state
+from composable.contract import annotated_below, get_registry, managing_state
 from composable.errors import ComposableError, UsageError, located, place_of_rank
 from composable.planning import ShardPlan, managed_modules, name_modules
 from composable.runtime.account import Account
@@ -240,7 +242,9 @@ class Root:
         )
         for handle in handles:
             handle.name_modules([names.get(*pair) for pair in zip(handle.modules, handle.module_fqns, strict=True)])
-        _compare_plans(states, _find_failure(state, states, names))
+        models = model_ranks_of(handles)
+        _compare_plans(states, models, _find_failure(state, states, names))
+        _note_parts(state, handles)
         for found in states:
             if found.root is not None:
                 found.root.scheduler.let_go(found._handles)
@@ -280,7 +284,9 @@ class Root:
         scheduler.agree_by(functools.partial(_make_agreements, states, models))
         scheduler.compare_by(
             functools.partial(
-                find_stale, {handle: found.grid.everyone for found in states for handle in found._handles}
+                find_stale,
+                state.grid.everyone,
+                {handle: found.grid.everyone for found in states for handle in found._handles},
             )
         )
         root = Root(state, handles, states, scheduler)
@@ -297,6 +303,7 @@ class Root:
         state.root = root
         notice_plan(state.plan, state.grid.everyone)
         for found in states:
+        notice_experts(handles, leaders, state.grid.everyone)
             notice_offload(found.plan, found.grid.everyone)
         return root
 
@@ -323,7 +330,42 @@ class Root:
             state.root = None
 
 
-def _make_agreements(states: Sequence[FullyShardState], accounts: Sequence[Account]) -> "list[Agreement | Comparison]":
+def _note_parts(root: FullyShardState, handles: Sequence[Handle]) -> None:
+    """Let the handles on all ranks of the root know whether modules lie on a part of these, on any. Collective."""
+    everyone = root.grid.everyone
+    grids = {getattr(state, "grid", root.grid) for _, state in annotated_below(root.modules)}
+    own = any(grid.everyone.size < everyone.size for grid in grids)
+    with torch.inference_mode(mode=False):
+        has_parts = bool(everyone.reduce(torch.tensor(own, dtype=torch.int32), ReduceOp.MAX))
+    for handle in handles:
+        handle.has_parts = has_parts and handle.grid.everyone == everyone
+
+
+def model_ranks_of(handles: Iterable[Handle]) -> dict[Ranks, ModelRanks]:
+    """Return, for the ranks of each handle, these with the ranks of tensor parallelism beside them.
+
+    Collective over all of them where there are some beside.
+
+    Raises:
+        ConfigError: On every rank: they are no grid.
+    """
+    beside: dict[Ranks, dict[tuple[int, ...], Ranks]] = {}
+    seen: set[tuple[Ranks, DeviceMesh]] = set()
+    for handle in handles:
+        ranks = handle.grid.everyone
+        others = beside.setdefault(ranks, {})
+        for layout in (param.layout for param in handle.params):
+            if layout.mesh.ndim > 1 and (ranks, layout.mesh) not in seen:
+                seen.add((ranks, layout.mesh))
+                along = [Ranks.of_mesh(layout.mesh, dim) for dim in range(layout.mesh.ndim) if dim != layout.mesh_dim]
+                others.update({one.numbers: one for one in along})
+    ordered = sorted(beside.items(), key=lambda item: item[0].order)
+    return {ranks: ModelRanks.of(ranks, list(others.values())) for ranks, others in ordered}
+
+
+def _make_agreements(
+    states: Sequence[FullyShardState], models: Mapping[Ranks, ModelRanks], accounts: Sequence[Account]
+) -> "list[Agreement | Comparison]":
     """Return one agreement for each group of ranks that shares handles. Collective over them."""
     ranks_of = {flat: state for state in states for handle in state._handles for flat in handle.buffers}
     found: dict[Ranks, tuple[str, list[Account]]] = {}
@@ -414,7 +456,8 @@ def _compare_plans(states: Sequence[FullyShardState], failure: UsageError | None
                 found,
                 shown="\n".join([*(state.plan.compared_text() for state in own), choices.shown()]),
                 what="the ranks annotated different plans",
-                fix="build the same model and call fully_shard with the same arguments on every rank",
+                fix="build the same model and call fully_shard with the same arguments on every rank; what differs by "
+                "rank, such as experts, on the ranks that share it",
             )
         except ComposableError as error:
             # Of some experts: those around tell the ranks of all others.
