@@ -26,7 +26,7 @@ from composable.ragged import RaggedDTensor, collect_blocks
 from composable.registrations import leave_alone
 from composable.replicate_module import remove_replicate_mixin
 from composable.replication import ReplicateState
-from composable.runtime import AnnotatedPart, FullyShardState
+from composable.runtime import AnnotatedPart, FullyShardState, model_ranks_of
 from composable.storage import Handle, ShardedParam, handle_of, reaches_out, waits_for_copies
 
 __all__ = ["unannotate"]
@@ -274,6 +274,8 @@ def _full_gradient(param: ShardedParam, grid: Grid, divisor: float, *, has_kept:
 def _everyone(roots: Sequence[nn.Module], states: Sequence[_State]) -> list[Ranks]:
     """Return the ranks that have to agree, group by group: parts first, so that the whole hears of their failures."""
     found = [state.grid.everyone for state in states]
+    sharded = [state for state in states if isinstance(state, FullyShardState)]
+    found += [model.everyone for model in model_ranks_of(one for state in sharded for one in state._handles).values()]
     for handle in {handle_of(param): None for root in roots for param in root.parameters()}:
         if handle is not None:
             found.append(handle.grid.everyone)

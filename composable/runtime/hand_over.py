@@ -65,7 +65,7 @@ class HandOver:
 
     def tell(self, *, ends: bool) -> None:
         """Note what the leaves still hold; if this ends the reductions, also those of before, tell the other ranks."""
-        is_synced = self.is_deferred
+        is_synced, goes_on = self.is_deferred, False
         for turn in self._turns.values():
             if not turn.handle.requires_gradient_sync:
                 turn.handle.keep_gradients()
@@ -74,10 +74,11 @@ class HandOver:
                 for account in turn.accounts:
                     account.look()
             else:
+                    goes_on |= account.has_more or self._is_kept(turn.handle, account)
                 self.is_deferred = True
         if ends and is_synced:
             for agreement in self._agreements:
-                agreement.begin(has_failed=self._reductions.failure is not None)
+                agreement.begin(has_failed=self._reductions.failure is not None, goes_on=goes_on)
 
     def end(self, tidy: Callable[[], None]) -> None:
         """Reduce what is left on any rank, and hand over every gradient.
@@ -92,9 +93,10 @@ class HandOver:
         self._is_settled = False
         with torch.no_grad():
             self._reductions.finish()
-            complaining = [agreement for agreement in self._agreements if agreement.finish()]
+            complaining = {agreement: None for agreement in self._agreements if agreement.finish()}
             stray = self._reduce_the_rest()
-            failure: Exception | None = self._reductions.end()
+            failure: Exception | None = self._reductions.end() or (_stray(stray) if stray else None)
+            complaining |= self._tell_again(has_failed=failure is not None)
             tidy()
             was_deferred, self.is_deferred = self.is_deferred, False
             self._settle()
@@ -157,11 +159,10 @@ class HandOver:
             note_finished([turn.handle])
             turn.waits_for_copies = False
 
-    def _reduce_kept(self, handle: Handle, account: Account) -> None:
-        """Sum up over copies what earlier backwards left, if this one is to do so and has reduced nothing itself."""
+    def _is_kept(self, handle: Handle, account: Account) -> bool:
+        """Say whether earlier backwards left shards that are to be summed up over copies now."""
         kept = account.flat.routes.kept
-        if kept.total is not None and not kept.defers and handle.requires_gradient_sync:
-            self._reductions.begin(account, None)
+        return kept.total is not None and not kept.defers and handle.requires_gradient_sync
 
     def _reduce_the_rest(self) -> list[Handle]:
         """Reduce what some rank still holds; returns handles of whose gradients the ranks do not tell each other."""
@@ -169,7 +170,8 @@ class HandOver:
         for handle, turn in self._turns.items():
             for account in turn.accounts:
                 if not account.has_more:
-                    self._reduce_kept(handle, account)
+                    if self._is_kept(handle, account):
+                        self._reductions.begin(account, None)
                     continue
                 account.has_more = False
                 # What has been stepped cannot take another part of its gradient.
@@ -182,3 +184,16 @@ class HandOver:
                         self._reductions.begin(account, gradient)
         self._reductions.finish()
         return stray
+
+
+def _stray(handles: Sequence[Handle]) -> UsageError:
+    return UsageError(
+        "a gradient arrived after its module was reduced: a parameter was used outside its forward",
+        at=f"{place_of_rank()}, {', '.join(handle.described for handle in handles)}",
+        fix="use them in the forward of their own module, let the module above own them, "
+        + (
+            "or step after backward"
+            if any(handle.steppers for handle in handles)
+            else "or annotate with unused_gradients='none'"
+        ),
+    )

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,6 +16,7 @@ import _traversal_utils
 from composable.casts import LentBuffers
 from composable.collectives import (
     Grid,
+    ModelRanks,
     OwnTransport,
     Ranks,
     Transport,
@@ -94,13 +95,13 @@ class FullyShardState:
         return None if self.root is None else self.root.state is self
 
     @property
-    def _all_handles(self) -> list[Handle]:
-        """Every handle of the tree, left to right, depth first; of a root state only."""
-    @property
     def is_joined(self) -> bool:
         """The model is inside of a ``Join``: ranks without inputs follow it as it was when that was made."""
         return self.root is not None and self.root.join is not None and self.root.join.is_live()
 
+    @property
+    def _all_handles(self) -> list[Handle]:
+        """Every handle of the tree, left to right, depth first; of a root state only."""
         return self._as_root().handles
 
     @property
@@ -214,10 +215,10 @@ class Root:
         additions: Notices parameters that come after the annotation.
         lent_buffers: What modules hold in place of their buffers while they run.
         standing: Tells other ranks that wait where the tree is.
+        join: What says whether ranks without inputs follow; ``None``: none do.
     """
 
     def __init__(
-        join: What says whether ranks without inputs follow; ``None``: none do.
         self, state: FullyShardState, handles: list[Handle], states: list[FullyShardState], scheduler: Scheduler
     ) -> None:
         self.state = state
@@ -226,10 +227,10 @@ class Root:
         self.scheduler = scheduler
         self.additions = Additions()
         self.lent_buffers = LentBuffers()
+        self.join: _Join | None = None
         self._scatters: dict[Ranks, OwnTransport] = {}
         self.standing = Standing(class_name(state.modules[0]), scheduler, state.settings)
         notice_tree(self.standing)
-        self.join: _Join | None = None
 
     @staticmethod
     def adopt(state: FullyShardState) -> "Root":
@@ -302,8 +303,8 @@ class Root:
                 found.root = root
         state.root = root
         notice_plan(state.plan, state.grid.everyone)
-        for found in states:
         notice_experts(handles, leaders, state.grid.everyone)
+        for found in states:
             notice_offload(found.plan, found.grid.everyone)
         return root
 
@@ -326,6 +327,8 @@ class Root:
         """Undo ``adopt``, so that the next forward decides the root anew; that is collective again."""
         self.scheduler.close()
         self.standing.close()
+        for companion in self.scheduler.companions:
+            companion.end_to_follow()
         for state in self.states:
             state.root = None
 
@@ -377,14 +380,16 @@ def _make_agreements(
     handles: dict[Ranks, list[Handle]] = {}
     for state in states:
         handles.setdefault(state.grid.everyone, []).extend(state._handles)
-    return [
-        Agreement(ranks, host_transport_of(ranks, name), own, handles[ranks])
-        if own
-        else Comparison(ranks, handles[ranks])
-        for companion in self.scheduler.companions:
-            companion.end_to_follow()
-        for ranks, (name, own) in sorted(found.items(), key=lambda item: item[0].order)
-    ]
+    made: list[Agreement | Comparison] = []
+    for ranks, (name, own) in sorted(found.items(), key=lambda item: models[item[0]].everyone.order):
+        model = models[ranks]
+        if own:
+            if model.others:
+                name = settle_transport_for(model.everyone, "auto")
+            made.append(Agreement(model, host_transport_of(model.everyone, name), own, handles[ranks]))
+        else:
+            made.append(Comparison(model.everyone, handles[ranks]))
+    return made
 
 
 def _find_leaders(root: FullyShardState, states: Sequence[FullyShardState]) -> dict[Handle, list[Handle]]:
@@ -437,8 +442,12 @@ def handle_of_module(module: nn.Module) -> Handle | None:
     return None if state is None else state._module_to_handle.get(module)
 
 
-def _compare_plans(states: Sequence[FullyShardState], failure: UsageError | None) -> None:
+def _compare_plans(
+    states: Sequence[FullyShardState], models: Mapping[Ranks, ModelRanks], failure: UsageError | None
+) -> None:
     """Raise on every rank unless all ranks annotated the same plans, and none has a failure.
+
+    Ranks with other blocks, of tensor parallelism, have other plans and hear of failures.
 
     Raises:
         DesyncError: With the first line in which a rank differs.
@@ -447,10 +456,15 @@ def _compare_plans(states: Sequence[FullyShardState], failure: UsageError | None
     members: dict[Ranks, list[FullyShardState]] = {}
     for state in states:
         members.setdefault(state.grid.everyone, []).append(state)
+    for model in models.values():
+        members.setdefault(model.everyone, [])
     found: ComposableError | None = failure
     for ranks, own in sorted(members.items(), key=lambda item: item[0].order):
         choices = Choices([handle for state in own for handle in state._handles])
         try:
+            if not own:
+                ranks.raise_together(found)
+                continue
             ranks.compare(
                 "".join([*(f"{state.plan.digest()} {state.follows_parent}" for state in own), choices.text()]),
                 found,
