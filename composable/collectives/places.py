@@ -69,11 +69,13 @@ class Told:
         name: Equal on all ranks, and no other annotation's.
         tree: Where its modules are.
         transport: Of its ranks.
+        groups: Names of all process groups that it talks in: where ranks have diverged, none of them serves any more.
     """
 
     name: str
     tree: Tree
     transport: Transport
+    groups: tuple[str, ...] = ()
 
 
 class Annotated(Protocol):
@@ -239,6 +241,7 @@ def _wait_for_started(
     group = transport.groups[0]
     text, own = _name_of(started, trees)
     tree = told[id(own)].name if id(own) in told else ""
+    others = told[id(own)].groups if id(own) in told else ()
     # Of those that were started since, the group has counted as many as the transport has, or more.
     sequence = 0 if started.has_tag else started_in(group) - (transport.order.count - started.number)
     return Wait(
@@ -252,7 +255,7 @@ def _wait_for_started(
         kind=str(started.tag),
         sequence=sequence,
         tree=tree,
-        groups=tuple(each.group_name for each in transport.groups),
+        groups=tuple(dict.fromkeys([*(each.group_name for each in transport.groups), *others])),
         is_call=is_call,
     )
 

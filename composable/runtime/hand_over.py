@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from composable.collectives import Transport
 from composable.errors import UsageError, place_of_rank
 from composable.ragged import note_finished, note_unfinished
 from composable.runtime.account import Account
@@ -73,8 +74,8 @@ class HandOver:
                 is_synced = True
                 for account in turn.accounts:
                     account.look()
-            else:
                     goes_on |= account.has_more or self._is_kept(turn.handle, account)
+            else:
                 self.is_deferred = True
         if ends and is_synced:
             for agreement in self._agreements:
@@ -113,17 +114,17 @@ class HandOver:
                 failure = failure or error
         if failure is not None:
             raise failure
-        if stray:
-            raise UsageError(
-                "a gradient arrived after its module was reduced: a parameter was used outside its forward",
-                at=f"{place_of_rank()}, {', '.join(handle.described for handle in stray)}",
-                fix="use them in the forward of their own module, let the module above own them, "
-                + (
-                    "or step after backward"
-                    if any(handle.steppers for handle in stray)
-                    else "or annotate with unused_gradients='none'"
-                ),
-            )
+
+    def _tell_again(self, *, has_failed: bool) -> dict[Agreement | Comparison, None]:
+        """Tell where some rank had more to reduce how that went; returns where some rank complains now."""
+        again = [agreement for agreement in self._agreements if agreement.goes_on]
+        for agreement in again:
+            agreement.begin(has_failed=has_failed)
+        return {agreement: None for agreement in again if agreement.finish()}
+
+    def transports(self) -> set[Transport]:
+        """Return all that ranks tell each other by."""
+        return {agreement.transport for agreement in self._agreements if agreement.transport is not None}
 
     def abandon(self) -> None:
         """Forget what was told and not heard."""
