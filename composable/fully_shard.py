@@ -6,6 +6,7 @@ leaves the module as it was.
 Source: ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277.
 """
 
+import functools
 import gc
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -252,7 +253,7 @@ def _check_pairs(state: FullyShardState) -> None:
     """Refuse a mesh that lacks ranks of another annotation below, or pairs them in another way."""
     for module, other_state in annotated_below(state.modules):
         if other_state is not state and isinstance(other_state, FullyShardState | ReplicateState):
-            check_inside(other_state.grid, state.grid, describe_module(module))
+            check_inside(other_state.grid, state.grid, functools.partial(describe_module, module))
     for module in state.modules:
         for below in _traversal_utils._get_fsdp_states(module):
             own, other = state.grid.columns, below.grid.columns if below is not state else ()

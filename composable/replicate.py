@@ -164,7 +164,7 @@ def replicate(
         check_outside_inference("replicate")
         for below, other in annotated_below(modules):
             if other is not state and isinstance(other, FullyShardState | ReplicateState):
-                check_inside(other.grid, Grid.whole(ranks), describe_module(below))
+                check_inside(other.grid, Grid.whole(ranks), functools.partial(describe_module, below))
         choices = Choices(
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
@@ -202,7 +202,7 @@ def replicate(
     state.compared = text
     state.has_parts = _has_parts(modules, ranks)
     state.use(Grid.whole(ranks))
-    if static_graph:
+    if static_graph and _LOG.isEnabledFor(logging.INFO):
         _LOG.info("replicate of %s with static_graph=True", describe_module(modules[0]))
     _execute(state, managed, choices, trainable, options, device, precision)
     return module

@@ -1,7 +1,9 @@
 """``replicate`` inside ``fully_shard`` and the reverse, trained against one process."""
 
+import copy
 import random
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -23,8 +25,8 @@ from composable import (
 )
 from composable.optim.units import homes_of, sharded_params_of
 from composable.storage import handle_of
-from tests.models import MLPBlock, make_model, random_input, seeded
-from tests.parity import assert_equal_runs, train_annotated, train_reference
+from tests.models import MLPBlock, loss_of, make_model, random_input, seeded
+from tests.parity import assert_equal_runs, inputs_of, train_annotated, train_reference
 from tests.world import run_threads
 
 
@@ -61,6 +63,39 @@ WAYS = [replicated_block, replicated_block_by_hand, sharded_inside_replicated, s
 @pytest.mark.parametrize("annotate", WAYS)
 def test_nested_annotations_equal_one_process(annotate: Callable[[nn.Module], None], world_size: int) -> None:
     assert_equal_runs(run_threads(train_annotated, world_size, "mlp", annotate), train_reference("mlp", world_size))
+
+
+def replicated_static_graph(model: nn.Module) -> None:
+    replicate(model, static_graph=True)
+
+
+def live(annotate: Callable[[nn.Module], None]) -> None:
+    """All that is done with a model, without an error."""
+    model = make_model("mlp")
+    annotate(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    args, kwargs = inputs_of(model, 0, dist.get_rank())
+    with no_sync(model):
+        loss_of(model(*args, **kwargs)).backward()
+    loss_of(model(*args, **kwargs)).backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    with unshard_params(model):
+        pass
+    twin = copy.deepcopy(model)
+    model.load_state_dict(twin.state_dict())
+    full_state_dict(twin)
+    for module in reversed([*model.modules()]):
+        if fully_shard.state(module) is not None or replicate.state(module) is not None:
+            unannotate(module)
+
+
+@pytest.mark.parametrize("annotate", [*WAYS, replicated_static_graph])
+def test_nothing_looks_through_all_live_objects_but_an_error(annotate: Callable[[nn.Module], None]) -> None:
+    # The name of a module is found by asking every object of the process: seconds for many annotations.
+    with mock.patch("composable.fqns.gc.get_objects", side_effect=AssertionError("looked through")):
+        run_threads(live, 2, annotate)
 
 
 def incompatible(first: str) -> str:

@@ -3,7 +3,7 @@
 import inspect
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -182,13 +182,13 @@ class Grid:
         return Grid(alone, ranks, ranks)
 
 
-def check_inside(below: Grid, around: Grid, place: str) -> None:
+def check_inside(below: Grid, around: Grid, place: Callable[[], str]) -> None:
     """Refuse annotations inside each other of which the inner one has ranks that the outer one lacks.
 
     Args:
         below: Ranks of the inner one.
         around: Ranks of the outer one.
-        place: Where the inner one is, for people.
+        place: Says where the inner one is; asked only for an error.
 
     Raises:
         ConfigError: They do not lie inside each other.
@@ -199,7 +199,7 @@ def check_inside(below: Grid, around: Grid, place: str) -> None:
         raise ConfigError(
             f"a module below is annotated on ranks {list(inner)}, and this one, around it, on {list(outer)} only: "
             f"rank {outside[0]} would wait for who does not run it",
-            at=f"{place_of_rank()}, {place}",
+            at=f"{place_of_rank()}, {place()}",
             fix="annotate what lies inside on some of the outer ranks, say one dim of a mesh of all of them",
         )
 

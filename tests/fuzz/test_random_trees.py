@@ -18,8 +18,8 @@ from tests.fuzz.programs import PROGRAMS
 from tests.fuzz.runner import Outcome, run_case
 from tests.fuzz.workers import Worker, worker
 
-# (ranks, seeds); together a few hundred trees.
-GROUPS = [(2, range(start, start + 20)) for start in range(0, 240, 20)] + [(3, range(240, 270)), (4, range(270, 280))]
+# (ranks, seeds); together a hundred trees: enough to meet every kind.
+GROUPS = [(2, range(start, start + 20)) for start in range(0, 80, 20)] + [(3, range(240, 255)), (4, range(270, 275))]
 # With options of replicate, and such as exclude each other: more is refused.
 REPLICATED = [(2, range(14)), (3, range(14, 20)), (1, range(20, 26))]
 # With copies of shards.
@@ -76,7 +76,7 @@ def test_so_they_do_on_processes(seed: int) -> None:
     assert outcome.kind in ("right", "refused"), described([(case, outcome)])
 
 
-def test_a_few_hundred_seeds_meet_every_kind() -> None:
+def test_so_few_seeds_meet_every_kind() -> None:
     met = {kind for world_size, seeds in GROUPS for seed in seeds for kind in kinds_of(draw(seed, world_size))}
     met |= {kind for seed in range(500) for kind in kinds_of(draw_replicated(seed, 2))}
     met |= {kind for seed in range(100) for kind in kinds_of(draw_hybrid(seed, 2))}
