@@ -1082,29 +1082,3 @@ def test_what_one_rank_does_alone_is_an_error_on_ranks_with_other_blocks_too(way
     failing = random.Random(way).randrange(4)
     texts = run_threads(told_of, 4, way, failing, (2, 2))
     assert not any("no error" in text or "every rank that is left waits" in text for text in texts), texts
-
-
-def late_gradient(failing: int) -> str:
-    """Let a parameter be used outside of its module, where no message is sent before, and a hook fail on one rank."""
-    mesh = mesh_of(2, 2)
-    model: Any = annotated(mesh)
-    loss_at(model, 0, data_rank(mesh)).backward()
-    model.zero_grad()
-    calls: list[int] = []
-
-    def hook(shard: torch.Tensor) -> object:
-        calls.append(0)
-        return object() if dist.get_rank() == failing and len(calls) > len(model.blocks) else None
-
-    loss = loss_at(model, 1, data_rank(mesh))
-    model.set_all_reduce_hook(hook)
-    try:
-        loss.backward()
-    except ConfigError as error:
-        return str(error).partition("\n")[0]
-    return "no error"
-
-
-@pytest.mark.parametrize("failing", [0, 3])
-def test_a_hook_that_fails_on_one_rank_is_told_whenever_it_runs(failing: int) -> None:
-    assert run_threads(late_gradient, 4, failing) == ["the all-reduce hook returned a object"] * 4
