@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from composable.arguments import check_bool, check_module
+from composable.collectives import wait_for_work
 from composable.contract import get_registry
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
@@ -161,8 +162,7 @@ class DDPView(Joinable):
             self._broadcast(0, broadcasts=broadcasts)
             return
         work = Join.notify_join_context(self)
-        if work is not None:
-            work.wait()
+        wait_for_work(work, self.process_group, "Join")
         reducer = self._state.reducer
         self._told_to_synchronise = reducer.synchronises
         reducer.before_round = self._check_told

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from composable.arguments import check_bool, check_module, described
-from composable.collectives import annotating
+from composable.collectives import annotating, wait_for_work
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
 from composable.uneven_parts import Part, check_shares, find_parts, ranks_of
 from composable.uneven_steps import STEP, Steps
@@ -148,8 +148,7 @@ class UnevenInputs(Joinable):
         except RuntimeError:
             self.end()
             raise
-        if work is not None:
-            work.wait()
+        wait_for_work(work, self._ranks.process_group, "Join")
         return True
 
     def _is_live(self) -> bool:
