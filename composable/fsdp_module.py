@@ -119,7 +119,7 @@ class FSDPModule(FSDPSettings, ReductionControl):
         """
         if is_asked_by_pipeline():
             for root in roots_of(self, recurse=True):
-                root.scheduler.check_split_backward()
+                root.scheduler.backwards.check_split_backward()
         return super().parameters(recurse)  # type: ignore[misc,no-any-return]  # of nn.Module, further down the MRO
 
     def zero_grad(self, set_to_none: bool = True) -> None:

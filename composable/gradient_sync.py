@@ -83,7 +83,7 @@ def reduce_gradients(module: nn.Module) -> None:
     if not all(scheduler.is_idle for scheduler in schedulers):
         raise _is_running(module)
     for scheduler in schedulers:
-        scheduler.reduce_kept()
+        scheduler.backwards.reduce_kept()
         if scheduler.is_deferred:
             # Backwards were told that they are not the last one: this is the end of all of them.
             scheduler.finalize()

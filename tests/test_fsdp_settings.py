@@ -265,8 +265,8 @@ def compared_after_the_event() -> list[str]:
         return []
 
     with (
-        mock.patch.object(scheduler._unsharded, "_find_stale", compare),
-        mock.patch.object(scheduler, "_streams", mock.Mock(wraps=scheduler._streams)) as streams,
+        mock.patch.object(scheduler.step.unsharded, "_find_stale", compare),
+        mock.patch.object(scheduler.step, "streams", mock.Mock(wraps=scheduler.step.streams)) as streams,
         mock.patch.object(root_of(model).state.settings, "post_optim_event", event),
     ):
         streams.shards_written_at = lambda given: done.append(f"gathers wait: {given is event}")

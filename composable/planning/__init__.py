@@ -2,7 +2,7 @@
 
 from composable.planning.cut import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape, strides_of
 from composable.planning.handle_plan import BufferPlan, HandlePlan
-from composable.planning.layout import FlatLayout, Span
+from composable.planning.layout import FlatLayout, ShardSplit, Span
 from composable.planning.links import Link, Links, PlanEstimate
 from composable.planning.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
 from composable.planning.options import (
@@ -48,6 +48,7 @@ __all__ = [
     "ShardOptions",
     "ShardPlacementFn",
     "ShardPlan",
+    "ShardSplit",
     "ShardingStrategy",
     "Span",
     "SplitNode",

@@ -36,7 +36,7 @@ class Account:
         self.flat = flat
         self.fills_with_zeros = fills_with_zeros
         self._numel_bytes = len(flat.params) // 8 + 1
-        self._all_told = (flat.all_bits << 1).to_bytes(self._numel_bytes, "little")
+        self._all_told = (flat.gradients.all_bits << 1).to_bytes(self._numel_bytes, "little")
         self.waits: list[tuple[torch.Tensor, int]] = []
         self.had = 0
         self.has_more = False
@@ -50,7 +50,7 @@ class Account:
 
     def look(self) -> None:
         """Note what the leaves still hold."""
-        left = self.flat.gradient_bits()
+        left = self.flat.gradients.bits()
         self.had |= left
         self.has_more = left != 0
 
@@ -58,15 +58,15 @@ class Account:
         """Give what was reduced, [S], to the parameters that are known to get it."""
         flat = self.flat
         given = 0
-        if not flat.has_hooks():
+        if not flat.gradients.has_hooks():
             given = self.had | flat.routes.kept.bits
             if self.fills_with_zeros:
-                given = flat.all_bits
-            elif flat.steps_together:
+                given = flat.gradients.all_bits
+            elif flat.gradients.steps_together:
                 given = 0
             if given:
                 self._give(reduced, given)
-        if given != flat.all_bits:
+        if given != flat.gradients.all_bits:
             self.waits.append((reduced, given))
 
     def settle(self, *, fills_unused: bool) -> None:
@@ -82,7 +82,7 @@ class Account:
             return
         rest, self.waits = self.waits, []
         if fills_unused:
-            had = self.flat.all_bits
+            had = self.flat.gradients.all_bits
         whole = [reduced for reduced, given in rest if not given]
         if len(whole) > 1:
             # Of these nobody has got a part yet: hooks run once, on the sum.
@@ -92,14 +92,14 @@ class Account:
         for reduced, given in rest:
             left = had & ~given
             if left:
-                self._give(reduced, left, with_hooks=not given and self.flat.has_hooks())
+                self._give(reduced, left, with_hooks=not given and self.flat.gradients.has_hooks())
 
     def _give(self, reduced: torch.Tensor, bits: int, *, with_hooks: bool = False) -> None:
-        if self.flat.steppers:
+        if self.flat.gradients.steppers:
             # What waited for the ranks with copies is whole now, and is stepped.
             handle = handle_of(self.flat.params[0].sharded)
             note_finished([] if handle is None else [handle])
-        self.flat.accumulate(reduced, bits, with_hooks=with_hooks)
+        self.flat.gradients.accumulate(reduced, bits, with_hooks=with_hooks)
 
     # As bytes: the same number on all ranks.
 
@@ -110,7 +110,7 @@ class Account:
 
     def told(self) -> bytes:
         """Return what the other ranks have to know."""
-        if self.had == self.flat.all_bits and not self.has_more:
+        if self.had == self.flat.gradients.all_bits and not self.has_more:
             return self._all_told
         return (self.had << 1 | self.has_more).to_bytes(self._numel_bytes, "little")
 

@@ -21,6 +21,7 @@ class Follower:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        self._step = scheduler.step
         self._before: list[tuple[bool, list[bool]]] | None = None
 
     def leave_step(self) -> None:
@@ -35,42 +36,35 @@ class Follower:
 
     def begin_step(self) -> None:
         """A step of the others begins: this rank's optimizer may have written the shards."""
-        self._scheduler.optimizer_stepped()
+        self._step.optimizer_stepped()
 
     def gather(self, index: int, *, takes_secondary: bool) -> None:
         """Give this rank's shards to those that compute, or its secondary ones. Collective."""
-        unsharded, handle = self._scheduler._unsharded, self._scheduler.handles[index]
-        unsharded.begin_unshard(handle, takes_secondary=takes_secondary)
-        # Whether a backward of the others will read them is not known yet.
-        unsharded.reshard(handle, keeps_secondary=handle.keeps_secondary and not takes_secondary)
-        self._scheduler._streams.wait_for_copies()
+        self._step.unsharded.gather_for_others(self._step.handles[index], takes_secondary=takes_secondary)
 
     def begin_backward(self) -> None:
         """Do what a backward begins with."""
-        self._scheduler._hand_over.open()
+        self._step.hand_over.open()
 
     def drop(self, index: int, bits: Sequence[int]) -> None:
         """Forget gradients that wait for an all-reduce: those of ``bits`` of each buffer."""
-        for flat, own in zip(self._scheduler.handles[index].buffers, bits, strict=True):
-            flat.drop_kept(own)
+        for flat, own in zip(self._step.handles[index].buffers, bits, strict=True):
+            flat.gradients.drop_kept(own)
 
     def reduce(self, index: int, position: int, *, defers: bool) -> None:
         """Reduce zeros; ``defers``: the all-reduce over copies comes later. Collective."""
-        scheduler, handle = self._scheduler, self._scheduler.handles[index]
-        account = scheduler._turns[handle].accounts[position]
+        handle = self._step.handles[index]
+        account = self._step.turns[handle].accounts[position]
         account.flat.routes.kept.defers = defers
-        gradient = scheduler._reductions.take(account, handle.gradient_buffers)
-        if gradient is not None:
-            scheduler._reductions.begin(account, gradient)
+        self._step.reductions.reduce(account, handle.gradient_buffers)
 
     def end_reductions(self, synced: Sequence[bool], *, ends: bool) -> None:
         """Tell the ranks that nothing is left here; ``synced``: of each handle, whether it averages. Collective."""
-        scheduler = self._scheduler
-        for handle, is_synced in zip(scheduler.handles, synced, strict=True):
+        for handle, is_synced in zip(self._step.handles, synced, strict=True):
             handle.requires_gradient_sync = is_synced
-        scheduler._hand_over.tell(ends=ends)
+        self._step.hand_over.tell(ends=ends)
         if not ends:
-            scheduler._hand_over.postpone()
+            self._step.hand_over.postpone()
 
     def hand_over(self) -> None:
         """Give the shards their part of the mean. Collective.
@@ -78,11 +72,11 @@ class Follower:
         Raises:
             UsageError: What any rank raises there.
         """
-        self._scheduler._hand_over.end(self._scheduler._streams.end_backward)
+        self._step.hand_over.end(self._step.streams.end_backward)
 
     def abandon(self) -> None:
         """Forget a step that was cut short on the others."""
-        self._scheduler._tidy_up()
+        self._scheduler.backwards.tidy_up()
 
     def leave(self) -> None:
         """No rank has inputs left: on all of them, forget what was not averaged and in which order modules ran."""
@@ -95,7 +89,7 @@ class Follower:
         """Nobody is followed from now on, whatever cut that short: all ranks learn anew in which order modules run."""
         self._scheduler.forget_order()
         before, self._before = self._before, None
-        for handle, (syncs, defers) in zip(self._scheduler.handles, before or (), strict=before is not None):
+        for handle, (syncs, defers) in zip(self._step.handles, before or (), strict=before is not None):
             handle.requires_gradient_sync = syncs
             for flat, one in zip(handle.buffers, defers, strict=True):
                 flat.routes.kept.defers = one

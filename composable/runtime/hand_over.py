@@ -1,6 +1,6 @@
 """The end of a root's reductions: ranks tell each other what is left, and parameters get what was reduced.
 
-When that is, with the end of a backward or by hand, is the business of ``scheduler.py``.
+When that is, with the end of a backward or by hand, is the business of ``backwards.py`` and ``scheduler.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,16 +26,18 @@ class HandOver:
         turns: Of all handles of the root.
         reductions: What is under way.
 
+    Attributes:
+        agreements: How the ranks of each group compare what they have.
     """
 
-    __slots__ = ("_agreements", "_is_deferred", "_is_settled", "_reductions", "_turns")
+    __slots__ = ("_is_deferred", "_is_settled", "_reductions", "_turns", "agreements")
 
     def __init__(self, turns: Mapping[Handle, Turn], reductions: Reductions) -> None:
         self._is_deferred = False
         self._is_settled = True
         self._turns = turns
         self._reductions = reductions
-        self._agreements: Sequence[Agreement | Comparison] = ()
+        self.agreements: Sequence[Agreement | Comparison] = ()
 
     @property
     def is_deferred(self) -> bool:
@@ -50,7 +52,7 @@ class HandOver:
 
     def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement | Comparison]]) -> None:
         """Let the ranks compare at each end; ``make`` gets the accounts of all handles."""
-        self._agreements = make([account for turn in self._turns.values() for account in turn.accounts])
+        self.agreements = make([account for turn in self._turns.values() for account in turn.accounts])
 
     def open(self) -> None:
         """A backward begins: what one left that a hook of the user, or Ctrl-C, cut short in its end is forgotten."""
@@ -78,7 +80,7 @@ class HandOver:
             else:
                 self.is_deferred = True
         if ends and is_synced:
-            for agreement in self._agreements:
+            for agreement in self.agreements:
                 agreement.begin(has_failed=self._reductions.failure is not None, goes_on=goes_on)
 
     def end(self, tidy: Callable[[], None]) -> None:
@@ -94,7 +96,7 @@ class HandOver:
         self._is_settled = False
         with torch.no_grad():
             self._reductions.finish()
-            complaining = {agreement: None for agreement in self._agreements if agreement.finish()}
+            complaining = {agreement: None for agreement in self.agreements if agreement.finish()}
             stray = self._reduce_the_rest()
             failure: Exception | None = self._reductions.end() or (_stray(stray) if stray else None)
             complaining |= self._tell_again(has_failed=failure is not None)
@@ -117,18 +119,18 @@ class HandOver:
 
     def _tell_again(self, *, has_failed: bool) -> dict[Agreement | Comparison, None]:
         """Tell where some rank had more to reduce how that went; returns where some rank complains now."""
-        again = [agreement for agreement in self._agreements if agreement.goes_on]
+        again = [agreement for agreement in self.agreements if agreement.goes_on]
         for agreement in again:
             agreement.begin(has_failed=has_failed)
         return {agreement: None for agreement in again if agreement.finish()}
 
     def transports(self) -> set[Transport]:
         """Return all that ranks tell each other by."""
-        return {agreement.transport for agreement in self._agreements if agreement.transport is not None}
+        return {agreement.transport for agreement in self.agreements if agreement.transport is not None}
 
     def abandon(self) -> None:
         """Forget what was told and not heard."""
-        for agreement in self._agreements:
+        for agreement in self.agreements:
             agreement.abandon()
 
     def forget_kept(self) -> None:
@@ -139,7 +141,7 @@ class HandOver:
 
     def close(self) -> None:
         """Forget the agreements, and with them the shards."""
-        self._agreements = ()
+        self.agreements = ()
 
     def _settle(self) -> None:
         """Give parameters what waited for the other ranks; hooks of users run."""
@@ -176,13 +178,11 @@ class HandOver:
                     continue
                 account.has_more = False
                 # What has been stepped cannot take another part of its gradient.
-                if account.fills_with_zeros or account.flat.steppers:
+                if account.fills_with_zeros or account.flat.gradients.steppers:
                     stray.append(handle)
                     handle.drop_gradients()
                 else:
-                    gradient = self._reductions.take(account, handle.gradient_buffers)
-                    if gradient is not None:
-                        self._reductions.begin(account, gradient)
+                    self._reductions.reduce(account, handle.gradient_buffers)
         self._reductions.finish()
         return stray
 

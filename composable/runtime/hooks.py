@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable.casts import CastBuffers, LendHook, cast_floats
-from composable.collectives import described
 from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.frames import run_as_call
+from composable.runtime.backwards import Backwards
 from composable.runtime.readiness import check_not_lent
 from composable.runtime.saved_tensors import SavingForbidden
 from composable.runtime.scheduler import Scheduler
@@ -86,23 +86,24 @@ class _ModuleHooks:
         if root is None:
             root = state.lazy_init()
         scheduler = root.scheduler
+        forwards = scheduler.forwards
         if handle is not None:
             if not handle.is_in_place():
                 _put_right(handle, scheduler)
             for follower in scheduler.followers_of(handle):
                 if not follower.handle.is_in_place():
                     _put_right(follower.handle, scheduler)
-        is_outermost = scheduler.is_idle
+        is_outermost = scheduler.step.is_idle
         if is_outermost and torch.is_grad_enabled():
             root.additions.check(module, root.states)
-        scheduler.enter_forward(module)
+        forwards.enter_forward(module)
         if is_outermost and torch.is_grad_enabled():
-            for companion in scheduler.companions:
+            for companion in scheduler.step.companions:
                 companion.follow_forward()
         if handle is not None:
             if not handle.unshard_in_backward:
                 self._saving.append(SavingForbidden(handle))
-            scheduler.pre_forward(handle)
+            forwards.pre_forward(handle)
         if is_outermost and state.mesh.device_type != "cpu":
             return _move_inputs(args, kwargs, state.grid.shard.device)
         return None
@@ -111,29 +112,29 @@ class _ModuleHooks:
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         handle = self._handle
         root = self._state.root
-        if root is None or not root.scheduler.is_running(module):
+        if root is None or not root.scheduler.forwards.is_running(module):
             # pre_forward raised, or a user's hook before it.
             return None
+        forwards = root.scheduler.forwards
         if self._saving:
             self._saving.pop().end()
         has_failed = False
         if output is None and (error := sys.exc_info()[1]) is not None:
-            if not root.scheduler.failure:
-                root.scheduler.failure = described(error, handle.described if handle is not None else "")
+            forwards.note_failure(error, handle)
             if isinstance(error, DesyncError):
                 # Nothing that is under way will arrive: what the forward has raised already says why.
                 with suppress(DesyncError):
                     if handle is not None:
-                        root.scheduler.post_forward(handle, module, is_differentiable=False)
+                        forwards.post_forward(handle, module, is_differentiable=False)
                 with suppress(DesyncError):
-                    root.scheduler.exit_forward(has_failed=True)
+                    forwards.exit_forward(has_failed=True)
                 return None
             has_failed = True
         changed = None
         if handle is not None:
             changed = _without_own_memory(output, handle)
             _hook_outputs(output if changed is None else changed, root.scheduler, handle, module)
-        root.scheduler.exit_forward(has_failed=has_failed)
+        forwards.exit_forward(has_failed=has_failed)
         return changed
 
 
@@ -164,7 +165,7 @@ class _CastingHooks(_ModuleHooks):
         if self._buffers is not None:
             if self._modules is None:
                 self._modules = state.modules_around(module)
-            is_outermost = root.scheduler.is_outermost(module)
+            is_outermost = root.scheduler.forwards.is_outermost(module)
             self._buffers.take_from(root.lent_buffers)
             self._buffers.enter(self._modules, is_outermost=is_outermost)
         return changed
@@ -172,7 +173,7 @@ class _CastingHooks(_ModuleHooks):
     @opaque
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         root = self._state.root
-        if root is None or not root.scheduler.is_running(module) or self._shows_full(module):
+        if root is None or not root.scheduler.forwards.is_running(module) or self._shows_full(module):
             return super().post_forward(module, args, output)
         if self._buffers is not None:
             self._buffers.leave()
@@ -216,10 +217,10 @@ class _OutputHook(GradientHook):
     only the first gradient in a backward counts.
     """
 
-    __slots__ = ("_backward_id", "_clock", "_gathers", "_handle", "_scheduler")
+    __slots__ = ("_backward_id", "_backwards", "_clock", "_gathers", "_handle")
 
-    def __init__(self, scheduler: Scheduler, handle: Handle, clock: float) -> None:
-        self._scheduler = scheduler
+    def __init__(self, backwards: Backwards, handle: Handle, clock: float) -> None:
+        self._backwards = backwards
         self._handle = handle
         self._clock = clock
         # As it was in forward: what is saved by now may be parameters.
@@ -232,11 +233,9 @@ class _OutputHook(GradientHook):
             with outside_transforms():
                 self(grad)
             return
-        scheduler = self._scheduler
-        if scheduler.is_backward and self._backward_id == scheduler.backward_id:
-            return
-        scheduler.pre_backward(self._handle, self._clock, gathers=self._gathers)
-        self._backward_id = scheduler.backward_id
+        backwards = self._backwards
+        if not backwards.is_running(self._backward_id):
+            self._backward_id = backwards.pre_backward(self._handle, self._clock, gathers=self._gathers)
 
 
 class _LeafHook(_OutputHook):
@@ -247,12 +246,12 @@ class _LeafHook(_OutputHook):
 
     __slots__ = ()
 
-    def __init__(self, scheduler: Scheduler, handle: Handle) -> None:
-        super().__init__(scheduler, handle, math.inf)
+    def __init__(self, backwards: Backwards, handle: Handle) -> None:
+        super().__init__(backwards, handle, math.inf)
         self._gathers = True
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is _LeafHook and other._handle is self._handle and other._scheduler is self._scheduler
+        return type(other) is _LeafHook and other._handle is self._handle and other._backwards is self._backwards
 
     def __hash__(self) -> int:
         return hash(self._handle)
@@ -276,26 +275,27 @@ def _put_right(handle: Handle, scheduler: Scheduler) -> None:
 
 
 def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, module: nn.Module) -> None:
+    forwards, backwards = scheduler.forwards, scheduler.backwards
     if not torch.is_grad_enabled():
-        scheduler.post_forward(handle, module, is_differentiable=False)
+        forwards.post_forward(handle, module, is_differentiable=False)
         return
     if isinstance(output, torch.Tensor):
         tensors = [output] if output.requires_grad else []
     else:
         tensors = list(differentiable_tensors(output))
-    first_node = scheduler.first_node
+    first_node = forwards.first_node
     if first_node < 0:
-        scheduler.post_forward(handle, module, is_differentiable=bool(tensors))
+        forwards.post_forward(handle, module, is_differentiable=bool(tensors))
         return
     # What a forward leaves in attributes of its module, such as a loss, leaves it as outputs do.
     if torch.Tensor in map(type, module.__dict__.values()):
         tensors += _made_since(first_node, module.__dict__.values())
-    clock = scheduler.post_forward(handle, module, is_differentiable=bool(tensors), leaks=_leaks(tensors, first_node))
+    clock = forwards.post_forward(handle, module, is_differentiable=bool(tensors), leaks=_leaks(tensors, first_node))
     if not tensors:
         return
-    hook = _OutputHook(scheduler, handle, clock)
+    hook = _OutputHook(backwards, handle, clock)
     for tensor in tensors:
-        on_gradient(tensor, hook if tensor.grad_fn is not None else _LeafHook(scheduler, handle))
+        on_gradient(tensor, hook if tensor.grad_fn is not None else _LeafHook(backwards, handle))
 
 
 def _made_since(first_node: int, values: Iterable[Any]) -> list[torch.Tensor]:

@@ -46,22 +46,22 @@ class Reductions:
         """
         flat = account.flat
         if flat.is_empty:
-            account.had |= flat.gradient_bits()
-            flat.drop_gradients()
+            account.had |= flat.gradients.bits()
+            flat.gradients.drop()
             account.take(flat.shard.new_empty(0))
             return None
         while len(self._under_way) >= max_buffers:
             self._finish_first()
-        gradient = self._pool.take(flat.pool_key, flat.make_gradient_buffer)
+        gradient = self._pool.take(flat.gradients.pool_key, flat.gradients.make_buffer)
         try:
-            account.had |= flat.take_gradients(gradient)
+            account.had |= flat.gradients.take(gradient)
         except UsageError as error:
             if account.fills_with_zeros:
                 # No message tells the other ranks, so zeros from here would go into their mean.
                 raise
             # The other ranks are about to reduce: they get zeros, and hear of it at the end of backward.
-            flat.drop_gradients()
-            flat.take_gradients(gradient)
+            flat.gradients.drop()
+            flat.gradients.take(gradient)
             self.failure = self.failure or error
         return gradient
 
@@ -83,6 +83,12 @@ class Reductions:
         comms = flat.routes.comms
         if comms.hook is not None or comms.all_reduce_hook is not None:
             self._look_for_failure(account)
+
+    def reduce(self, account: Account, max_buffers: int) -> None:
+        """Reduce what the leaves hold, zeros where they hold nothing; arguments and errors as above. Collective."""
+        gradient = self.take(account, max_buffers)
+        if gradient is not None:
+            self.begin(account, gradient)
 
     def _look_for_failure(self, account: Account) -> None:
         """Note what a hook did wrong: it has met the other ranks all the same, unless it raised."""
@@ -107,7 +113,7 @@ class Reductions:
         else:
             shard = reduction.finish()
         if gradient is not None:
-            self._pool.give(account.flat.pool_key, gradient)
+            self._pool.give(account.flat.gradients.pool_key, gradient)
         if shard is not None:
             account.take(shard)
 

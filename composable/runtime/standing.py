@@ -32,15 +32,15 @@ class Standing:
         address = _address(self._flats[0][1]) if self._flats else None
         if address is None or not address[0].groups:
             return None
-        scheduler = self._scheduler
-        forwards, backwards, failure = scheduler.forward_id, scheduler.backward_id, scheduler.failure
-        is_backward = scheduler.is_backward
-        is_last = is_backward or backwards > scheduler.backwards_before
+        step = self._scheduler.step
+        forwards, backwards, failure = step.forward_id, step.backward_id, step.failure
+        is_backward = step.is_backward
+        is_last = is_backward or backwards > step.backwards_before
         tree = Tree.of(
             self._name,
             forwards,
             backwards,
-            is_inside=bool(scheduler._running) or (is_last and in_backward),
+            is_inside=bool(step.running) or (is_last and in_backward),
             is_backward=is_last,
             was_stopped=is_backward,
             failure=failure,
@@ -50,7 +50,7 @@ class Standing:
 
     def _groups(self) -> tuple[str, ...]:
         """Return the names of all process groups that the tree talks in."""
-        transports = self._scheduler._hand_over.transports()
+        transports = self._scheduler.step.hand_over.transports()
         for _, flat in self._flats:
             transports |= flat.routes.transports()
         return tuple(sorted({group.group_name for transport in transports for group in transport.groups}))
@@ -79,8 +79,9 @@ class Standing:
         return None
 
     def is_run_by(self, runner: object) -> bool:
-        """Say whether ``runner`` is the scheduler."""
-        return runner is self._scheduler
+        """Say whether ``runner`` is the scheduler, or one of its passes."""
+        scheduler = self._scheduler
+        return runner in (scheduler, scheduler.forwards, scheduler.backwards)
 
 
 def _address(flat: FlatBuffer) -> tuple[Transport, int] | None:

@@ -279,8 +279,8 @@ class Root:
         scheduler = Scheduler(handles, streams, at_end_of_backward, state.settings)
         leaders = _find_leaders(state, states)
         scheduler.follow(leaders)
-        scheduler.companions = find_companions(modules, state.grid)
-        for companion in scheduler.companions:
+        scheduler.step.companions = find_companions(modules, state.grid)
+        for companion in scheduler.step.companions:
             companion.begin_to_follow()
         scheduler.agree_by(functools.partial(_make_agreements, states, models))
         scheduler.compare_by(
@@ -327,7 +327,7 @@ class Root:
         """Undo ``adopt``, so that the next forward decides the root anew; that is collective again."""
         self.scheduler.close()
         self.standing.close()
-        for companion in self.scheduler.companions:
+        for companion in self.scheduler.step.companions:
             companion.end_to_follow()
         for state in self.states:
             state.root = None

@@ -19,7 +19,7 @@ __all__ = ["DeviceStreams", "HostStreams", "Streams", "streams_for"]
 
 
 class Streams(Protocol):
-    """What the scheduler asks of a device.
+    """What the runtime asks of a device.
 
     Attributes:
         names: Name of each stream by its id, for debugging.

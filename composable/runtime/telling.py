@@ -1,6 +1,6 @@
 """What ranks with inputs tell those that have none left: each collective of a root, before it starts.
 
-Who runs no module cannot know which handle is gathered next, so the scheduler says it. What ranks do when they
+Who runs no module cannot know which handle is gathered next, so who runs modules says it. What ranks do when they
 hear of it is in ``following.py``; how they hear, and how long a step lasts, is the business of who makes a ``Teller``.
 """
 

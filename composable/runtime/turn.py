@@ -1,4 +1,4 @@
-"""A handle's place in the running step of one root, kept by the scheduler that runs it.
+"""A handle's place in the running step of one root.
 
 The clock counts starts and ends of forwards of fully sharded modules; backwards have numbers.
 """

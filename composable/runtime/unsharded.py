@@ -1,6 +1,6 @@
 """Which handles of a root are unsharded now, and whose memory outlives that.
 
-When they are is the business of ``scheduler.py``.
+When they are is the business of ``forwards.py`` and ``backwards.py``.
 """
 
 import weakref
@@ -27,7 +27,6 @@ class Unsharded:
     Args:
         handles: All handles of the root.
         streams: Of the device where they live.
-        hear: A bound method, called when a backward gets to a leaf of ``watch_leaves``.
         takes_secondary: Says whether a gather of a handle that has secondary shards, or fills them, may now be from
             these; equal on all ranks.
 
@@ -40,7 +39,6 @@ class Unsharded:
         "_find_stale",
         "_graphs",
         "_handles",
-        "_hear",
         "_leaf_hooks",
         "_lingering",
         "_streams",
@@ -53,14 +51,12 @@ class Unsharded:
         self,
         handles: Sequence[Handle],
         streams: Streams,
-        hear: Callable[[], None],
         takes_secondary: Callable[[Handle], bool],
     ) -> None:
         self.teller: Teller | None = None
         self._handles = tuple(handles)
         self._filling = tuple(handle for handle in handles if handle.fills_secondary)
         self._streams = streams
-        self._hear = hear
         self._takes_secondary = takes_secondary
         self._find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
         self._unsharded: dict[Handle, None] = {}
@@ -133,6 +129,13 @@ class Unsharded:
         self._streams.resharded()
         # Last: what was cut short is done again.
         self._unsharded.pop(handle, None)
+
+    def gather_for_others(self, handle: Handle, *, takes_secondary: bool) -> None:
+        """Give this rank's shards, or its secondary ones, to those that compute, and keep nothing. Collective."""
+        self.begin_unshard(handle, takes_secondary=takes_secondary)
+        # Whether a backward of the others will read them is not known yet.
+        self.reshard(handle, keeps_secondary=handle.keeps_secondary and not takes_secondary)
+        self._streams.wait_for_copies()
 
     def hide(self) -> None:
         """Let modules hold what users clip, zero and load, while the unsharded parameters stay."""
@@ -225,17 +228,22 @@ class Unsharded:
             params = [param for each in (self._handles if has_frozen else (handle,)) for param in each.params]
             self._graphs[handle] = watch_graph(leaf for param in params if (leaf := param.unsharded) is not None)
 
-    def watch_leaves(self, handle: Handle) -> None:
-        """Hear of the next backward also if it gets to no output of an annotated module."""
+    def watch_leaves(self, handle: Handle, hear: Callable[[], None]) -> None:
+        """Hear of the next backward also if it gets to no output of an annotated module.
+
+        Args:
+            handle: Whose leaves to watch.
+            hear: A bound method, called when a backward gets to one of them.
+        """
         if handle not in self._leaf_hooks:
             leaves = [param.leaf() for param in handle.params if param.leaf().requires_grad]
             # Before: what kept gradients the user has dropped meanwhile is found out when a backward begins.
-            self._leaf_hooks[handle] = before_gradients(leaves, _calling(self._hear))
+            self._leaf_hooks[handle] = before_gradients(leaves, _calling(hear))
 
-    def watch_lingering(self) -> None:
+    def watch_lingering(self, hear: Callable[[], None]) -> None:
         """Do so for all whose memory stays."""
         for handle in self._lingering:
-            self.watch_leaves(handle)
+            self.watch_leaves(handle, hear)
 
     def end_lingering(self, *, always: bool = False) -> None:
         """Free what lingers, but where its graph has to be gone and lives: another backward may go through it."""

@@ -6,11 +6,13 @@ from composable.storage.copy_reach import modules_of_copy, reaches_out
 from composable.storage.first_values import FirstValues, ParamInitFn
 from composable.storage.flat_buffer import FlatBuffer
 from composable.storage.gradient_buffer import GradientBuffer, GradientPool
-from composable.storage.gradient_path import GradientPath, Reduction, Replicas, reduced_otherwise
+from composable.storage.gradient_path import GradientPath, Reduction
 from composable.storage.handle import FIX_COPY, Handle, handle_of, waits_for_copies
+from composable.storage.hook_paths import reduced_otherwise
 from composable.storage.module_buffers import describe_buffers, move_buffers
 from composable.storage.replicas import by_grid, collect_at, spread_from
 from composable.storage.resting_place import RestingPlace
+from composable.storage.second_leg import Replicas
 from composable.storage.sharded_param import ShardedParam
 from composable.storage.stepping import (
     ELEMENT_WISE,

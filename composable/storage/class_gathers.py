@@ -16,14 +16,32 @@ from torch import nn
 from composable.collectives import Pending
 from composable.errors import UsageError, place_of_rank
 from composable.storage.flat_buffer import FlatBuffer
+from composable.storage.gradient_buffer import GradientBuffer
+from composable.storage.gradients import Gradients
+from composable.storage.sharded_param import ShardedParam
 
 __all__ = ["ClassGatheredBuffer"]
 
 _EXPECTED = "fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy), or with the mesh alone"
 
 
+class _PlainGradients(Gradients):
+    """The gradients of one such parameter: its class may wrap what its operations give."""
+
+    __slots__ = ()
+
+    def take(self, gradient: GradientBuffer) -> int:
+        (param,) = self._params
+        leaf = param.unsharded
+        if leaf is not None and leaf.grad is not None and type(leaf.grad) is not torch.Tensor:
+            leaf.grad = _plain(param, leaf.grad)
+        return super().take(gradient)
+
+
 class ClassGatheredBuffer(FlatBuffer):
     """Storage and collectives of one such parameter; see ``FlatBuffer``."""
+
+    gradients_class = _PlainGradients
 
     def __init__(self, plan: Any, module_fqn: str, members: Any, mesh: Any, device: torch.device, **options: Any):
         super().__init__(plan, module_fqn, members, mesh, device, **options)
@@ -175,23 +193,8 @@ class ClassGatheredBuffer(FlatBuffer):
             for storage, nbytes in self._storages
         )
 
-    def take_gradients(self, gradient: Any) -> int:
-        leaf = self.params[0].unsharded
-        if leaf is not None and leaf.grad is not None and type(leaf.grad) is not torch.Tensor:
-            # A class may wrap what its operations give.
-            leaf.grad = self._plain_gradient(leaf.grad)
-        return super().take_gradients(gradient)
-
-    def _plain_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        param = self.params[0]
-        assert param.form is not None
-        plain = param.storage_of(grad)
-        if type(plain) is not torch.Tensor or plain.shape != param.shape:
-            raise self._error(f"its gradient is a {type(grad).__name__}", "let the backward give a plain tensor")
-        return plain
-
     def copied(self, memo: dict[int, Any], *, with_kept_gradients: bool) -> "ClassGatheredBuffer":
-        if with_kept_gradients and self.has_gradients():
+        if with_kept_gradients and self.gradients.bits():
             raise self._error(
                 "a parameter that its class gathers cannot be copied while no_sync keeps a gradient of it",
                 "copy after a backward that synchronises",
@@ -202,10 +205,7 @@ class ClassGatheredBuffer(FlatBuffer):
         return twin
 
     def _error(self, what: str, fix: str) -> UsageError:
-        param = self.params[0]
-        assert param.form is not None
-        who = param.layout.label or param.fqn
-        return UsageError(f"{param.form.subclass.name}: {what}", at=f"{place_of_rank()}, parameter '{who}'", fix=fix)
+        return _error(self.params[0], what, fix)
 
 
 class _Gathering:
@@ -237,6 +237,24 @@ class _Gathering:
 
     def is_over(self) -> bool:
         return self._pending.is_over()
+
+
+def _plain(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor in a gradient that autograd has left.
+
+    Raises:
+        UsageError: It holds none of the parameter's shape.
+    """
+    plain = param.storage_of(grad)
+    if type(plain) is not torch.Tensor or plain.shape != param.shape:
+        raise _error(param, f"its gradient is a {type(grad).__name__}", "let the backward give a plain tensor")
+    return plain
+
+
+def _error(param: ShardedParam, what: str, fix: str) -> UsageError:
+    assert param.form is not None, "only such parameters have such a buffer"
+    who = param.layout.label or param.fqn
+    return UsageError(f"{param.form.subclass.name}: {what}", at=f"{place_of_rank()}, parameter '{who}'", fix=fix)
 
 
 def _text(sizes: Sequence[tuple[torch.Size, torch.dtype]]) -> str:

@@ -1,10 +1,9 @@
 """One class of a handle's parameters, alike in dtypes and requires_grad, laid out in one flat buffer.
 
-Owns three tensors: the rank's *shard* [S], alive for good, maybe on the host; the unsharded *buffer* [W * S],
-whose storage is allocated and freed in place so that views saved by autograd stay right;
-and, during backward, the *gradient buffer* [W * S] that is reduced into a fresh shard [S]. Between forward
-and backward there may be a fourth: this rank's *secondary shard* [W * S / n], from which n ranks gather. How
-one becomes the other, in which dtypes too, is the business of its two paths.
+Owns two tensors: the rank's *shard* [S], alive for good, maybe on the host; and the unsharded *buffer* [W * S],
+whose storage is allocated and freed in place so that views saved by autograd stay right. Between forward
+and backward there may be a third: this rank's *secondary shard* [W * S / n], from which n ranks gather. How
+one becomes the other, in which dtypes too, is the business of its routes; gradients are that of ``gradients.py``.
 
 Sizes are in elements. Nothing here decides when, or on which stream, anything runs.
 
@@ -14,34 +13,20 @@ Source: flat parameters, arXiv 2304.11277.
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.collectives import Pending, Ranks, joined_mesh
+from composable.collectives import Pending
 from composable.errors import UsageError, place_of_rank
-from composable.frames import will_get_gradient
-from composable.planning import (
-    NO_CASTS,
-    BufferPlan,
-    Form,
-    HandleMembers,
-    MixedPrecisionPolicy,
-    Span,
-    SplitNode,
-    local_shape,
-)
-from composable.ragged import HOOKS, RaggedDTensor, RaggedSpec, hand_over_grad, ragged_spec, splits_of
-from composable.storage.gradient_buffer import GradientBuffer
+from composable.planning import NO_CASTS, BufferPlan, HandleMembers, MixedPrecisionPolicy
+from composable.storage.gradients import Gradients
+from composable.storage.pieces import make_sharded_params
 from composable.storage.resting_place import RestingPlace
 from composable.storage.routes import Routes
-from composable.storage.sharded_param import ShardedParam
-from composable.storage.stepping import Stepper, steps_alone
 from composable.storage.unfilled import META_FIX
-from composable.torch_private import foreach_copy_
 
 __all__ = ["FlatBuffer"]
 
@@ -66,33 +51,28 @@ class FlatBuffer:
         dtype: Of the shard.
         compute_dtype: Of the buffer, and of the gradients that autograd makes.
         gradient_dtype: Of reduced gradients.
-        all_bits: A bit for each parameter, as other numbers whose bits are some of them.
         home: Where the shard and its gradient rest.
         is_away: The shard is elsewhere: on the meta device, or where torch has moved it.
         holds_instances: Some unsharded parameter is more than a view of the buffer: of a class that packs or gathers.
         is_marked: Part of the shard may hold the mark of memory that nobody has written to.
         routes: How bytes travel between the ranks.
-        steppers: Get sharded parameters whose gradients are whole, and step them.
-        steps_together: Such a step may be collective: it comes when all ranks know of which parameters.
+        gradients: Of the parameters.
     """
+
+    gradients_class = Gradients
 
     __slots__ = (
         "_buffer",
         "_buffer_bytes",
-        "_gradient_like",
-        "_has_hooks",
-        "_hooks_known",
         "_is_allocated",
-        "_piece_sizes",
-        "_pieces",
         "_secondary",
+        "_split",
         "_storage",
-        "_sums",
-        "all_bits",
         "compute_dtype",
         "device",
         "dtype",
         "gradient_dtype",
+        "gradients",
         "holds_instances",
         "home",
         "is_away",
@@ -100,11 +80,8 @@ class FlatBuffer:
         "is_marked",
         "params",
         "plan",
-        "pool_key",
         "routes",
         "shard",
-        "steppers",
-        "steps_together",
     )
 
     def __init__(
@@ -124,7 +101,6 @@ class FlatBuffer:
         self.compute_dtype = plan.compute_dtype
         self.gradient_dtype = plan.reduce_dtype if mp_policy.keep_low_precision_grads else plan.dtype
         self.is_empty = plan.layout.numel == 0
-        self.pool_key = _pool_key(plan, device)
         self.device = device
         self.home = home or RestingPlace(device)
         self.is_marked = False
@@ -133,17 +109,13 @@ class FlatBuffer:
             self.shard = torch.empty(plan.layout.shard_numel, dtype=plan.dtype, device="meta")
         else:
             self.shard = self.home.zeros(plan.layout.shard_numel, plan.dtype)
-        self.params = _sharded_params(
+        self.params = make_sharded_params(
             plan, module_fqn, members, mesh, self.shard, self.gradient_dtype, self.home.device, device
         )
         self.holds_instances = any(param.form is not None and param.form.kind != "marked" for param in self.params)
         if not is_deferred:
             self._take_values([members.originals[span.fqn] for span in plan.layout.spans])
-        split = plan.layout.split_of(mesh.get_local_rank())
-        self._piece_sizes = split.sizes
-        self._pieces = list(zip(self.params, split.indices, strict=True))
-        self.all_bits = (1 << len(self.params)) - 1
-        self._hooks_known, self._has_hooks = -1, False
+        self._split = plan.layout.split_of(mesh.get_local_rank())
         self.routes = Routes(
             mesh.get_group(),
             self.home,
@@ -157,10 +129,7 @@ class FlatBuffer:
         self._secondary: torch.Tensor | None = None
         self._is_allocated = False
         self._buffer_bytes = plan.buffer_bytes
-        # What gradients are collected in: its dtype and device.
-        self._gradient_like = torch.empty(0, dtype=plan.reduce_dtype, device=device)
-        self._sums = False
-        self.step_by(())
+        self.gradients = self.gradients_class(plan, self.params, self._split, self.routes, device)
 
     def _take_values(self, originals: Sequence[nn.Parameter]) -> None:
         """Keep this rank's pieces of the originals; without a shard, in memory of their own where there are values."""
@@ -311,9 +280,8 @@ class FlatBuffer:
             if grad is not None:
                 param.sharded.grad = fn(grad)
         if was_meta:
-            used = {index for _, index in self._pieces}
-            for index, part in enumerate(self.shard.split_with_sizes(self._piece_sizes)):
-                if index not in used:
+            for index, part in enumerate(self.shard.split_with_sizes(self._split.sizes)):
+                if index not in self._split.indices:
                     part.zero_()
 
     def _rest_on(self, shard: torch.Tensor) -> None:
@@ -399,60 +367,6 @@ class FlatBuffer:
         pairs = zip(leaves, views, strict=not self.holds_instances)
         return [(leaf, view) for leaf, view in pairs if leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape]
 
-    def take_gradients(self, gradient: GradientBuffer) -> int:
-        """Move the leaves' gradients into ``gradient``; returns the bits of those that had one, the others are zero."""
-        views: list[torch.Tensor] = []
-        grads: list[torch.Tensor] = []
-        had = self.all_bits
-        for param, view in zip(self.params, gradient.views, strict=True):
-            leaf = param.unsharded
-            grad = None if leaf is None else leaf.grad
-            if leaf is None or grad is None:
-                view.zero_()
-                had ^= 1 << self.params.index(param)
-            else:
-                views.append(view)
-                grads.append(param.block_of_grad(grad) if param.is_split else grad)
-                leaf.grad = None
-        if not grads:
-            return had
-        try:
-            foreach_copy_(views, grads)
-        except RuntimeError as error:
-            sparse = {id(view) for view, grad in zip(views, grads, strict=True) if grad.layout != torch.strided}
-            if not sparse:
-                raise
-            pairs = zip(self.params, gradient.views, strict=True)
-            names = [str(param.layout.label or param.fqn) for param, view in pairs if id(view) in sparse]
-            raise UsageError(
-                "a gradient is sparse, and a flat buffer holds dense ones only",
-                at=f"{place_of_rank()}, parameter {', '.join(map(repr, names))}",
-                fix="build the embedding with sparse=False, or pass it in ignored_modules",
-            ) from error
-        return had
-
-    def sum_in_reduce_dtype(self, *, sums: bool) -> None:
-        """Choose whether autograd adds up gradients in the dtype of the reduction, as it does those that wait.
-
-        It casts each gradient before it adds it; those that are reduced at once are cast on their way.
-        """
-        if not (sums or self._sums):
-            return
-        self._sums = sums
-        for param in self.params:
-            leaf = param.unsharded
-            if leaf is None:
-                continue
-            grad, dtype = leaf.grad, self.plan.reduce_dtype
-            if grad is None:
-                leaf.grad_dtype = dtype if sums else self.compute_dtype
-            elif grad.dtype == dtype:
-                self._sums = True  # Until it is reduced.
-            elif sums:
-                leaf.grad = None
-                leaf.grad_dtype = dtype
-                leaf.grad = grad.to(dtype)
-
     def copied(self, memo: dict[int, Any], *, with_kept_gradients: bool) -> "FlatBuffer":
         """Return a deep copy with a shard of its own, not connected to a transport.
 
@@ -463,13 +377,11 @@ class FlatBuffer:
         twin = copy.copy(self)
         twin.shard = self.home.pinned(self.shard.clone())
         twin.params = [param.copied(twin.shard, memo) for param in self.params]
-        twin._pieces = [(param, index) for param, (_, index) in zip(twin.params, self._pieces, strict=True)]
-        twin._hooks_known = -1
-        twin.step_by(())
         twin.routes = self.routes.unconnected()
+        twin.gradients = self.gradients.copied(twin.params, twin.routes)
         twin._buffer = twin._storage = twin._secondary = None
         twin._is_allocated = False
-        if with_kept_gradients and self.has_gradients():
+        if with_kept_gradients and self.gradients.bits():
             twin._make_buffer()
             twin.free_buffer()
             for param, own in zip(self.params, twin.params, strict=True):
@@ -478,114 +390,6 @@ class FlatBuffer:
                     own.leaf().grad_dtype = grad.dtype
                     own.leaf().grad = grad
         return twin
-
-    def step_by(self, steppers: Sequence[Stepper]) -> None:
-        """Let these step the sharded parameters, from the next backward on."""
-        self.steppers = tuple(steppers)
-        self.steps_together = bool(steppers) and not all(steps_alone(param.sharded) for param in self.params)
-
-    def has_gradients(self) -> bool:
-        """Say whether any leaf holds a gradient."""
-        return any(param.unsharded is not None and param.unsharded.grad is not None for param in self.params)
-
-    def gradient_bits(self) -> int:
-        """Return the bits of the parameters whose leaves hold a gradient."""
-        found = 0
-        for number, param in enumerate(self.params):
-            leaf = param.unsharded
-            if leaf is not None and leaf.grad is not None:
-                found |= 1 << number
-        return found
-
-    def expects_more(self, had: int) -> bool:
-        """Say whether the running backward will reach a leaf that is not among ``had``, the bits of some parameters."""
-        return had != self.all_bits and any(
-            param.unsharded is not None and param.unsharded.requires_grad and will_get_gradient(param.unsharded)
-            for index, param in enumerate(self.params)
-            if not had >> index & 1
-        )
-
-    def keep_gradients(self) -> bool:
-        """Note what waits on leaves, or as kept shards, so that ``zero_grad`` drops it; say whether there is any."""
-        waiting = self.gradient_bits() | self.routes.kept.bits
-        for number, param in enumerate(self.params):
-            if waiting >> number & 1:
-                param.keep_gradient()
-        return waiting != 0
-
-    def drop_zeroed_gradients(self) -> int:
-        """Forget kept gradients of parameters whose ``grad`` the user has dropped or set to zero.
-
-        Returns:
-            Which, as bits.
-        """
-        dropped = 0
-        for number, param in enumerate(self.params):
-            if param.drop_zeroed_gradient():
-                dropped |= 1 << number
-        self.drop_kept(dropped)
-        return dropped
-
-    def drop_kept(self, bits: int) -> None:
-        """Forget the gradients of some parameters that wait for an all-reduce over copies."""
-        for number, param in enumerate(self.params if bits else ()):
-            if bits >> number & 1:
-                self.routes.kept.drop(number, param.start, param.stop)
-
-    def has_hooks(self) -> bool:
-        """Say whether users registered hooks on the gradient of a sharded parameter."""
-        if self._hooks_known != HOOKS.made:
-            self._hooks_known = HOOKS.made
-            self._has_hooks = any(
-                param.sharded._post_accumulate_grad_hooks or param.sharded._backward_hooks for param in self.params
-            )
-        return self._has_hooks
-
-    def drop_gradients(self) -> None:
-        """Forget what the leaves hold."""
-        for param in self.params:
-            param.forget_gradient()
-
-    def make_gradient_buffer(self) -> GradientBuffer:
-        """Allocate what ``take_gradients`` fills, on the current stream."""
-        layout = self.plan.layout
-        return GradientBuffer(layout, self.routes.scatter_transport.empty(layout.numel, self._gradient_like))
-
-    def accumulate(self, reduced: torch.Tensor, bits: int, *, with_hooks: bool = False) -> None:
-        """Make ``reduced`` [S] the gradient of some sharded parameters, or add it to what they have.
-
-        Args:
-            reduced: The mean over the ranks.
-            bits: Of the parameters.
-            with_hooks: Run hooks on the gradient as on any leaf: those of ``register_hook`` on what is added, then
-                those of ``register_post_accumulate_grad_hook``.
-        """
-        pieces = reduced.split_with_sizes(self._piece_sizes)
-        chosen = self._pieces
-        if bits != self.all_bits:
-            chosen = [piece for number, piece in enumerate(chosen) if bits >> number & 1]
-        for param, index in chosen:
-            sharded = param.sharded
-            if not sharded.requires_grad:
-                continue
-            grad = param.empty_grad() if index is None else param.wrap_grad(pieces[index])
-            if with_hooks:
-                grad = param.run_hooks(grad)
-            held = sharded.grad
-            if held is None or held is param.placeholder:
-                param.placeholder = None
-                hand_over_grad(sharded, grad)
-            elif isinstance(held, RaggedDTensor) and held._spec is param.grad_spec:
-                if index is not None:
-                    held._local_tensor.add_(grad._local_tensor)
-            else:
-                sharded.grad = held + grad
-            if with_hooks:
-                param.run_post_hooks()
-        if self.steppers:
-            complete = [param.sharded for param, _ in chosen if param.sharded.grad is not None]
-            for step in self.steppers:
-                step(complete)
 
     def _make_buffer(self) -> None:
         layout = self.plan.layout
@@ -596,90 +400,6 @@ class FlatBuffer:
                 param.make_unsharded(span.view_in(buffer.data))
             self._buffer = buffer.data
         self._storage = buffer.untyped_storage()
-
-
-class _PoolKey:
-    __slots__ = ("__weakref__",)
-
-
-_POOL_KEYS: "WeakValueDictionary[object, _PoolKey]" = WeakValueDictionary()
-
-
-def _pool_key(plan: BufferPlan, device: torch.device) -> object:
-    """Return what is the same object for classes that can use each other's memory."""
-    layout = plan.layout
-    spans = tuple((span.start, span.shape, span.order) for span in layout.spans)
-    # To hash all that in every backward would take microseconds.
-    return _POOL_KEYS.setdefault((spans, layout.numel, plan.reduce_dtype, device), _PoolKey())
-
-
-def _sharded_params(
-    plan: BufferPlan,
-    module_fqn: str,
-    members: HandleMembers,
-    mesh: DeviceMesh,
-    shard: torch.Tensor,
-    grad_dtype: torch.dtype,
-    home: torch.device,
-    device: torch.device,
-) -> list[ShardedParam]:
-    """Return the parameters of a class with pieces in ``shard``, whose values are not theirs yet."""
-    params = []
-    for span in plan.layout.spans:
-        original, bounds = members.originals[span.fqn], plan.layout.bounds(span)
-        start, stop = plan.layout.local_range(span, mesh.get_local_rank())
-        form = members.forms.get(span.fqn)
-        if form is not None and form.kind != "marked" and not shard.is_meta:
-            # Forward reads it where the parameters are unsharded.
-            form.move(device)
-        params.append(
-            ShardedParam(
-                span.fqn.removeprefix(f"{module_fqn}."),
-                members.owners[span.fqn],
-                original,
-                _spec_of(span, plan.dtype, bounds, mesh, form),
-                shard,
-                start,
-                stop,
-                local_shape(span.shape, bounds, mesh.get_local_rank(), span.order),
-                grad_dtype,
-                home,
-                form,
-            )
-        )
-    _choose_stored(params)
-    return params
-
-
-def _choose_stored(params: Sequence[ShardedParam]) -> None:
-    """Let checkpoints take one copy of what ranks along a dim of tensor parallelism hold copies of, cut differently.
-
-    Blocks of other shapes move the cuts of what is in the same buffer. Where blocks are equal checkpoints choose.
-    """
-    if all(param.layout.is_even for param in params):
-        return
-    dims: dict[tuple[int, ...], int] = {}
-    for param in params:
-        mesh = param.layout.mesh
-        for dim in range(mesh.ndim):
-            if dim != param.layout.mesh_dim:
-                ranks = Ranks.of_mesh(mesh, dim)
-                dims[ranks.numbers] = ranks.rank
-    for param in params:
-        own = {number for ranks in param.layout.split_ranks for number in ranks.numbers}
-        # What is split over some of the same ranks is no copy along these.
-        copies = [rank for numbers, rank in dims.items() if len(own.intersection(numbers)) < 2]
-        param.layout.is_stored = not any(copies)
-
-
-def _spec_of(span: Span, dtype: torch.dtype, bounds: Sequence[int], mesh: DeviceMesh, form: Form | None) -> RaggedSpec:
-    if form is None or not isinstance(form.node, SplitNode):
-        return ragged_spec(mesh, span.shape, dtype, bounds, order=span.order)
-    whole = form.node.spec
-    joined, mesh_dim = joined_mesh(mesh, whole.mesh)
-    others = [dim for dim in range(joined.ndim) if dim != mesh_dim]
-    splits = {others[dim]: split for dim, split in splits_of(whole.placements).items()}
-    return ragged_spec(joined, whole.shape, dtype, bounds, mesh_dim=mesh_dim, order=span.order, splits=splits)
 
 
 def _cannot_cast(fqn: str, old: torch.dtype, new: torch.dtype) -> UsageError:

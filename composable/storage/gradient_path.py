@@ -1,38 +1,28 @@
 """How a flat buffer's gradients become this rank's shard of their mean.
 
-One object a flat buffer. Other ways are paths around a path: a hook that sends fewer bytes, an
-all-reduce over the ranks that hold copies of the shard, a copy to the host. Whatever the way, the
+One object a flat buffer. Other ways are paths around a path: an all-reduce over the ranks that hold copies of
+the shard, a copy to the host; or functions of the user's in place of one, or behind it. Whatever the way, the
 sum is divided once, by the ``divisor`` of the path that sums; a communication hook divides by itself.
 """
 
-import math
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from composable.arguments import described
-from composable.collectives import Pending, Transport, wait_for_work
+from composable.collectives import Pending, Transport
 from composable.errors import ConfigError
-from composable.storage.comms import Registration
 from composable.storage.resting_place import RestingPlace
-from composable.storage.staging import stage
 
 __all__ = [
-    "AllReducePath",
-    "CommScatterPath",
+    "Around",
     "GradientPath",
-    "HookPath",
-    "KeptShards",
     "PathHome",
+    "Reduced",
     "Reduction",
-    "Replicas",
     "ScatterPath",
-    "SecondScatterPath",
     "SumPath",
-    "ThenHookPath",
-    "reduced_otherwise",
+    "Whole",
+    "divided_before",
 ]
 
 
@@ -71,7 +61,7 @@ class GradientPath(Protocol):
         ...
 
 
-class _Whole:
+class Whole:
     """A path that leaves nothing to do."""
 
     __slots__ = ()
@@ -80,7 +70,7 @@ class _Whole:
         raise AssertionError("nothing is kept")
 
 
-class ScatterPath(_Whole):
+class ScatterPath(Whole):
     """One reduce-scatter.
 
     Attributes:
@@ -121,7 +111,7 @@ class _Scattering:
         return self._shard
 
 
-class _Reduced:
+class Reduced:
     """A reduction that is over, or that the current stream of a device has queued to its end."""
 
     __slots__ = ("_shard",)
@@ -131,81 +121,6 @@ class _Reduced:
 
     def finish(self) -> torch.Tensor | None:
         return self._shard
-
-
-class HookPath(_Whole):
-    """What a communication hook makes of the gradients: it reduces and divides.
-
-    Attributes:
-        transport: Allocates; nothing goes through it.
-        failure: What is wrong with the last result, if anything; who reads it forgets it.
-
-    Args:
-        transport: Of the ranks that share the shard.
-        hook: With its state.
-        dtype: Of the result.
-    """
-
-    __slots__ = ("_dtype", "_hook", "failure", "transport")
-
-    def __init__(self, transport: Transport, hook: Registration, dtype: torch.dtype) -> None:
-        self.transport = transport
-        self.failure: ConfigError | None = None
-        self._hook = hook
-        self._dtype = dtype
-
-    def begin(self, source: torch.Tensor) -> Reduction:
-        hook, transport, dtype = self._hook, self.transport, self._dtype
-        output = transport.empty(source.numel() // transport.world_size, source)
-        like = output.view(-1)
-        if output.is_floating_point() or output.is_complex():
-            # What a hook leaves unwritten is to be seen, not to be what memory held before.
-            output.fill_(math.nan)
-        # Another object: hooks may give it other data, and the memory is used again.
-        returned = hook.function(hook.state, source.view(-1), output)
-        what = _what_is_wrong(returned, output, like, dtype)
-        if what:
-            # The ranks have met in the hook: they go on, and are told at the end of backward.
-            self.failure = ConfigError(
-                f"the communication hook {what}",
-                fix="fill `output` in place, with the mean of this rank's slice, in the dtype that it has, as hooks of "
-                "LowPrecisionState(..., parameter_type=None) do; return None",
-            )
-            return _Reduced(like.new_zeros(like.shape, dtype=dtype))
-        return _Reduced(output if output.dtype is dtype else output.to(dtype))
-
-
-def reduced_otherwise(hook: Registration, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ConfigError | None]:
-    """Let a communication hook average ``gradients`` [N] over ranks that all keep the whole of it.
-
-    Returns:
-        The averages, in the same memory or not; or what is wrong with them.
-    """
-    averaged = gradients.view(-1)
-    what = _what_is_wrong(hook.function(hook.state, averaged), averaged, gradients, gradients.dtype)
-    if what:
-        fix = (
-            "average the gradients in place, in the dtype that they have, as hooks of "
-            "LowPrecisionState(..., parameter_type=None) do; return None"
-        )
-        return None, ConfigError(f"the communication hook {what}", fix=fix)
-    return averaged, None
-
-
-def _what_is_wrong(returned: object, output: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> str:
-    """Say what a hook did to ``output`` that it should not have; empty: nothing."""
-    if returned is not None and returned is not output:
-        wait = getattr(returned, "wait", None)
-        if callable(wait):
-            wait()  # It writes to memory that is about to be freed.
-        return f"returned {described(returned)}"
-    if output.shape != like.shape:
-        return f"left a result of shape {list(output.shape)}, where {list(like.shape)} is due"
-    if output.dtype not in {like.dtype, dtype}:
-        return f"left a result of {str(output.dtype)[6:]}, where {str(like.dtype)[6:]} is due"
-    if output.device != like.device:
-        return f"left a result on {output.device}, where {like.device} is due"
-    return ""
 
 
 class SumPath(ScatterPath):
@@ -219,7 +134,7 @@ class SumPath(ScatterPath):
 
     def begin(self, source: torch.Tensor) -> Reduction:
         transport = self.transport
-        left = _divided_before(source, self._divisor)
+        left = divided_before(source, self._divisor)
         shard = transport.empty(source.numel() // transport.world_size, source, self._dtype)
         pending = transport.begin_reduce_scatter(source, shard, self.key)
         return _Summing(pending, shard, left)
@@ -236,53 +151,7 @@ class _Summing(_Scattering):
         return super().finish().div_(self._divisor)
 
 
-class CommScatterPath(_Whole):
-    """A reduce-scatter of the user's: torch's ``Comm``, which adds up; the path divides.
-
-    Attributes:
-        transport: Allocates; nothing goes through it.
-
-    Args:
-        transport: Of the ranks that share the shard.
-        comm: Of the user.
-        group: Of these ranks.
-        divisor: Of the sum.
-        dtype: Of the result.
-        fqn: Of a parameter of the buffer.
-    """
-
-    __slots__ = ("_comm", "_divisor", "_dtype", "_fqn", "_group", "transport")
-
-    def __init__(
-        self, transport: Transport, comm: Any, group: dist.ProcessGroup, divisor: float, dtype: torch.dtype, fqn: str
-    ) -> None:
-        self.transport = transport
-        self._comm = comm
-        self._group = group
-        self._fqn = fqn
-        self._divisor = divisor
-        self._dtype = dtype
-
-    def begin(self, source: torch.Tensor) -> Reduction:
-        world_size = self.transport.world_size
-        shard = self.transport.empty(source.numel() // world_size, source, self._dtype)
-        if world_size == 1:
-            shard.copy_(source)
-            return _Reduced(shard.div_(self._divisor))
-        left = _divided_before(source, self._divisor)
-        sent = stage(self._comm, source.numel(), source, self._fqn)
-        sent.copy_(source)
-        output = stage(self._comm, shard.numel(), source, self._fqn)
-        work = self._comm(
-            output_tensor=output, input_tensor=sent, group=self._group, op=dist.ReduceOp.SUM, async_op=False
-        )
-        wait_for_work(work, self._group)
-        # The user's memory may be used again by the next call.
-        shard.copy_(output)
-        return _Reduced(shard.div_(left))
-
-
-def _divided_before(source: torch.Tensor, divisor: float) -> float:
+def divided_before(source: torch.Tensor, divisor: float) -> float:
     """Divide what a sum of could be more than its type holds, where the mean is not; returns what is left to divide."""
     if source.dtype is not torch.float16:
         return divisor
@@ -290,7 +159,7 @@ def _divided_before(source: torch.Tensor, divisor: float) -> float:
     return 1.0
 
 
-class _Around:
+class Around:
     """A path around another one.
 
     Attributes:
@@ -321,276 +190,7 @@ class _Around:
         self.inner.failure = failure  # type: ignore[attr-defined]
 
 
-class Replicas:
-    """The ranks that hold copies of the shards of some buffers, whose reductions have a second leg between them.
-
-    The second leg of a reduction starts when the next one begins, or when somebody waits for it: so it runs beside the
-    first leg of the next one.
-
-    Args:
-        transport: Between them.
-    """
-
-    __slots__ = ("_first_leg", "transport")
-
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-        self._first_leg: _AllReducing | None = None
-
-    def next(self, reduction: "_AllReducing") -> None:
-        """Note whose second leg is due next."""
-        self._first_leg = reduction
-
-    def start(self) -> None:
-        """Start the second leg that is due, if any; its first leg is waited for."""
-        due, self._first_leg = self._first_leg, None
-        if due is not None:
-            due.start()
-
-
-class KeptShards:
-    """What the first legs of reductions gave whose second leg is to come with that of a later one.
-
-    Attributes:
-        defers: The next reductions have no second leg.
-        total: Sum of the shards [S], in the dtype that travels, divided in full; ``None``: nothing is kept.
-        bits: Of the parameters that some rank had a gradient for.
-    """
-
-    __slots__ = ("bits", "defers", "total")
-
-    def __init__(self) -> None:
-        self.defers = False
-        self.total: torch.Tensor | None = None
-        self.bits = 0
-
-    def add(self, shard: torch.Tensor) -> None:
-        """Keep another shard."""
-        self.total = shard if self.total is None else self.total.add_(shard)
-
-    def drop(self, number: int, start: int, stop: int) -> None:
-        """Forget the gradient of a parameter, by its bit and its place in the shard."""
-        self.bits &= ~(1 << number)
-        if self.total is not None:
-            self.total[start:stop].zero_()
-
-    def clear(self) -> None:
-        """Forget the gradients of all parameters."""
-        self.total, self.bits = None, 0
-
-    def take(self) -> torch.Tensor | None:
-        """Return the sum, which is kept no longer."""
-        total, self.total = self.total, None
-        return total
-
-
-class AllReducePath(_Around):
-    """Another path, then an all-reduce of the shard that it gives over the ranks that hold copies of the shard.
-
-    Args:
-        inner: The other path; its result has the dtype that travels.
-        replicas: Who holds copies.
-        kept: What earlier reductions left to do; it says whether this one leaves more.
-        key: Of the buffer between them, the same on all.
-        dtype: Of the result.
-        scale: Of what the other path gives, where that has divided by its own ranks only.
-    """
-
-    __slots__ = ("_dtype", "_kept", "_key", "_kind", "_replicas", "_scale")
-
-    def __init__(
-        self,
-        inner: GradientPath,
-        replicas: Replicas,
-        kept: KeptShards,
-        key: int,
-        dtype: torch.dtype,
-        *,
-        scale: float = 1.0,
-    ) -> None:
-        super().__init__(inner)
-        self._replicas = replicas
-        self._kept = kept
-        self._key = key
-        self._dtype = dtype
-        self._scale = scale
-        self._kind: type[_AllReducing] = _AllReducing
-
-    def begin(self, source: torch.Tensor) -> Reduction:
-        self._replicas.start()
-        first = self.inner.begin(source)
-        return _Keeping(first, self._kept, self._scale) if self._kept.defers else self._follow(first, self._scale)
-
-    def resume(self) -> Reduction:
-        self._replicas.start()
-        return self._follow(_Reduced(self._kept.take()), scale=1.0)
-
-    def _follow(self, first: Reduction, scale: float) -> Reduction:
-        reduction = self._kind(first, self._replicas, self._kept, self._key, self._dtype, scale)
-        self._replicas.next(reduction)
-        return reduction
-
-
-class SecondScatterPath(AllReducePath):
-    """Another path, then a reduce-scatter of what it gives over ranks with which it is shared; as ``AllReducePath``."""
-
-    __slots__ = ()
-
-    def __init__(self, inner: GradientPath, replicas: Replicas, kept: KeptShards, key: int, dtype: torch.dtype) -> None:
-        super().__init__(inner, replicas, kept, key, dtype)
-        self._kind = _ScatteringOn
-
-
-class _Keeping:
-    """A reduction that ends with its first leg."""
-
-    __slots__ = ("_first", "_kept", "_scale")
-
-    def __init__(self, first: Reduction, kept: KeptShards, scale: float) -> None:
-        self._first = first
-        self._kept = kept
-        self._scale = scale
-
-    def finish(self) -> None:
-        shard = self._first.finish()
-        assert shard is not None, "nothing below keeps it"
-        # The path of the next reduction may be another one.
-        self._kept.add(shard if self._scale == 1.0 else shard.mul_(self._scale))
-
-
-class _AllReducing:
-    __slots__ = ("_dtype", "_first", "_kept", "_key", "_pending", "_replicas", "_scale", "_shard")
-
-    def __init__(
-        self,
-        first: Reduction,
-        replicas: Replicas,
-        kept: KeptShards,
-        key: int,
-        dtype: torch.dtype,
-        scale: float,
-    ) -> None:
-        self._first: Reduction | None = first
-        self._replicas = replicas
-        self._kept = kept
-        self._key = key
-        self._dtype = dtype
-        self._scale = scale
-        self._shard: torch.Tensor | None = None
-        self._pending: Pending | None = None
-
-    def start(self) -> None:
-        """Wait for the first leg and start the second one. Collective over the ranks that hold copies."""
-        if self._first is None:
-            return
-        shard = self._first.finish()
-        assert shard is not None, "nothing below keeps it"
-        earlier = self._kept.take()
-        if earlier is not None:
-            shard.mul_(self._scale).add_(earlier)
-            self._scale = 1.0
-        self._first = None
-        self._begin(shard, self._replicas.transport)
-
-    def _begin(self, shard: torch.Tensor, transport: Transport) -> None:
-        self._shard = shard
-        self._pending = transport.begin_all_reduce(shard, self._key, scale=self._scale)
-
-    def finish(self) -> torch.Tensor:
-        if self._first is not None:
-            # This is the one that is due: whatever began later has started it.
-            self._replicas.start()
-            self.start()
-        if self._pending is not None:
-            self._pending.finish()
-        shard = self._shard
-        assert shard is not None, "started above"
-        return shard if shard.dtype is self._dtype else shard.to(self._dtype)
-
-
-class _ScatteringOn(_AllReducing):
-    """The second leg is a reduce-scatter."""
-
-    __slots__ = ("_source",)
-
-    def _begin(self, shard: torch.Tensor, transport: Transport) -> None:
-        dtype = None if shard.dtype is self._dtype else self._dtype
-        self._source: torch.Tensor | None = shard
-        self._shard = transport.empty(shard.numel() // transport.world_size, shard, dtype)
-        self._pending = transport.begin_reduce_scatter(shard, self._shard, self._key, scale=self._scale)
-
-    def finish(self) -> torch.Tensor:
-        shard = super().finish()
-        self._source = None
-        return shard
-
-
-class ThenHookPath(_Around):
-    """Another path, then a function of the user's on the shard that it gives.
-
-    Args:
-        inner: The other path.
-        hook: Called with the reduced shard, which it may change.
-        stream: Where it runs; ``None``: on the current one.
-    """
-
-    __slots__ = ("_hook", "_own_failure", "_stream")
-
-    def __init__(self, inner: GradientPath, hook: Callable[[torch.Tensor], object], stream: Any) -> None:
-        super().__init__(inner)
-        self._own_failure: ConfigError | None = None
-        self._hook = hook
-        self._stream = stream
-
-    def begin(self, source: torch.Tensor) -> Reduction:
-        return self._then_hook(self.inner.begin(source))
-
-    def resume(self) -> Reduction:
-        return self._then_hook(self.inner.resume())
-
-    def _then_hook(self, reduction: Reduction) -> Reduction:
-        # To its end: hooks that communicate run in one order on all ranks, and never for a step that was abandoned.
-        shard = reduction.finish()
-        if shard is None:
-            return _Reduced(None)
-        if self._stream is None:
-            self._check(self._hook(shard), shard)
-            return _Reduced(shard)
-        module = torch.get_device_module(shard.device)
-        current = module.current_stream()
-        self._stream.wait_stream(current)
-        try:
-            with module.stream(self._stream):
-                self._check(self._hook(shard), shard)
-        finally:
-            current.wait_stream(self._stream)
-        return _Reduced(shard)
-
-    @property
-    def failure(self) -> ConfigError | None:
-        """What is wrong with the last result of the other path, or of the function."""
-        return super().failure or self._own_failure
-
-    @failure.setter
-    def failure(self, failure: ConfigError | None) -> None:
-        self._own_failure = failure
-        if super().failure is not None:
-            self.inner.failure = None  # type: ignore[attr-defined]  # it has one
-
-    def _check(self, returned: object, shard: torch.Tensor) -> None:
-        """Note what the function returned: a shard of its own would be lost, and a ``Work`` not waited for."""
-        if returned is not None and returned is not shard:
-            wait = getattr(returned, "wait", None)
-            if callable(wait):
-                wait()
-            # The ranks may have met in the function: they go on, and are told at the end of backward.
-            self._own_failure = ConfigError(
-                f"the all-reduce hook returned {described(returned)}",
-                fix="change the shard in place, wait for what that starts, and return None",
-            )
-
-
-class PathHome(_Around):
+class PathHome(Around):
     """A path around a path: its result is copied to where the shard rests.
 
     Args:

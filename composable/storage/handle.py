@@ -457,7 +457,7 @@ class Handle:
     @property
     def steppers(self) -> tuple[Stepper, ...]:
         """What steps the parameters inside backward."""
-        return self.buffers[0].steppers if self.buffers else ()
+        return self.buffers[0].gradients.steppers if self.buffers else ()
 
     @property
     def synchronises(self) -> bool:
@@ -467,7 +467,7 @@ class Handle:
     def step_by(self, steppers: Sequence[Stepper]) -> None:
         """Let these step the parameters, from the next backward on."""
         for flat in self.buffers:
-            flat.step_by(steppers)
+            flat.gradients.step_by(steppers)
 
     def close(self) -> None:
         """Let go of modules and shards for good. Nothing is left to gather: unsharding does nothing from now on."""
@@ -653,18 +653,18 @@ class Handle:
     def keep_gradients(self) -> None:
         """Note that gradients wait on the unsharded parameters, so that ``zero_grad`` drops them."""
         for flat in self.buffers:
-            self.keeps_gradients |= flat.keep_gradients()
+            self.keeps_gradients |= flat.gradients.keep()
 
     def drop_zeroed_gradients(self) -> list[int]:
         """Forget kept gradients that the user has dropped by ``zero_grad``; returns the bits of each buffer."""
         self.keeps_gradients = False
-        return [flat.drop_zeroed_gradients() for flat in self.buffers]
+        return [flat.gradients.drop_zeroed() for flat in self.buffers]
 
     def sum_in_reduce_dtype(self) -> None:
         """In the backward that begins, add up gradients that wait for later ones in the dtype of the reduction."""
         for flat in self.buffers:
             if flat.plan.reduce_dtype != flat.compute_dtype:
-                flat.sum_in_reduce_dtype(sums=not self.requires_gradient_sync)
+                flat.gradients.sum_in_reduce_dtype(sums=not self.requires_gradient_sync)
 
     def is_fresh(self) -> bool:
         """Say whether unsharded parameters and filled secondary shards still have the values of this rank's shards."""
@@ -682,7 +682,7 @@ class Handle:
         """Forget gradients that were not reduced."""
         self.has_unsynced_gradients = self.keeps_gradients = False
         for flat in self.buffers:
-            flat.drop_gradients()
+            flat.gradients.drop()
 
     def __repr__(self) -> str:
         return f"Handle({self.fqn!r}, {len(self.params)} parameters)"

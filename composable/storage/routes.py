@@ -10,20 +10,10 @@ import torch.distributed as dist
 from composable.collectives import Ranks, Started, Transport
 from composable.storage.comms import DEFAULT_COMMS, Comms
 from composable.storage.gather_path import CommGather, CopyGather, Gather, GatherPath
-from composable.storage.gradient_path import (
-    AllReducePath,
-    CommScatterPath,
-    GradientPath,
-    HookPath,
-    KeptShards,
-    PathHome,
-    Replicas,
-    ScatterPath,
-    SecondScatterPath,
-    SumPath,
-    ThenHookPath,
-)
+from composable.storage.gradient_path import GradientPath, PathHome, ScatterPath, SumPath
+from composable.storage.hook_paths import CommScatterPath, HookPath, ThenHookPath
 from composable.storage.resting_place import RestingPlace
+from composable.storage.second_leg import AllReducePath, KeptShards, Replicas, SecondScatterPath
 
 __all__ = ["Routes"]
 

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
-from composable.runtime import reductions, scheduler, streams, unsharded
+from composable.runtime import (
+    backwards,
+    completion,
+    forwards,
+    reductions,
+    scheduler,
+    step,
+    streams,
+    unsharded,
+)
 from tests.runtime.bench import Case, run_case
 from tests.runtime.recorded import Runtime
 from tests.runtime.recording import Recorder
@@ -38,9 +47,13 @@ def case_named(name: str) -> Case:
     return next(case for case in (*CASES, *SECONDARY) if case.name.startswith(name))
 
 
+# In the order of imports.
+FILES = (streams, reductions, unsharded, step, completion, backwards, forwards, scheduler)
+
+
 def mutated_source(mutation: Mutation) -> dict[ModuleType, str]:
     """Return the files of the runtime with the edits made, each where its text is."""
-    sources = {module: inspect.getsource(module) for module in (streams, reductions, unsharded, scheduler)}
+    sources = {module: inspect.getsource(module) for module in FILES}
     for old, new in mutation.edits:
         found = [module for module, source in sources.items() if old in source]
         assert len(found) == 1 and sources[found[0]].count(old) == 1, f"not there once: {old}"
@@ -50,12 +63,15 @@ def mutated_source(mutation: Mutation) -> dict[ModuleType, str]:
 
 def mutated(mutation: Mutation) -> Runtime:
     """Return the classes of the broken runtime."""
-    made = {}
+    made: dict[ModuleType, ModuleType] = {}
     for module, source in mutated_source(mutation).items():
-        made[module] = ModuleType(module.__name__)
-        exec(compile(source, f"<{mutation.name}>", "exec"), made[module].__dict__)
-    made[scheduler].__dict__["Reductions"] = made[reductions].Reductions
-    made[scheduler].__dict__["Unsharded"] = made[unsharded].Unsharded
+        own = made[module] = ModuleType(module.__name__)
+        exec(compile(source, f"<{mutation.name}>", "exec"), own.__dict__)
+        # What it has imported from the real ones before it.
+        for real, broken in made.items():
+            for name in real.__all__:
+                if vars(own).get(name) is vars(real)[name]:
+                    setattr(own, name, vars(broken)[name])
     return Runtime(made[streams].DeviceStreams, made[scheduler].Scheduler)
 
 
@@ -85,8 +101,8 @@ WAIT_FOR_SOURCE = "        self._reduce.wait_stream(self._device.current_stream(
 REDUCE = "            with self._device.stream(self._reduce):\n"
 REDUCED = "                return _Reduced(self._device, shard, self._reduce.record_event(), is_on_host=to_host)\n"
 WAIT_FOR_REDUCED = "self._device.current_stream().wait_event(self._event)"
-COMPLETE = "            self._unsharded.linger(handle, with_graph=True)\n        self._streams.meet()\n"
-COMPLETED = "                self._reshard_unless_running(handle)\n        self._streams.meet()\n"
+COMPLETE = "            step.unsharded.linger(handle, with_graph=True)\n        step.streams.meet()\n"
+COMPLETED = "                step.reshard_unless_running(handle)\n        step.streams.meet()\n"
 BRING_BACK = "        if handle.bring_back():\n            self._streams.shards_written()\n"
 FREE = "        for flat in handle.buffers:\n            flat.free_buffer()\n"
 WRITTEN_TOO_EARLY = "mul_.Tensor writes on host, not ordered after: copy_ reads on unshard"
@@ -103,7 +119,7 @@ MUTATIONS = [
         "no event when a forward starts",
         [
             (
-                "        if written is None:\n            self._streams.shards_written()\n",
+                "        if written is None:\n            self.streams.shards_written()\n",
                 "        if written is None:\n            pass\n",
             )
         ],
@@ -113,7 +129,7 @@ MUTATIONS = [
     *(
         Mutation(
             f"no event for the gather of: {case}",
-            [("        self._streams.shards_written()\n\n    def reshard_hidden", "\n    def reshard_hidden")],
+            [("        self.step.streams.shards_written()\n\n    def reshard_hidden", "\n    def reshard_hidden")],
             case,
             "race of the shard of",
         )
@@ -254,8 +270,8 @@ MUTATIONS = [
         "a buffer freed before the backward that reads it",
         [
             (
-                "        if handle.backward_prefetch is not None:\n",
-                FREE + "        if handle.backward_prefetch is not None:\n",
+                "        if turn.met_in != backward_id:\n            turn.met_in",
+                FREE + "        if turn.met_in != backward_id:\n            turn.met_in",
             )
         ],
         "train, ",
@@ -311,12 +327,12 @@ MUTATIONS = [
         "a gradient buffer is filled again while it is reduced",
         [
             (
-                "        if gradient is not None:\n            self._pool.give(account.flat.pool_key, gradient)\n",
+                "        if gradient is not None:\n            self._pool.give(account.flat.gradients.pool_key, gradient)\n",
                 "",
             ),
             (
                 "        self._under_way.append(",
-                "        self._pool.give(account.flat.pool_key, gradient)\n        self._under_way.append(",
+                "        self._pool.give(account.flat.gradients.pool_key, gradient)\n        self._under_way.append(",
             ),
         ],
         "train, ",
@@ -349,7 +365,7 @@ MUTATIONS = [
     ),
     Mutation(
         "compute streams do not wait for what completes a handle",
-        [(COMPLETED, "                self._reshard_unless_running(handle)\n")],
+        [(COMPLETED, "                step.reshard_unless_running(handle)\n")],
         "a branch on a stream of its own",
         "writes on side, not ordered after: _foreach_copy_ reads on default",
     ),
@@ -375,8 +391,8 @@ MUTATIONS = [
         "a backward that was cut short is left alone",
         [
             (
-                "        self._streams.end_backward()\n        self._unsharded.end_lingering(always=True)\n",
-                "        self._unsharded.end_lingering(always=True)\n",
+                "        step.streams.end_backward()\n        step.unsharded.end_lingering(always=True)\n",
+                "        step.unsharded.end_lingering(always=True)\n",
             )
         ],
         "exception in a branch",
@@ -464,8 +480,8 @@ OFFLOADED = [
         "a forward ends before its shards are read",
         [
             (
-                "            self._unsharded.hide()\n            self._streams.wait_for_copies()\n",
-                "            self._unsharded.hide()\n",
+                "        step.unsharded.hide()\n        step.streams.wait_for_copies()\n",
+                "        step.unsharded.hide()\n",
             )
         ],
         "offloaded, prefetch in vain",
@@ -481,8 +497,8 @@ OFFLOADED = [
         "unsharding by hand ends before the shard is read",
         [
             (
-                "        self._unsharded.unshard(handle)\n        self._streams.wait_for_copies()\n",
-                "        self._unsharded.unshard(handle)\n",
+                "        self.step.unsharded.unshard(handle)\n        self.step.streams.wait_for_copies()\n",
+                "        self.step.unsharded.unshard(handle)\n",
             )
         ],
         "offloaded, write shards that are unsharded by hand",
@@ -492,8 +508,8 @@ OFFLOADED = [
         "resharding by hand ends before the shard is read",
         [
             (
-                "        self._unsharded.reshard(handle)\n        self._streams.wait_for_copies()\n",
-                "        self._unsharded.reshard(handle)\n",
+                "        self.step.unsharded.reshard(handle)\n        self.step.streams.wait_for_copies()\n",
+                "        self.step.unsharded.reshard(handle)\n",
             )
         ],
         "offloaded, write shards after an unused unshard",

@@ -612,7 +612,7 @@ def zeros_for_unused() -> tuple[list[str], int, bool]:
     return (
         zero,
         counting.counts()["reduce_scatter"],
-        any(isinstance(one, Agreement) for one in root.scheduler._hand_over._agreements),
+        any(isinstance(one, Agreement) for one in root.scheduler.step.hand_over.agreements),
     )
 
 
@@ -892,7 +892,7 @@ def one_message_a_backward() -> tuple[int, int]:
     model(x_of(0)).sum().backward()
     root = root_of(model)
     counts, transports = [], []
-    for agreement in root.scheduler._hand_over._agreements:
+    for agreement in root.scheduler.step.hand_over.agreements:
         transports.append(CountingTransport(agreement.transport))
         agreement.transport = transports[-1]
     with no_sync(model):

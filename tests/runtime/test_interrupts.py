@@ -22,7 +22,7 @@ from composable.collectives.choose import make_transport
 from composable.replication.bucket import Bucket
 from composable.replication.bucket_steps import step_rest
 from composable.replication.reducer import Reducer
-from composable.runtime.scheduler import Scheduler
+from composable.runtime.forwards import Forwards
 from composable.runtime.unsharded import Unsharded
 from composable.storage import Handle
 from tests.runtime.interrupt_programs import PROGRAMS, Program
@@ -70,7 +70,7 @@ def test_ranks_that_use_other_parameters_are_stopped_wherever_a_gradient_arrives
         (CastBuffers._restore, "casts of shared buffers"),
         (LentBuffers.take_back, "casts of shared buffers"),
         (Handle.keep_secondary, "resharded to two ranks"),
-        (Scheduler._reshard_after_forward, "resharded to two ranks"),
+        (Forwards._reshard, "resharded to two ranks"),
         (Handle.begin_unshard, "over two hosts"),
         (Unsharded._filled, "over two hosts"),
     ],
