@@ -23,6 +23,7 @@ from composable.errors import ComposableError, ConfigError, UsageError, located,
 from composable.frames import in_backward, will_get_gradient
 from composable.optim import CHECKS_ITSELF, PartStep, check_replaced
 from composable.replication import Reducer, ReplicateState, check_steppable
+from composable.runtime import model_ranks_of
 from composable.storage import (
     Handle,
     check_backward,
@@ -353,5 +354,11 @@ def _agree(optimizer: torch.optim.Optimizer, units: dict[_Unit, Ranks], failure:
             )
         except ComposableError as error:
             failure = error  # The ranks of the next group are to hear of it too.
+    for model in model_ranks_of(unit for unit in units if isinstance(unit, Handle)).values():
+        if model.others:
+            try:
+                model.everyone.raise_together(failure)
+            except ComposableError as error:
+                failure = error
     if failure is not None:
         raise failure

@@ -23,13 +23,14 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overloa
 import torch
 from torch import nn
 
-from composable.errors import ConfigError, located, place_of_rank
+from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fqns import NamedTree, check_same_fqns, describe_module
 
 __all__ = [
     "Annotation",
     "AnnotationFn",
     "annotated_below",
+    "check_not_joined",
     "contract",
     "excludes",
     "get_registry",
@@ -98,6 +99,23 @@ def annotated_below(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, o
     for module in dict.fromkeys(below for one in modules for below in one.modules()):
         for annotation in get_registry(module).values():
             yield module, annotation.state
+
+
+def check_not_joined(modules: Iterable[nn.Module], what: str) -> None:
+    """Refuse ``what`` on modules with annotations that ranks without inputs follow, which it would change.
+
+    Alike on all ranks that have inputs, before they communicate.
+
+    Raises:
+        UsageError: torch's ``Join`` is around.
+    """
+    for module, state in annotated_below(modules):
+        if getattr(state, "is_joined", False):
+            raise UsageError(
+                f"{what} inside of Join, where ranks without inputs follow the annotations that it was made with",
+                at=f"{place_of_rank()}, {describe_module(module)}",
+                fix="do it before Join(...) is made, or after the context",
+            )
 
 
 def excludes(module: nn.Module, api_name: str) -> bool:

@@ -4,6 +4,7 @@ Nothing is wrapped: ``as_ddp`` gives an object beside the module, to be handed t
 ``torch.distributed.algorithms``.
 """
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from composable.arguments import check_bool
+from composable.collectives import wait_for_work
 from composable.contract import get_registry
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
@@ -66,6 +68,7 @@ class DDPView(Joinable):
         self._state = state
         self._divides_by_all = True
         self._told_to_synchronise = False
+        self._hook: weakref.ref[JoinHook] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -121,7 +124,14 @@ class DDPView(Joinable):
             )
         self._divides_by_all = divides_by_all
         self._state.uneven, self._state.reducer.teller = self, None
-        return _Shadow(self)
+        hook = _Shadow(self)
+        # ``Join`` does not say when an exception ends it: its hooks are gone then.
+        self._hook = weakref.ref(hook)
+        return hook
+
+    def is_live(self) -> bool:
+        """Say whether the context of a ``Join`` lasts."""
+        return self._hook is not None and self._hook() is not None and bool(self._join_config.enable)
 
     @property
     def join_device(self) -> torch.device:
@@ -144,8 +154,7 @@ class DDPView(Joinable):
             self._broadcast(0, broadcasts=broadcasts)
             return
         work = Join.notify_join_context(self)
-        if work is not None:
-            work.wait()
+        wait_for_work(work, self.process_group, "Join")
         reducer = self._state.reducer
         self._told_to_synchronise = reducer.synchronises
         reducer.before_round = self._check_told
@@ -166,6 +175,7 @@ class DDPView(Joinable):
         numbers = [int(number) for number in reducer.share(told)]
         running = [rank for rank, number in enumerate(numbers) if number & _RUNS]
         reducer.divide_by(None if self._divides_by_all else len(running))
+        reducer.expect(running)
         self._broadcast(running[-1], broadcasts=any(number & _BROADCASTS for number in numbers))
         return numbers[running[-1]]
 
@@ -197,6 +207,7 @@ class DDPView(Joinable):
         self._state.uneven = None
         self._state.reducer.before_round = None
         self._state.reducer.divide_by(None)
+        self._state.reducer.expect(None)
 
 
 class _Shadow(JoinHook):

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import _traversal_utils
 from composable.arguments import check_bool, check_outside_inference, readable_twice
@@ -22,13 +23,15 @@ from composable.casts import keep_dtype
 from composable.collectives import (
     DataParallelMeshDims,
     GroupOrPair,
+    ModelRanks,
+    Ranks,
     annotating,
     check_inside,
     choose_transport_for,
     joined_mesh,
     resolve_grid,
 )
-from composable.contract import annotated_below, contract, set_member
+from composable.contract import annotated_below, check_not_joined, contract, set_member
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.fsdp_module import add_mixin
@@ -52,6 +55,7 @@ from composable.planning import (
     skipped_modules,
 )
 from composable.policies import PolicyLike
+from composable.ragged import RaggedDTensor
 from composable.registrations import take_charge
 from composable.replication import ReplicateState
 from composable.runtime import FullyShardState, register_fully_shard_hooks
@@ -109,8 +113,8 @@ def fully_shard(
     its own values: seed all ranks alike, load afterwards, or use ``sync_module_states``.
     The module may be on the meta device, and get its values now or later; see docs/meta_init.md.
 
-    Collective with ``param_init_fn``, ``sync_module_states`` or a mesh of two dims: all ranks of the mesh. Without
-    them it does not communicate.
+    Collective with ``param_init_fn``, ``sync_module_states`` or a mesh of two dims: all ranks of the mesh, and those
+    that have other blocks of parameters that tensor parallelism has split. Without them it does not communicate.
 
     Without ``policy`` one handle is made of every parameter below ``module`` that no
     earlier annotation manages: call it on submodules first and on the root last. With
@@ -176,7 +180,8 @@ def fully_shard(
         ``module``, the same object; it and every fully sharded module is now also an ``FSDPModule``.
 
     Raises:
-        UsageError: No process group is initialised, parameters have gradients already, or inference mode is on.
+        UsageError: No process group is initialised, parameters have gradients already, inference mode is on, or the
+            model is inside of torch's ``Join``.
         ConfigError: An argument is wrong, or something else manages a parameter; the message names the module, the
             parameter and the fix. With ``param_init_fn`` or ``sync_module_states`` on every rank, also if it is
             wrong on one only.
@@ -185,6 +190,7 @@ def fully_shard(
     modules = [module] if isinstance(module, nn.Module) else list(module)
     state = next(found for one in modules if (found := fully_shard.state(one)) is not None)
     state.modules = tuple(modules)
+    check_not_joined(modules, "fully_shard")
     params = [param for one in modules for param in one.parameters()]
     state.mesh, state.grid = resolve_grid(
         mesh, dp_mesh_dims, process_group, params, is_hybrid=is_hybrid(strategy), caller="fully_shard"
@@ -234,8 +240,9 @@ def fully_shard(
                 raise
             failure = error
         if is_collective:
-            _compare_calls(state, param_init_fn, failure, is_synced=sync_module_states)
-            built = _build_filled(state, members, param_init_fn, is_synced=sync_module_states)
+            everyone = _model_ranks(state).everyone
+            _compare_calls(state, everyone, param_init_fn, failure, is_synced=sync_module_states)
+            built = _build_filled(state, everyone, members, param_init_fn, is_synced=sync_module_states)
         else:
             built = _build(state, members)
         _execute(state, members, built)
@@ -341,10 +348,23 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+def _model_ranks(state: FullyShardState) -> ModelRanks:
+    """Return the ranks of an annotation, with those that have other blocks of its parameters. Collective."""
+    params = (param for module in state.modules for param in module.parameters())
+    split = (param for param in params if isinstance(param, DTensor) and not isinstance(param, RaggedDTensor))
+    meshes = dict.fromkeys(param.device_mesh for param in split)
+    return ModelRanks.of(state.grid.everyone, [Ranks.of_mesh(mesh, dim) for mesh in meshes for dim in range(mesh.ndim)])
+
+
 def _compare_calls(
-    state: FullyShardState, param_init_fn: ParamInitFn | None, failure: ComposableError | None, *, is_synced: bool
+    state: FullyShardState,
+    everyone: Ranks,
+    param_init_fn: ParamInitFn | None,
+    failure: ComposableError | None,
+    *,
+    is_synced: bool,
 ) -> None:
-    """Raise on every rank unless all call with options, plans and buffers that fit. Collective."""
+    """Raise on every rank unless all call with options, plans and buffers that fit. Collective over ``everyone``."""
     options: list[str] = []
     plan_text, digest, buffers = "", "", []
     if failure is None:
@@ -352,13 +372,21 @@ def _compare_calls(
         options = [f"sync_module_states={is_synced}" if is_synced else f"param_init_fn={param_init_fn is not None}"]
         options.append(f"on {state.mesh.device_type}")
         plan_text, digest, buffers = state.plan.compared_text(), state.plan.digest(), describe_buffers(_managed(state))
-    state.grid.everyone.compare(
-        "\n".join([*options, digest, *buffers]),
-        failure,
-        shown="\n".join([*options, plan_text, *buffers]),
-        what="the ranks call fully_shard with different options or on different models",
-        fix="call it with the same arguments on the same model, which may be on the meta device on some ranks",
-    )
+    try:
+        state.grid.everyone.compare(
+            "\n".join([*options, digest, *buffers]),
+            failure,
+            shown="\n".join([*options, plan_text, *buffers]),
+            what="the ranks call fully_shard with different options or on different models",
+            fix="call it with the same arguments on the same model, which may be on the meta device on some ranks",
+        )
+    except ComposableError as error:
+        failure = error
+    if everyone != state.grid.everyone:
+        # Of other blocks the plan is another one.
+        everyone.raise_together(failure)
+    if failure is not None:
+        raise failure
 
 
 def _managed(state: FullyShardState) -> dict[nn.Module, str]:
@@ -392,13 +420,21 @@ def _build(
 
 
 def _build_filled(
-    state: FullyShardState, members: Sequence[HandleMembers], param_init_fn: ParamInitFn | None, *, is_synced: bool
+    state: FullyShardState,
+    everyone: Ranks,
+    members: Sequence[HandleMembers],
+    param_init_fn: ParamInitFn | None,
+    *,
+    is_synced: bool,
 ) -> list[list[FlatBuffer]]:
-    """Build every shard with its values; after an error on any rank the modules are as before. Collective."""
+    """Build every shard with its values; after an error on any rank of ``everyone`` the modules are as before.
+
+    Collective.
+    """
     ranks = state.grid.everyone
     first: FirstValues | None = None
     try:
-        with ranks.agreed():
+        with everyone.agreed():
             built = _build(state, members, is_deferred=True)
             first = FirstValues(_managed(state), members, built, ranks.device)
             if is_synced:

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from composable.arguments import check_outside_inference, readable_twice
-from composable.collectives import Grid, annotating, check_inside, resolve_ranks
-from composable.contract import annotated_below, contract
+from composable.collectives import Grid, Ranks, annotating, check_inside, resolve_ranks
+from composable.contract import annotated_below, check_not_joined, contract
 from composable.errors import ComposableError, ConfigError, place_of_rank
 from composable.fqns import describe_module
 from composable.planning import MixedPrecisionPolicy, as_mixed_precision
@@ -133,7 +133,8 @@ def replicate(
         ``module``, the same object.
 
     Raises:
-        UsageError: No process group is initialised, or inference mode is on, here or on another rank.
+        UsageError: No process group is initialised, or inference mode is on, here or on another rank; or something
+            below is inside of torch's ``Join``.
         ConfigError: An argument is wrong, here or on another rank; the message names the rank, the module, the
             parameter and the fix.
         DesyncError: The ranks have different modules or options.
@@ -149,6 +150,7 @@ def replicate(
     if mesh is not None and device_mesh is not None:
         raise ConfigError("both mesh and device_mesh are given", fix="pass one of them")
     mesh = device_mesh if mesh is None else mesh
+    check_not_joined(modules, "replicate")
     ranks = resolve_ranks(mesh, process_group, [param for module in modules for param in module.parameters()])
     choices: Choices = Choices()
     managed: ManagedTensors = ManagedTensors()
@@ -198,11 +200,19 @@ def replicate(
         fix="build the same model and call replicate with the same arguments on every rank",
     )
     state.compared = text
+    state.has_parts = _has_parts(modules, ranks)
     state.use(Grid.whole(ranks))
     if static_graph and _LOG.isEnabledFor(logging.INFO):
         _LOG.info("replicate of %s with static_graph=True", describe_module(modules[0]))
     _execute(state, managed, choices, trainable, options, device, precision)
     return module
+
+
+def _has_parts(modules: Sequence[nn.Module], ranks: Ranks) -> bool:
+    """Say whether, on any of ``ranks``, something below is annotated on a part of them. Collective."""
+    grids = (getattr(state, "grid", None) for _, state in annotated_below(modules))
+    own = any(isinstance(grid, Grid) and grid.everyone.size < ranks.size for grid in grids)
+    return bool(ranks.reduce(torch.tensor(own, dtype=torch.int32), dist.ReduceOp.MAX))
 
 
 def _execute(

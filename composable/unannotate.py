@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from composable.activation_checkpoint import check_forward_in_place, restore_forward
 from composable.arguments import check_bool
 from composable.collectives import Grid, Ranks, compare_in_each
-from composable.contract import get_registry, managing_state, remove_annotation, remove_member
+from composable.contract import check_not_joined, get_registry, managing_state, remove_annotation, remove_member
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward, modules_in_call
@@ -26,7 +26,7 @@ from composable.ragged import RaggedDTensor, collect_blocks
 from composable.registrations import leave_alone
 from composable.replicate_module import remove_replicate_mixin
 from composable.replication import ReplicateState
-from composable.runtime import AnnotatedPart, FullyShardState
+from composable.runtime import AnnotatedPart, FullyShardState, model_ranks_of
 from composable.storage import Handle, ShardedParam, handle_of, reaches_out, waits_for_copies
 
 __all__ = ["unannotate"]
@@ -60,8 +60,8 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
         ``module``, the same object.
 
     Raises:
-        UsageError: Nothing there is annotated; a forward or backward is running; or a handle owns parameters
-            inside and outside of what is to be undone: the message names its modules; or parameters are on
+        UsageError: Nothing there is annotated; a forward or backward is running, or torch's ``Join``; or a handle owns
+            parameters inside and outside of what is to be undone: the message names its modules; or parameters are on
             another device than the ranks talk on, such as meta; or the ``forward`` of a checkpointed module was
             replaced. Nothing is changed.
         DesyncError: The ranks have different annotations or gradients there. Nothing is changed.
@@ -72,6 +72,7 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
     with located(place_of_rank()):
         roots = _check_modules(module)
         check_bool("recurse", recurse)
+        check_not_joined(roots, "unannotate")
         states = _states_in(roots, recurse=recurse)
         try:
             removal = _Removal(roots, states, recurse=recurse)
@@ -273,6 +274,8 @@ def _full_gradient(param: ShardedParam, grid: Grid, divisor: float, *, has_kept:
 def _everyone(roots: Sequence[nn.Module], states: Sequence[_State]) -> list[Ranks]:
     """Return the ranks that have to agree, group by group: parts first, so that the whole hears of their failures."""
     found = [state.grid.everyone for state in states]
+    sharded = [state for state in states if isinstance(state, FullyShardState)]
+    found += [model.everyone for model in model_ranks_of(one for state in sharded for one in state._handles).values()]
     for handle in {handle_of(param): None for root in roots for param in root.parameters()}:
         if handle is not None:
             found.append(handle.grid.everyone)

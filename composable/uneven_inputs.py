@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from composable.arguments import check_bool, check_module, described
+from composable.collectives import annotating, wait_for_work
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
 from composable.uneven_parts import Part, check_shares, find_parts, ranks_of
 from composable.uneven_steps import STEP, Steps
@@ -72,6 +73,7 @@ class UnevenInputs(Joinable):
         """The ranks that ``Join`` counts: all that share anything of the model."""
         return self._ranks.process_group
 
+    @annotating("Join")
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what stands in for this rank once it has no inputs left; called by ``Join``. Collective.
 
@@ -108,7 +110,9 @@ class UnevenInputs(Joinable):
             for part in parts:
                 part.begin_step(running, divides_by_all=divides_by_all)
 
-        steps = Steps(self._ranks, self._notify, begin, lambda number, *told: parts[number].describe(*told))
+        steps = Steps(
+            self._ranks, self._notify, begin, lambda number, *told: parts[number].describe(*told), self._is_live
+        )
         for number, part in enumerate(parts):
             part.tell_by(number, steps)
         self._parts, self._steps = parts, steps
@@ -136,7 +140,7 @@ class UnevenInputs(Joinable):
         Raises:
             RuntimeError: A rank has no inputs left, and ``Join`` was told to throw then.
         """
-        if self._hook is None or self._hook() is None or not self._join_config.enable:
+        if not self._is_live():
             self.end()
             return False
         try:
@@ -144,9 +148,12 @@ class UnevenInputs(Joinable):
         except RuntimeError:
             self.end()
             raise
-        if work is not None:
-            work.wait()
+        wait_for_work(work, self._ranks.process_group, "Join")
         return True
+
+    def _is_live(self) -> bool:
+        """Say whether the context lasts, or an exception has ended it."""
+        return self._hook is not None and self._hook() is not None and bool(self._join_config.enable)
 
     def step_here(self) -> None:
         """Step the shards of this rank, which has no inputs."""
@@ -170,8 +177,12 @@ class _Shadow(JoinHook):
         self._steps = steps
         self._parts = parts
 
+    @annotating("Join")
     def main_hook(self) -> None:
-        """Do on this rank what a step of the others waits for."""
+        """Do on this rank what a step of the others waits for.
+
+        What goes wrong here is raised here; others that wait for this rank are told by the watch over ranks that wait.
+        """
         try:
             with torch.no_grad():
                 was_following, self._steps.is_following = self._steps.is_following, True

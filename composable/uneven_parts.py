@@ -199,6 +199,7 @@ class _ShardedPart:
 
     def tell_by(self, number: int, steps: Steps) -> None:
         self._root.scheduler.tell_by(_SchedulerTeller(number, steps, self._root.handles))
+        self._root.join = steps
 
     def begin_step(self, running: set[int], *, divides_by_all: bool) -> None:
         for state in self._root.states:
@@ -241,6 +242,7 @@ class _ShardedPart:
 
     def close(self) -> None:
         self._root.scheduler.tell_by(None)
+        self._root.join = None
         self._follower.end()
         for state in self._root.states:
             self._divide_by(state, None)
@@ -333,6 +335,7 @@ class _ReplicatedPart:
         numbers = sorted(self._state.grid.everyone.numbers)
         here = [index for index, number in enumerate(numbers) if number in running]
         self._state.reducer.divide_by(None if divides_by_all or not here else len(here))
+        self._state.reducer.expect(here)
         self._source = here[-1] if here else 0
 
     def stand_by(self, *, is_first: bool) -> None:
@@ -362,6 +365,7 @@ class _ReplicatedPart:
     def close(self) -> None:
         self._state.uneven = self._state.reducer.teller = self._state.reducer.before_round = None
         self._state.reducer.divide_by(None)
+        self._state.reducer.expect(None)
 
     def _broadcast(self) -> None:
         if self._state.buffers is not None:
@@ -375,6 +379,9 @@ class _ReducerTeller:
         self._number = number
         self._steps = steps
         self._broadcast = broadcast
+
+    def is_live(self) -> bool:
+        return self._steps.is_live()
 
     def begin_forward(self, module: nn.Module, *, broadcasts: bool) -> None:
         self._steps.begin_forward(module)

@@ -38,6 +38,7 @@ class Steps:
         notify: Lets ``Join`` know that this rank has inputs; false: the context is over. Collective.
         begin: Called at each begin of a step with the global numbers of the ranks that have inputs.
         describe: Says what was told of a part of the model, for messages.
+        is_live: Says whether the context lasts, or an exception has ended it.
 
     Attributes:
         number: Its place among all that end a backward: after all parts.
@@ -51,9 +52,11 @@ class Steps:
         notify: Callable[[], bool],
         begin: Callable[[set[int]], None],
         describe: Callable[[int, str, tuple[Any, ...]], str],
+        is_live: Callable[[], bool],
     ) -> None:
         self.number = next_ending_number()
         self.begun = 0
+        self._is_live = is_live
         self.is_following = False
         self._ranks = ranks
         self._notify = notify
@@ -108,6 +111,10 @@ class Steps:
         """The context is over: from now on nothing is told."""
         self._is_over, self._is_open = True, False
 
+    def is_live(self) -> bool:
+        """Say whether the context lasts."""
+        return not self._is_over and self._is_live()
+
     def _open(self) -> bool:
         """Begin a step; false: the context is over. Collective."""
         if not self._notify():
@@ -146,7 +153,7 @@ class Steps:
         Raises:
             DesyncError: Ranks with inputs tell different things.
         """
-        every = _exchange(self._ranks, told)
+        every = meet_in_join(self._ranks, told)
         found = [one for one in every if one is not None]
         if any(one != found[0] for one in found):
             lines = [
@@ -176,7 +183,7 @@ class Steps:
         return {"begin": "begins a step", "leave": "begins another step"}.get(what, "has ended the step")
 
 
-def _exchange(ranks: Ranks, told: Told | None) -> list[Told | None]:
+def meet_in_join(ranks: Ranks, told: Told | None) -> list[Told | None]:
     """Return what each rank tells: one collective where all of it is short. Collective."""
     if ranks.is_alone:
         return [told] * ranks.size

@@ -1,5 +1,6 @@
 """Ranks that go different ways, in real processes: every one of them is told, soon, who waits for what and where each is."""
 
+import functools
 import logging
 import random
 import re
@@ -11,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from composable import (
     ConfigError,
@@ -435,3 +438,80 @@ def read_a_verdict_in_the_next_world() -> float:
 
 def test_a_verdict_that_is_read_in_the_next_world_of_a_process_closes_nothing_there() -> None:
     assert run_ranks(read_a_verdict_in_the_next_world, 2) == [2.0, 2.0]
+
+
+class Failing(nn.Linear):
+    """Raises at the end of its forward, when told."""
+
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.fails:
+            raise ValueError("a bad batch")
+        return y
+
+
+def goes_on_after_its_exception(strategy: str, transport: str) -> list[str]:
+    """Catch what one rank raises at the end of a forward, and go on, as the others do that ran backward."""
+    set_divergence_timeout(LIMIT_S)
+    mesh = None
+    if strategy == "HYBRID_SHARD":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(Failing(WIDTH, WIDTH), mesh=mesh, strategy=strategy, transport=transport)
+    told = []
+    for step in range(4):
+        model.fails = step == 1 and dist.get_rank() == 1
+        try:
+            model(inputs()).sum().backward()
+            told.append("nothing")
+        except (ValueError, DesyncError) as error:
+            told.append(type(error).__name__)
+        model.zero_grad()
+    return told
+
+
+@pytest.mark.parametrize("transport", ["point_to_point", "process_group"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+def test_ranks_that_go_on_after_an_exception_of_one_are_all_told_in_every_step(strategy: str, transport: str) -> None:
+    told = run_ranks(goes_on_after_its_exception, 4, strategy, transport, timeout_s=40)
+    others = ["nothing", "DesyncError", "DesyncError", "DesyncError"]
+    assert told == [others, ["nothing", "ValueError", "DesyncError", "DesyncError"], others, others]
+
+
+class Aside(nn.Module):
+    """A module inside of a checkpoint, and a hook on its output that runs a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, aside: str = "") -> torch.Tensor:
+        x = self.first(x)
+        if "module" in aside:
+            run = functools.partial(torch_checkpoint, self.inner, use_reentrant=False)
+            x = x + (run if "checkpoint" in aside else self.inner)(x)
+        if "hook" in aside:
+            x.register_hook(lambda grad: self.inner(grad.detach()).sum().backward())
+        return self.last(x)
+
+
+def goes_aside(aside: str) -> str:
+    set_divergence_timeout(LIMIT_S)
+    model = fully_shard(Aside(), policy={nn.Linear}, transport="point_to_point")
+    model(inputs()).sum().backward()
+    try:
+        for step in range(3):
+            model(inputs(), aside if step == 0 and dist.get_rank() == 1 else "").sum().backward()
+            model.zero_grad()
+    except DesyncError as error:
+        return str(error)
+    return "no error"
+
+
+# Without tags, gloo ends a process in which collectives of different sizes meet.
+@pytest.mark.parametrize("aside", ["module", "module checkpoint", "hook", "module checkpoint hook"])
+def test_a_rank_that_alone_runs_a_module_a_checkpoint_or_a_backward_in_a_hook_is_named(aside: str) -> None:
+    for text in run_ranks(goes_aside, 3, aside, timeout_s=40):
+        assert "rank 1: waits for the all-gather of module" in text or "rank 1: waits for the reduce" in text, text
+        assert "will never come" in text

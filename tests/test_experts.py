@@ -1,6 +1,7 @@
 """Experts on ranks of their own inside a model on all ranks, against one process that has all experts."""
 
 import functools
+import logging
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ from composable import (
     set_divergence_timeout,
     unannotate,
 )
+from tests.counting import counting_ranks
 from tests.experts import Expert, Net, batch_of, local_net, mesh_of, reference_net, whole_batch
 from tests.models import random_input
 from tests.ordered_groups import needs_ordered_groups
@@ -286,6 +288,90 @@ def test_replicated_experts_that_are_called_on_each_rank_get_their_mean() -> Non
     run_threads(train_replicated, 4)
 
 
+class WithBuffer(nn.Module):
+    """An expert with a buffer of its own, which counts its calls."""
+
+    def __init__(self, expert: nn.Module) -> None:
+        super().__init__()
+        self.expert = expert
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.expert(x)
+
+
+def train_replicated_that_follow(options: dict[str, Any], *, has_buffers: bool) -> None:
+    mesh, rank = mesh_of((2, 2)), dist.get_rank()
+    net, plain = local_net(4, mesh), reference_net(4)
+    for one in (net, plain) if has_buffers else ():
+        for mixture in one.mixtures():
+            for name, expert in list(mixture.experts.items()):
+                mixture.experts[name] = WithBuffer(expert)
+    for expert in experts_of(net):
+        replicate(expert, mesh=mesh["edp"], **options)
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9) for one in (net, plain)]
+    for step in range(4):
+        for model, batch in ((net, functools.partial(batch_of, 4)), (plain, functools.partial(whole_batch, 4))):
+            model.zero_grad()
+            last = rank if model is net else 4
+            if step == 2:
+                with no_sync(net) if model is net else nullcontext():
+                    step_with(model, batch(9, last))
+            step_with(model, batch(step, last))
+        for param in (param for expert in experts_of(net) for param in expert.parameters()):
+            if param.grad is not None:
+                param.grad /= mesh["ep"].size()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        torch.testing.assert_close(clip_grad_norm_(net.parameters(), 0.05), norm)
+        for fqn, param in net.named_parameters():
+            expected = plain.get_parameter(fqn).grad
+            assert (param.grad is None) is (expected is None), fqn
+            if expected is not None:
+                torch.testing.assert_close(param.grad if is_expert(fqn) else param.grad.full_tensor(), expected)
+        for optimizer in optimizers:
+            optimizer.step()
+    unannotate(net)
+    for fqn, param in net.named_parameters():
+        torch.testing.assert_close(param, plain.get_parameter(fqn))
+
+
+@pytest.mark.parametrize("has_buffers", [False, True])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": False}])
+def test_replicated_experts_follow_a_sharded_root_whether_they_are_called_or_not(
+    options: dict[str, Any], *, has_buffers: bool
+) -> None:
+    run_threads(train_replicated_that_follow, 4, options, has_buffers=has_buffers)
+
+
+def test_processes_follow_with_replicated_experts_too() -> None:
+    run_ranks(train_replicated_that_follow, 4, {}, has_buffers=False)
+
+
+def call_after_the_root_is_gone() -> None:
+    mesh = mesh_of((2, 2))
+    net = local_net(4, mesh)
+    for expert in experts_of(net):
+        replicate(expert, mesh=mesh["edp"])
+    fully_shard(net)
+    step_with(net, batch_of(4, 0, dist.get_rank()))
+    unannotate(net, recurse=False)
+    for expert in experts_of(net):
+        expert.zero_grad()
+        expert(torch.ones(1, 4) * dist.get_rank()).sum().backward()
+        for param in expert.parameters():
+            grads = [torch.empty_like(param) for _ in range(2)]
+            dist.all_gather(grads, param.grad, group=mesh.get_group("edp"))
+            torch.testing.assert_close(*grads)
+
+
+def test_replicated_experts_average_by_themselves_once_the_root_is_undone() -> None:
+    run_threads(call_after_the_root_is_gone, 4)
+
+
 def divided_by_default() -> None:
     mesh = mesh_of((2, 2))
     net, plain = local_net(4, mesh), reference_net(4)
@@ -464,6 +550,35 @@ def test_experts_on_the_shard_dim_of_a_hybrid_mesh_count_once_for_each_copy() ->
     run_threads(norm_beside_copies, 4)
 
 
+def norm_with_experts_on_some_ranks(rest: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.ModuleDict())
+    if mesh.get_local_rank("replicate") == 0:
+        model[1]["0"] = fully_shard(nn.Linear(3, 3), mesh=mesh["shard"])
+    if rest == "replicated":
+        replicate(model)
+    else:
+        fully_shard(model, mesh=mesh if rest == "hybrid" else None)
+        model[0].requires_grad_(True)
+        with torch.no_grad():
+            fully_shard.state(model).lazy_init()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    expected = pytest.approx(24**0.5)
+    assert get_total_norm([param.grad for param in model.parameters()]).item() == expected or rest == "replicated"
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    assert clip_grad_norm_(optimizer, 1e9).item() == expected
+    if rest != "replicated":
+        accelerate_optimizer(optimizer, model)
+    assert clip_grad_norm_(optimizer, 1e9).item() == expected
+
+
+@pytest.mark.parametrize("rest", ["hybrid", "replicated", "sharded"])
+def test_a_rank_without_experts_takes_part_in_the_norm_of_those_of_others(rest: str) -> None:
+    run_threads(norm_with_experts_on_some_ranks, 4, rest)
+
+
 class Powers(nn.Module):
     """Adds half the square of a weight, whose gradient is that weight."""
 
@@ -526,6 +641,24 @@ def evaluate_and_train(shape: tuple[int, int]) -> None:
 
 def test_experts_that_stay_unsharded_are_alike_on_ranks_that_called_them_and_others() -> None:
     run_threads(evaluate_and_train, 4, (2, 2))
+
+
+def evaluate(forwards: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copies", "ep", "shard"))
+    net = local_net(4, mesh)
+    annotate_hybrid(net, mesh, strategy="HYBRID_SHARD_OPTIM")
+    with torch.no_grad():
+        for number in range(forwards):
+            net(*batch_of(4, number, dist.get_rank()))
+
+
+def test_experts_cost_no_message_more_to_find_out_whether_shards_were_written() -> None:
+    counts = []
+    for forwards in (1, 4):
+        with counting_ranks() as counted:
+            run_threads(evaluate, 8, forwards)
+        counts.append(counted["reductions"])
+    assert counts[1] - counts[0] == 3 * 8
 
 
 # Hooks
@@ -720,6 +853,36 @@ def test_plans_of_experts_that_differ_are_an_error_on_every_rank() -> None:
     assert set(caught.value.errors) == {0, 1, 2, 3}
     for error in caught.value.errors.values():
         assert isinstance(error, DesyncError) and "the ranks annotated different plans" in str(error)
+
+
+def gather_all_at_once(*, has_blocks: bool) -> list[str]:
+    mesh = mesh_of((2, 2))
+    net = local_net(4, mesh)
+    annotate_experts(net, "each", mesh=mesh["edp"])
+    for block in net.blocks if has_blocks else ():
+        fully_shard(block)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("composable").addHandler(handler)
+    try:
+        step_with(fully_shard(net), batch_of(4, 0, dist.get_rank()))
+    finally:
+        logging.getLogger("composable").removeHandler(handler)
+    return [text for text in records if "gathered all at once" in text]
+
+
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_experts_of_all_blocks_that_are_gathered_with_the_root_are_noticed(*, has_blocks: bool) -> None:
+    texts, *_ = run_ranks(gather_all_at_once, 4, has_blocks=has_blocks)
+    if has_blocks:
+        assert texts == []
+    else:
+        assert texts == [
+            "the parameters of 4 modules on a part of the ranks, such as experts, are gathered all at once: only the "
+            "root is annotated around them\n  at:  rank 0, module Net\n"
+            "  fix: annotate the blocks around them, before the root"
+        ]
 
 
 def lies_outside(inner: str, outer: str) -> str:

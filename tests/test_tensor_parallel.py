@@ -1047,3 +1047,80 @@ def compile_blocks() -> None:
 
 def test_compiled_blocks_are_sharded() -> None:
     run_ranks(compile_blocks, 4)
+
+
+# What only some ranks know is told to those with other blocks as well
+
+
+def halve_on_all_but(model: Any, failing: int) -> None:
+    def hook(shard: torch.Tensor) -> object:
+        return object() if dist.get_rank() == failing else None
+
+    model.set_all_reduce_hook(hook)
+
+
+def differ(way: str, failing: int, mesh: DeviceMesh) -> None:
+    """Do something on one rank that the others do not."""
+    differs = dist.get_rank() == failing
+    model: Any = split(seeded(Model, 0), mesh["tp"])
+    if way == "arguments":
+        fully_shard(model, mesh=mesh["dp"], policy={Block}, sync_module_states=True, align="no" if differs else None)
+    if way == "first values":
+        model.scale = nn.Parameter(model.scale.to("meta"))
+
+        def fill(module: nn.Module) -> None:
+            if differs:
+                raise ConfigError("no values here", fix="have some")
+            module.scale = nn.Parameter(torch.ones(3))
+
+        fully_shard(model, mesh=mesh["dp"], policy={Block}, param_init_fn=fill)
+    fully_shard(
+        model,
+        mesh=mesh["dp"],
+        policy=None if way == "plans" and differs else {Block},
+        unused_gradients="zero" if way == "a factor, without messages" else "none",
+    )
+    if way == "a hook":
+        halve_on_all_but(model, failing)
+    loss_at(model, 0, data_rank(mesh)).backward()
+    if way.startswith("a factor"):
+        model.set_gradient_divide_factor(3.0 if differs else 2.0)
+        loss_at(model, 1, data_rank(mesh)).backward()
+    weight = model.blocks[0].up.weight
+    if way == "a gradient" and differs:
+        weight.grad = None
+    if way == "a gradient":
+        unannotate(model)
+    if way == "gradients that are shown":
+        weight.grad = None if differs else weight.grad
+        with unshard_params(model, with_grads=True):
+            pass
+    if way == "an optimizer":
+        model.zero_grad()
+        step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1, differentiable=differs))
+    if way == "an operation":
+        weight.norm(1.0 if differs else 2.0)
+    if way == "clipping":
+        clip_grad_norm_(list(model.parameters())[int(differs) :], 1.0)
+
+
+WAYS = [
+    *("arguments", "first values", "plans", "a hook", "a factor", "a factor, without messages", "a gradient"),
+    *("gradients that are shown", "an optimizer", "an operation", "clipping"),
+]
+
+
+def told_of(way: str, failing: int, sizes: tuple[int, ...]) -> str:
+    mesh = mesh_of(*sizes)
+    try:
+        differ(way, failing, mesh)
+    except (ConfigError, DesyncError, UsageError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_one_rank_does_alone_is_an_error_on_ranks_with_other_blocks_too(way: str) -> None:
+    failing = random.Random(way).randrange(4)
+    texts = run_threads(told_of, 4, way, failing, (2, 2))
+    assert not any("no error" in text or "every rank that is left waits" in text for text in texts), texts

@@ -33,10 +33,13 @@ from composable import (
     reduce_scatter_hook,
     register_comm_hook,
     replicate,
+    set_divergence_timeout,
     step_in_backward,
+    unannotate,
 )
 from composable.collectives import Ranks
 from composable.runtime import sharded_state_of
+from composable.torch_private import store_of_default_group
 from tests.counting import Collective, CountingTransport
 from tests.models import random_input, seeded
 from tests.ordered_groups import HAS_ORDERED_GROUPS
@@ -1131,6 +1134,126 @@ def refuse_a_static_graph() -> None:
 def test_a_static_graph_cannot_join() -> None:
     with pytest.raises(RankErrors, match="static_graph=True: a rank without inputs has no graph"):
         run_threads(refuse_a_static_graph, 2)
+
+
+def miss_a_gradient(*, is_whole: bool) -> None:
+    model = net()
+    replicate(model)
+    rank = dist.get_rank()
+    view = as_ddp(model) if is_whole else joinable(model, step=model.zero_grad)
+    with joined(view):
+        for step in range([3, 1, 3][rank]):
+            # In the last step rank 1 has no inputs left, and rank 0 skips a block.
+            model(torch.ones(1, DIM), 1 if (step, rank) == (2, 0) else -1).sum().backward()
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_missing_gradient_is_named_by_what_ranks_with_inputs_had(*, is_whole: bool) -> None:
+    with pytest.raises(RankErrors) as caught:
+        run_threads(miss_a_gradient, 3, is_whole=is_whole)
+    names = "'blocks.1.inp.weight', 'blocks.1.inp.bias', 'blocks.1.out.weight', 'blocks.1.out.bias'"
+    last = "    the last module to get a gradient: 'first' on ranks 0, 2"
+    assert {rank: str(error).splitlines()[:-2] for rank, error in caught.value.errors.items()} == {
+        0: [
+            f"backward ended without a gradient for 4 parameters: {names}",
+            "    the last gradient to arrive was that of 'first.weight'",
+            last,
+        ],
+        1: [f"rank 0 ended backward without a gradient for {names}", last],
+        2: [f"rank 0 ended backward without a gradient for {names}", last],
+    }
+
+
+def change_inside(kind: str, *, is_whole: bool) -> list[str]:
+    model: Any = net()
+    if kind == "sharded":
+        shard(model)
+    else:
+        copy_whole(model)
+    view = as_ddp(model) if is_whole else joinable(model, step=model.zero_grad)
+    texts = []
+    with joined(view):
+        for step in range([2, 1][dist.get_rank()]):
+            model(torch.ones(1, DIM)).sum().backward()
+            model.zero_grad()
+            calls = unannotate, lambda one: fully_shard(nn.Sequential(one)), lambda one: replicate(nn.Sequential(one))
+            for call in calls if step else ():
+                with pytest.raises(UsageError) as caught:
+                    call(model)
+                texts.append(str(caught.value))
+    unannotate(model)
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    return texts
+
+
+@pytest.mark.parametrize(("kind", "is_whole"), [("sharded", False), ("replicated", False), ("replicated", True)])
+def test_annotations_cannot_change_inside_the_context(kind: str, *, is_whole: bool) -> None:
+    texts, others = run_threads(change_inside, 2, kind, is_whole=is_whole)
+    assert others == []
+    for text, (call, place) in zip(
+        texts,
+        [("unannotate", "Net"), ("fully_shard", "'0' (Net)"), ("replicate", "'0' (Net)")],
+        strict=True,
+    ):
+        assert text == (
+            f"{call} inside of Join, where ranks without inputs follow the annotations that it was made with\n"
+            f"  at:  rank 0, module {place}\n  fix: do it before Join(...) is made, or after the context"
+        )
+
+
+def change_after_an_exception() -> None:
+    model = net()
+    shard(model)
+    with pytest.raises(KeyError):
+        raise_inside(model)
+    unannotate(model)
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+
+
+def test_annotations_may_change_after_a_context_that_an_exception_has_ended() -> None:
+    run_threads(change_after_an_exception, 2)
+
+
+def fail_while_it_follows(way: str) -> str:
+    set_divergence_timeout(0.3)
+    model = net()
+    shard(model)
+    rank, steps = dist.get_rank(), [0]
+
+    def step_all() -> None:
+        steps[0] += 1
+        if (way, rank, steps[0]) == ("step", 1, 2):
+            raise KeyError("of one rank")
+
+    def fail_once(_: torch.Tensor) -> None:
+        if rank == 1 and steps[0] == 1:
+            raise KeyError("of one rank")
+
+    if way == "hook":
+        model.last.bias.register_post_accumulate_grad_hook(fail_once)
+    try:
+        with joined(joinable(model, step=step_all)):
+            for _ in range([3, 1, 3][rank]):
+                model(torch.ones(1, DIM)).sum().backward()
+                step_all()
+    except KeyError as error:
+        store = store_of_default_group()
+        number = 0
+        while not store.get(f"composable watch/{number}/verdict").startswith(b"1"):
+            number += 1
+        return repr(error)
+    except DesyncError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("way", ["step", "hook"])
+def test_what_fails_on_a_rank_that_follows_is_told_to_those_that_wait_for_it(way: str) -> None:
+    first, failed, last = run_ranks(fail_while_it_follows, 3, way)
+    assert failed == "KeyError('of one rank')"
+    for text in (first, last):
+        assert "rank 1: has left Join by KeyError: 'of one rank'" in text
 
 
 def raise_on_one_rank() -> None:

@@ -36,18 +36,18 @@ def reduce_scatter_in(group: dist.ProcessGroup, source: torch.Tensor, shard: tor
         raise _told(error, group) from error
 
 
-def wait_for_work(work: object, group: dist.ProcessGroup) -> None:
-    """Wait for what a collective of the user's has returned; ``None``: it is over."""
+def wait_for_work(work: object, group: dist.ProcessGroup, what: str = "a communication hook") -> None:
+    """Wait for what a collective of others has returned; ``None``: it is over. ``what`` started it, for messages."""
     if work is not None:
         try:
             work.wait()  # type: ignore[attr-defined]  # a work
         except RuntimeError as error:
-            raise _told(error, group) from error
+            raise _told(error, group, what) from error
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-def _told(error: RuntimeError, group: dist.ProcessGroup) -> RuntimeError:
-    return error if isinstance(error, ComposableError) else explained(error, group, what="a communication hook")
+def _told(error: RuntimeError, group: dist.ProcessGroup, what: str = "a communication hook") -> RuntimeError:
+    return error if isinstance(error, ComposableError) else explained(error, group, what=what)

@@ -62,6 +62,13 @@ class ModelRanks:
         """This rank's place in ``everyone``."""
         return self.everyone.rank
 
+    @property
+    def column(self) -> list[int]:
+        """The ranks that have the same blocks as this one between them."""
+        if not self.others:
+            return list(range(self.everyone.size))
+        return [index for index, place in enumerate(self.places) if place[1:] == self.places[self.rank][1:]]
+
     def team_of(self, rank: int) -> list[int]:
         """Return the ranks with the data place of ``rank``; it is one of them."""
         if not self.others:

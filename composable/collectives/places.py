@@ -43,8 +43,8 @@ _WAITS = (str(Path(__file__).resolve().parent) + os.sep, dist.distributed_c10d._
 # What the watch itself does in a thread that it holds up is no wait.
 _WATCH = str(Path(__file__).resolve().with_name("watch.py"))
 _NOT_THE_USERS = (str(Path(torch.__file__).parent) + os.sep, _OURS, threading.__file__, contextlib.__file__)
-# Calls in which modules are annotated, or compared before their first forward.
-_CALLS = frozenset({"fully_shard", "replicate", "adopt"})
+# Calls in which modules are annotated, or compared before their first forward, or ranks meet inside of Join.
+_CALLS = frozenset({"fully_shard", "replicate", "adopt", "_notify", "meet_in_join"})
 # What stands between a call of the user and the function that it is for.
 _AROUND = frozenset({"annotate", "annotate_on_rank", "pre_forward", "post_forward"})
 # What calls hooks and collectives of users.
@@ -69,11 +69,13 @@ class Told:
         name: Equal on all ranks, and no other annotation's.
         tree: Where its modules are.
         transport: Of its ranks.
+        groups: Names of all process groups that it talks in: where ranks have diverged, none of them serves any more.
     """
 
     name: str
     tree: Tree
     transport: Transport
+    groups: tuple[str, ...] = ()
 
 
 class Annotated(Protocol):
@@ -239,6 +241,7 @@ def _wait_for_started(
     group = transport.groups[0]
     text, own = _name_of(started, trees)
     tree = told[id(own)].name if id(own) in told else ""
+    others = told[id(own)].groups if id(own) in told else ()
     # Of those that were started since, the group has counted as many as the transport has, or more.
     sequence = 0 if started.has_tag else started_in(group) - (transport.order.count - started.number)
     return Wait(
@@ -252,7 +255,7 @@ def _wait_for_started(
         kind=str(started.tag),
         sequence=sequence,
         tree=tree,
-        groups=tuple(each.group_name for each in transport.groups),
+        groups=tuple(dict.fromkeys([*(each.group_name for each in transport.groups), *others])),
         is_call=is_call,
     )
 

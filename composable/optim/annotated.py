@@ -1,4 +1,4 @@
-"""On which ranks an annotation has a parameter: all that average its gradients."""
+"""On which ranks an annotation has a parameter, all that average its gradients, and whether others have fewer."""
 
 import torch
 
@@ -6,7 +6,7 @@ from composable.claims import claim_of
 from composable.collectives import Grid, Ranks
 from composable.ragged import RaggedDTensor, RaggedLayout
 
-__all__ = ["ranks_of_layout", "ranks_of_param"]
+__all__ = ["has_parts", "ranks_of_layout", "ranks_of_param"]
 
 
 def ranks_of_param(tensor: torch.Tensor) -> Ranks | None:
@@ -21,3 +21,16 @@ def ranks_of_param(tensor: torch.Tensor) -> Ranks | None:
 def ranks_of_layout(layout: RaggedLayout) -> Ranks | None:
     """Return those of a sharded parameter, with the ranks that have copies of its shards."""
     return None if layout.label is None else layout.label.everyone
+
+
+def has_parts(tensor: torch.Tensor | RaggedLayout) -> bool:
+    """Say whether, on some rank that has a parameter, modules of the same tree lie on a part of these ranks.
+
+    All of these ranks know it, also those that have no such module: of sharded ones from their first forward on.
+    """
+    if isinstance(tensor, RaggedDTensor):
+        tensor = tensor._spec.layout
+    if isinstance(tensor, RaggedLayout):
+        return tensor.label is not None and tensor.label.has_parts
+    found = claim_of(tensor)
+    return found is not None and bool(getattr(found.owner, "has_parts", False))

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.arguments import check_bool, check_number, list_of_tensors
 from composable.collectives import Ranks
-from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.optim.annotated import ranks_of_layout, ranks_of_param
+from composable.errors import ConfigError, DesyncError, UsageError, place_of_rank
+from composable.optim.annotated import has_parts, ranks_of_layout, ranks_of_param
 from composable.optim.local_step import LocalGradients, local_gradients
 from composable.ragged import (
     LIVE_SOURCES,
@@ -33,6 +33,7 @@ from composable.ragged import (
     confirm_alike,
     cut_dims,
     mark_stale,
+    refuse_in_each,
     summed_in,
 )
 from composable.storage import has_torch_optimizer, stepper_of
@@ -275,6 +276,7 @@ class _Pieces:
         self._groups = _Groups()
         self._by_cut: dict[tuple[_Home | None, tuple[Ranks, ...]], list[torch.Tensor]] = {}
         self._home: torch.device | None = None
+        self._with_parts: set[tuple[int, ...]] = set()
         self._dtypes: set[torch.dtype] = set()
 
     @property
@@ -285,7 +287,13 @@ class _Pieces:
 
     def expect(self, tensor: torch.Tensor) -> None:
         """Take part in what the groups of a tensor exchange, also without its gradient."""
-        self._expect(_home_of(tensor), self._groups.of(tensor))
+        home = _home_of(tensor)
+        self._note_parts(home, tensor)
+        self._expect(home, self._groups.of(tensor))
+
+    def _note_parts(self, home: _Home | None, tensor: torch.Tensor | RaggedLayout) -> None:
+        if home is not None and has_parts(tensor):
+            self._with_parts.add(home.ranks.numbers)
 
     def _expect(self, home: _Home | None, cut: tuple[Ranks, ...]) -> None:
         self._expected[home, cut] += 1
@@ -294,11 +302,13 @@ class _Pieces:
     def add(self, tensor: torch.Tensor, home: _Home | None) -> None:
         """Add a whole tensor's piece; ``home``: of the parameter whose gradient it is."""
         tensor = _without_partial(tensor)
+        self._note_parts(home, tensor)
         self._add(home, self._groups.of(tensor), _local(tensor))
 
     def add_accelerated(self, gradients: LocalGradients) -> None:
         """Add what an accelerated optimizer steps with."""
         home, cut = _home_of_layout(gradients.layout), self._groups.of_layout(gradients.layout)
+        self._note_parts(home, gradients.layout)
         self._expect(home, cut)
         self._dtypes |= gradients.dtypes
         for local in gradients.tensors:
@@ -340,6 +350,9 @@ class _Pieces:
             for found, by_cut in merged.items()
         }
         everywhere = parts.pop(None)
+        if outer is not None and outer.numbers in self._with_parts:
+            # Where nothing is cut over all of them, this is an all-reduce more: also on a rank that lists no part.
+            everywhere.setdefault((self._groups.known_as(outer),), whole.nothing((1,), home))
         for found in sorted(apart, key=_order_of):
             assert outer is not None, "some ranks are a part of it"
             counts = {cut: listed[found, cut] for cut in merged[found]}
@@ -347,7 +360,6 @@ class _Pieces:
             if not found.is_first_of(outer):
                 of_part = whole.nothing((1,), home)  # One of those that have it tells of it.
             cut = (self._groups.known_as(outer),)
-            # Where nothing else is cut over all of them, this is an all-reduce more.
             everywhere[cut] = whole.combine(everywhere[cut], of_part) if cut in everywhere else of_part
         return self._add_over_ranks(everywhere, {cut: listed[None, cut] for cut in everywhere}, whole, home)
 
@@ -364,7 +376,13 @@ class _Pieces:
             cuts = [cut for cut in parts if group in cut]
             count = sum(listed.get(cut, 0) for cut in cuts)
             listed_text = f" of {count_text(count, 'parameter')}" if count else ""
-            confirm_alike(f"{self._op} of order {whole.order:g}{listed_text} in {count_text(len(cuts), 'cut')}", group)
+            op = f"{self._op} of order {whole.order:g}{listed_text} in {count_text(len(cuts), 'cut')}"
+            try:
+                confirm_alike(op, group)
+            except DesyncError:
+                # Ranks with other blocks are about to wait for this one there.
+                refuse_in_each([other for other in dict.fromkeys(left) if other != group], op)
+                raise
             reduced = group.reduce(torch.stack([parts.pop(cut) for cut in cuts]), whole.op).to(home)
             for cut, part in zip(cuts, reduced):
                 rest = tuple(other for other in cut if other != group)

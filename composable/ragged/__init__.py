@@ -3,7 +3,7 @@
 from composable.ragged.exchange import Exchange
 from composable.ragged.fallback import LIVE_SOURCES, mark_stale
 from composable.ragged.fallback_log import fallback_counts, strict_mode
-from composable.ragged.lockstep import confirm_alike
+from composable.ragged.lockstep import confirm_alike, refuse_in_each
 from composable.ragged.norms import NormParts, cut_dims, summed_in
 from composable.ragged.registration import register_ragged
 from composable.ragged.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_block, slice_full, splits_of
@@ -31,6 +31,7 @@ __all__ = [
     "note_finished",
     "note_unfinished",
     "ragged_spec",
+    "refuse_in_each",
     "register_ragged",
     "slice_block",
     "slice_full",

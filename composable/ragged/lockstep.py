@@ -8,20 +8,24 @@ and who it is as far as that is known. Tensors of one parameter's cut that are n
 optimizer's state) look alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from composable.collectives import Ranks
+from composable.errors import DesyncError
 from composable.ragged.spec import RaggedLayout
 from composable.torch_private import is_tracing
 from composable.wording import dtype_text
 
-__all__ = ["confirm", "confirm_alike", "confirm_layout", "is_parameter"]
+__all__ = ["confirm", "confirm_alike", "confirm_layout", "is_parameter", "refuse_in_each"]
 
 _WHAT = "the ranks run different operations on ragged tensors"
 _FIX = "run the same operations in the same order on every rank; nothing was exchanged or changed here"
+# What ranks with other blocks hear of a rank that cannot run what they do.
+_ALONE = ", and ranks with the same blocks run something else"
 _SHOWN = 3
 _SHOWN_BOUNDS = 9
 
@@ -40,8 +44,7 @@ def confirm(op: str, tensors: Sequence[Any]) -> None:
         layout: RaggedLayout = tensor._spec.layout
         if not any(layout.shares_ranks(other) for other in asked):
             asked.append(layout)
-            for ranks in layout.every_ranks:
-                ranks.confirm(key, shown=lambda: _text(op, tensors), what=_WHAT, fix=_FIX)
+            _confirm_in_each(layout.every_ranks, key, lambda: _text(op, tensors))
 
 
 def confirm_layout(op: str, ranks: Ranks, layout: RaggedLayout, dtype: torch.dtype) -> None:
@@ -54,6 +57,36 @@ def confirm_layout(op: str, ranks: Ranks, layout: RaggedLayout, dtype: torch.dty
 def confirm_alike(op: str, ranks: Ranks) -> None:
     """Do what ``confirm`` does for an operation whose exchange has one form, whatever the tensors."""
     ranks.confirm(op, shown=lambda: op, what=_WHAT, fix=_FIX)
+
+
+def _confirm_in_each(groups: Sequence[Ranks], key: str, shown: Callable[[], str]) -> None:
+    """Ask one group after the other. Where the ranks of one differ, those of the next are told, which wait for these.
+
+    Raises:
+        DesyncError: The ranks of a group differ, or some of them are in another one that does.
+    """
+    failure: DesyncError | None = None
+    for ranks in groups:
+        try:
+            if failure is None:
+                ranks.confirm(key, shown=shown, what=_WHAT, fix=_FIX)
+            else:
+                # No other rank has this key.
+                ranks.confirm(f"{key}|{ranks.rank}", shown=lambda: f"{shown()}{_ALONE}", what=_WHAT, fix=_FIX)
+        except DesyncError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def refuse_in_each(groups: Sequence[Ranks], op: str) -> None:
+    """Let the ranks of groups that are about to ask for ``op`` hear that it is not run: others had asked differently.
+
+    Collective, as ``confirm_alike`` in each; raises nothing.
+    """
+    for ranks in groups:
+        with suppress(DesyncError):
+            ranks.confirm(f"{op}|{ranks.rank}", shown=lambda: f"{op}{_ALONE}", what=_WHAT, fix=_FIX)
 
 
 def is_parameter(tensor: Any) -> bool:

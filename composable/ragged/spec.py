@@ -57,6 +57,7 @@ class Label(Protocol):
         key: Equal on all ranks, and another one for each parameter that they share.
         module: What messages call the module that owns it.
         everyone: All ranks that hold pieces of it, or copies of pieces; ``None``: it is gone.
+        has_parts: On some of these, modules of the same tree lie on a part of them.
     """
 
     @property
@@ -67,6 +68,9 @@ class Label(Protocol):
 
     @property
     def everyone(self) -> Ranks | None: ...
+
+    @property
+    def has_parts(self) -> bool: ...
 
 
 class Split(NamedTuple):

@@ -1,6 +1,6 @@
 """What the reducer says when a backward goes wrong, on this rank or on another."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.replication.bucket import ReducedParam
@@ -40,6 +40,7 @@ def round_error(
     ranks: Sequence[int],
     own_rank: int,
     static: StaticGraph | None,
+    running: Collection[int],
 ) -> UsageError:
     """Return the error for what went wrong in a backward, here or on another rank.
 
@@ -51,12 +52,17 @@ def round_error(
         ranks: Their global numbers, as the report has them.
         own_rank: This one's.
         static: What all backwards were to be like; ``None``: nothing.
+        running: Those that had inputs; the others have no gradients.
     """
     told = list(zip(ranks, report.complaints, strict=False))
     last_of = dict(zip(ranks, report.last, strict=False))
     if missing or not last_of:
         last_of[own_rank] = last
-    seen = {rank: None if index is None else _module_of(params[index].fqn) for rank, index in last_of.items()}
+    seen = {
+        rank: None if index is None else _module_of(params[index].fqn)
+        for rank, index in last_of.items()
+        if rank in running
+    }
     if static is not None:
         changes = [(params[index].fqn, now, then) for index, now, then in static.changes]
         changed = [rank for rank, value in told if value == GRAPH_CHANGED]
@@ -64,7 +70,7 @@ def round_error(
             elsewhere = [params[index].fqn for index in static.changes_elsewhere(report.used)]
             return _graph_changed(changes, elsewhere, [rank for rank in changed if rank != own_rank], seen)
     # Flags are added up over the ranks; in bfloat16 the names of few among many ranks may be lost.
-    full = len(ranks) - 0.5
+    full = len(running) - 0.5
     return backward_error(
         missing=[params[index].fqn for index in missing],
         last=None if last is None else params[last].fqn,
@@ -105,7 +111,8 @@ def backward_error(
         if others:
             lines.append(f"    so did {ranks_text(others)}, perhaps for other parameters")
     elif others:
-        shown = list_text(unused, _MAX_NAMES_SHOWN)
+        # Gradients of backwards before, which were not dropped, hide which.
+        shown = list_text(unused, _MAX_NAMES_SHOWN) if unused else "some parameters"
         lines.append(f"{ranks_text(others)} ended backward without a gradient for {shown}")
     fix = _FIX_UNUSED if lines else "drop the gradients of this step, and see what was raised there"
     if stopped:

@@ -40,6 +40,7 @@ class Exchange:
         sender: Starts their reduction.
         sparse: Averages what lies in no bucket.
         notes: Written about each backward; ``None``: none are.
+        running: The ranks that have gradients, as the transport has them; ``None``: all.
     """
 
     __slots__ = (
@@ -53,6 +54,7 @@ class Exchange:
         "group_name",
         "notes",
         "order_key",
+        "running",
         "scale",
         "sender",
         "sparse",
@@ -71,6 +73,7 @@ class Exchange:
         ranks = grid.everyone
         self.transport = transport
         self.scale = 1.0 / grid.divisor
+        self.running: Sequence[int] | None = None
         self.group_name = "" if ranks.is_alone else ranks.process_group.group_name
         self._params = params
         self._ranks = ranks
@@ -199,4 +202,6 @@ class Exchange:
         """Return the error for what went wrong here, or for what did elsewhere."""
         numbers = sorted(self._ranks.numbers)  # As the transport has them.
         last = self._round.order[-1] if self._round.order else None
-        return round_error(self._params, missing, last, report, numbers, numbers[self.transport.rank], static)
+        own = numbers[self.transport.rank]
+        running = numbers if self.running is None else [numbers[place] for place in self.running]
+        return round_error(self._params, missing, last, report, numbers, own, static, running)

@@ -333,6 +333,14 @@ class Reducer:
             self._open()
         self._round.arm(module_index, self.params)
 
+    def follow(self) -> None:
+        """Take part in the running backward, which all ranks run: whether gradients arrive here or not."""
+        if not self.params:
+            return
+        if not self._round.is_open:
+            self._open()
+        self._round.follow()
+
     def arrivals(self) -> Iterator[Callable[[torch.Tensor], None]]:
         """Yield what each parameter must call once its ``grad`` has this backward's gradient in it."""
         delay = self.options.delay
@@ -351,7 +359,7 @@ class Reducer:
                 self._kept[index] = 1
             self._round.close()
             return
-        accepts = self.options.find_unused or self._static is not None
+        accepts = self.options.find_unused or self._static is not None or self._round.is_led
         missing = [] if accepts else self._round.missing(self.params, self._kept)
         self._round.complaint = len(missing)
         if self._static is not None and not self._static.holds(self._round.seen, self._kept):
@@ -392,6 +400,10 @@ class Reducer:
     def divide_by(self, divisor: int | None) -> None:
         """Divide sums of gradients by this in place of the number of ranks; ``None``: by that again."""
         self._exchange.scale = 1.0 / (divisor or self._grid.divisor)
+
+    def expect(self, running: Sequence[int] | None) -> None:
+        """Expect gradients of these ranks only, as the transport has them; ``None``: of all."""
+        self._exchange.running = running
 
     def shadow(self) -> None:
         """Do what a backward does, with zeros in place of gradients: the other ranks run one. Collective.
@@ -556,7 +568,8 @@ class Reducer:
 
     def _launch_full(self) -> None:
         buckets, own_round = self._arrangement.buckets, self._round
-        if not own_round.synchronises:
+        if not own_round.synchronises or own_round.is_led:
+            # In which order the gradients of several modules come is each rank's own business.
             return
         with self._lock, torch.no_grad():
             while own_round.sent < len(buckets) and not buckets[own_round.sent].pending:

@@ -20,6 +20,7 @@ class Round:
         numel: How many parameters there are.
 
     Attributes:
+        is_led: A module around began it, on all ranks: nothing is started before its end.
         is_open: The backward is running, and a gradient arrived in it; or an exception stopped it just now.
         synchronises: It averages gradients.
         was_stopped: The last backward ended by an exception, and nobody has put things right since.
@@ -37,6 +38,7 @@ class Round:
         "_node",
         "accumulates",
         "complaint",
+        "is_led",
         "is_open",
         "order",
         "seen",
@@ -47,6 +49,7 @@ class Round:
     )
 
     def __init__(self, numel: int) -> None:
+        self.is_led = False
         self.is_open = False
         self.synchronises = True
         self.was_stopped = False
@@ -73,6 +76,7 @@ class Round:
         self.sent = 0
         self.stepped = 0
         self.accumulates = False
+        self.is_led = False
         self.complaint = 0
         for bucket in buckets:
             bucket.pending = bucket.arrivals
@@ -109,12 +113,18 @@ class Round:
 
     def arm(self, module_index: int, params: Sequence[ReducedParam]) -> None:
         """Note that the gradient of an output of an annotated module arrives; ``params`` are all of the round."""
-        if not self._armed_modules:
+        if not self._armed_modules and not self.is_led:
             # As a rule, the first of them says so; transforms of torch.func never do.
             self.accumulates = running_transform() is None and any(_accumulates(item.param) for item in params)
         if module_index not in self._armed_modules:
             self._armed_modules.add(module_index)
-            self._node = current_autograd_node()
+            if not self.is_led:
+                self._node = current_autograd_node()
+
+    def follow(self) -> None:
+        """Note that the backward is one of a module around, which is where all ranks of it are."""
+        self.is_led = self.accumulates = True
+        self._node = current_autograd_node()
 
     def missing(self, params: Sequence[ReducedParam], kept: Sequence[int]) -> list[int]:
         """Return the parameters of the modules in this backward that got no gradient since the last round.

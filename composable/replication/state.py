@@ -52,6 +52,10 @@ class UnevenInputs(Protocol):
         """Meet the ranks without inputs, at a forward of ``module``; ``broadcasts``: buffers are to be made equal."""
         ...
 
+    def is_live(self) -> bool:
+        """Say whether the context lasts, or an exception has ended it."""
+        ...
+
 
 class ReplicateState:
     """State of one ``replicate`` annotation.
@@ -69,6 +73,8 @@ class ReplicateState:
         hook_handles: Remove them, and the modules run as plain ones again.
         standing: Tells other ranks that wait where the modules are.
         view: What ``as_ddp`` has made.
+        follows: A sharded module around, on more ranks, says when ranks meet.
+        has_parts: On some of the ranks, modules inside are annotated on a part of them.
         uneven: Told of each forward, while ranks may run out of inputs; ``None``: they do not.
     """
 
@@ -82,6 +88,7 @@ class ReplicateState:
     def __init__(self) -> None:
         self.modules = ()
         self.compared = ""
+        self.has_parts = self.follows = False
         self.ignored = Ignored()
         self.buffers = None
         self.precision: Precision | None = None
@@ -91,6 +98,11 @@ class ReplicateState:
         self.uneven: UnevenInputs | None = None
         self.view: object = None
         self.standing = Standing()
+
+    @property
+    def is_joined(self) -> bool:
+        """The modules are inside of a ``Join``: ranks without inputs follow them as they were when that was made."""
+        return self.uneven is not None and self.uneven.is_live()
 
     def before_forward(self, module: nn.Module) -> None:
         """Prepare a forward of ``module`` that a backward may follow.
@@ -112,6 +124,11 @@ class ReplicateState:
                     at=f"{place_of_rank()}, parameter {fqn!r}",
                     fix="call replicate after unfreezing",
                 )
+        if not self.follows:
+            self._meet(module)
+
+    def _meet(self, module: nn.Module) -> None:
+        """Do what the ranks do together before a forward. Collective."""
         self.transport.connect()
         self.reducer.prepare()
         broadcasts = self.buffers is not None and module.training and self.reducer.requires_gradient_sync
@@ -119,6 +136,25 @@ class ReplicateState:
             self.uneven.begin_forward(module, broadcasts=broadcasts)
         elif self.buffers is not None and broadcasts:
             self.buffers.broadcast()
+
+    def begin_to_follow(self) -> None:
+        """Meet when a sharded module around begins a forward or backward, whether these modules are called or not."""
+        self.transport.connect()
+        self.follows = True
+
+    def end_to_follow(self) -> None:
+        """Meet when these modules are called, again."""
+        self.follows = False
+
+    def follow_forward(self) -> None:
+        """A forward around begins that a backward may follow. Collective."""
+        if self.follows:
+            self._meet(self.modules[0])
+
+    def follow_backward(self) -> None:
+        """A backward around begins: take part in averaging at its end."""
+        if self.follows:
+            self.reducer.follow()
 
     def broadcast_all(self, source_rank: int) -> None:
         """Give every rank the parameters and buffers of one rank of the transport. Collective; nothing is running."""
@@ -205,6 +241,7 @@ class ReplicateState:
 
     def close(self) -> None:
         """Make the modules plain ones again. Collective; no forward or backward is running."""
+        self.end_to_follow()
         self.transport.connect()
         self.reducer.close()
         if self.precision is not None:
@@ -227,6 +264,7 @@ class ReplicateState:
             )
         twin = memo[id(self)] = ReplicateState()
         twin.compared = self.compared
+        twin.has_parts = self.has_parts
         twin.use(self.grid)
         for item in self.reducer.params:
             copied = copy.deepcopy(item.param, memo)

@@ -6,7 +6,7 @@ from composable.runtime.hooks import call_as_forward, register_fully_shard_hooks
 from composable.runtime.notices import notice_hook_states
 from composable.runtime.part import AnnotatedPart
 from composable.runtime.scheduler import Scheduler
-from composable.runtime.state import FullyShardState, Root, handle_of_module, sharded_state_of
+from composable.runtime.state import FullyShardState, Root, handle_of_module, model_ranks_of, sharded_state_of
 from composable.runtime.streams import streams_for
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "call_as_forward",
     "copy_module",
     "handle_of_module",
+    "model_ranks_of",
     "notice_hook_states",
     "register_fully_shard_hooks",
     "sharded_state_of",

@@ -86,6 +86,8 @@ class Backwards:
             step.teller.begin_backward()
         step.hand_over.open()
         self._completion.begin_backward()
+        for companion in step.companions:
+            companion.follow_backward()
 
     def _note_end(self, _: object) -> None:
         """Autograd has ended a backward: also one that an exception stopped, and whose gradients users drop now."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from composable.collectives import Transport
 from composable.errors import UsageError, place_of_rank
 from composable.ragged import note_finished, note_unfinished
 from composable.runtime.account import Account
@@ -67,7 +68,7 @@ class HandOver:
 
     def tell(self, *, ends: bool) -> None:
         """Note what the leaves still hold; if this ends the reductions, also those of before, tell the other ranks."""
-        is_synced = self.is_deferred
+        is_synced, goes_on = self.is_deferred, False
         for turn in self._turns.values():
             if not turn.handle.requires_gradient_sync:
                 turn.handle.keep_gradients()
@@ -75,11 +76,12 @@ class HandOver:
                 is_synced = True
                 for account in turn.accounts:
                     account.look()
+                    goes_on |= account.has_more or self._is_kept(turn.handle, account)
             else:
                 self.is_deferred = True
         if ends and is_synced:
             for agreement in self.agreements:
-                agreement.begin(has_failed=self._reductions.failure is not None)
+                agreement.begin(has_failed=self._reductions.failure is not None, goes_on=goes_on)
 
     def end(self, tidy: Callable[[], None]) -> None:
         """Reduce what is left on any rank, and hand over every gradient.
@@ -94,9 +96,10 @@ class HandOver:
         self._is_settled = False
         with torch.no_grad():
             self._reductions.finish()
-            complaining = [agreement for agreement in self.agreements if agreement.finish()]
+            complaining = {agreement: None for agreement in self.agreements if agreement.finish()}
             stray = self._reduce_the_rest()
-            failure: Exception | None = self._reductions.end()
+            failure: Exception | None = self._reductions.end() or (_stray(stray) if stray else None)
+            complaining |= self._tell_again(has_failed=failure is not None)
             tidy()
             was_deferred, self.is_deferred = self.is_deferred, False
             self._settle()
@@ -113,17 +116,17 @@ class HandOver:
                 failure = failure or error
         if failure is not None:
             raise failure
-        if stray:
-            raise UsageError(
-                "a gradient arrived after its module was reduced: a parameter was used outside its forward",
-                at=f"{place_of_rank()}, {', '.join(handle.described for handle in stray)}",
-                fix="use them in the forward of their own module, let the module above own them, "
-                + (
-                    "or step after backward"
-                    if any(handle.steppers for handle in stray)
-                    else "or annotate with unused_gradients='none'"
-                ),
-            )
+
+    def _tell_again(self, *, has_failed: bool) -> dict[Agreement | Comparison, None]:
+        """Tell where some rank had more to reduce how that went; returns where some rank complains now."""
+        again = [agreement for agreement in self.agreements if agreement.goes_on]
+        for agreement in again:
+            agreement.begin(has_failed=has_failed)
+        return {agreement: None for agreement in again if agreement.finish()}
+
+    def transports(self) -> set[Transport]:
+        """Return all that ranks tell each other by."""
+        return {agreement.transport for agreement in self.agreements if agreement.transport is not None}
 
     def abandon(self) -> None:
         """Forget what was told and not heard."""
@@ -159,11 +162,10 @@ class HandOver:
             note_finished([turn.handle])
             turn.waits_for_copies = False
 
-    def _reduce_kept(self, handle: Handle, account: Account) -> None:
-        """Sum up over copies what earlier backwards left, if this one is to do so and has reduced nothing itself."""
+    def _is_kept(self, handle: Handle, account: Account) -> bool:
+        """Say whether earlier backwards left shards that are to be summed up over copies now."""
         kept = account.flat.routes.kept
-        if kept.total is not None and not kept.defers and handle.requires_gradient_sync:
-            self._reductions.begin(account, None)
+        return kept.total is not None and not kept.defers and handle.requires_gradient_sync
 
     def _reduce_the_rest(self) -> list[Handle]:
         """Reduce what some rank still holds; returns handles of whose gradients the ranks do not tell each other."""
@@ -171,7 +173,8 @@ class HandOver:
         for handle, turn in self._turns.items():
             for account in turn.accounts:
                 if not account.has_more:
-                    self._reduce_kept(handle, account)
+                    if self._is_kept(handle, account):
+                        self._reductions.begin(account, None)
                     continue
                 account.has_more = False
                 # What has been stepped cannot take another part of its gradient.
@@ -182,3 +185,16 @@ class HandOver:
                     self._reductions.reduce(account, handle.gradient_buffers)
         self._reductions.finish()
         return stray
+
+
+def _stray(handles: Sequence[Handle]) -> UsageError:
+    return UsageError(
+        "a gradient arrived after its module was reduced: a parameter was used outside its forward",
+        at=f"{place_of_rank()}, {', '.join(handle.described for handle in handles)}",
+        fix="use them in the forward of their own module, let the module above own them, "
+        + (
+            "or step after backward"
+            if any(handle.steppers for handle in handles)
+            else "or annotate with unused_gradients='none'"
+        ),
+    )

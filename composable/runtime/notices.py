@@ -1,14 +1,14 @@
 """What users should know of their model and is no error: logged as a warning, each text once in a process."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from composable.collectives import Ranks
 from composable.errors import place_of_rank
 from composable.planning import ShardPlan
 from composable.storage import Handle
 
-__all__ = ["notice_hook_states", "notice_leak", "notice_offload", "notice_plan"]
+__all__ = ["notice_experts", "notice_hook_states", "notice_leak", "notice_offload", "notice_plan"]
 
 _LOG = logging.getLogger("composable")
 _SAID: set[str] = set()
@@ -30,6 +30,23 @@ def notice_offload(plan: ShardPlan, ranks: Ranks) -> None:
         _warn_once(
             "nothing is to be offloaded: the mesh is on cpu, where shards, gradients and optimizer state rest already"
             f"\n  at:  {place_of_rank()}, module {' + '.join(plan.class_names)}"
+        )
+
+
+def notice_experts(handles: Sequence[Handle], leaders: Mapping[Handle, Sequence[Handle]], ranks: Ranks) -> None:
+    """Log that all experts are gathered with the root, where nothing else is annotated around them; on the first rank.
+
+    Args:
+        handles: Of the root.
+        leaders: Of those that follow.
+        ranks: Of the root.
+    """
+    others = [handle for handle in handles if handle not in leaders]
+    if len(leaders) > 1 and len(others) == 1 and ranks.rank == 0 and ranks.size > 1:
+        _warn_once(
+            f"the parameters of {len(leaders)} modules on a part of the ranks, such as experts, are gathered all at "
+            f"once: only the root is annotated around them\n  at:  {place_of_rank()}, {others[0].described}"
+            "\n  fix: annotate the blocks around them, before the root"
         )
 
 

@@ -46,7 +46,14 @@ class Standing:
             failure=failure,
             settings=self._set_by_users(),
         )
-        return Told(f"{address[0].groups[0].group_name} {address[1]}", tree, address[0])
+        return Told(f"{address[0].groups[0].group_name} {address[1]}", tree, address[0], self._groups())
+
+    def _groups(self) -> tuple[str, ...]:
+        """Return the names of all process groups that the tree talks in."""
+        transports = self._scheduler.step.hand_over.transports()
+        for _, flat in self._flats:
+            transports |= flat.routes.transports()
+        return tuple(sorted({group.group_name for transport in transports for group in transport.groups}))
 
     def _set_by_users(self) -> dict[str, str]:
         handles = dict.fromkeys(handle for handle, _ in self._flats)

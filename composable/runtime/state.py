@@ -2,10 +2,13 @@
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
+import torch
 from torch import nn
+from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
@@ -13,6 +16,7 @@ import _traversal_utils
 from composable.casts import LentBuffers
 from composable.collectives import (
     Grid,
+    ModelRanks,
     OwnTransport,
     Ranks,
     Transport,
@@ -22,13 +26,14 @@ from composable.collectives import (
     settle_transport_for,
     transport_of,
 )
-from composable.contract import get_registry, managing_state
+from composable.contract import annotated_below, get_registry, managing_state
 from composable.errors import ComposableError, UsageError, located, place_of_rank
 from composable.planning import ShardPlan, managed_modules, name_modules
 from composable.runtime.account import Account
 from composable.runtime.additions import Additions
 from composable.runtime.agreement import Agreement, Choices, Comparison, find_stale
-from composable.runtime.notices import notice_offload, notice_plan
+from composable.runtime.companions import find_companions
+from composable.runtime.notices import notice_experts, notice_offload, notice_plan
 from composable.runtime.readiness import check_not_lent, check_ready
 from composable.runtime.scheduler import Scheduler
 from composable.runtime.settings import RootSettings
@@ -38,7 +43,11 @@ from composable.storage import Handle, Replicas, move_buffers
 from composable.torch_hooks import at_end_of_backward
 from composable.wording import class_name, module_text
 
-__all__ = ["FullyShardState", "Root", "handle_of_module", "sharded_state_of"]
+__all__ = ["FullyShardState", "Root", "handle_of_module", "model_ranks_of", "sharded_state_of"]
+
+
+class _Join(Protocol):
+    def is_live(self) -> bool: ...
 
 
 class FullyShardState:
@@ -84,6 +93,11 @@ class FullyShardState:
     def _is_root(self) -> bool | None:
         """Whether this is the outermost annotation; ``None`` until lazy init."""
         return None if self.root is None else self.root.state is self
+
+    @property
+    def is_joined(self) -> bool:
+        """The model is inside of a ``Join``: ranks without inputs follow it as it was when that was made."""
+        return self.root is not None and self.root.join is not None and self.root.join.is_live()
 
     @property
     def _all_handles(self) -> list[Handle]:
@@ -201,6 +215,7 @@ class Root:
         additions: Notices parameters that come after the annotation.
         lent_buffers: What modules hold in place of their buffers while they run.
         standing: Tells other ranks that wait where the tree is.
+        join: What says whether ranks without inputs follow; ``None``: none do.
     """
 
     def __init__(
@@ -212,6 +227,7 @@ class Root:
         self.scheduler = scheduler
         self.additions = Additions()
         self.lent_buffers = LentBuffers()
+        self.join: _Join | None = None
         self._scatters: dict[Ranks, OwnTransport] = {}
         self.standing = Standing(class_name(state.modules[0]), scheduler, state.settings)
         notice_tree(self.standing)
@@ -227,7 +243,9 @@ class Root:
         )
         for handle in handles:
             handle.name_modules([names.get(*pair) for pair in zip(handle.modules, handle.module_fqns, strict=True)])
-        _compare_plans(states, _find_failure(state, states, names))
+        models = model_ranks_of(handles)
+        _compare_plans(states, models, _find_failure(state, states, names))
+        _note_parts(state, handles)
         for found in states:
             if found.root is not None:
                 found.root.scheduler.let_go(found._handles)
@@ -259,11 +277,17 @@ class Root:
                 move_buffers(dict.fromkeys(managed, ""), found.grid.shard.device)
         streams = state.settings.streams or streams_for(state.grid.shard.device)
         scheduler = Scheduler(handles, streams, at_end_of_backward, state.settings)
-        scheduler.follow(_find_leaders(state, states))
-        scheduler.agree_by(functools.partial(_make_agreements, states))
+        leaders = _find_leaders(state, states)
+        scheduler.follow(leaders)
+        scheduler.step.companions = find_companions(modules, state.grid)
+        for companion in scheduler.step.companions:
+            companion.begin_to_follow()
+        scheduler.agree_by(functools.partial(_make_agreements, states, models))
         scheduler.compare_by(
             functools.partial(
-                find_stale, {handle: found.grid.everyone for found in states for handle in found._handles}
+                find_stale,
+                state.grid.everyone,
+                {handle: found.grid.everyone for found in states for handle in found._handles},
             )
         )
         root = Root(state, handles, states, scheduler)
@@ -279,6 +303,7 @@ class Root:
                 found.root = root
         state.root = root
         notice_plan(state.plan, state.grid.everyone)
+        notice_experts(handles, leaders, state.grid.everyone)
         for found in states:
             notice_offload(found.plan, found.grid.everyone)
         return root
@@ -302,11 +327,48 @@ class Root:
         """Undo ``adopt``, so that the next forward decides the root anew; that is collective again."""
         self.scheduler.close()
         self.standing.close()
+        for companion in self.scheduler.step.companions:
+            companion.end_to_follow()
         for state in self.states:
             state.root = None
 
 
-def _make_agreements(states: Sequence[FullyShardState], accounts: Sequence[Account]) -> "list[Agreement | Comparison]":
+def _note_parts(root: FullyShardState, handles: Sequence[Handle]) -> None:
+    """Let the handles on all ranks of the root know whether modules lie on a part of these, on any. Collective."""
+    everyone = root.grid.everyone
+    grids = {getattr(state, "grid", root.grid) for _, state in annotated_below(root.modules)}
+    own = any(grid.everyone.size < everyone.size for grid in grids)
+    with torch.inference_mode(mode=False):
+        has_parts = bool(everyone.reduce(torch.tensor(own, dtype=torch.int32), ReduceOp.MAX))
+    for handle in handles:
+        handle.has_parts = has_parts and handle.grid.everyone == everyone
+
+
+def model_ranks_of(handles: Iterable[Handle]) -> dict[Ranks, ModelRanks]:
+    """Return, for the ranks of each handle, these with the ranks of tensor parallelism beside them.
+
+    Collective over all of them where there are some beside.
+
+    Raises:
+        ConfigError: On every rank: they are no grid.
+    """
+    beside: dict[Ranks, dict[tuple[int, ...], Ranks]] = {}
+    seen: set[tuple[Ranks, DeviceMesh]] = set()
+    for handle in handles:
+        ranks = handle.grid.everyone
+        others = beside.setdefault(ranks, {})
+        for layout in (param.layout for param in handle.params):
+            if layout.mesh.ndim > 1 and (ranks, layout.mesh) not in seen:
+                seen.add((ranks, layout.mesh))
+                along = [Ranks.of_mesh(layout.mesh, dim) for dim in range(layout.mesh.ndim) if dim != layout.mesh_dim]
+                others.update({one.numbers: one for one in along})
+    ordered = sorted(beside.items(), key=lambda item: item[0].order)
+    return {ranks: ModelRanks.of(ranks, list(others.values())) for ranks, others in ordered}
+
+
+def _make_agreements(
+    states: Sequence[FullyShardState], models: Mapping[Ranks, ModelRanks], accounts: Sequence[Account]
+) -> "list[Agreement | Comparison]":
     """Return one agreement for each group of ranks that shares handles. Collective over them."""
     ranks_of = {flat: state for state in states for handle in state._handles for flat in handle.buffers}
     found: dict[Ranks, tuple[str, list[Account]]] = {}
@@ -318,12 +380,16 @@ def _make_agreements(states: Sequence[FullyShardState], accounts: Sequence[Accou
     handles: dict[Ranks, list[Handle]] = {}
     for state in states:
         handles.setdefault(state.grid.everyone, []).extend(state._handles)
-    return [
-        Agreement(ranks, host_transport_of(ranks, name), own, handles[ranks])
-        if own
-        else Comparison(ranks, handles[ranks])
-        for ranks, (name, own) in sorted(found.items(), key=lambda item: item[0].order)
-    ]
+    made: list[Agreement | Comparison] = []
+    for ranks, (name, own) in sorted(found.items(), key=lambda item: models[item[0]].everyone.order):
+        model = models[ranks]
+        if own:
+            if model.others:
+                name = settle_transport_for(model.everyone, "auto")
+            made.append(Agreement(model, host_transport_of(model.everyone, name), own, handles[ranks]))
+        else:
+            made.append(Comparison(model.everyone, handles[ranks]))
+    return made
 
 
 def _find_leaders(root: FullyShardState, states: Sequence[FullyShardState]) -> dict[Handle, list[Handle]]:
@@ -376,8 +442,12 @@ def handle_of_module(module: nn.Module) -> Handle | None:
     return None if state is None else state._module_to_handle.get(module)
 
 
-def _compare_plans(states: Sequence[FullyShardState], failure: UsageError | None) -> None:
+def _compare_plans(
+    states: Sequence[FullyShardState], models: Mapping[Ranks, ModelRanks], failure: UsageError | None
+) -> None:
     """Raise on every rank unless all ranks annotated the same plans, and none has a failure.
+
+    Ranks with other blocks, of tensor parallelism, have other plans and hear of failures.
 
     Raises:
         DesyncError: With the first line in which a rank differs.
@@ -386,16 +456,22 @@ def _compare_plans(states: Sequence[FullyShardState], failure: UsageError | None
     members: dict[Ranks, list[FullyShardState]] = {}
     for state in states:
         members.setdefault(state.grid.everyone, []).append(state)
+    for model in models.values():
+        members.setdefault(model.everyone, [])
     found: ComposableError | None = failure
     for ranks, own in sorted(members.items(), key=lambda item: item[0].order):
         choices = Choices([handle for state in own for handle in state._handles])
         try:
+            if not own:
+                ranks.raise_together(found)
+                continue
             ranks.compare(
                 "".join([*(f"{state.plan.digest()} {state.follows_parent}" for state in own), choices.text()]),
                 found,
                 shown="\n".join([*(state.plan.compared_text() for state in own), choices.shown()]),
                 what="the ranks annotated different plans",
-                fix="build the same model and call fully_shard with the same arguments on every rank",
+                fix="build the same model and call fully_shard with the same arguments on every rank; what differs by "
+                "rank, such as experts, on the ranks that share it",
             )
         except ComposableError as error:
             # Of some experts: those around tell the ranks of all others.

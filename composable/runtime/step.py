@@ -15,6 +15,7 @@ from torch import nn
 
 from composable.errors import UsageError, place_of_rank
 from composable.frames import in_backward
+from composable.runtime.companions import Companion
 from composable.runtime.hand_over import HandOver
 from composable.runtime.reductions import Reductions
 from composable.runtime.settings import RootSettings
@@ -47,6 +48,7 @@ class Step:
         reductions: What is being reduced.
         hand_over: Ends the reductions.
         teller: Tells ranks without inputs of each collective before it starts; ``None``: all have inputs.
+        companions: What else takes part in every backward.
         running: The managed modules whose forwards have started and not ended, outermost first.
         first_nodes: Of each of these, the number of autograd's next node when it started; -1: in backward.
         forward_id: How many forwards there were, the running one included.
@@ -64,6 +66,7 @@ class Step:
         "_thread",
         "backward_id",
         "backwards_before",
+        "companions",
         "failure",
         "finalizing",
         "first_nodes",
@@ -92,6 +95,7 @@ class Step:
         self.reductions = Reductions(streams)
         self.hand_over = HandOver(self.turns, self.reductions)
         self.teller: Teller | None = None
+        self.companions: Sequence[Companion] = ()
         self.running: list[nn.Module] = []
         self.first_nodes: list[int] = []
         self.forward_id = 0

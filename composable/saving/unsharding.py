@@ -99,15 +99,15 @@ def unshard_params(
             one.restore()
         if options.writeback and shown and isinstance(error, Exception):
             # The other ranks are about to write back.
-            _raise_together(shown, error)
+            _raise_together([one.handle for one in shown], error)
         raise
     _leave(shown, options)
 
 
-def _raise_together(shown: Sequence["_Shown"], failure: Exception | None) -> None:
-    """Raise on all ranks if one has a failure: also on those beside, which write other blocks back."""
-    groups = {shown[0].ranks.numbers: shown[0].ranks}
-    for layout in [param.layout for one in shown for param in one.params]:
+def _raise_together(handles: Sequence[Handle], failure: Exception | None) -> None:
+    """Raise on all ranks if one has a failure: also on those beside, which have other blocks."""
+    groups = {handles[0].grid.everyone.numbers: handles[0].grid.everyone}
+    for layout in [param.layout for one in handles for param in one.params]:
         for dim in range(layout.mesh.ndim):
             if dim != layout.mesh_dim:
                 ranks = Ranks.of_mesh(layout.mesh, dim)
@@ -130,7 +130,7 @@ def _leave(shown: Sequence["_Shown"], options: _Options) -> None:
     try:
         if options.writeback and shown:
             # What one rank must not write back, none does: a rank may own nothing of what was changed.
-            _raise_together(shown, failure)
+            _raise_together([one.handle for one in shown], failure)
             for one in shown:
                 one.write_back()
                 one.restore()
@@ -200,16 +200,19 @@ def _check_gradients(found: Sequence[tuple[Handle, Scheduler]]) -> None:
             raise waits_for_copies("unshard_params(with_grads=True)", handle.described)
         for param in handle.params:
             members.setdefault(handle.grid.everyone, []).append((handle.fqn_of(param), param))
+    failure: DesyncError | None = None
     for ranks, named in members.items():
         mine = torch.tensor([param.sharded.grad is not None for _, param in named], dtype=torch.uint8)
         both = ranks.reduce(torch.stack([mine, 1 - mine]).to(ranks.device), ReduceOp.MAX)
         torn = [fqn for (fqn, _), is_torn in zip(named, (both.sum(0) == 2).tolist(), strict=True) if is_torn]
-        if torn:
-            raise DesyncError(
+        if torn and failure is None:
+            failure = DesyncError(
                 f"{len(torn)} parameters have a gradient on some ranks only: {', '.join(torn[:5])}",
                 at=place_of_rank(),
                 fix="set and clear gradients alike on every rank",
             )
+    if found:
+        _raise_together([handle for handle, _ in found], failure)
 
 
 class _Shown:

@@ -57,6 +57,12 @@ class ParamLabel:
         return None if handle is None else handle.grid.everyone
 
     @property
+    def has_parts(self) -> bool:
+        """On some of these ranks, modules inside the same root lie on a part of them."""
+        handle = self._handle()
+        return handle is not None and handle.has_parts
+
+    @property
     def module(self) -> str:
         """What messages call the module that owns it."""
         return module_text(str(self).rpartition(".")[0], self._kind)
@@ -167,6 +173,7 @@ class Handle:
         fills_unused: A parameter that no rank used in a module that ran gets a gradient of zeros.
         requires_gradient_sync: Reduce gradients at the end of this handle's backward.
         sync_after_context: What ``requires_gradient_sync`` is after the ``no_sync`` that runs; ``None``: none runs.
+        has_parts: On some rank of the root, modules lie on a part of its ranks; set when the root is known.
         has_unsynced_gradients: The last backward did not synchronise, on any rank.
         is_shared: Two roots have run it, and its memory stays.
         keeps_gradients: Such a backward left gradients on leaves of this rank.
@@ -201,6 +208,7 @@ class Handle:
         "fqn",
         "gradient_buffers",
         "grid",
+        "has_parts",
         "has_secondary",
         "has_unsynced_gradients",
         "held_with",
@@ -244,6 +252,7 @@ class Handle:
         self.fills_unused = plan.unused_gradients == "zero"
         self.requires_gradient_sync = True
         self.sync_after_context: bool | None = None
+        self.has_parts = False
         self.has_unsynced_gradients = False
         self.keeps_gradients = False
         self.is_shared = False

@@ -223,14 +223,18 @@ class Routes:
             self.gradient_path.failure = None  # type: ignore[union-attr]  # it has one
             raise failure
 
-    def settle(self) -> None:
-        """Wait for all that the transports have started, also where an exception cut that short."""
+    def transports(self) -> set[Transport]:
+        """Return all that move bytes of the buffer."""
         between_replicas = None if self._replicas is None else self._replicas.transport
         of_secondary = None if self._secondary is None else self._secondary[1]
         hosts = None if self._hosts is None else self._hosts[1].transport
-        for transport in {self._transport, self._scatter_transport, between_replicas, of_secondary, hosts}:
-            if transport is not None:
-                transport.settle()
+        found = {self._transport, self._scatter_transport, between_replicas, of_secondary, hosts}
+        return {transport for transport in found if transport is not None}
+
+    def settle(self) -> None:
+        """Wait for all that the transports have started, also where an exception cut that short."""
+        for transport in self.transports():
+            transport.settle()
 
     def _choose_gather_path(self, transport: Transport) -> None:
         if self.comms.all_gather is not None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable import DesyncError, fully_shard, set_divergence_timeout
+from composable import ConfigError, DesyncError, fully_shard, set_divergence_timeout
 from tests.models import DIM, MLPBlock, make_model, random_input
 from tests.parity import full
 from tests.world import run_ranks, run_threads
@@ -206,3 +206,32 @@ def any_choices(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_ranks_choose_gradients_are_right_or_all_are_told(seed: int) -> None:
     run_threads(any_choices, 2 + seed % 2, seed)
+
+
+def fail_late(failing: int) -> str:
+    """Use a parameter before its module runs, so that it is reduced twice; what runs the second time fails."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    fully_shard(model, policy={nn.Linear})
+    model(torch.ones(2, 3)).sum().backward()
+    calls: list[int] = []
+
+    def hook(shard: torch.Tensor) -> object:
+        calls.append(0)
+        return object() if dist.get_rank() == failing and len(calls) == 2 else None
+
+    model[1].set_all_reduce_hook(hook)
+    model[1].unshard()
+    loss = model(torch.ones(2, 3) @ model[1].weight).sum()
+    try:
+        loss.backward()
+    except ConfigError as error:
+        assert len(calls) == 2
+        return str(error)
+    return f"no error after {len(calls)} calls"
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_what_fails_after_ranks_have_told_what_is_left_is_told_too(failing: int) -> None:
+    for text in run_threads(fail_late, 3, failing):
+        assert "the all-reduce hook returned a object" in text and f"rank {failing}, module '1'" in text

@@ -893,8 +893,8 @@ def one_message_a_backward() -> tuple[int, int]:
     root = root_of(model)
     counts, transports = [], []
     for agreement in root.scheduler.step.hand_over.agreements:
-        transports.append(CountingTransport(agreement._transport))
-        agreement._transport = transports[-1]
+        transports.append(CountingTransport(agreement.transport))
+        agreement.transport = transports[-1]
     with no_sync(model):
         model(x_of(0)).sum().backward()
     counts.append(sum(len(one.records) for one in transports))
