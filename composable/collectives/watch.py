@@ -305,17 +305,23 @@ class _Thread(threading.Thread):
             return
         if is_asker:
             places = self._collect()
-            verdict = Verdict(False, (), ()) if self._is_over() else judge(places)
-            self._in_store("set", self._key("verdict"), _written(verdict))
+            self._decide(Verdict(False, (), ()) if self._is_over() else judge(places))
         elif not self._has_come(self._key("verdict"), 4 * self._patience_s):
-            # Who asked has ended.
-            self._in_store("set", self._key("verdict"), _written(Verdict(False, (), ())))
-        verdict = _read(self._in_store("get", self._key("verdict")).decode())
+            # Who asked has ended, or is slower than that.
+            self._decide(Verdict(False, (), ()))
+        verdict = self._verdict()
         self._question += 1
         if verdict.is_diverged:
             self._close(verdict, groups)
         elif self._since and verdict.lines:
             _LOG.warning("a rank has waited long for others\n%s\n  at:  %s", "\n".join(verdict.lines), place_of_rank())
+
+    def _decide(self, verdict: Verdict) -> None:
+        """Write the verdict unless another rank has: all ranks have to read the same one."""
+        self._in_store("compare_set", self._key("verdict"), "", _written(verdict))
+
+    def _verdict(self) -> Verdict:
+        return _read(self._in_store("get", self._key("verdict")).decode())
 
     def _place(self) -> Place:
         place = place_here()

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from composable import ConfigError, DesyncError, explain_waits
 from composable.collectives import Ranks
+from composable.collectives.verdict import Verdict
+from composable.collectives.watch import _Thread, _Watch
 from tests.world import run_ranks
 
 
@@ -63,3 +65,23 @@ def explain_nothing() -> float:
 
 def test_waits_that_end_well_are_left_alone() -> None:
     assert run_ranks(explain_nothing, 3) == [3.0] * 3
+
+
+def decide_late() -> tuple[bool, bool]:
+    """Return what is read of two questions: rank 0 is the first to decide one, rank 1 the other."""
+    assert dist.group.WORLD is not None
+    threads = [_Thread(_Watch(), dist.group.WORLD, 30.0) for _ in range(2)]
+    verdicts = []
+    for first, thread in enumerate(threads):
+        thread._question = 10**6 + first
+        for turn in range(2):
+            if dist.get_rank() == (first + turn) % 2:
+                thread._decide(Verdict(is_diverged=dist.get_rank() == 1, groups=(), lines=("told",)))
+            dist.barrier()
+        verdicts.append(thread._verdict().is_diverged)
+    return verdicts[0], verdicts[1]
+
+
+def test_the_first_verdict_holds_for_all_ranks() -> None:
+    # A rank that answers may have given up on the one that asks, which is only slow.
+    assert run_ranks(decide_late, 2) == [(False, True)] * 2
