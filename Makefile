@@ -10,6 +10,8 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Ranks share the cores of one machine.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# What inductor has compiled against the headers of one environment is wrong for another.
+export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/inductor
 
 .PHONY: train test lint bench
 

@@ -514,7 +514,7 @@ def precedence(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
     return grads[0], grads[1], factors
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_the_nearest_registration_holds_whatever_the_order(seed: int) -> None:
     for plain, hooked, factors in run_threads(precedence, 1 + seed % 3, seed):
         # Where nothing is registered, the library's own sum may have another order.
@@ -525,8 +525,8 @@ def test_the_nearest_registration_holds_whatever_the_order(seed: int) -> None:
 
 
 def test_the_random_trees_have_what_is_to_be_tested() -> None:
-    factors = [run_threads(precedence, 1, seed)[0][2] for seed in range(24)]
-    assert sum(len(set(one.values())) > 2 for one in factors) > 5
+    factors = [run_threads(precedence, 1, seed)[0][2] for seed in range(12)]
+    assert sum(len(set(one.values())) > 2 for one in factors) > 3
 
 
 # How long a registration lasts
