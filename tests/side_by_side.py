@@ -1,19 +1,17 @@
-"""Runs pytest in three processes that share the test files: ``python -m tests.side_by_side [arguments of pytest]``.
+"""Runs pytest in two processes that share the test files: ``python -m tests.side_by_side [arguments of pytest]``.
 
-Ranks wait for each other more than they compute, so two processes leave half of two cores idle. Each process takes the
-next file that no other has taken. The output of the first is shown as it comes, that of the others afterwards.
+Ranks wait for each other more than they compute, so one process leaves half of two cores idle. Each process takes the
+next file that the other has not taken. The output of the first is shown as it comes, that of the other afterwards.
 """
 
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-_PROCESSES = 3
 _WORST_LAST = (pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 
 
@@ -67,18 +65,16 @@ class SharedFiles:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the tests, and return the exit status of the process that did worst."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    """Run the tests, and return the exit status of the process that did worse."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
         command = [sys.executable, "-m", "pytest", "-p", "tests.side_by_side", f"--share-files={folder}", *arguments]
-        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(_PROCESSES - 1)]
-        others = []
-        for output in outputs:
-            others.append(subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL))
-            stack.callback(others[-1].kill)
-        codes = [subprocess.run(command, check=False).returncode, *(other.wait() for other in others)]
-        for output in outputs:
-            output.seek(0)
-            print(output.read(), end="")
+        other = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        try:
+            codes = [subprocess.run(command, check=False).returncode, other.wait()]
+        finally:
+            other.kill()
+        output.seek(0)
+        print(output.read(), end="")
     return max(codes, key=lambda code: _WORST_LAST.index(code) if code in _WORST_LAST else len(_WORST_LAST))
 
 
