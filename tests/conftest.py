@@ -1,5 +1,6 @@
 """Skips what needs a CUDA device where there is none, and stops the processes of ``tests.world``."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave out, of each collection of garbage and each search among live objects, what has been imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
