@@ -53,7 +53,7 @@ class UnevenInputs(Protocol):
         ...
 
     def is_live(self) -> bool:
-        """Say whether the context lasts, or an exception has ended it."""
+        """Say whether the context lasts: it has not ended, also not by an exception."""
         ...
 
 
