@@ -445,7 +445,6 @@ def test_there_is_no_all_reduce_to_leave_out_and_none_is_left_out_after_the_erro
 @pytest.mark.parametrize(("replicas", "ranks_per_host"), [(4, 8), (4, 4), (2, 16)])
 def test_the_plan_knows_which_bytes_go_between_hosts(replicas: int, ranks_per_host: int) -> None:
     made = plan(net(), world_size=8, replicas=replicas, strategy=STRATEGY, ranks_per_host=ranks_per_host)
-    assert type(made).from_json(made.to_json()) == made
     copies = plan(net(), world_size=8, replicas=replicas, strategy="HYBRID_SHARD", ranks_per_host=ranks_per_host)
     found, other = made.expected_traffic(), copies.expected_traffic()
     # An all-reduce sends what a gather and a reduce-scatter do.

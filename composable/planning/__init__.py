@@ -13,7 +13,6 @@ from composable.planning.options import (
     is_hybrid,
     is_spread,
 )
-from composable.planning.plan_diff import PlanDiff
 from composable.planning.planner import HandleMembers, make_plan, plan
 from composable.planning.precision import (
     NO_CASTS,
@@ -42,7 +41,6 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParamDtypes",
-    "PlanDiff",
     "PlanEstimate",
     "RaggedShard",
     "ShardOptions",

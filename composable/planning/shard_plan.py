@@ -6,7 +6,7 @@ Byte counts are per rank unless they say otherwise.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,17 +16,11 @@ from composable.planning.handle_plan import FQNS_SHOWN, BufferPlan, HandlePlan, 
 from composable.planning.links import HandleEstimate, Links, PlanEstimate
 from composable.planning.memory import HandleBytes, Reduced, SecondLeg, peak_of_step
 from composable.planning.offload import NO_OFFLOAD, OffloadPolicy
-from composable.planning.plan_checks import check_handles, check_ranks
-from composable.planning.plan_diff import PlanDiff, PlanFacts, diff_of
-from composable.planning.plan_json import as_json, of_json
 from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy
 from composable.planning.traffic import Exchange, Group, Groups, HandleTraffic, Traffic, groups_of
 from composable.wording import bytes_text, count_text, list_text, module_text, sibling_lines
 
 __all__ = ["HandleCollectives", "ShardPlan"]
-
-# Of plans as texts. Another one for every change of a field, here or in what a plan is made of.
-_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -385,57 +379,6 @@ class ShardPlan:
     def _groups(self, size: int) -> Groups:
         """Return the groups of so many neighbours each."""
         return groups_of(self.hosts, size)[0] if self.hosts else ((Group((size,), 0), 1),)
-
-    def diff(self, other: "ShardPlan") -> PlanDiff:
-        """Return in what ``other`` differs from this plan: of the same model or of another one, for any ranks.
-
-        The result is false where nothing does; also what ``==`` leaves out counts, transport and hosts.
-
-        Raises:
-            ConfigError: ``other`` is no plan.
-        """
-        if not isinstance(other, ShardPlan):
-            raise ConfigError(f"other is {described(other)}", fix="pass a ShardPlan: plan(...), or that of a state")
-        return diff_of(self._facts(), other._facts())
-
-    def _facts(self) -> PlanFacts:
-        is_known, traffic = bool(self.hosts), self._traffic(is_root=True)
-        figures = {
-            "elements": self.numel,
-            "bytes at rest": self.bytes_per_rank_at_rest(),
-            "bytes at rest on the host": self.host_bytes_per_rank_at_rest(),
-            "bytes at the peak": self.peak_bytes_per_rank(),
-            "collectives of a step": traffic.collectives,
-            "bytes sent in a step": traffic.inside_bytes + traffic.between_bytes,
-            "bytes sent inside the host": traffic.inside_bytes if is_known else None,
-            "bytes sent to other hosts": traffic.between_bytes if is_known else None,
-        }
-        settings = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "handles"}
-        return PlanFacts(settings, figures, self.handles)
-
-    def to_json(self) -> str:
-        """Return the plan as a text, for ``from_json``; it is one line of JSON.
-
-        Of a ``param_dtype_override_fn`` it has the name, as what that answered is in the dtypes of the plan.
-
-        Raises:
-            ConfigError: ``skipped_module_classes`` has a class that is at the top level of no module of Python, or a
-                policy is of a class of the user's.
-        """
-        return as_json(self, _FORMAT)
-
-    @staticmethod
-    def from_json(text: str) -> "ShardPlan":
-        """Return the plan that ``to_json`` wrote: equal, with the same digest. Nothing is imported or run.
-
-        Raises:
-            ConfigError: The text is none of a plan, or of another format, or a field is missing or has a value that
-                does not fit; the message names the field.
-        """
-        read: ShardPlan = of_json(ShardPlan, text, _FORMAT)
-        check_ranks(read.world_size, read.replicas, read.transport, read.hosts, read.host_ranks)
-        check_handles(read.handles, read.world_size)
-        return read
 
     def part(self, handles: Iterable[HandlePlan], roots: Mapping[str, str], class_names: Sequence[str]) -> "ShardPlan":
         """Return the plan of some of the handles, as if the modules around them had been annotated on their own.
