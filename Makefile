@@ -30,6 +30,7 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	python benchmarks/step_time.py $(ARGS)
 	python benchmarks/host_overhead.py $(ARGS)
+	python benchmarks/hot_path.py
 	python benchmarks/memory.py $(ARGS)
 	python benchmarks/optimizer.py $(ARGS)
 	python benchmarks/checkpoint.py $(ARGS)

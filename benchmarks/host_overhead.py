@@ -2,10 +2,12 @@
 
     python benchmarks/host_overhead.py
     python benchmarks/host_overhead.py --world-sizes 8 --handles 1000 --full
+    python benchmarks/host_overhead.py --world-sizes 8 --handles 100 --cells
 
-A chain of Linear(16, 16), each a handle, on torch's fake process group: collectives return at
-once, so what is left is the work of the engine. Forward and backward are timed, gradients
-dropped outside; process CPU time, the engines interleaved, less the time of the plain chain.
+A chain of Linear(16, 16), each a handle (``--cells``: with a LayerNorm behind it, of the same handle), on torch's
+fake process group: collectives return at once, so what is left is the work of the engine. Forward and
+backward are timed, gradients dropped outside; process CPU time, the engines interleaved, less the time
+of the plain chain.
 """
 
 import argparse
@@ -31,12 +33,19 @@ TARGET = 0.16
 SLOW_FIRST_STEP_HANDLES = 1000
 
 
-class Chain(nn.Module):
-    """Linear layers one after the other, and no parameter of its own."""
+class Cell(nn.Sequential):
+    """A module of two with parameters."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, width: int, _: int) -> None:
+        super().__init__(nn.Linear(width, width), nn.LayerNorm(width))
+
+
+class Chain(nn.Module):
+    """Layers one after the other, and no parameter of its own."""
+
+    def __init__(self, count: int, layer: type[nn.Module] = nn.Linear) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+        self.layers = nn.ModuleList(layer(WIDTH, WIDTH) for _ in range(count))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -54,19 +63,21 @@ def run_step(model: nn.Module, x: torch.Tensor) -> float:
     return seconds
 
 
-def measure(handles: int, engines: list[str], repeats: int) -> dict[str, dict[str, float]]:
+def measure(
+    handles: int, engines: list[str], repeats: int, layer: type[nn.Module] = nn.Linear
+) -> dict[str, dict[str, float]]:
     """Return each engine's microseconds per handle: a step over plain, annotation, first step."""
     x = torch.randn(1, WIDTH)
     models = {}
     figures: dict[str, dict[str, float]] = {}
     for engine in engines:
         torch.manual_seed(0)
-        chain = Chain(handles)
+        chain = Chain(handles, layer)
         # The models of the engines before are on the heap: a full collection now is not this one's cost.
         gc.collect()
         gc.freeze()
         started = time.process_time()
-        models[engine] = annotate(chain, engine, nn.Linear)
+        models[engine] = annotate(chain, engine, layer)
         annotation = time.process_time() - started
         first = run_step(models[engine], x)
         run_step(models[engine], x)  # the first with a recorded order
@@ -82,8 +93,9 @@ def measure(handles: int, engines: list[str], repeats: int) -> dict[str, dict[st
     return figures
 
 
-def report(world_size: int, handles: int, figures: dict[str, dict[str, float]]) -> None:
-    print(f"\n{handles} handles, world size {world_size}, CPU us per handle (plain: its own time; others: over plain)")
+def report(world_size: int, handles: int, layer: type[nn.Module], figures: dict[str, dict[str, float]]) -> None:
+    print(f"\n{handles} handles of {layer.__name__}, world size {world_size}")
+    print("CPU us per handle (plain: its own time; others: over plain)")
     print(f"{'':16}{'step median':>14}{'step min':>14}{'annotation':>14}{'first step':>14}")
     for engine, row in figures.items():
         keys = ("step_us_median", "step_us_min", "annotation_us", "first_step_us")
@@ -101,9 +113,11 @@ def main() -> None:
     parser.add_argument("--world-sizes", nargs="+", type=int, default=[8, 64])
     parser.add_argument("--handles", nargs="+", type=int, default=[10, 100, 1000])
     parser.add_argument("--repeats", type=int, help="timed steps; default: 2000 over the number of handles, 5 to 50")
+    parser.add_argument("--cells", action="store_true", help="handles of a Linear and a LayerNorm")
     parser.add_argument("--full", action="store_true", help="also FSDP2 at 1000 handles and more")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures as lines of JSON")
     args = parser.parse_args()
+    layer = Cell if args.cells else nn.Linear
     torch.set_num_threads(1)
     for world_size in args.world_sizes:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -112,13 +126,14 @@ def main() -> None:
             slow = handles >= SLOW_FIRST_STEP_HANDLES and not args.full
             engines = [engine for engine in ENGINES if not (slow and engine == "fsdp2")]
             repeats = args.repeats or min(50, max(5, 2000 // handles))
-            figures = measure(handles, engines, repeats)
-            report(world_size, handles, figures)
+            figures = measure(handles, engines, repeats, layer)
+            report(world_size, handles, layer, figures)
             if args.json:
                 line: dict[str, Any] = {
                     "benchmark": "host_overhead",
                     "world_size": world_size,
                     "handles": handles,
+                    "layer": layer.__name__,
                     "repeats": repeats,
                     "engines": figures,
                     **environment(),
