@@ -24,7 +24,7 @@ class ReductionStats:
         backwards: How many there were.
         is_rebuilt: Buckets follow the order of arrival.
         bucket_bytes: Of each bucket as it travels, in order of reduction: gradients, gaps between them, and in the
-            last bucket a flag for each parameter and a number for each rank. Empty before the first backward.
+            last bucket a flag for each parameter and numbers for each rank. Empty before the first backward.
         bucket_fqns: The parameters of each bucket.
         arrival_order: Parameters in the order in which gradients are expected; ``None``: not known.
         sparse_fqns: Parameters with sparse gradients, which lie in no bucket.

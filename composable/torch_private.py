@@ -8,7 +8,7 @@ place. ``tests/test_torch_private.py`` holds the list against the installed torc
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import CodeType
@@ -93,6 +93,7 @@ try:
         Variable._execution_engine.queue_callback,
         autograd_profiler._is_profiler_enabled,
         c10d._get_default_timeout,
+        c10d._new_process_group_helper,
         frame_evaluation.set_code_exec_strategy,
         frame_evaluation._FrameAction,
         frame_evaluation._FrameExecStrategy,
@@ -144,6 +145,7 @@ __all__ = [
     "make_subclass",
     "module_call_code",
     "module_load",
+    "new_named_group",
     "next_node_number",
     "opaque",
     "optim_foreach_types",
@@ -373,6 +375,29 @@ def started_in(group: ProcessGroup) -> int:
 def groups_of_process() -> dict[str, ProcessGroup]:
     """Return the process groups that this process is in, by their names."""
     return {group.group_name: group for group in list(c10d._world.pg_map)}  # torch lists them nowhere else
+
+
+def new_named_group(name: str, numbers: Sequence[int], backend: str | None, timeout: timedelta | None) -> ProcessGroup:
+    """Return a new group of these global ranks, in this order: as ``new_group``, which takes no name."""
+    default: Any = c10d._get_default_group()  # its device, where it has one of its own, is that of all groups
+    own_backend, store = c10d._world.pg_map[default]  # where all groups have their keys
+    kind = c10d.Backend(backend or own_backend)
+    timeout = timeout or c10d._get_default_timeout(kind)  # what torch gives who names none
+    places = {number: place for place, number in enumerate(numbers)}
+    made: Any
+    made, _ = c10d._new_process_group_helper(  # what is behind ``new_group``, once that has chosen a name
+        len(places),
+        places[default.rank()],
+        list(numbers),
+        kind,
+        store,
+        name,  # type: ignore[arg-type]  # in new releases a type of its own, which is a string
+        timeout=timeout,
+        device_id=default.bound_device_id,
+    )
+    c10d._world.pg_group_ranks[made] = places  # the helper leaves this to its caller
+    group: ProcessGroup = made
+    return group
 
 
 def store_of_default_group() -> Store:

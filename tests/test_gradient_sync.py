@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable import UsageError, fully_shard, no_sync, reduce_gradients, replicate
+from composable import DesyncError, UsageError, fully_shard, no_sync, reduce_gradients, replicate
 from tests.counting import CountingTransport
 from tests.models import loss_of, make_model
 from tests.parity import assert_equal_params, full, global_inputs, inputs_of
-from tests.world import run_threads
+from tests.world import RankErrors, run_threads
 
 MICRO_BATCHES = 3
 
@@ -213,3 +213,57 @@ def test_the_wrong_moment_is_an_error(program: Callable[[], None], text: str) ->
 def called_in_vain(program: Callable[[], None], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         program()
+
+
+def train_with_a_plan(plan: list[str]) -> list[float]:
+    """Run a backward for each letter, "k" kept, "s" synchronised, "d" kept and dropped; returns averages."""
+    model = replicate(nn.Linear(2, 1, bias=False))
+    found: list[float] = []
+    for step, letter in enumerate(plan[dist.get_rank()]):
+        with nullcontext() if letter == "s" else no_sync(model):
+            (model(torch.ones(1, 2)) * (step + 1)).sum().backward()
+        if letter == "s":
+            assert model.weight.grad is not None
+            found.append(model.weight.grad[0, 0].item())
+        if letter != "k":
+            model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plan", "counts"), [(["ks", "ss"], (2, 1)), (["skss", "skks"], (2, 3)), (["dkks", "kdks"], (3, 2))]
+)
+def test_a_rank_that_enters_no_sync_alone_is_an_error_on_every_rank(plan: list[str], counts: tuple[int, int]) -> None:
+    with pytest.raises(RankErrors) as caught:
+        run_threads(train_with_a_plan, 2, plan)
+    assert set(caught.value.errors) == {0, 1}
+    for error in caught.value.errors.values():
+        assert isinstance(error, DesyncError), error
+        assert error.what == (
+            "ranks had different numbers of backwards since gradients were last averaged\n"
+            f"    rank 0: {counts[0]} backward{'s' * (counts[0] > 1)}\n"
+            f"    rank 1: {counts[1]} backward{'s' * (counts[1] > 1)}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("plan", "averages"), [(["kskks", "kskks"], [3.0, 12.0]), (["dkss", "dkss"], [5.0, 4.0]), (["ds", "s"], [1.5])]
+)
+def test_what_was_dropped_counts_as_no_backward(plan: list[str], averages: list[float]) -> None:
+    assert run_threads(train_with_a_plan, 2, plan) == [averages, averages]
+
+
+def reduce_uneven_numbers() -> float:
+    model = replicate(nn.Linear(2, 1, bias=False))
+    for _ in range(2):
+        model.zero_grad()
+        with no_sync(model):
+            for _ in range(1 + 2 * dist.get_rank()):
+                model(torch.ones(1, 2)).sum().backward()
+        reduce_gradients(model)
+    assert model.weight.grad is not None
+    return model.weight.grad[0, 0].item()
+
+
+def test_ranks_may_keep_different_numbers_of_backwards_for_reduce_gradients() -> None:
+    assert run_threads(reduce_uneven_numbers, 2) == [2.0, 2.0]

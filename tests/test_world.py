@@ -1,9 +1,11 @@
 """The pool of ranks that other tests stand on: results, isolation, failures, hangs."""
 
+import functools
 import os
 import time
 import warnings
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +73,27 @@ def return_tensors() -> dict[str, torch.Tensor]:
 def test_tensors_come_back_whole() -> None:
     for rank, result in enumerate(run_ranks(return_tensors, 2)):
         assert torch.equal(result["weight"], torch.full((3,), float(rank)))
+
+
+class SlowToImport:
+    """Takes longer to be read, for the first time in a process, than the task may."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _import_slowly, ()
+
+
+@functools.cache
+def _import_slowly() -> str:
+    time.sleep(3)
+    return "imported"
+
+
+def name_of_argument(value: str) -> str:
+    return value
+
+
+def test_what_a_rank_takes_to_import_is_no_part_of_the_task() -> None:
+    assert run_ranks(name_of_argument, 2, SlowToImport(), timeout_s=2.5) == ["imported"] * 2
 
 
 # Failures

@@ -34,6 +34,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -55,6 +56,8 @@ OWN_ERROR_S = 3.0
 NOTICE_S = 5.0
 # How long a process that was told to dump its stacks and abort may take.
 ABORT_S = 5.0
+# How long ranks may take to import what a task needs: no part of the task, and minutes on a busy machine.
+IMPORT_S = 600.0
 
 # What torch itself does on the paths under test, and no caller can avoid: (message, category).
 UNAVOIDABLE_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
@@ -85,7 +88,7 @@ def run_ranks(
         fn: A function that can be pickled, as can its arguments and its result.
         world_size: Size of the default process group that ``fn`` runs in.
         *args: Handed to ``fn`` on every rank.
-        timeout_s: When ranks that have not finished are killed.
+        timeout_s: When ranks that have not finished are killed; from when all have imported what ``fn`` needs.
         **kwargs: Handed to ``fn`` on every rank.
 
     Raises:
@@ -225,11 +228,13 @@ class _Task:
         self.errors: dict[int, BaseException] = {}
         self.reports: dict[int, str] = {}
         self._waiting = dict(enumerate(workers))
+        self._importing = set(self._waiting)
         self._workers = workers
         self._timeout_s = timeout_s
 
     def collect(self) -> None:
         """Wait for every rank, or for the end of patience; fill ``results``, ``errors`` and ``reports``."""
+        self._wait(IMPORT_S, for_failure=True, for_imports=True)
         self._wait(self._timeout_s, for_failure=True)
         if self._waiting and self.reports:
             self._wait(OWN_ERROR_S)
@@ -253,9 +258,9 @@ class _Task:
         """Return the reports as one error; ranks that say the same share a paragraph."""
         return RankErrors(self.errors, _paragraphs(self.reports))
 
-    def _wait(self, seconds: float, *, for_failure: bool = False) -> None:
+    def _wait(self, seconds: float, *, for_failure: bool = False, for_imports: bool = False) -> None:
         deadline = time.monotonic() + seconds
-        while self._waiting and not (for_failure and self.reports):
+        while self._waiting and not (for_failure and self.reports) and (self._importing or not for_imports):
             left_s = deadline - time.monotonic()
             ready = wait([worker.pipe for worker in self._waiting.values()], timeout=max(left_s, 0))
             if not ready and left_s <= 0:
@@ -265,10 +270,16 @@ class _Task:
                     self._receive(rank, worker)
 
     def _receive(self, rank: int, worker: _Worker) -> None:
-        del self._waiting[rank]
+        was_importing = rank in self._importing
+        self._importing.discard(rank)
         try:
-            is_result, *report = worker.pipe.recv()
+            told = worker.pipe.recv()
+            if was_importing and told is None:
+                return
+            is_result, *report = told
+            del self._waiting[rank]
         except (EOFError, OSError):
+            del self._waiting[rank]
             # The stacks are complete once the process is gone.
             stacks = worker.stacks()
             self.errors[rank] = ChildProcessError(f"process died with exit code {worker.process.exitcode}")
@@ -304,6 +315,9 @@ def _work(pipe: Connection, port: int, stack_file: Path) -> None:
                     dist.destroy_process_group()
                 gc.collect()
             else:
+                with suppress(Exception):  # It is raised again below, and reported.
+                    pickle.loads(request[0])
+                pipe.send(None)
                 pipe.send(_perform(client, *request))
 
 

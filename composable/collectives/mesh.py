@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable.arguments import described
 from composable.collectives.hosts import hosts_of, known_hosts, rows_of_hosts
+from composable.collectives.new_groups import make_group
 from composable.collectives.ranks import Ranks, device_for
-from composable.collectives.timeouts import told_timeout, wait_like_the_world
+from composable.collectives.timeouts import wait_like_the_world
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.torch_private import joined_meshes, root_mesh
 
@@ -213,9 +214,7 @@ def group_of_rows(rows: Iterable[Sequence[int]], device: torch.device) -> Ranks:
         return Ranks.of(world, device)
     made = _EVERYONE.setdefault(world, {})
     if numbers not in made:
-        group = dist.new_group(list(numbers), timeout=told_timeout(world), use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup), "every rank that calls this is in the group"
-        made[numbers] = group
+        made[numbers] = make_group(numbers, world)
     return Ranks.of(made[numbers], device)
 
 
@@ -232,11 +231,7 @@ def _ordered(numbers: tuple[int, ...], ranks: Ranks) -> dist.ProcessGroup:
     assert world is not None, "checked by who made the mesh"
     made = _EVERYONE.setdefault(world, {})
     if numbers not in made:
-        group = dist.new_group(
-            list(numbers), timeout=told_timeout(world), use_local_synchronization=True, sort_ranks=False
-        )
-        assert isinstance(group, dist.ProcessGroup), "every rank that calls this is in the group"
-        made[numbers] = group
+        made[numbers] = make_group(numbers, world)
     return made[numbers]
 
 

@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 
 from composable.collectives.base import Pending, Started, Transport
+from composable.collectives.new_groups import make_group
 from composable.collectives.process_group import ProcessGroupTransport
 from composable.collectives.ranks import Ranks
-from composable.collectives.timeouts import told_timeout
 
 __all__ = ["OwnTransport", "make_host_ranks", "make_host_transport", "part_of"]
 
-# Groups that were made and are no longer needed, by number, under the group they were made for. torch derives
-# the names of groups from how many there are: to destroy one makes the next name collide.
+# Groups that were made and are no longer needed, by number, under the group they were made for.
 _IDLE: "WeakKeyDictionary[dist.ProcessGroup, dict[int, _OwnGroup]]" = WeakKeyDictionary()
 _MADE: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
 
@@ -128,15 +127,8 @@ def _make(numbers: Sequence[int], ranks: Ranks) -> dist.ProcessGroup:
     """Return a new group of the ranks with these global numbers, like that of ``ranks``. Collective over them."""
     group = ranks.process_group
     backend = dist.get_backend(group)
-    made = dist.new_group(
-        list(numbers),
-        timeout=told_timeout(group),
-        # A group that was made without naming a backend has one for each device type, as the default one has.
-        backend=None if backend == "undefined" else backend,
-        use_local_synchronization=True,
-    )
-    assert isinstance(made, dist.ProcessGroup), "every rank that calls this is in the group"
-    return made
+    # A group that was made without naming a backend has one for each device type, as the default one has.
+    return make_group(sorted(numbers), group, backend=None if backend == "undefined" else backend)
 
 
 def part_of(ranks: Ranks, size: int) -> Ranks:
@@ -161,15 +153,9 @@ def part_of(ranks: Ranks, size: int) -> Ranks:
 
 def make_host_transport(ranks: Ranks) -> Transport:
     """Return a transport of the same ranks, in a group of its own that talks in host memory. Collective over them."""
-    backend = dist.get_backend(ranks.process_group)
-    made = dist.new_group(
-        list(ranks.numbers),
-        timeout=told_timeout(ranks.process_group),
-        backend="fake" if backend == "fake" else "gloo",
-        use_local_synchronization=True,
-    )
-    assert isinstance(made, dist.ProcessGroup), "every rank that calls this is in the group"
-    return ProcessGroupTransport(made)
+    group = ranks.process_group
+    backend = "fake" if dist.get_backend(group) == "fake" else "gloo"
+    return ProcessGroupTransport(make_group(sorted(ranks.numbers), group, backend=backend))
 
 
 def make_host_ranks() -> Ranks:
@@ -177,6 +163,5 @@ def make_host_ranks() -> Ranks:
 
     Collective: all ranks.
     """
-    made = dist.new_group(timeout=told_timeout(dist.group.WORLD), backend="gloo")
-    assert isinstance(made, dist.ProcessGroup), "every rank is in it"
+    made = make_group(range(dist.get_world_size()), dist.group.WORLD, backend="gloo")
     return Ranks.of(made, torch.device("cpu"))

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from composable.collectives.base import Pending
 from composable.collectives.in_flight import Messages
 from composable.collectives.loop_threads import never_preempt, threads_of_process
+from composable.collectives.new_groups import make_group
 from composable.collectives.process_group import ProcessGroupTransport
-from composable.collectives.timeouts import told_timeout
 
 __all__ = ["MAX_RANKS", "PointToPointTransport"]
 
@@ -154,16 +154,13 @@ class PointToPointTransport(ProcessGroupTransport):
         ranks = dist.get_process_group_ranks(group)
         others = threads_of_process()
         # Slices to higher ranks travel in one group, slices to lower ranks in the other.
-        upward, downward = (
-            dist.new_group(ranks, timeout=told_timeout(group), backend="gloo", use_local_synchronization=True)
-            for _ in range(2)
-        )
+        order = sorted(ranks)
+        upward, downward = (make_group(order, group, backend="gloo") for _ in range(2))
         never_preempt(threads_of_process() - others, name="gloo_tcp_loop")
         super().__init__(upward)
         self.groups = (upward, downward)
         self.begun: defaultdict[int, int] = defaultdict(int)
         # The new groups have their ranks sorted; slices are in the order of `group`.
-        order = sorted(ranks)
         self.rank = group.rank()
         self._addresses = [order.index(rank) for rank in ranks]
         own = self._addresses[self.rank]

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, DesyncError, UsageError, place_of_rank
 from composable.replication.bucket import ReducedParam
 from composable.replication.static_graph import StaticGraph
 from composable.replication.tail import Report
@@ -41,7 +41,7 @@ def round_error(
     own_rank: int,
     static: StaticGraph | None,
     running: Collection[int],
-) -> UsageError:
+) -> UsageError | DesyncError:
     """Return the error for what went wrong in a backward, here or on another rank.
 
     Args:
@@ -54,6 +54,8 @@ def round_error(
         static: What all backwards were to be like; ``None``: nothing.
         running: Those that had inputs; the others have no gradients.
     """
+    if report.is_uneven and not missing and not any(report.complaints):
+        return _uneven({rank: round(count) for rank, count in zip(ranks, report.backwards, strict=True) if count})
     told = list(zip(ranks, report.complaints, strict=False))
     last_of = dict(zip(ranks, report.last, strict=False))
     if missing or not last_of:
@@ -179,6 +181,17 @@ def _graph_changed(
         "\n".join(lines),
         at=place_of_rank(),
         fix="drop the gradients of this step; use the same parameters in every step, or find_unused_parameters=True",
+    )
+
+
+def _uneven(backwards: Mapping[int, int]) -> DesyncError:
+    """Return the error for ranks that had different numbers of backwards since the last average."""
+    lines = [f"    {ranks_text([rank])}: {count_text(count, 'backward')}" for rank, count in backwards.items()]
+    return DesyncError(
+        "\n".join(["ranks had different numbers of backwards since gradients were last averaged", *lines]),
+        at=place_of_rank(),
+        fix="enter no_sync in the same steps on every rank, and start again from a checkpoint; where ranks are to have "
+        "different numbers, run all backwards of a step in no_sync, and call reduce_gradients(module)",
     )
 
 

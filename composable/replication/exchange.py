@@ -139,7 +139,7 @@ class Exchange:
                 for item, bucket in zip(self._params, self.arrangement.bucket_of, strict=True)
             ]
         order = self._round.order
-        self._tail.write(tail, used, complaint, order[-1] if order else None)
+        self._tail.write(tail, used, complaint, order[-1] if order else None, self._round.kept + 1)
 
     def wait(self) -> tuple[Report | None, list[float] | None]:
         """Wait for all buckets, and put every average where its gradient was.

@@ -324,6 +324,8 @@ class Reducer:
         # A backward that is running is none of the forward's business: so this one was stopped.
         if self._round.was_stopped or self._round.is_open:
             self._recover()
+        if self._round.kept and all(item.param.grad is None for item in self.params):
+            self._forget_kept()  # Dropped.
 
     def arm(self, module_index: int) -> None:
         """Note that the gradient of an output of an annotated module arrives."""
@@ -357,6 +359,7 @@ class Reducer:
         if not self._round.synchronises:
             for index in self._round.order:
                 self._kept[index] = 1
+            self._round.kept += 1
             self._round.close()
             return
         accepts = self.options.find_unused or self._static is not None or self._round.is_led
@@ -390,7 +393,7 @@ class Reducer:
         self._round.close()
         if failure is not None:
             raise hook_failed(failure, self.params[0].fqn)
-        if missing or self._round.complaint or (report is not None and any(report.complaints)):
+        if missing or self._round.complaint or report is not None:
             raise self._exchange.error_of(missing, report or Report(), self._static)
 
     def share(self, number: float) -> list[float]:
@@ -427,6 +430,7 @@ class Reducer:
                 item.param.grad = None
             self._arrangement.prepare()
             self._round.clear(self.buckets, synchronises=True)
+        self._round.kept = -1
         self.rounds += 1
 
     def send_shadow(self) -> None:
@@ -447,7 +451,7 @@ class Reducer:
         self._round.close()
         if failure is not None:
             raise hook_failed(failure, self.params[0].fqn)
-        if report is not None and any(report.complaints):
+        if report is not None:
             raise self._exchange.error_of([], report, self._static)
 
     def _make_arrival(self, index: int) -> Callable[[torch.Tensor], None]:
@@ -542,6 +546,7 @@ class Reducer:
             with torch.no_grad():
                 self._complete_stopped()
         else:
+            self._round.kept += not self._round.synchronises
             self._forget_round()
 
     def _complete_stopped(self) -> None:
@@ -609,3 +614,4 @@ class Reducer:
 
     def _forget_kept(self) -> None:
         self._kept[:] = bytes(len(self._kept))
+        self._round.kept = 0

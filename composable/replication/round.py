@@ -30,6 +30,7 @@ class Round:
         stepped: How many of them had their parameters stepped, inside backward.
         accumulates: Gradients are added to those of the parameters, which ``torch.autograd.grad`` does not do.
         complaint: What this rank tells the others: parameters without a gradient, -1 for a backward that was stopped.
+        kept: How many backwards there were since the last that averaged; -1: this rank follows the others, with zeros.
     """
 
     __slots__ = (
@@ -40,6 +41,7 @@ class Round:
         "complaint",
         "is_led",
         "is_open",
+        "kept",
         "order",
         "seen",
         "sent",
@@ -59,6 +61,7 @@ class Round:
         self.stepped = 0
         self.accumulates = False
         self.complaint = 0
+        self.kept = 0
         self._armed_modules: set[int] = set()
         self._node: Any = None
         self._guard: weakref.ref[Callable[[], None]] | None = None

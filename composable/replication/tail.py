@@ -1,9 +1,9 @@
 """The elements behind the gradients of a round's last bucket.
 
 One flag per parameter, set by the ranks that have a gradient for it; one number per rank, not
-zero if that rank complains; and for each rank the digits of the parameter whose gradient was the
-last to arrive there. They tell every rank which parameters were unused everywhere, and of errors
-elsewhere, without a collective of their own.
+zero if that rank complains; how many backwards it had since the last average; and for each rank
+the digits of the parameter whose gradient was the last to arrive there. They tell every rank which
+parameters were unused everywhere, and of errors elsewhere, without a collective of their own.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,18 @@ class Report(NamedTuple):
         used: Of each parameter, how many ranks had a gradient.
         complaints: Of each rank, its number; below zero: its backward was stopped.
         last: Of each rank, the parameter whose gradient was the last to arrive; ``None``: none arrived.
+        backwards: Of each rank, how many it had since the last average, this one included; 0: it follows others.
     """
 
     used: Sequence[float] = ()
     complaints: Sequence[float] = ()
     last: Sequence[int | None] = ()
+    backwards: Sequence[float] = ()
+
+    @property
+    def is_uneven(self) -> bool:
+        """Ranks had different numbers of backwards since the last average."""
+        return len({*self.backwards} - {0}) > 1
 
 
 class Tail:
@@ -56,9 +63,11 @@ class Tail:
     @property
     def numel(self) -> int:
         """Elements that the last bucket has behind its gradients."""
-        return self._numel + (1 + self._digits) * self._world_size
+        return self._numel + (2 + self._digits) * self._world_size
 
-    def write(self, tail: torch.Tensor, used: Sequence[bool] | None, complaint: int, last: int | None) -> None:
+    def write(
+        self, tail: torch.Tensor, used: Sequence[bool] | None, complaint: int, last: int | None, backwards: int = 1
+    ) -> None:
         """Fill ``tail`` before it is sent.
 
         Args:
@@ -66,10 +75,13 @@ class Tail:
             used: Of each parameter, whether this rank has a gradient; ``None``: all arrived, and there is no complaint.
             complaint: This rank's number.
             last: The parameter whose gradient was the last to arrive; ``None``: none has.
+            backwards: Of this rank since the last average; 0: it follows others.
         """
         flags, numbers = tail[: self._numel], tail[self._numel :]
         flags.fill_(1)
         numbers.copy_(self._own_numbers(tail, 0 if last is None else last + 1))
+        if backwards != 1:
+            numbers[self._world_size + self._rank] = min(backwards, _BASE)
         if used is not None:
             flags.copy_(torch.tensor(used, dtype=flags.dtype))
             numbers[self._rank] = complaint
@@ -79,8 +91,9 @@ class Tail:
         own = self._own
         if own is None or last != self._own_last or own.dtype != tail.dtype or own.device != tail.device:
             numbers = [0] * (self.numel - self._numel)
+            numbers[self._world_size + self._rank] = 1
             for digit in range(self._digits):
-                numbers[(1 + digit) * self._world_size + self._rank] = last // _BASE**digit % _BASE
+                numbers[(2 + digit) * self._world_size + self._rank] = last // _BASE**digit % _BASE
             own = self._own = torch.tensor(numbers, dtype=tail.dtype, device=tail.device)
             self._own_last = last
         return own
@@ -90,21 +103,24 @@ class Tail:
         return any(values[self._numel : self._numel + self._world_size])
 
     def read(self, tail: torch.Tensor) -> Report | None:
-        """Return what the ranks say, if one complains.
+        """Return what the ranks say, if one complains or had another number of backwards.
 
         On a device other than the CPU, where reading would stop this thread until the device is
         idle, return that of the round before, if any.
         """
         if tail.device.type == "cpu":
-            complaints: list[float] = tail[self._numel : self._numel + self._world_size].tolist()
-            return self._report(tail.tolist()) if any(complaints) else None
+            count = self._world_size
+            told: list[float] = tail[self._numel : self._numel + 2 * count].tolist()
+            # As a rule no complaint, and one backward each.
+            is_plain = not any(told[:count]) and told.count(1) == count
+            return None if is_plain else self._notable(tail.tolist())
         report = None
         if self._late is not None:
             host, event = self._late
             event.synchronize()  # Of the round before; long done.
             values = host.tolist()
             values[self._numel + self._rank] = 0  # This rank has raised it by itself.
-            report = self._report(values) if self.is_complaint(values) else None
+            report = self._notable(values)
         host = torch.empty(tail.shape, dtype=tail.dtype, pin_memory=tail.device.type == "cuda")
         host.copy_(tail, non_blocking=True)
         event = torch.Event(tail.device.type)
@@ -112,11 +128,16 @@ class Tail:
         self._late = (host, event)
         return report
 
+    def _notable(self, values: Sequence[float]) -> Report | None:
+        report = self._report(values)
+        return report if any(report.complaints) or report.is_uneven else None
+
     def _report(self, values: Sequence[float]) -> Report:
         start, count = self._numel, self._world_size
         last: list[int | None] = []
         for rank in range(count):
-            digits = [round(values[start + (1 + digit) * count + rank]) for digit in range(self._digits)]
+            digits = [round(values[start + (2 + digit) * count + rank]) for digit in range(self._digits)]
             number = sum(value * _BASE**digit for digit, value in enumerate(digits))
             last.append(number - 1 if number else None)
-        return Report(values[:start], values[start : start + count], last)
+        complaints, backwards = (values[at : at + count] for at in (start, start + count))
+        return Report(values[:start], complaints, last, backwards)

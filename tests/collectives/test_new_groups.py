@@ -1,0 +1,107 @@
+"""Whether annotations find their ranks whatever other process groups there are: on some ranks only, or destroyed."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composable import fully_shard, iter_full_params, replicate
+from tests.models import BATCH, DIM, make_model, random_input
+from tests.world import run_ranks, run_threads
+
+EVERYONE = (0, 1, 2)
+SUBSETS = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), EVERYONE)
+
+
+def train(model: nn.Module, seed: int, ranks: tuple[int, ...], mine: tuple[int, ...]) -> None:
+    """Take two steps on the inputs of ``mine``, of the gradients that ``ranks`` average."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss = sum(model(random_input(seed + 10 * step + rank, BATCH, DIM)).square().mean() for rank in mine)
+        (loss / len(mine)).backward()  # type: ignore[operator]  # there is one
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check(annotate: str, seed: int, ranks: tuple[int, ...], mesh: DeviceMesh | None) -> None:
+    """Train a new model on these ranks, of which this is one, and one on this rank alone, on all their inputs."""
+    model, alone = make_model("mlp"), make_model("mlp")
+    if annotate == "replicate":
+        replicate(model, mesh=mesh)
+    else:
+        fully_shard(model, mesh=mesh)
+    train(model, seed, ranks, (dist.get_rank(),))
+    train(alone, seed, ranks, ranks)
+    torch.testing.assert_close(dict(iter_full_params(model)), dict(alone.named_parameters()))
+
+
+def run_program(seed: int, count: int) -> list[str]:
+    """Make and destroy groups, annotate and train, in an order that depends on ``seed`` alone."""
+    choose = random.Random(seed)
+    rank = dist.get_rank()
+    held: list[object] = []
+    done: list[str] = []
+    for number in range(count):
+        what = choose.choice(["group", "destroy", "own group", "mesh", "hybrid", "world", "part"])
+        annotate = choose.choice(["replicate", "fully_shard"])
+        ranks = choose.choice(SUBSETS)
+        index = choose.randrange(len(held)) if held else -1
+        done.append(f"{what} {annotate} {ranks}")
+        if what == "group":
+            held.append(dist.new_group(list(ranks)))
+        elif what == "own group":
+            # On one rank only: all others have a group less.
+            held.append(dist.new_group([rank], use_local_synchronization=True) if rank == ranks[0] else None)
+        elif what == "destroy" and held:
+            group = held.pop(index)
+            if isinstance(group, dist.ProcessGroup):
+                dist.destroy_process_group(group)
+        elif what == "mesh":
+            init_device_mesh("cpu", (len(EVERYONE), 1), mesh_dim_names=("dp", "tp"))
+        elif what == "hybrid":
+            mesh = init_device_mesh("cpu", (len(EVERYONE), 1), mesh_dim_names=("replicate", "shard"))
+            check("fully_shard", seed + 100 * number, EVERYONE, mesh)
+        elif what == "world":
+            check(annotate, seed + 100 * number, EVERYONE, None)
+        elif what == "part":
+            part = DeviceMesh("cpu", list(ranks))
+            if rank in ranks:
+                check(annotate, seed + 100 * number, ranks, part)
+    return done
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs_that_make_and_destroy_groups_train_as_one_process(seed: int) -> None:
+    run_threads(run_program, len(EVERYONE), seed, 8)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_such_programs_train_as_one_process_on_gloo(seed: int) -> None:
+    run_ranks(run_program, len(EVERYONE), seed, 8, timeout_s=120)
+
+
+def rank_0_first(annotate: str) -> None:
+    mesh = DeviceMesh("cpu", [0])
+    if dist.get_rank() == 0:
+        check(annotate, 0, (0,), mesh)
+    check("fully_shard", 1, (0, 1), None)
+
+
+def a_group_in_between(annotate: str) -> None:
+    group = dist.new_group([0, 1])
+    check(annotate, 0, (0, 1), None)
+    dist.destroy_process_group(group)
+    check("fully_shard", 1, (0, 1), None)
+
+
+@pytest.mark.parametrize("program", [rank_0_first, a_group_in_between])
+@pytest.mark.parametrize("annotate", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("run", [run_ranks, run_threads])
+def test_groups_that_one_rank_has_alone_or_that_are_gone_are_in_nobodys_way(
+    run: Callable[..., object], annotate: str, program: Callable[[str], None]
+) -> None:
+    run(program, 2, annotate, timeout_s=40)
