@@ -18,7 +18,7 @@ from torch import nn
 
 from composable.arguments import check_optimizer
 from composable.claims import claim_of
-from composable.collectives import Ranks
+from composable.collectives import Ranks, compare_in_each
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.frames import in_backward, will_get_gradient
 from composable.optim import CHECKS_ITSELF, PartStep, check_replaced
@@ -245,6 +245,9 @@ class BackwardSteps:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Refuse a step by hand; in another, let the stand-in step."""
         if not self._is_stepping:
+            if all(group.get("lr") == 0 for group in optimizer.param_groups):
+                # It moves nothing. torch's state dicts of an optimizer without state begin with such a step.
+                return None
             raise UsageError(
                 "step() of an optimizer that steps inside backward",
                 at=place_of_rank(),
@@ -337,23 +340,23 @@ def _agree(optimizer: torch.optim.Optimizer, units: dict[_Unit, Ranks], failure:
         ComposableError: ``failure``, or that of another rank.
         DesyncError: The ranks differ.
     """
-    shapes = [list(param.shape) for param in _params_of(optimizer)]
-    text = "\n".join(
-        [f"step_in_backward of {type(optimizer).__name__} with {len(shapes)} parameters"]
-        + [f"steps {fqn}" for unit in units for fqn in _params_in(unit)]
-        + [f"shape {shape}" for shape in shapes]
-    )
-    for ranks in dict.fromkeys(units.values()):
-        try:
-            ranks.compare(
-                text,
-                failure,
-                shown=text,
-                what="the ranks let different optimizers step inside backward",
-                fix="call step_in_backward alike on every rank",
-            )
-        except ComposableError as error:
-            failure = error  # The ranks of the next group are to hear of it too.
+    units_of_params = [(_unit_of(param), list(param.shape)) for param in _params_of(optimizer)]
+    texts = {}
+    # Ranks of a part may have parameters that others lack, such as experts.
+    for ranks in sorted(set(units.values()), key=lambda ranks: ranks.order):
+        shapes = [shape for found, shape in units_of_params if found is not None and found[1] == ranks]
+        lines = [f"step_in_backward of {type(optimizer).__name__} with {len(shapes)} parameters"]
+        lines += [f"steps {fqn}" for unit, its_ranks in units.items() if its_ranks == ranks for fqn in _params_in(unit)]
+        texts[ranks] = "\n".join([*lines, *(f"shape {shape}" for shape in shapes)])
+    try:
+        compare_in_each(
+            texts,
+            failure,
+            what="the ranks let different optimizers step inside backward",
+            fix="call step_in_backward alike on every rank",
+        )
+    except ComposableError as error:
+        failure = error
     for model in model_ranks_of(unit for unit in units if isinstance(unit, Handle)).values():
         if model.others:
             try:

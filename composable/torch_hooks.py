@@ -53,6 +53,7 @@ __all__ = [
     "in_backward_of_nothing",
     "next_ending_number",
     "on_gradient",
+    "put_outermost",
     "tensors_in",
 ]
 
@@ -163,13 +164,25 @@ def around_forward(module: nn.Module, before: Callable[..., Any], after: Callabl
     """Call ``before(module, args, kwargs)`` and ``after(module, args, output)`` around the hooks that are there.
 
     So activation checkpointing and users' hooks run between them; of those that are registered later,
-    a forward hook runs after ``after``. ``after`` also runs when forward raises. ``before`` may return
-    other (args, kwargs), ``after`` another output.
+    a forward hook runs after ``after`` until ``put_outermost``. ``after`` also runs when forward raises. ``before``
+    may return other (args, kwargs), ``after`` another output.
     """
-    return [
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-        module.register_forward_hook(after, prepend=False, always_call=True),
-    ]
+    outer = module.register_forward_hook(after, prepend=False, always_call=True)
+    # A copy of the module keeps the class of the handle.
+    outer.__class__ = _Outermost
+    return [module.register_forward_pre_hook(before, prepend=True, with_kwargs=True), outer]
+
+
+class _Outermost(RemovableHandle):
+    """Of a hook that runs after all other forward hooks of its module."""
+
+
+def put_outermost(handles: Iterable[RemovableHandle]) -> None:
+    """Let what ``around_forward`` calls after a forward run after the hooks that were registered since."""
+    for handle in handles:
+        hooks = handle.hooks_dict_ref()
+        if isinstance(handle, _Outermost) and hooks is not None and handle.id in hooks:
+            hooks.move_to_end(handle.id)
 
 
 def beside_forward(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[RemovableHandle]:

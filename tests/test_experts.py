@@ -34,6 +34,7 @@ from composable import (
     replicate,
     save_checkpoint,
     set_divergence_timeout,
+    step_in_backward,
     unannotate,
 )
 from tests.counting import counting_ranks
@@ -100,16 +101,20 @@ def train(
     annotating: Callable[[Net, Any], None] = annotate,
     *,
     calls_all: bool = False,
+    in_backward: bool = False,
     steps: int = 4,
 ) -> Tensors:
     mesh = mesh_of(shape)
     net = local_net(experts, mesh, calls_all=calls_all)
     annotating(net, mesh)
     optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
+    if in_backward:
+        step_in_backward(optimizer)
     for step in range(steps):
         step_with(net, batch_of(experts, step, dist.get_rank()))
-        optimizer.step()
-        optimizer.zero_grad()
+        if not in_backward:
+            optimizer.step()
+            optimizer.zero_grad()
     return full_params(net)
 
 
@@ -149,6 +154,30 @@ def test_ranks_may_have_any_number_of_experts(shape: tuple[int, int]) -> None:
     for experts in (1, 4):
         found = run_threads(train, world_size, shape, experts, functools.partial(annotate, style="list"))
         assert_equal(found, reference(experts, world_size))
+
+
+@pytest.mark.parametrize("style", ["list", "each"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_optimizer_steps_experts_inside_backward(shape: tuple[int, int], style: str) -> None:
+    world_size = shape[0] * shape[1]
+    annotating = functools.partial(annotate, style=style)
+    for experts in (1, 3):
+        found = run_threads(train, world_size, shape, experts, annotating, in_backward=True)
+        assert_equal(found, reference(experts, world_size))
+
+
+def step_experts_differently() -> None:
+    mesh = mesh_of((2, 2))
+    net = local_net(4, mesh)
+    annotate(net, mesh)
+    make = torch.optim.Adam if dist.get_rank() == 3 else torch.optim.SGD
+    step_in_backward(make(net.parameters(), lr=LR))
+
+
+def test_ranks_without_a_difference_of_their_own_are_told_too() -> None:
+    with pytest.raises(RankErrors, match="the ranks let different optimizers step inside backward") as caught:
+        run_threads(step_experts_differently, 4)
+    assert len(caught.value.errors) == 4
 
 
 def test_real_processes_train_alike() -> None:

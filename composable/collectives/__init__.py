@@ -18,7 +18,7 @@ from composable.collectives.mesh import (
     resolve_ranks,
 )
 from composable.collectives.model_ranks import ModelRanks
-from composable.collectives.own_groups import OwnTransport, make_host_ranks, part_of
+from composable.collectives.own_groups import OwnTransport, call_before_destroy, make_host_ranks, part_of
 from composable.collectives.places import Told, described, notice_tree
 from composable.collectives.process_group import DONE
 from composable.collectives.ranks import Ranks, compare_in_each
@@ -40,6 +40,7 @@ __all__ = [
     "Tree",
     "all_reduce_in",
     "annotating",
+    "call_before_destroy",
     "check_inside",
     "choose_transport_for",
     "compare_in_each",

@@ -5,7 +5,8 @@ may never train, so the group, which all ranks make together, waits until it is 
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,8 +16,9 @@ from composable.collectives.base import Pending, Started, Transport
 from composable.collectives.new_groups import make_group
 from composable.collectives.process_group import ProcessGroupTransport
 from composable.collectives.ranks import Ranks
+from composable.torch_private import replace_body
 
-__all__ = ["OwnTransport", "make_host_ranks", "make_host_transport", "part_of"]
+__all__ = ["OwnTransport", "call_before_destroy", "make_host_ranks", "make_host_transport", "part_of"]
 
 # Groups that were made and are no longer needed, by number, under the group they were made for.
 _IDLE: "WeakKeyDictionary[dist.ProcessGroup, dict[int, _OwnGroup]]" = WeakKeyDictionary()
@@ -165,3 +167,14 @@ def make_host_ranks() -> Ranks:
     """
     made = make_group(range(dist.get_world_size()), dist.group.WORLD, backend="gloo")
     return Ranks.of(made, torch.device("cpu"))
+
+
+def call_before_destroy(call: Callable[[], None]) -> None:
+    """Have ``call`` called before torch destroys all process groups; once for the process."""
+
+    def destroy_process_group(original: Callable[[Any], None], group: Any = None) -> None:
+        if group is None or group == dist.group.WORLD:
+            call()
+        original(group)
+
+    replace_body(dist.destroy_process_group, destroy_process_group)

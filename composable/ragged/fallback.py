@@ -192,6 +192,9 @@ def _refuse_plain(op: OpOverload, plain: torch.Tensor, ragged: Any) -> UsageErro
             f"mixes a ragged tensor with a plain one of shape {list(plain.shape)}, which may differ between ranks",
             "call full_tensor() on the ragged one, or distribute_tensor(plain, mesh, [Replicate()])",
         )
+    if op.overloadpacket is torch.ops.aten.copy_:
+        what = f"of a plain tensor of shape {list(plain.shape)}, which is not that of the whole parameter"
+        return _refusal(op, layout, what, "pass a tensor of the whole parameter's shape")
     return UsageError(
         f"{op} meets a sharded parameter and a plain tensor of shape {list(plain.shape)}: "
         "the parameter is used outside the forward of its module",

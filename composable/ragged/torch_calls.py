@@ -5,7 +5,6 @@ Calls without a ``RaggedShard`` go to torch unchanged.
 
 from collections.abc import Sequence
 from functools import wraps
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from composable.planning import RaggedShard
 from composable.ragged.lockstep import confirm_layout, is_parameter
 from composable.ragged.spec import ragged_spec, slice_full, splits_of
 from composable.ragged.tensor import RaggedDTensor
-from composable.torch_private import DeviceMesh, Placement
+from composable.torch_private import DeviceMesh, Placement, replace_body
 
 __all__ = ["distribute", "teach_torch"]
 
@@ -68,39 +67,15 @@ def teach_torch() -> None:
     Who imported ``distribute_tensor`` before holds torch's function itself, so it is that function
     whose body changes, not a name in a module.
     """
-    if not hasattr(dtensor.distribute_tensor, _ORIGINAL):
-        _replace_body(dtensor.distribute_tensor)
+    if not hasattr(dtensor.distribute_tensor, "__wrapped__"):
+        replace_body(dtensor.distribute_tensor, _distribute_tensor)
         dtensor.DTensor.redistribute = _with_ragged_target(  # type: ignore[method-assign]  # meant
             dtensor.DTensor.redistribute
         )
 
 
-# What torch's function was before: an attribute of that function.
-_ORIGINAL = "_composable_original"
-
-
-def _replace_body(function: Any) -> None:
-    """Let ``function``, the same object, do what ours does, which finds torch's as its attribute."""
-    original = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    original.__kwdefaults__ = function.__kwdefaults__
-    original.__annotations__ = function.__annotations__
-    setattr(function, _ORIGINAL, original)
-    function._composable_body = _distribute_tensor
-    function.__wrapped__ = original  # keeps the signature that is shown
-    function.__defaults__ = function.__kwdefaults__ = None
-    function.__code__ = _call_body.__code__
-
-
-def _call_body(*args: Any, **kwargs: Any) -> Any:
-    # Runs as the body of torch's function, among the globals of torch's file: nothing of this one is in sight.
-    from torch.distributed.tensor import distribute_tensor
-
-    return vars(distribute_tensor)["_composable_body"](*args, **kwargs)
-
-
 def _distribute_tensor(
+    original: Any,
     tensor: Any,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
@@ -114,7 +89,6 @@ def _distribute_tensor(
                 at=f"{place_of_rank()}, parameter {str(tensor._spec.layout.label)!r}",
                 fix="call parallelize_module before fully_shard",
             )
-        original = getattr(dtensor.distribute_tensor, _ORIGINAL)
         return original(tensor, device_mesh, placements, src_data_rank=src_data_rank)
     if isinstance(tensor, dtensor.DTensor):
         if tensor.device_mesh == device_mesh and tensor.placements == tuple(placements or ()):

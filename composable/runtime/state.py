@@ -40,7 +40,7 @@ from composable.runtime.settings import RootSettings
 from composable.runtime.standing import Standing
 from composable.runtime.streams import streams_for
 from composable.storage import Handle, Replicas, move_buffers
-from composable.torch_hooks import at_end_of_backward
+from composable.torch_hooks import at_end_of_backward, put_outermost
 from composable.wording import class_name, module_text
 
 __all__ = ["FullyShardState", "Root", "handle_of_module", "model_ranks_of", "sharded_state_of"]
@@ -271,6 +271,7 @@ class Root:
                 for flat in handle.buffers:
                     flat.routes.connect(transport, found.grid.divisor, between)
             found.connect_secondary(replicas)
+            put_outermost(found.hook_handles)
             if any(handle.is_offloaded for handle in found._handles):
                 # ``to_empty`` has made them where the parameters rest.
                 managed = managed_modules(found.modules, found.ignored_modules)

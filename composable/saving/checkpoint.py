@@ -7,15 +7,20 @@ What is written is a checkpoint of ``torch.distributed.checkpoint`` in the layou
 place: beside the model's own tensors it needs memory for the state of optimizers and hooks only.
 """
 
+import atexit
 import errno
+import logging
+import os
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from composable.arguments import as_path, check_bool, check_module, described
-from composable.collectives import Ranks, make_host_ranks
+from composable.collectives import Ranks, call_before_destroy, make_host_ranks
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.optim import OptimizerNames
 from composable.runtime import notice_hook_states
@@ -62,7 +67,14 @@ from composable.saving.run_folder import (
 )
 from composable.saving.run_owner import Owner, own
 
-__all__ = ["SaveHandle", "SavedCheckpoint", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "SaveHandle",
+    "SavedCheckpoint",
+    "find_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
+    "teach_torch_to_wait",
+]
 
 T = TypeVar("T")
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
@@ -86,12 +98,27 @@ class SavedCheckpoint:
 class SaveHandle:
     """A save that has been started; of a synchronous one, a save that is done."""
 
-    def __init__(self, writers: Ranks, beside: Ranks, result: "Future[Path]") -> None:
-        self._writers = writers
+    def __init__(self, work: "_Save", beside: Ranks) -> None:
+        self._writers = work.ranks
         # What the group of a background save was made beside: it ends with that one.
         self._beside = beside
-        self._result = result
-        self._is_collected = False
+        self._result: Future[Path] = Future()
+        self._what = f"the save of step {work.step} to {work.partial.parent}"
+        self._place = place_of_rank()
+
+    def _write_in_background(self, work: "_Save") -> None:
+        _OPEN.add(self)
+        # Python waits for threads like this one before it ends, and lets them start others. A pool at that time raises.
+        Thread(target=self._write, args=(work,), name="save_checkpoint", daemon=False).start()
+
+    def _write(self, work: "_Save") -> None:
+        try:
+            self._result.set_result(work.run())
+        except BaseException as error:
+            self._result.set_exception(error)
+            if isinstance(error, Exception):
+                return
+        _OPEN.discard(self)
 
     def is_done(self) -> bool:
         """Say whether ``wait`` would return, or raise, at once."""
@@ -100,17 +127,49 @@ class SaveHandle:
     def wait(self) -> Path:
         """Return the checkpoint's folder once it is whole on disk.
 
-        Every rank waits for itself; call it before the process group is destroyed.
+        Every rank waits for itself. ``destroy_process_group()`` and the end of the process wait too, and raise nothing:
+        a failure that nobody was told of ends the process with code 1 and a message.
 
         Raises:
             UsageError: Writing failed; earlier checkpoints are as they were. On every rank.
         """
-        self._is_collected = True
+        self._result.exception()
+        _OPEN.discard(self)
         return self._result.result()
 
 
 # The last save of each model that was started in the background.
 _PENDING: "WeakKeyDictionary[nn.Module, SaveHandle]" = WeakKeyDictionary()
+# Saves in the background that are under way, or have failed and nobody was told.
+_OPEN: set[SaveHandle] = set()
+
+
+def teach_torch_to_wait() -> None:
+    """Make ``destroy_process_group`` wait until nothing is written over the group any more; once."""
+    call_before_destroy(_wait_for_all)
+
+
+def _wait_for_all() -> None:
+    world = Ranks.of_world()
+    for handle in [one for one in _OPEN if one._beside == world]:
+        handle._result.exception()
+
+
+@atexit.register
+def _fail_if_lost() -> None:
+    """End the process with an error where a save failed and nobody was told. Its threads have ended before."""
+    lost = list(_OPEN)
+    for handle in lost:
+        what = f"{handle._what} has failed, and nobody waited for it"
+        error = UsageError(what, at=handle._place, fix="call wait() on what save_checkpoint returns")
+        error.__cause__ = handle._result.exception() if handle._result.done() else None
+        sys.excepthook(UsageError, error, None)
+    if lost:
+        # An exception would be printed here, and the process would end as if nothing had happened.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def save_checkpoint(
@@ -194,13 +253,12 @@ def save_checkpoint(
     hook_states = HookStates(ranks.size, tuple(one.name for one in hooks)) if hooks else None
     place = begun[0] if begun else None
     work = _Save(writers, partial, step, state, names, packed, hook_states, hook_data, place)
-    if not asynchronous:
-        done: Future[Path] = Future()
-        done.set_result(work.run())
-        return SaveHandle(writers, ranks, done)
-    thread = ThreadPoolExecutor(1, thread_name_prefix="save_checkpoint")
-    handle = _PENDING[model] = SaveHandle(writers, ranks, thread.submit(work.run))
-    thread.shutdown(wait=False)
+    handle = SaveHandle(work, ranks)
+    if asynchronous:
+        _PENDING[model] = handle
+        handle._write_in_background(work)
+    else:
+        handle._result.set_result(work.run())
     return handle
 
 
@@ -416,7 +474,7 @@ def _writers(ranks: Ranks, previous: SaveHandle | None) -> Ranks:
 def _settle(model: nn.Module) -> SaveHandle | None:
     """Wait for a save of ``model`` in the background; return it. Raises only where nobody waited for it before."""
     previous = _PENDING.get(model)
-    if previous is not None and not previous._is_collected:
+    if previous in _OPEN:
         previous.wait()
     return previous
 

@@ -116,6 +116,8 @@ def describe_optimizers(model: nn.Module, optimizers: Optimizers) -> tuple[Optim
     Raises:
         ConfigError: A parameter is not the model's, or in two places.
     """
+    # Modules that were unsharded by hand show their sharded parameters again, which the optimizers hold.
+    model.state_dict(keep_vars=True)
     names = names_of_params(model)
     described = tuple(describe_optimizer(optimizer, names) for optimizer in optimizers)
     params = [name for optimizer in described for group in optimizer.groups for name in group.params]

@@ -19,7 +19,7 @@ from composable.frames import is_strict_load
 from composable.saving.quantized import state_of
 from composable.torch_hooks import around_state_dict
 from composable.torch_private import module_load
-from composable.wording import list_text, plain_fqn
+from composable.wording import dtype_text, list_text, plain_fqn
 
 __all__ = ["Differences", "check_before_load", "entries_to_load", "find_differences", "register_load_check"]
 
@@ -150,9 +150,15 @@ def _misfit(target: torch.Tensor, value: Any, is_sharded: bool) -> str:
         return "is on the meta device"
     if isinstance(value, DTensor) and not is_sharded:
         return "is a DTensor, not a full tensor"
+    if not is_sharded and _is_inexact(value) != _is_inexact(target):
+        return f"is {dtype_text(value.dtype)}, not {dtype_text(target.dtype)}"
     if isinstance(value, DTensor) and not (isinstance(target, DTensor) and value.device_mesh == target.device_mesh):
         return "is a DTensor of another mesh"
     return ""
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def entries_to_load(module: nn.Module, prefix: str = "") -> tuple[dict[str, torch.Tensor | None], list[str]]:

@@ -16,9 +16,9 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Collection, Generator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -77,19 +77,18 @@ class SummedFiles(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with ThreadPoolExecutor(1) as pool:
-            raw = _SummedFile(path, pool)
-            try:
-                with io.BufferedWriter(raw) as file:
-                    yield file
-                    if not file.closed:
-                        file.flush()
-                        os.fsync(file.fileno())
-            except Exception as error:
-                if raw.failure is None:
-                    raise
-                # torch says instead what became of its archive.
-                raise OSError(raw.failure.errno, raw.failure.strerror, os.fspath(path)) from error
+        raw = _SummedFile(os.fspath(path), "w")
+        try:
+            with io.BufferedWriter(raw) as file:
+                yield file
+                if not file.closed:
+                    file.flush()
+                    os.fsync(file.fileno())
+        except Exception as error:
+            if raw.failure is None:
+                raise
+            # torch says instead what became of its archive.
+            raise OSError(raw.failure.errno, raw.failure.strerror, os.fspath(path)) from error
         self.sums[Path(path).name] = FileSum(raw.written_bytes, raw.crc32)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -99,12 +98,9 @@ class SummedFiles(FileSystem):
 
 
 class _SummedFile(io.FileIO):
-    def __init__(self, path: str | os.PathLike[str], pool: ThreadPoolExecutor) -> None:
-        super().__init__(os.fspath(path), "w")
-        self._pool = pool
-        self.written_bytes = 0
-        self.crc32 = 0
-        self.failure: OSError | None = None
+    written_bytes = 0
+    crc32 = 0
+    failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         try:
@@ -120,12 +116,14 @@ class _SummedFile(io.FileIO):
             self.crc32 = zlib.crc32(view[:written], self.crc32)
         else:
             # Both let go of the interpreter: the sum is ready when the write is.
-            crc32 = self._pool.submit(zlib.crc32, view, self.crc32)
+            whole: list[int] = []
+            summing = Thread(target=lambda: whole.append(zlib.crc32(view, self.crc32)))
+            summing.start()
             try:
                 written = super().write(view)
             finally:
-                whole_crc32 = crc32.result()  # the caller may free the memory after this
-            self.crc32 = whole_crc32 if written == view.nbytes else zlib.crc32(view[:written], self.crc32)
+                summing.join()  # the caller may free the memory after this
+            self.crc32 = whole[0] if written == view.nbytes else zlib.crc32(view[:written], self.crc32)
         self.written_bytes += written
         return written
 

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ def save_safetensors(
     values, aliases = _split_ties(entries)
     with ExitStack() as stack:
         writer: _Writer | None = None
-        with ranks.agreed():
+        with ranks.agreed(), _telling(path):
             _check_entries(entries, values, dtype)
             if ranks.rank == 0:
                 target = as_path("path", path)
@@ -110,13 +110,13 @@ def save_safetensors(
         for batch in batches(values.items(), max_bytes_of(entries)):
             cpu = torch.device("cpu")
             fulls = gather_values([tensor for _, tensor in batch], model_ranks, 0, dtype=dtype, device=cpu)
-            with ranks.agreed():
+            with ranks.agreed(), _telling(path):
                 for (key, _), full in zip(batch, fulls or ()):
                     assert writer is not None, "the first rank writes"
                     writer.write(key, full)
             # Before the next ones are gathered.
             del fulls
-        with ranks.agreed():
+        with ranks.agreed(), _telling(path):
             if writer is not None:
                 writer.publish()
 
@@ -196,7 +196,8 @@ class _Writer:
 
     def close(self) -> None:
         for handle in self._open.values():
-            handle.close()
+            with suppress(OSError):  # What was published is on disk: this is a disk that has refused before.
+                handle.close()
 
     def publish(self) -> None:
         """Make the files durable, then visible under their names."""
@@ -216,6 +217,17 @@ class _Writer:
                 partial.write_bytes(self._index)
                 partial.rename(self._final / _INDEX)
         sync_folder(self._final.parent if self._final.suffix == ".safetensors" else self._final)
+
+
+@contextmanager
+def _telling(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Say which path it was that could not be written: a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 @contextmanager

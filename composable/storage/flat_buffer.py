@@ -302,7 +302,13 @@ class FlatBuffer:
         if self._storage is not None:
             # First: what is cut short here is allocated anew.
             self._is_allocated = False
-            self._storage.resize_(0)
+            try:
+                self._storage.resize_(0)
+            except RuntimeError:
+                if self._storage.resizable():
+                    raise
+                # A view of it has become an array of numpy: its memory stays for as long as the handle.
+                self._is_allocated = True
 
     def is_fresh(self) -> bool:
         """Say whether the full buffer has, for this rank, what a gather of its shard would put there.

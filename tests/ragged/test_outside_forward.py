@@ -82,6 +82,8 @@ def run_late_hook(kind: str) -> None:
     ]
     for use in uses:
         model = fully_shard(nn.Sequential(nn.Linear(6, 6)), policy={nn.Linear})
+        # From now on a forward hook runs after ours.
+        model(INPUT)
         if kind == "forward hook":
             handle = model[0].register_forward_hook(lambda module, args, output, use=use: use(module, output))
         elif kind == "first pre-hook":
@@ -103,6 +105,53 @@ def run_late_hook(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["forward hook", "first pre-hook", "backward pre-hook"])
 def test_a_users_hook_that_runs_outside_of_ours_gets_the_same_error(kind: str) -> None:
     run_threads(run_late_hook, 2, kind)
+
+
+def train_with_hooks(policy: str, *, is_annotated: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+    if is_annotated:
+        fully_shard(model, policy={"each": {nn.Linear}, "blocks": {nn.Sequential}, "whole": None}[policy])
+
+    # Registered after the annotation: a norm, a second use, a change of what the model returns.
+    def add_norm(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        return output + module.weight.square().sum()  # type: ignore[operator,union-attr]
+
+    def use_again(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        return F.linear(output, module.weight, module.bias)  # type: ignore[arg-type]
+
+    model[0].register_forward_hook(add_norm)
+    model[1][0].register_forward_hook(use_again)
+    model.register_forward_hook(lambda module, args, output: {"output": output * 2})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(INPUT)["output"].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.full_tensor() if is_annotated else param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("policy", ["each", "blocks", "whole"])
+def test_forward_hooks_registered_before_the_first_forward_read_whole_weights(policy: str, world_size: int) -> None:
+    expected = train_with_hooks(policy, is_annotated=False)
+    for found in run_threads(train_with_hooks, world_size, policy, is_annotated=True):
+        torch.testing.assert_close(found, expected)
+
+
+def copy_another_shape() -> str:
+    model = fully_shard(nn.Sequential(nn.Linear(6, 6)))
+    with torch.no_grad(), pytest.raises(UsageError) as caught:
+        model[0].weight.copy_(torch.ones(5, 6))
+    return str(caught.value)
+
+
+def test_a_copy_of_another_shape_is_told_as_that() -> None:
+    assert run_threads(copy_another_shape, 2)[0].splitlines() == [
+        "aten.copy_.default of a plain tensor of shape [5, 6], which is not that of the whole parameter",
+        "  at:  ragged tensor of shape [6, 6], cut as parameter '0.weight'",
+        "  fix: pass a tensor of the whole parameter's shape",
+    ]
 
 
 def use_what_is_computed_of_it() -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from composable import fully_shard
+from composable import fully_shard, unshard_params
 from tests.counting import CountingTransport
 from tests.world import run_threads
 
@@ -99,3 +99,36 @@ def test_forwards_without_gradients_gather_once_where_parameters_are_to_stay(wor
     for gathers, is_right in run_threads(forwards_without_gradients, world_size, {}, how):
         assert is_right
         assert gathers[:2] == [3, 3]
+
+
+def train_with_arrays(policy: str, moment: str, *, is_annotated: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    # An array of numpy shares the memory of its tensor for ever, and makes it one that cannot be resized.
+    arrays: list[Any] = []
+    if moment == "forward":
+        model[0].register_forward_pre_hook(lambda module, args: arrays.append(module.weight.detach().numpy()))
+    if is_annotated:
+        fully_shard(model, policy={nn.Linear} if policy == "each" else None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(4):
+        model(torch.linspace(-1, 1, 8).view(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if is_annotated and step == 1 and moment == "unshard":
+            (model if policy == "whole" else model[0]).unshard()
+            arrays.append(model[0].weight.detach().numpy())
+            (model if policy == "whole" else model[0]).reshard()
+        if is_annotated and step == 1 and moment == "unshard_params":
+            with unshard_params(model):
+                arrays.append(model[0].weight.detach().numpy())
+    return [param.full_tensor() if is_annotated else param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("moment", ["forward", "unshard", "unshard_params"])
+@pytest.mark.parametrize("policy", ["each", "whole"])
+def test_arrays_of_unsharded_parameters_leave_training_as_it_is(policy: str, moment: str, world_size: int) -> None:
+    expected = train_with_arrays(policy, moment, is_annotated=False)
+    for found in run_threads(train_with_arrays, world_size, policy, moment, is_annotated=True):
+        torch.testing.assert_close(found, expected)

@@ -31,7 +31,7 @@ from composable.ragged.fallback_log import fallback_counts
 from composable.ragged.tensor import RaggedDTensor
 from composable.saving.checkpoint import SavedCheckpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from composable.saving.run_folder import SummedFiles
-from tests.world import run_ranks, told
+from tests.world import run_ranks, run_threads, told
 
 
 class Block(nn.Module):
@@ -216,6 +216,25 @@ def test_a_plain_model_needs_no_process_group(tmp_path: Path) -> None:
     handle.wait()
     load_checkpoint(tmp_path, model, trained)
     assert_equal(snapshot(model, trained), expected)
+
+
+def save_unsharded(run: Path, parallel: str) -> None:
+    model = make(parallel)
+    trained = optimizers(model, "adamw")
+    train(model, trained, range(2))
+    expected = snapshot(model, trained)
+    # By hand, and nothing runs that would reshard.
+    model.blocks[1].unshard()
+    save_checkpoint(run, 2, model, trained)
+    train(model, trained, range(2, 3))
+    model.blocks[1].unshard()
+    load_checkpoint(run, model, trained)
+    assert_equal(snapshot(model, trained), expected)
+
+
+@pytest.mark.parametrize("parallel", ["fully_shard", "nested", "below replicate"])
+def test_modules_that_were_unsharded_by_hand_are_saved_and_loaded(parallel: str, tmp_path: Path) -> None:
+    run_threads(save_unsharded, 2, tmp_path, parallel)
 
 
 def save_untrained(run: Path) -> None:

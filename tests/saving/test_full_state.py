@@ -431,6 +431,31 @@ def test_what_does_not_fit_is_one_error_on_every_rank_and_changes_nothing(world_
     run_threads(refuse, world_size, world_size)
 
 
+def load_another_kind() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    state = full_state_dict(model)
+    before = local_values(model)
+    rank = dist.get_rank()
+    if rank == 0:
+        state["0.weight"] = torch.ones(4, 3, dtype=torch.int64)
+        state["1.num_batches_tracked"] = torch.tensor(1.0)
+    lines = "0.weight is int64, not float32, 1.num_batches_tracked is float32, not int64"
+    with pytest.raises(StateDictError, match=f"Of the wrong kind or shape: {lines}"):
+        load_full_state_dict(model, state if rank == 0 else None)
+    assert all(torch.equal(a, b) for a, b in zip(before, local_values(model), strict=True))
+    # Another floating-point dtype is cast, and another one of integers.
+    if rank == 0:
+        state["0.weight"] = torch.full((4, 3), 0.5, dtype=torch.bfloat16)
+        state["1.num_batches_tracked"] = torch.tensor(3, dtype=torch.int32)
+    load_full_state_dict(model, state if rank == 0 else None)
+    assert torch.equal(model[0].weight.full_tensor(), torch.full((4, 3), 0.5))
+    assert model[1].num_batches_tracked.item() == 3
+
+
+def test_integers_for_floating_point_values_are_an_error_and_casts_are_none() -> None:
+    run_threads(load_another_kind, 2)
+
+
 class Renaming(nn.Module):
     """Loads a key that it had under another name, as modules do that have changed."""
 

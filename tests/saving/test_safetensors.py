@@ -1,6 +1,7 @@
 """Weights in safetensors files, read and written with the library of that name as the judge."""
 
 import json
+import resource
 import struct
 import sys
 from pathlib import Path
@@ -149,6 +150,24 @@ def refuse(path: str) -> None:
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     run_ranks(refuse, 2, str(tmp_path))
+
+
+def fill_the_disk(path: str) -> None:
+    target, rank = Path(path, "model.safetensors"), dist.get_rank()
+    model = fully_shard(nn.Linear(300, 200))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(OSError if rank == 0 else DesyncError, match=f"File too large.*{target}"):
+            save_safetensors(model, target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    dist.barrier()
+    assert list(Path(path).iterdir()) == []
+
+
+def test_a_full_disk_is_an_error_that_names_the_path_and_leaves_nothing(tmp_path: Path) -> None:
+    run_ranks(fill_the_disk, 2, str(tmp_path))
 
 
 def count_bytes(path: str) -> None:
