@@ -180,6 +180,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     torch's function of this name does nothing on our modules, and ours nothing on a module that is not fully sharded.
     Inputs are not moved to the device, and users' forward hooks do not run. Every rank calls the method alike.
+    The module need not have a forward.
 
     Raises:
         ConfigError: The module has no method of that name, or is no module.

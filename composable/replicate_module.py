@@ -16,6 +16,7 @@ from composable.class_swap import ClassSwap, original_class
 from composable.contract import get_registry
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
+from composable.frames import is_asked_by_pipeline
 from composable.gradient_sync import no_sync
 from composable.hook_registration import CommHookHandle
 from composable.hook_registration import register_comm_hook as reduce_by_hook
@@ -51,6 +52,16 @@ class ReplicateModule:
             at=f"{place_of_rank()}, {describe_module(_module(self))}",
             fix="save its state_dict(); copy.deepcopy copies it; unannotate makes it a plain module",
         )
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return what ``nn.Module.parameters`` does.
+
+        Raises:
+            UsageError: A stage of torch's pipelines asks, that takes gradients of inputs and of parameters apart.
+        """
+        if is_asked_by_pipeline() and (state := replicate_state_of(_module(self))) is not None:
+            state.refuse_split_backward()
+        return super().parameters(recurse)  # type: ignore[misc,no-any-return]  # of nn.Module, further down the MRO
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Choose whether the next backwards average gradients, or add them up on their rank for a later one.

@@ -458,7 +458,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
     "set_is_last_backward": (method("set_is_last_backward"), dict, {"is_last_backward": SWITCH}),
     "set_manual_backward_finalization": (method("set_manual_backward_finalization"), dict, {"enabled": SWITCH}),
     "finalize_backward": (method("finalize_backward"), dict, {"async_op": SWITCH}),
-    "set_post_optim_event": (method("set_post_optim_event"), dict, {"event": set()}),  # on the CPU there is none
+    "set_post_optim_event": (method("set_post_optim_event"), lambda: {"event": torch.Event()}, {"event": set()}),
     "set_allocate_memory_from_process_group_for_comm": (
         method("set_allocate_memory_from_process_group_for_comm"),
         dict,

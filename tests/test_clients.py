@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from composable import fully_shard, load_full_state_dict
+from composable import fully_shard, load_full_state_dict, replicate
 from tests.parity import full, mean_over_ranks
 from tests.world import RankErrors, run_ranks, run_threads, told
 
@@ -104,8 +104,39 @@ def test_a_plain_stage_that_splits_backward_is_told_that_it_would_learn_nothing(
         assert "unshard_params(module, writeback=False)" in text
 
 
-def split_backward_in_a_container() -> str:
-    model = nn.Sequential(fully_shard(nn.Linear(4, 4)))  # whose `parameters` are torch's own
+def replicate_stages(module: nn.Module, *, mesh: DeviceMesh, reshard_after_forward: bool) -> None:
+    if isinstance(module, nn.Sequential):
+        replicate(module, mesh=mesh)
+
+
+def losses_of_replicated_stages(schedule: str) -> list[float]:
+    pipelining = client("pipelining")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    return [loss.item() for loss in pipelining.train(replicate_stages, schedule, mesh, pipelining.PipelineStage)]
+
+
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleaved1F1B"])
+def test_a_pipeline_of_replicated_stages_trains_as_one_process(schedule: str) -> None:
+    expected = losses_of_one_process(2)
+    for losses in pipeline_ranks(losses_of_replicated_stages, 4, schedule):
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+
+
+def train_replicated_stages(schedule: str) -> list[str]:
+    pipelining = client("pipelining")
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    return told(lambda: pipelining.train(replicate_stages, schedule, mesh, pipelining.PipelineStage))
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
+def test_a_replicated_stage_that_splits_backward_is_told_that_nothing_averages(schedule: str) -> None:
+    for text in pipeline_ranks(train_replicated_stages, 2, schedule)[0]:
+        assert text.startswith("UsageError: a pipeline's stage takes gradients of inputs and of parameters apart")
+        assert "take a schedule without zero bubble" in text
+
+
+def split_backward_in_a_container(annotate: Callable[[nn.Module], nn.Module]) -> str:
+    model = nn.Sequential(annotate(nn.Linear(4, 4)))  # whose `parameters` are torch's own
     x = torch.ones(2, 4, requires_grad=True)
     out = model(x)
     with pytest.raises(RuntimeError) as error:
@@ -113,8 +144,9 @@ def split_backward_in_a_container() -> str:
     return "".join(traceback.format_exception(error.value))
 
 
-def test_a_plain_container_of_sharded_layers_is_told_in_backward() -> None:
-    for text in run_threads(split_backward_in_a_container, 2):
+@pytest.mark.parametrize("annotate", [fully_shard, replicate])
+def test_a_plain_container_of_annotated_layers_is_told_in_backward(annotate: Callable[..., nn.Module]) -> None:
+    for text in run_threads(split_backward_in_a_container, 2, annotate):
         assert "UsageError: a pipeline's stage takes gradients of inputs and of parameters apart" in text
 
 

@@ -278,6 +278,21 @@ def test_kept_parameters_are_compared_with_shards_once_the_optimizer_has_written
     assert run_threads(compared_after_the_event, 1)[0] == ["waited for the event", "compared", "gathers wait: True"]
 
 
+def events_on_the_cpu() -> list[float]:
+    model = sharded()
+    losses = []
+    for kind in (torch.Event, torch.cpu.Event):
+        loss(model, own_seed(0)).backward()
+        model.set_post_optim_event(kind())
+        losses.append(loss(model, 1).item())
+    return losses
+
+
+def test_an_event_on_the_cpu_changes_nothing() -> None:
+    first, second = run_threads(events_on_the_cpu, 2)[0]
+    assert first == second
+
+
 # -- unshard_in_backward
 
 
@@ -926,7 +941,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
     "memory": (lambda m: m.set_allocate_memory_from_process_group_for_comm(True), ConfigError, "torch's memory"),
     "symmetric memory": (lambda m: m.set_symm_mem_for_comm(), ConfigError, "torch's memory"),
     "async op": (lambda m: m._set_unshard_async_op(True), ConfigError, "stream of their own"),
-    "event": (lambda m: m.set_post_optim_event(torch.Event()), ConfigError, "on the CPU"),
+    "event": (lambda m: m.set_post_optim_event("now"), ConfigError, "got 'now'"),
     "no buffers": (lambda m: m.set_reduce_scatter_max_input_buffers(0), ConfigError, "got 0"),
     "text": (
         lambda m: m.set_keep_unsharded_storage("no"),

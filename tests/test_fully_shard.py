@@ -4,7 +4,7 @@ import pickle
 import random
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,12 +18,22 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import _traversal_utils
-from composable import ConfigError, DesyncError, FSDPModule, ModuleWrapPolicy, UsageError, fully_shard, no_sync, plan
+from composable import (
+    ConfigError,
+    DesyncError,
+    FSDPModule,
+    ModuleWrapPolicy,
+    UsageError,
+    fully_shard,
+    no_sync,
+    plan,
+    register_fsdp_forward_method,
+)
 from composable.ragged.tensor import RaggedDTensor
 from composable.runtime.state import Root, handle_of_module
 from composable.storage import Handle
 from tests.counting import CountingTransport
-from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model, random_input
+from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model, random_input, seeded
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
 from tests.world import RankErrors, run_ranks, run_threads
 
@@ -778,6 +788,100 @@ def test_what_is_ignored_may_come_from_an_iterator() -> None:
     assert run_threads(ignored_by_iterators, 2)[1] == [*names, "out.weight", "out.bias"]
 
 
+def one_list_for_all_calls(ignored_numbers: Sequence[int]) -> tuple[list[str], dict[str, torch.Tensor]]:
+    model = make_model("mlp")
+    ignored = [model.blocks[number].up for number in ignored_numbers] + [nn.Linear(2, 2)]
+    for block in model.blocks:
+        fully_shard(block, ignored_modules=ignored)
+    fully_shard(model, ignored_modules=ignored)
+    step(model)
+    plain = [name for name, param in model.named_parameters() if not isinstance(param, RaggedDTensor)]
+    return plain, {
+        name: full(param.grad) for name, param in model.named_parameters() if isinstance(param, RaggedDTensor)
+    }
+
+
+@pytest.mark.parametrize("ignored_numbers", [[], [0], [1, 2], [0, 1, 2]])
+def test_one_list_of_ignored_modules_serves_the_calls_on_all_parts(ignored_numbers: list[int]) -> None:
+    model = make_model("mlp")
+    loss_of(model(*global_inputs(model, 0, 2)[0])).backward()
+    names = [f"blocks.{number}.up.{name}" for number in ignored_numbers for name in ("weight", "bias")]
+    expected = {fqn: param.grad for fqn, param in model.named_parameters() if fqn not in names}
+    for plain, grads in run_threads(one_list_for_all_calls, 2, ignored_numbers):
+        assert plain == names
+        assert_equal_params(grads, expected, tolerance=1e-6)
+
+
+class Codec(nn.Module):
+    """Two methods and no forward; parts of the same kind inside."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.rand(3))
+        self.parts = nn.ModuleList(Codec(depth - 1) for _ in range(2 if depth else 0))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.linear(x)) * self.scale.sum()
+        for part in self.parts:
+            x = x + part.encode(x)
+        return x
+
+    def decode(self, x: torch.Tensor, *, shift: float) -> torch.Tensor:
+        for part in self.parts:
+            x = x - part.decode(x, shift=shift)
+        return torch.sin(self.linear(x)) + shift
+
+
+def train_codec(model: Codec, xs: Sequence[torch.Tensor]) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for x in xs:
+        model.decode(model.encode(x), shift=0.5).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def codec_inputs(rank: int) -> list[torch.Tensor]:
+    return [random_input(10 * step + rank, 3, 4) for step in range(3)]
+
+
+def train_sharded_codec(seed: int) -> dict[str, torch.Tensor]:
+    rng = random.Random(seed)
+    model = seeded(lambda: Codec(2), 0)
+    for part in reversed(list(model.modules())):
+        if isinstance(part, Codec) and (part is model or rng.random() < 0.5):
+            fully_shard(part, reshard_after_forward=rng.choice([None, True, False]))
+            register_fsdp_forward_method(part, "encode")
+            register_fsdp_forward_method(part, "decode")
+    train_codec(model, codec_inputs(dist.get_rank()))
+    return full_params(model)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_modules_with_registered_methods_and_no_forward_train_as_in_one_process(seed: int) -> None:
+    model = seeded(lambda: Codec(2), 0)
+    train_codec(model, [torch.cat(xs) for xs in zip(codec_inputs(0), codec_inputs(1), strict=True)])
+    for params in run_threads(train_sharded_codec, 2, seed):
+        assert_equal_params(params, full_params(model), tolerance=1e-5)
+
+
+def use_unregistered() -> list[str]:
+    found = []
+    model = Codec(1)
+    fully_shard(model)
+    for use in (model.encode, model.linear, model.parts[0].encode):
+        with pytest.raises(UsageError, match="used outside the forward of its module") as caught:
+            use(torch.ones(2, 4))
+        found.append(f"{caught.value.at} {caught.value.fix}")
+    return found
+
+
+def test_a_method_that_is_not_registered_is_an_error_that_says_how() -> None:
+    for text in run_threads(use_unregistered, 2)[0]:
+        assert "linear.bias'" in text
+        assert "register_fsdp_forward_method(module, name)" in text
+
+
 def with_sub_mesh() -> torch.Tensor:
     """Two pairs of ranks, each with a mesh of its own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
@@ -1104,7 +1208,6 @@ BAD: dict[str, Callable[[Any], Any]] = {
         model, mesh=init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "b", "c"))
     ),
     "mesh_kind": lambda model: fully_shard(model, mesh=dist.group.WORLD),
-    "foreign_module": lambda model: fully_shard(model, ignored_modules=[nn.Linear(2, 2)]),
     "no_pick": lambda model: fully_shard(model, policy={nn.Conv2d}),
     "policy_kind": lambda model: fully_shard(model, policy=3),
     "strategy": lambda model: fully_shard(model, strategy="ZERO"),
@@ -1118,7 +1221,6 @@ EXPECTED = {
     "twice": r"ConfigError: fully_shard is already on this module(.|\n)*at: .*MLPBlock(.|\n)*fix: .*",
     "mesh_rank": r"ConfigError: mesh has 3 dims(.|\n)*at: .*rank [01](.|\n)*fix: .*",
     "mesh_kind": r"ConfigError: mesh is a SimulatedGroup(.|\n)*fix: .*",
-    "foreign_module": r"ConfigError: .*ignored(.|\n)*fix: .*",
     "no_pick": r"ConfigError: .*picks nothing(.|\n)*fix: .*",
     "policy_kind": r"ConfigError: .*policy(.|\n)*fix: .*",
     "strategy": r"ConfigError: .*ZERO(.|\n)*FULL_SHARD(.|\n)*",

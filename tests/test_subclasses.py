@@ -31,6 +31,7 @@ from composable import (
 )
 from tests.models import random_input, seeded
 from tests.parity import full, mean_over_ranks
+from tests.runtime.test_notices import recorded
 from tests.subclasses import (
     Adapted,
     AffineLinear,
@@ -618,6 +619,98 @@ def scaled_on_meta() -> nn.Parameter:
     return param
 
 
+class Beside(torch.Tensor):
+    """Rows that are gathered as they are, and scaled by a tensor beside them."""
+
+    KEPT = (torch.ops.aten.detach.default, torch.ops.aten.split.Tensor)
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor, splits: str) -> "Beside":
+        return torch.Tensor._make_wrapper_subclass(cls, values.size(), dtype=values.dtype, device=values.device)
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor, splits: str) -> None:
+        self._values = values
+        self._scale = scale
+        self._splits = splits
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Beside({self._values}, {self._scale})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return ["_values", "_scale"], self._splits
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: Any, splits: str, size: Any, stride: Any) -> "Beside":
+        return Beside(tensors["_values"], tensors["_scale"], splits)
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        this = next(one for one in args if isinstance(one, Beside))
+        values = op(*pytree.tree_map_only(Beside, lambda one: one._values, args), **(kwargs or {}))
+        if op is torch.ops.aten.detach.default:
+            return Beside(values, this._scale, this._splits)
+        if op is torch.ops.aten.split.Tensor and this._splits != "plain":
+            scale = this._scale
+            scales = op(scale, *args[1:]) if this._splits == "cut" else [scale] * len(values)
+            return [Beside(*both, this._splits) for both in zip(values, scales, strict=True)]
+        return values
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self._values,), self._scale
+
+    def fsdp_post_all_gather(self, gathered: Any, scale: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        if out is not None:
+            torch.mul(gathered[0][: len(out)], scale, out=out.data)
+            return None
+        whole = gathered[0] * scale
+        return whole, (whole,)
+
+
+class ScaledLinear(nn.Module):
+    """What a layer with such a weight computes, in one process."""
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        return F.linear(x, weight + (weight * self.scale - weight).detach())
+
+
+def train_beside(values: torch.Tensor, scale: torch.Tensor, splits: str) -> list[float]:
+    model = nn.Linear(values.shape[1], values.shape[0], bias=False)
+    model.weight = nn.Parameter(Beside(values.clone(), scale, splits))
+    fully_shard(model, reshard_after_forward=True)
+    return train(model, dist.get_rank(), values.shape[1])
+
+
+@pytest.mark.parametrize("splits", ["cut", "whole", "plain"])
+@pytest.mark.parametrize("columns", [2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_a_tensor_beside_the_rows_is_whole_on_every_rank_or_refused_if_it_has_rows_too(
+    rows: int, columns: int, splits: str
+) -> None:
+    values = random_input(0, rows, columns)
+    for shape in [(), (1,), (columns,), (1, columns), (rows, 1), (rows, columns)]:
+        scale = random_input(1, 16)[: torch.Size(shape).numel()].view(shape)
+        has_rows = shape[:1] == (rows,)
+        if (splits == "cut" and not has_rows) or (splits == "whole" and has_rows and len(shape) == 2):
+            continue  # no class does that
+        with_rows = rows > 1 and has_rows and splits != "whole"
+        if with_rows:
+            model = nn.Linear(columns, rows, bias=False)
+            model.weight = nn.Parameter(Beside(values, scale, splits))
+            with pytest.raises(ConfigError, match="Beside has '_scale' beside '_values', with rows") as caught:
+                plan(model, world_size=2)
+            assert "'weight'" in str(caught.value.at)
+            assert "fsdp_pre_all_gather" in str(caught.value.fix)
+        else:
+            expected = train_alone(ScaledLinear(values.clone(), scale), 2, columns)
+            assert run_threads(train_beside, 2, values, scale, splits) == [pytest.approx(expected)] * 2
+
+
 class Unbuildable(AffineWeight):
     @staticmethod
     def __tensor_unflatten__(tensors: Any, dtype: torch.dtype, size: Any, stride: Any) -> Any:
@@ -673,6 +766,75 @@ def test_a_class_that_cannot_be_made_around_other_memory_is_refused_before_anyth
     model.weight.__class__ = Unbuildable
     with pytest.raises(ConfigError, match="can be made around other memory: KeyError"):
         plan(model, world_size=2, shard_as_bytes=[AffineWeight])
+
+
+def own_functions(param: Any) -> None:
+    for hook in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+        setattr(param, hook, getattr(Int8Weight, hook).__get__(param))
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, Marked])
+def test_functions_of_a_parameter_alone_are_refused_by_the_plan(kind: type[nn.Parameter]) -> None:
+    param = kind(torch.zeros(4, 4))
+    own_functions(param)
+    with pytest.raises(ConfigError, match="fsdp_pre_all_gather is an attribute of the parameter alone") as caught:
+        plan(linear_with(param), world_size=2)
+    assert "'weight'" in str(caught.value.at)
+
+
+def extended_on_one_rank(*, on_local: bool) -> str:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, policy={nn.Linear})
+    weight = model[1].weight
+    assert isinstance(weight, RaggedDTensor)
+    if dist.get_rank() == 0:
+        own_functions(weight._local_tensor if on_local else weight)
+    with pytest.raises(UsageError, match="was set on the shard of a parameter") as caught:
+        model(batch(0, 0, 4))
+    return str(caught.value.at)
+
+
+@pytest.mark.parametrize("on_local", [True, False])
+def test_functions_set_on_a_shard_are_refused_on_every_rank(*, on_local: bool) -> None:
+    assert run_threads(extended_on_one_rank, 2, on_local=on_local) == ["rank 0, parameter '1.weight'"] * 2
+
+
+class Precomputed(Int8Weight):
+    """Has a scale that something may compute for all weights at once, as torchao's float8 weights."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__(values)
+        self._precomputed_scale = None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: Any, context: None, size: Any, stride: Any) -> "Precomputed":
+        return Precomputed(tensors["_values"])
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(Int8Weight, lambda one: one._values, (args, kwargs or {}))
+        result = op(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, Precomputed, result) if op in cls.KEPT else result
+
+
+def run_precomputed() -> None:
+    model = int8_model(SHAPES, Precomputed)
+    for linear in model:
+        fully_shard(linear)
+    fully_shard(model)
+    model(batch(0, 0, SHAPES[0][1]))
+
+
+def test_a_class_that_waits_for_attributes_is_noticed_once() -> None:
+    with recorded() as told:
+        run_threads(run_precomputed, 2)
+    assert_expected_inline(
+        "\n".join(told),
+        """\
+Precomputed gathers its rows without '_precomputed_scale': what is set on a sharded weight does not reach its class
+  at:  rank 0, module Linear
+  fix: leave out what computes them between steps, as precompute_float8_dynamic_scale_for_fsdp""",
+    )
 
 
 class Fickle(TwoPartWeight):

@@ -23,12 +23,13 @@ from composable.planning.precision import (
 )
 from composable.planning.replaced import first_replacement, mark_replaced, marks_made, replacement_of
 from composable.planning.shard_plan import ShardPlan
-from composable.planning.subclasses import Form, SplitNode
+from composable.planning.subclasses import PROTOCOL, Form, SplitNode
 from composable.planning.tree import managed_modules, name_modules
 
 __all__ = [
     "NO_CASTS",
     "NO_OFFLOAD",
+    "PROTOCOL",
     "AlignLike",
     "BufferPlan",
     "CPUOffloadPolicy",

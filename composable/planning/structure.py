@@ -27,6 +27,8 @@ from composable.wording import class_name, dtype_text, join_fqn, module_text
 __all__ = ["FoundHandle", "FoundParam", "Structure", "find_structure", "named_roots"]
 
 _T = TypeVar("_T")
+# Nothing in them can be called as one unit; of others without forward a method may be, once it is registered.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(eq=False)
@@ -141,7 +143,7 @@ def named_roots(module: object) -> tuple[tuple[str, nn.Module], ...]:
     """Check what is to be annotated and return (FQN, module) pairs: ``''``, or positions in a list.
 
     Raises:
-        ConfigError: It is neither a module nor a list of different modules, or one has no forward.
+        ConfigError: It is neither a module nor a list of different modules, or one is a container without forward.
     """
     if not isinstance(module, list | tuple):
         return (("", _checked_root(module, None)),)
@@ -159,7 +161,7 @@ def _checked_root(root: object, index: int | None) -> nn.Module:
         raise ConfigError(
             f"{type(root).__name__} is not an nn.Module", at=at, fix="pass an nn.Module or a list of them"
         )
-    if not has_forward(root):
+    if isinstance(root, _CONTAINERS) and not has_forward(root):
         raise ConfigError(
             f"{class_name(root)} has no forward, so it is never called as one unit",
             at=at,
@@ -197,7 +199,7 @@ def _exclude(
     """Find what must not be entered: ignored and replicated subtrees, and those annotated before.
 
     Raises:
-        ConfigError: An ignored module or parameter is not in the tree, or roots are nested.
+        ConfigError: An ignored parameter is sharded already, or roots are nested.
     """
     params = _as_list("ignored_params", ignored_params, nn.Parameter)
     modules = _as_list("ignored_modules", ignored_modules, nn.Module)
@@ -212,8 +214,7 @@ def _exclude(
             module in to_ignore or "fully_shard" in get_registry(module) or excludes(module, "fully_shard")
         )
 
-    entered: set[nn.Module] = set()
-    for fqn, module in _walk(starts, entered, is_leaf):
+    for fqn, module in _walk(starts, set(), is_leaf):
         if not is_leaf(module):
             inner = next((name for name, child in module._modules.items() if child in roots), None)
             if inner is not None:
@@ -237,15 +238,8 @@ def _exclude(
                 elif id(param) not in found.ignored_params:
                     found.ignored_params.add(id(param))
                     found.ignored_fqns.append(join_fqn(inner_fqn, name))
-    entered |= found.modules
-    for module in modules:
-        if module not in entered:
-            raise ConfigError(
-                f"an ignored module, {class_name(module)}, is not in the module to annotate",
-                fix="pass modules below it, taken from it after it was built",
-            )
+    # Modules and parameters from elsewhere are no mistake: one set serves the calls on all parts of a model.
     for index, param in enumerate(params):
-        # Parameters of other modules are no mistake: one set serves the calls on all parts of a model.
         replacement = replacement_of(param)
         if replacement is not None:
             raise ConfigError(

@@ -8,6 +8,7 @@ that this rank has is sharded. Any other is refused.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal, Protocol
 
 import torch
@@ -17,11 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from composable.errors import ConfigError
 from composable.planning.cut import order_of, strides_of
 from composable.torch_private import DTensorSpec, TensorMeta, dtensor_new, make_subclass
+from composable.wording import list_text
 
-__all__ = ["Form", "SplitNode", "Subclass", "form_of"]
+__all__ = ["PROTOCOL", "Form", "SplitNode", "Subclass", "form_of"]
 
 Kind = Literal["marked", "bytes", "gathered", "split"]
-_PROTOCOL = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+PROTOCOL = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 # What a class may say of its own and still be an ordinary parameter to all who compute with it.
 _HARMLESS = frozenset(
     "__new__ __init__ __init_subclass__ __repr__ __str__ __deepcopy__ __copy__ __reduce__ __reduce_ex__ __setstate__ "
@@ -38,12 +40,14 @@ class Subclass:
         kind: How it is sharded.
         path: The attributes that lead to what is sharded; empty: the parameter itself.
         splits: How tensor parallelism has split it.
+        unset: Where the class gathers it: attributes that are None, to be filled between steps.
     """
 
     name: str
     kind: Kind
     path: tuple[str, ...] = ()
     splits: str = ""
+    unset: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.kind == "split":
@@ -264,16 +268,21 @@ def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> 
     Raises:
         ConfigError: It is of a class that nothing is known of, or that cannot be sharded as it says.
     """
+    name = type(param).__name__
+    if of_instance := [hook for hook in PROTOCOL if hook in param.__dict__]:
+        raise ConfigError(
+            f"{of_instance[0]} is an attribute of the parameter alone, and its class is asked",
+            fix="define both functions of the protocol in a subclass of torch.Tensor; see docs/subclasses.md",
+        )
     if type(param) is nn.Parameter:
         return None
-    name = type(param).__name__
     if isinstance(param, DTensor):
         return _split_form(param)
     if isinstance(param, tuple(byte_classes)):
         form = _taken_apart(param, "bytes")
         _check_bytes(param, name)
-    elif any(hasattr(param, hook) for hook in _PROTOCOL):
-        missing = [hook for hook in _PROTOCOL if not callable(getattr(param, hook, None))]
+    elif any(hasattr(param, hook) for hook in PROTOCOL):
+        missing = [hook for hook in PROTOCOL if not callable(getattr(param, hook, None))]
         if missing:
             raise ConfigError(
                 f"{name} has one half of torch's extension of the all-gather and lacks {missing[0]}",
@@ -287,6 +296,13 @@ def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> 
             )
         if param.dim() == 0 or param.numel() == 0:
             raise ConfigError(f"{name} gathers rows, and the parameter has none", fix="name it in ignored_params")
+        if others := _cut_too(param, form):
+            raise ConfigError(
+                f"{name} has {list_text(others)} beside {'.'.join(form.subclass.path)!r}, with rows of the parameter "
+                "too, and one inner tensor alone is cut",
+                fix="let the class keep that one and compute the others in fsdp_pre_all_gather; quantised and frozen: "
+                f"shard_as_bytes=[{name}]; else name it in ignored_params",
+            )
     elif _is_only_marked(type(param)):
         form = _taken_apart(param, "marked")
     else:
@@ -375,11 +391,28 @@ def _taken_apart(param: nn.Parameter, kind: Kind) -> Form:
     path, storage = max(leaves, key=lambda leaf: (not leaf[1].is_floating_point(), leaf[1].nbytes))
     state: dict[str, _State] = {}
     node = _node_of(param, (), path, storage.shape, state)
-    form = Form(Subclass(name, kind, path), type(param), node, state)
+    unset = tuple(key for key, value in param.__dict__.items() if value is None) if kind == "gathered" else ()
+    form = Form(Subclass(name, kind, path, unset=unset), type(param), node, state)
     if isinstance(node, _Wrapper):
         given = param.__dict__.items()
         form.marks = {key: value for key, value in given if key not in node.inner and not key.startswith("_")}
     return form
+
+
+def _cut_too(param: nn.Parameter, form: Form) -> list[str]:
+    """Name the tensors beside the one that is cut that go with its rows, which every rank would have whole.
+
+    The class says so itself, if it can be split as torch's ``fully_shard`` splits it; else their shapes do.
+    """
+    rows = param.shape[0]
+    if rows == 1:
+        return []
+    try:
+        with torch.no_grad():
+            first: Any = param.split(1)[0]
+            return [path for path, node in form.state.items() if attrgetter(path)(first).shape != node.tensor.shape]
+    except Exception:  # whatever the class raises
+        return [path for path, node in form.state.items() if node.tensor.shape[:1] == (rows,)]
 
 
 def _leaves(tensor: torch.Tensor, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:

@@ -14,7 +14,7 @@ from composable.collectives import Grid, OwnTransport, described
 from composable.contract import get_registry
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
-from composable.frames import is_functional_call
+from composable.frames import in_split_backward, is_functional_call
 from composable.registrations import (
     check_callers,
     count_registrations,
@@ -169,8 +169,28 @@ class ReplicateState:
         self.standing.exit_forward("" if error is None else described(error))
 
     def before_backward(self, index: int) -> None:
-        """Note that the gradient of an output of the annotated module ``index`` arrives."""
+        """Note that the gradient of an output of the annotated module ``index`` arrives.
+
+        Raises:
+            UsageError: See ``refuse_split_backward``.
+        """
+        if in_split_backward():
+            self.refuse_split_backward()
         self.reducer.arm(index)
+
+    def refuse_split_backward(self) -> NoReturn:
+        """Raise, as a stage of torch's pipelines writes gradients to parameters by itself, where nothing averages them.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            "a pipeline's stage takes gradients of inputs and of parameters apart, and replicate averages those that "
+            "a backward leaves",
+            at=f"{place_of_rank()}, {describe_module(self.modules[0])}",
+            fix="take a schedule without zero bubble, or fully_shard with ShardedStage as in "
+            "examples/clients/pipelining.py",
+        )
 
     def watch(self) -> None:
         """Mark what the annotation manages, and notice what is added to its modules from now on."""

@@ -7,8 +7,9 @@ from composable.collectives import Ranks
 from composable.errors import place_of_rank
 from composable.planning import ShardPlan
 from composable.storage import Handle
+from composable.wording import list_text
 
-__all__ = ["notice_experts", "notice_hook_states", "notice_leak", "notice_offload", "notice_plan"]
+__all__ = ["notice_experts", "notice_hook_states", "notice_leak", "notice_offload", "notice_plan", "notice_unset"]
 
 _LOG = logging.getLogger("composable")
 _SAID: set[str] = set()
@@ -31,6 +32,19 @@ def notice_offload(plan: ShardPlan, ranks: Ranks) -> None:
             "nothing is to be offloaded: the mesh is on cpu, where shards, gradients and optimizer state rest already"
             f"\n  at:  {place_of_rank()}, module {' + '.join(plan.class_names)}"
         )
+
+
+def notice_unset(plan: ShardPlan, ranks: Ranks) -> None:
+    """Log which attributes of weights that their class gathers stay unset, on the first rank."""
+    found = dict.fromkeys(param.subclass for handle in plan.handles for param in handle.params if param.subclass)
+    for subclass in found:
+        if subclass.unset and ranks.rank == 0:
+            _warn_once(
+                f"{subclass.name} gathers its rows without {list_text(subclass.unset)}: "
+                "what is set on a sharded weight does not reach its class"
+                f"\n  at:  {place_of_rank()}, module {' + '.join(plan.class_names)}"
+                "\n  fix: leave out what computes them between steps, as precompute_float8_dynamic_scale_for_fsdp"
+            )
 
 
 def notice_experts(handles: Sequence[Handle], leaders: Mapping[Handle, Sequence[Handle]], ranks: Ranks) -> None:

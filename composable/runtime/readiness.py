@@ -11,7 +11,7 @@ from torch import nn
 
 from composable.errors import UsageError, place_of_rank
 from composable.frames import is_functional_call
-from composable.planning import managed_modules
+from composable.planning import PROTOCOL, managed_modules
 from composable.storage import META_FIX, Handle, is_unfilled
 from composable.wording import join_fqn, list_text
 
@@ -38,6 +38,7 @@ def check_ready(states: Sequence[Annotated], names: Mapping[nn.Module, str]) -> 
         UsageError: With the FQNs of what has none.
     """
     check_on_device(states, names)
+    _check_not_extended(states, names)
     unfilled: list[str] = []
     marked = [flat for state in states for handle in state._handles for flat in handle.buffers if flat.is_marked]
     for flat in marked:
@@ -77,6 +78,18 @@ def check_on_device(states: Sequence[Annotated], names: Mapping[nn.Module, str])
         raise UsageError(
             f"{' and '.join(kinds)} are still on the meta device", at=list_text(params + buffers), fix=META_FIX
         )
+
+
+def _check_not_extended(states: Sequence[Annotated], names: Mapping[nn.Module, str]) -> None:
+    """Refuse functions of torch's extension of the all-gather that were set on a shard: torch asks those."""
+    for param in (param for state in states for handle in state._handles for param in handle.params):
+        held = {*param.sharded.__dict__, *param.ragged._local_tensor.__dict__}
+        if not held.isdisjoint(PROTOCOL):
+            raise UsageError(
+                f"{' or '.join(PROTOCOL)} was set on the shard of a parameter, and its class is asked",
+                at=f"parameter {_name_in(names, *param.owners[0])!r}",
+                fix="define both in a subclass of torch.Tensor, and make the parameter of that before fully_shard",
+            )
 
 
 def check_not_lent(handle: Handle) -> None:

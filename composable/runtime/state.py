@@ -33,7 +33,7 @@ from composable.runtime.account import Account
 from composable.runtime.additions import Additions
 from composable.runtime.agreement import Agreement, Choices, Comparison, find_stale
 from composable.runtime.companions import find_companions
-from composable.runtime.notices import notice_experts, notice_offload, notice_plan
+from composable.runtime.notices import notice_experts, notice_offload, notice_plan, notice_unset
 from composable.runtime.readiness import check_not_lent, check_ready
 from composable.runtime.scheduler import Scheduler
 from composable.runtime.settings import RootSettings
@@ -307,6 +307,7 @@ class Root:
         notice_experts(handles, leaders, state.grid.everyone)
         for found in states:
             notice_offload(found.plan, found.grid.everyone)
+            notice_unset(found.plan, found.grid.everyone)
         return root
 
     def connect_scatters(self) -> None:

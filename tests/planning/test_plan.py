@@ -490,19 +490,19 @@ class NoForward(nn.Module):
         (nn.ModuleList([nn.Linear(2, 2)]), "ModuleList has no forward"),
         (nn.ModuleDict({"a": nn.Linear(2, 2)}), "ModuleDict has no forward"),
         (nn.ParameterList([torch.zeros(2)]), "ParameterList has no forward"),
-        (NoForward(), "NoForward has no forward"),
         ([nn.Linear(2, 2), nn.ModuleList()], "ModuleList has no forward"),
     ],
 )
-def test_what_is_not_a_module_with_forward_is_refused(module: nn.Module, message: str) -> None:
+def test_what_is_no_module_or_a_container_is_refused(module: nn.Module, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(module, world_size=2)
 
 
-def test_a_forward_set_on_the_object_counts() -> None:
-    module = NoForward()
-    module.forward = lambda x: x * module.weight  # type: ignore[assignment]
-    assert owned(plan(module, world_size=2)) == {"": ["weight"]}
+def test_a_module_without_forward_has_a_handle_and_a_container_with_one_has() -> None:
+    assert owned(plan(NoForward(), world_size=2)) == {"": ["weight"]}
+    modules = nn.ModuleList([nn.Linear(2, 2, bias=False)])
+    modules.forward = lambda x: modules[0](x)  # type: ignore[assignment]
+    assert owned(plan(modules, world_size=2)) == {"": ["0.weight"]}
 
 
 def test_a_module_twice_in_a_list_is_refused() -> None:
@@ -639,7 +639,6 @@ def test_a_sum_that_is_still_to_be_taken_is_refused(one_rank: None) -> None:
         ({"policy": "Block"}, "is not a policy"),
         ({"ignored_params": nn.Parameter(torch.zeros(2))}, "ignored_params is one Parameter"),
         ({"ignored_params": ["inp.weight"]}, r"ignored_params\[0\] is str"),
-        ({"ignored_modules": [nn.Linear(2, 2)]}, "an ignored module, Linear, is not in the module"),
         ({"ignored_modules": nn.ModuleList()}, "ignored_modules is one ModuleList"),
         ({"ignored_modules": ["inp"]}, r"ignored_modules\[0\] is str"),
         ({"ignored_modules": 3}, "ignored_modules is one int"),
