@@ -71,8 +71,21 @@ class Part(Protocol):
         """A step of the ranks with these global numbers begins."""
         ...
 
-    def stand_by(self, *, is_first: bool) -> None:
-        """This rank has no inputs for the step that begins; ``is_first``: it had some for the one before."""
+    def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
+        """This rank has no inputs for the step that begins.
+
+        Args:
+            is_first: It had some for the one before.
+            keeps_own: Nothing steps here: replicated parameters have the gradients of now again at the end.
+        """
+        ...
+
+    def dropped(self) -> list[tuple[int, int]]:
+        """Return what users have dropped before a backward: of each flat buffer, as ``Gradients.dropped`` says it."""
+        ...
+
+    def drop_like(self, dropped: Sequence[tuple[int, int]]) -> None:
+        """Do here what users have done on a rank where ``dropped`` returned this."""
         ...
 
     def follow(self, what: str, args: tuple[Any, ...]) -> None:
@@ -206,10 +219,18 @@ class _ShardedPart:
             count = len(running.intersection(state.grid.everyone.numbers))
             self._divide_by(state, None if divides_by_all or not count else count)
 
-    def stand_by(self, *, is_first: bool) -> None:
+    def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
         if is_first:
             self._follower.leave_step()
         self._follower.begin_step()
+
+    def dropped(self) -> list[tuple[int, int]]:
+        return [flat.gradients.dropped() for handle in self._root.handles for flat in handle.buffers]
+
+    def drop_like(self, dropped: Sequence[tuple[int, int]]) -> None:
+        buffers = [flat for handle in self._root.handles for flat in handle.buffers]
+        for flat, bits in zip(buffers, dropped, strict=True):
+            flat.gradients.drop_like(*bits)
 
     def follow(self, what: str, args: tuple[Any, ...]) -> None:
         follower = self._follower
@@ -294,6 +315,9 @@ class _SchedulerTeller:
     def hand_over(self) -> None:
         if any(handle.synchronises for handle in self._handles):
             self._steps.note_averages()
+        for handle in self._handles:
+            for flat in handle.buffers:
+                flat.gradients.watch()
         self._steps.tell(self._number, "hand_over")
 
     def end_by_hand(self) -> None:
@@ -310,6 +334,7 @@ class _ReplicatedPart:
     def __init__(self, state: ReplicateState) -> None:
         self._state = state
         self._source = 0
+        self._put_back: Callable[[], None] | None = None
 
     def describe(self, what: str, args: tuple[Any, ...]) -> str:
         return f"{_SAID[what]} {' and '.join(map(describe_module, self._state.modules))}"
@@ -338,9 +363,16 @@ class _ReplicatedPart:
         self._state.reducer.expect(here)
         self._source = here[-1] if here else 0
 
-    def stand_by(self, *, is_first: bool) -> None:
+    def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
         if is_first:
             self._state.reducer.prepare()
+            self._put_back = self._state.reducer.put_aside() if keeps_own else None
+
+    def dropped(self) -> list[tuple[int, int]]:
+        return []  # Gradients of a rank without inputs are the last averages alone.
+
+    def drop_like(self, dropped: Sequence[tuple[int, int]]) -> None:
+        pass
 
     def follow(self, what: str, args: tuple[Any, ...]) -> None:
         reducer = self._state.reducer
@@ -361,6 +393,8 @@ class _ReplicatedPart:
         numbers = sorted(self._state.grid.everyone.numbers)
         self._state.reducer.prepare()
         self._state.broadcast_all(numbers.index(_last_of(numbers, begun)))
+        if self._put_back is not None:
+            self._put_back()
 
     def close(self) -> None:
         self._state.uneven = self._state.reducer.teller = self._state.reducer.before_round = None

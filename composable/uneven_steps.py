@@ -36,6 +36,7 @@ class Steps:
     Args:
         ranks: All that take part.
         notify: Lets ``Join`` know that this rank has inputs; false: the context is over. Collective.
+        dropped: Returns what users have dropped since the last backward, in each part.
         begin: Called at each begin of a step with the global numbers of the ranks that have inputs.
         describe: Says what was told of a part of the model, for messages.
         is_live: Says whether the context lasts, or an exception has ended it.
@@ -50,6 +51,7 @@ class Steps:
         self,
         ranks: Ranks,
         notify: Callable[[], bool],
+        dropped: Callable[[], object],
         begin: Callable[[set[int]], None],
         describe: Callable[[int, str, tuple[Any, ...]], str],
         is_live: Callable[[], bool],
@@ -60,6 +62,7 @@ class Steps:
         self.is_following = False
         self._ranks = ranks
         self._notify = notify
+        self._dropped = dropped
         self._begin = begin
         self._describe = describe
         self._is_over = self._is_open = self._is_due = self._has_listeners = False
@@ -90,6 +93,8 @@ class Steps:
             return
         if self._backward is None or self._backward() is None:
             self._backward = weakref.ref(at_end_of_backward(self))
+            if self._has_listeners:
+                self.tell(STEP, "drop", self._dropped())
 
     def start(self) -> None:
         """Do nothing yet: a backward ends, and its parts have to finish first."""
@@ -180,7 +185,8 @@ class Steps:
         part, what, args = told
         if part != STEP:
             return self._describe(part, what, args)
-        return {"begin": "begins a step", "leave": "begins another step"}.get(what, "has ended the step")
+        texts = {"begin": "begins a step", "leave": "begins another step", "drop": f"has dropped gradients {args}"}
+        return texts.get(what, "has ended the step")
 
 
 def meet_in_join(ranks: Ranks, told: Told | None) -> list[Told | None]:
