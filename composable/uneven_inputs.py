@@ -113,7 +113,7 @@ class UnevenInputs(Joinable):
         steps = Steps(
             self._ranks,
             self._notify,
-            lambda: [part.dropped() for part in parts],
+            [flat for part in parts for flat in part.buffers()],
             begin,
             lambda number, *told: parts[number].describe(*told),
             self._is_live,
@@ -208,8 +208,7 @@ class _Shadow(JoinHook):
         while True:
             number, what, args = next(one for one in self._steps.meet(None) if one is not None)
             if number == STEP and what == "drop":
-                for part, dropped in zip(self._parts, args[0], strict=True):
-                    part.drop_like(dropped)
+                self._steps.drop(args[0])
                 continue
             if number == STEP:
                 if failure is not None:

@@ -16,7 +16,7 @@ from composable.fqns import describe_module
 from composable.planning import managed_modules
 from composable.replication import ReplicateState, replicate_state_of
 from composable.runtime import Follower, FullyShardState, Root, sharded_state_of
-from composable.storage import Handle
+from composable.storage import FlatBuffer, Handle
 from composable.uneven_steps import Steps
 
 __all__ = ["Part", "check_shares", "find_parts", "ranks_of"]
@@ -80,12 +80,8 @@ class Part(Protocol):
         """
         ...
 
-    def dropped(self) -> list[tuple[int, int]]:
-        """Return what users have dropped before a backward: of each flat buffer, as ``Gradients.dropped`` says it."""
-        ...
-
-    def drop_like(self, dropped: Sequence[tuple[int, int]]) -> None:
-        """Do here what users have done on a rank where ``dropped`` returned this."""
+    def buffers(self) -> list[FlatBuffer]:
+        """Return those whose gradients ranks without inputs are to drop where users drop them elsewhere."""
         ...
 
     def follow(self, what: str, args: tuple[Any, ...]) -> None:
@@ -224,13 +220,8 @@ class _ShardedPart:
             self._follower.leave_step()
         self._follower.begin_step()
 
-    def dropped(self) -> list[tuple[int, int]]:
-        return [flat.gradients.dropped() for handle in self._root.handles for flat in handle.buffers]
-
-    def drop_like(self, dropped: Sequence[tuple[int, int]]) -> None:
-        buffers = [flat for handle in self._root.handles for flat in handle.buffers]
-        for flat, bits in zip(buffers, dropped, strict=True):
-            flat.gradients.drop_like(*bits)
+    def buffers(self) -> list[FlatBuffer]:
+        return [flat for handle in self._root.handles for flat in handle.buffers]
 
     def follow(self, what: str, args: tuple[Any, ...]) -> None:
         follower = self._follower
@@ -315,9 +306,6 @@ class _SchedulerTeller:
     def hand_over(self) -> None:
         if any(handle.synchronises for handle in self._handles):
             self._steps.note_averages()
-        for handle in self._handles:
-            for flat in handle.buffers:
-                flat.gradients.watch()
         self._steps.tell(self._number, "hand_over")
 
     def end_by_hand(self) -> None:
@@ -368,11 +356,8 @@ class _ReplicatedPart:
             self._state.reducer.prepare()
             self._put_back = self._state.reducer.put_aside() if keeps_own else None
 
-    def dropped(self) -> list[tuple[int, int]]:
+    def buffers(self) -> list[FlatBuffer]:
         return []  # Gradients of a rank without inputs are the last averages alone.
-
-    def drop_like(self, dropped: Sequence[tuple[int, int]]) -> None:
-        pass
 
     def follow(self, what: str, args: tuple[Any, ...]) -> None:
         reducer = self._state.reducer
