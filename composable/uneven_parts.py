@@ -72,11 +72,9 @@ class Part(Protocol):
         ...
 
     def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
-        """This rank has no inputs for the step that begins.
+        """This rank has no inputs for the step that begins; ``is_first``: it had some for the one before.
 
-        Args:
-            is_first: It had some for the one before.
-            keeps_own: Nothing steps here: replicated parameters have the gradients of now again at the end.
+        ``keeps_own``: nothing steps here, so replicated parameters have the gradients of now again at the end.
         """
         ...
 
