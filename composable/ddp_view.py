@@ -5,7 +5,7 @@ Nothing is wrapped: ``as_ddp`` gives an object beside the module, to be handed t
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -215,9 +215,14 @@ class _Shadow(JoinHook):
 
     def __init__(self, view: DDPView) -> None:
         self._view = view
+        self._put_back: Callable[[], None] | None = None
 
     def main_hook(self) -> None:
+        # The averages stay until the end: a joinable after this one may step by them.
+        self._put_back = self._put_back or self._view._state.reducer.put_aside()
         self._view._shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._view._finish(is_last=is_last_joiner)
+        if self._put_back is not None:
+            self._put_back()

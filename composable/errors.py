@@ -18,6 +18,7 @@ __all__ = [
     "ComposableError",
     "ConfigError",
     "DesyncError",
+    "NotCallableError",
     "StateDictError",
     "UsageError",
     "located",
@@ -58,6 +59,10 @@ class ConfigError(ComposableError, ValueError):
 
 class StateDictError(ConfigError, RuntimeError):
     """A state dict does not fit a model; a ``RuntimeError`` too, as code that knows torch's own expects."""
+
+
+class NotCallableError(ConfigError, TypeError):
+    """What is to be called is no function; a ``TypeError`` too, as torch raises of a communication hook."""
 
 
 class UsageError(ComposableError, RuntimeError):

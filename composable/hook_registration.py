@@ -16,7 +16,7 @@ from composable.arguments import check_module, described
 from composable.collectives import Ranks, compare_in_each
 from composable.comm_hooks import DefaultState, check_hook, check_state, takes_arguments, takes_bucket
 from composable.contract import get_registry
-from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
+from composable.errors import ComposableError, ConfigError, NotCallableError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward
 from composable.replication import Reducer, ReplicateState, check_memory
@@ -162,7 +162,7 @@ def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:
         ConfigError: It is none that these modules could call.
     """
     if not callable(hook):
-        raise ConfigError(f"hook is {described(hook)}", fix="pass a function of a state, gradients and an output")
+        raise NotCallableError(f"hook is {described(hook)}", fix="pass a function of a state, gradients and an output")
     try:
         signature = inspect.signature(hook)
     except (ValueError, TypeError):
@@ -190,6 +190,13 @@ def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:
         raise ConfigError(
             "the hook needs an output, and a replicated module keeps the whole of its gradients",
             fix="write it as hook(state, grad, output=None), and average in place without an output",
+        )
+    returned = signature.return_annotation
+    # What is no class, such as Future[torch.Tensor] or a string, says too little.
+    if takes_bucket(signature) and returned in (int, float, bool, str, torch.Tensor, None):
+        raise ConfigError(
+            f"the hook is annotated to return {getattr(returned, '__name__', returned)}, and a bucket needs a future",
+            fix="return a torch.futures.Future[torch.Tensor] of the averages, and annotate it so or not at all",
         )
     return takes_bucket(signature)
 

@@ -111,7 +111,12 @@ class UnevenInputs(Joinable):
                 part.begin_step(running, divides_by_all=divides_by_all)
 
         steps = Steps(
-            self._ranks, self._notify, begin, lambda number, *told: parts[number].describe(*told), self._is_live
+            self._ranks,
+            self._notify,
+            [flat for part in parts for flat in part.buffers()],
+            begin,
+            lambda number, *told: parts[number].describe(*told),
+            self._is_live,
         )
         for number, part in enumerate(parts):
             part.tell_by(number, steps)
@@ -187,7 +192,7 @@ class _Shadow(JoinHook):
             with torch.no_grad():
                 was_following, self._steps.is_following = self._steps.is_following, True
                 for part in self._parts:
-                    part.stand_by(is_first=not was_following)
+                    part.stand_by(is_first=not was_following, keeps_own=self._view._step is None)
                 self._steps.begin(self._steps.meet(None))
                 is_due = self._follow()
             if is_due:
@@ -202,6 +207,9 @@ class _Shadow(JoinHook):
         failure: ComposableError | None = None
         while True:
             number, what, args = next(one for one in self._steps.meet(None) if one is not None)
+            if number == STEP and what == "drop":
+                self._steps.drop(args[0])
+                continue
             if number == STEP:
                 if failure is not None:
                     raise failure

@@ -16,7 +16,7 @@ from composable.fqns import describe_module
 from composable.planning import managed_modules
 from composable.replication import ReplicateState, replicate_state_of
 from composable.runtime import Follower, FullyShardState, Root, sharded_state_of
-from composable.storage import Handle
+from composable.storage import FlatBuffer, Handle
 from composable.uneven_steps import Steps
 
 __all__ = ["Part", "check_shares", "find_parts", "ranks_of"]
@@ -71,8 +71,15 @@ class Part(Protocol):
         """A step of the ranks with these global numbers begins."""
         ...
 
-    def stand_by(self, *, is_first: bool) -> None:
-        """This rank has no inputs for the step that begins; ``is_first``: it had some for the one before."""
+    def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
+        """This rank has no inputs for the step that begins; ``is_first``: it had some for the one before.
+
+        ``keeps_own``: nothing steps here, so replicated parameters have the gradients of now again at the end.
+        """
+        ...
+
+    def buffers(self) -> list[FlatBuffer]:
+        """Return those whose gradients ranks without inputs are to drop where users drop them elsewhere."""
         ...
 
     def follow(self, what: str, args: tuple[Any, ...]) -> None:
@@ -206,10 +213,13 @@ class _ShardedPart:
             count = len(running.intersection(state.grid.everyone.numbers))
             self._divide_by(state, None if divides_by_all or not count else count)
 
-    def stand_by(self, *, is_first: bool) -> None:
+    def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
         if is_first:
             self._follower.leave_step()
         self._follower.begin_step()
+
+    def buffers(self) -> list[FlatBuffer]:
+        return [flat for handle in self._root.handles for flat in handle.buffers]
 
     def follow(self, what: str, args: tuple[Any, ...]) -> None:
         follower = self._follower
@@ -310,6 +320,7 @@ class _ReplicatedPart:
     def __init__(self, state: ReplicateState) -> None:
         self._state = state
         self._source = 0
+        self._put_back: Callable[[], None] | None = None
 
     def describe(self, what: str, args: tuple[Any, ...]) -> str:
         return f"{_SAID[what]} {' and '.join(map(describe_module, self._state.modules))}"
@@ -338,9 +349,13 @@ class _ReplicatedPart:
         self._state.reducer.expect(here)
         self._source = here[-1] if here else 0
 
-    def stand_by(self, *, is_first: bool) -> None:
+    def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
         if is_first:
             self._state.reducer.prepare()
+            self._put_back = self._state.reducer.put_aside() if keeps_own else None
+
+    def buffers(self) -> list[FlatBuffer]:
+        return []  # Gradients of a rank without inputs are the last averages alone.
 
     def follow(self, what: str, args: tuple[Any, ...]) -> None:
         reducer = self._state.reducer
@@ -361,6 +376,8 @@ class _ReplicatedPart:
         numbers = sorted(self._state.grid.everyone.numbers)
         self._state.reducer.prepare()
         self._state.broadcast_all(numbers.index(_last_of(numbers, begun)))
+        if self._put_back is not None:
+            self._put_back()
 
     def close(self) -> None:
         self._state.uneven = self._state.reducer.teller = self._state.reducer.before_round = None

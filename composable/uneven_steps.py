@@ -18,6 +18,7 @@ from torch import nn
 from composable.collectives import Ranks
 from composable.errors import DesyncError, place_of_rank
 from composable.frames import in_backward
+from composable.storage import FlatBuffer
 from composable.torch_hooks import at_end_of_backward, next_ending_number
 
 __all__ = ["STEP", "Steps", "Told"]
@@ -36,6 +37,7 @@ class Steps:
     Args:
         ranks: All that take part.
         notify: Lets ``Join`` know that this rank has inputs; false: the context is over. Collective.
+        buffers: All whose gradients ranks without inputs drop where the others do.
         begin: Called at each begin of a step with the global numbers of the ranks that have inputs.
         describe: Says what was told of a part of the model, for messages.
         is_live: Says whether the context lasts, or an exception has ended it.
@@ -50,6 +52,7 @@ class Steps:
         self,
         ranks: Ranks,
         notify: Callable[[], bool],
+        buffers: Sequence[FlatBuffer],
         begin: Callable[[set[int]], None],
         describe: Callable[[int, str, tuple[Any, ...]], str],
         is_live: Callable[[], bool],
@@ -60,6 +63,7 @@ class Steps:
         self.is_following = False
         self._ranks = ranks
         self._notify = notify
+        self._buffers = buffers
         self._begin = begin
         self._describe = describe
         self._is_over = self._is_open = self._is_due = self._has_listeners = False
@@ -90,6 +94,8 @@ class Steps:
             return
         if self._backward is None or self._backward() is None:
             self._backward = weakref.ref(at_end_of_backward(self))
+            if self._has_listeners:
+                self.tell(STEP, "drop", [flat.gradients.dropped() for flat in self._buffers])
 
     def start(self) -> None:
         """Do nothing yet: a backward ends, and its parts have to finish first."""
@@ -106,6 +112,13 @@ class Steps:
     def note_averages(self) -> None:
         """Parameters get averages in this step: the optimizer steps after it."""
         self._is_due = True
+        for flat in self._buffers:
+            flat.gradients.watch()
+
+    def drop(self, dropped: Sequence[tuple[int, int]]) -> None:
+        """Drop what users have dropped on ranks with inputs."""
+        for flat, bits in zip(self._buffers, dropped, strict=True):
+            flat.gradients.drop_like(*bits)
 
     def end(self) -> None:
         """The context is over: from now on nothing is told."""
@@ -180,7 +193,8 @@ class Steps:
         part, what, args = told
         if part != STEP:
             return self._describe(part, what, args)
-        return {"begin": "begins a step", "leave": "begins another step"}.get(what, "has ended the step")
+        texts = {"begin": "begins a step", "leave": "begins another step", "drop": f"has dropped gradients {args}"}
+        return texts.get(what, "has ended the step")
 
 
 def meet_in_join(ranks: Ranks, told: Told | None) -> list[Told | None]:

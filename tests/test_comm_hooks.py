@@ -1,6 +1,7 @@
 """Communication hooks of both annotations: which one holds, the numbers that it gives, and what goes wrong on one rank."""
 
 import copy
+import itertools
 import random
 import re
 import weakref
@@ -109,31 +110,45 @@ def close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], eps: fl
 # Buckets
 
 
-def padding_seen(takes_bucket: bool) -> list[float]:
-    """Return the sum of what lies behind the three gradients of a bucket, at each call of a hook that fills it."""
-    seen: list[float] = []
+def walk_buffers(seed: int, cap_mb: float) -> None:
+    """Let a hook for the wrapper go through each buffer by the sizes of its gradients, as below the wrapper."""
+    draw = random.Random(seed)
+    sizes = [draw.choice([1, 3, 5, 8, 13, 64, 70]) for _ in range(6)]
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
+    dtype = draw.choice(dtypes)
+    layers = [nn.Linear(a, b, dtype=dtype) for a, b in itertools.pairwise(sizes)]
+    layers[draw.randrange(5)].weight.requires_grad_(draw.random() < 0.5)
+    model = replicate(nn.Sequential(*layers), bucket_cap_mb=cap_mb)
+    seen: list[int] = []
 
-    def fill(state: None, grad: torch.Tensor) -> None:
-        seen.append(grad[3:].abs().sum().item())
-        grad.fill_(1.0)
-
-    def fill_bucket(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        fill(None, bucket.buffer())
+    def walk(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        buffer, start = bucket.buffer(), 0
+        for grad in bucket.gradients():
+            flat = (torch.view_as_real(grad) if grad.is_complex() else grad).reshape(-1)
+            assert torch.equal(buffer[start : start + flat.numel()], flat)
+            start += flat.numel()
+        assert start == buffer.numel()
+        seen.append(start)
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
+        done.set_result(buffer.fill_(7.0))
         return done
 
-    model = replicate(nn.Linear(3, 1, bias=False))
-    register_comm_hook(model, None, fill_bucket if takes_bucket else fill)
-    for _ in range(4):
-        model(torch.ones(1, 3)).sum().backward()
-    return seen
+    register_comm_hook(model, None, walk)
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    for _ in range(3):
+        seen.clear()
+        out = model(torch.ones(2, sizes[0], dtype=dtype))
+        (torch.view_as_real(out) if out.is_complex() else out).sum().backward()
+        assert sum(seen) == sum(param.numel() * (2 if dtype.is_complex else 1) for param in trainable)
+        for param in trainable:
+            assert param.grad is not None
+            assert torch.equal(param.grad, torch.full_like(param, 7 + 7j if dtype.is_complex else 7))
 
 
-@pytest.mark.parametrize("takes_bucket", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_a_hook_leaves_between_gradients_is_gone_at_its_next_call(world_size: int, takes_bucket: bool) -> None:
-    assert run_threads(padding_seen, world_size, takes_bucket) == [[0.0] * 4] * world_size
+@pytest.mark.parametrize("cap_mb", [25.0, 0.0001])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_buffer_holds_its_gradients_one_behind_the_other(seed: int, cap_mb: float) -> None:
+    run_threads(walk_buffers, 1 + seed % 2, seed, cap_mb)
 
 
 # States
@@ -989,6 +1004,67 @@ def test_a_result_that_cannot_be_in_a_replicated_module_is_an_error_on_every_ran
             assert re.search(BAD_RESULTS[way][1], text)
         else:
             assert "rank 1 got no averages of the right dtype and shape" in text
+
+
+def return_no_future(ranks: list[int]) -> str:
+    model = annotate(make_net(), "replicate")
+
+    def hook(state: None, bucket: Any) -> Any:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return 1 if dist.get_rank() in ranks else future
+
+    handle = register_comm_hook(model, None, hook)
+    with pytest.raises(ComposableError) as caught:
+        backward(model, dist.get_rank())
+    handle.remove()
+    model.zero_grad()
+    backward(model, dist.get_rank())
+    plain = annotate(make_net(), "replicate")
+    backward(plain, dist.get_rank())
+    close(grads_of(model), grads_of(plain), 0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [1]])
+def test_a_hook_that_returns_no_future_is_an_error_on_every_rank(ranks: list[int]) -> None:
+    for rank, text in enumerate(run_threads(return_no_future, 2, ranks)):
+        if rank in ranks:
+            assert (
+                text.startswith("the communication hook returned 1\n") and "fix: return a torch.futures.Future" in text
+            )
+        else:
+            assert "rank 1 got no averages of the right dtype and shape" in text
+
+
+@pytest.mark.parametrize("returned", [int, torch.Tensor, None, Any, "Future", torch.futures.Future[torch.Tensor]])
+def test_what_a_hook_of_ddp_says_to_return_is_to_be_a_future(returned: Any) -> None:
+    run_threads(register_annotated, 1, returned)
+
+
+def register_annotated(returned: Any) -> None:
+    def hook(state: None, bucket: Any) -> Any:
+        raise AssertionError("not called")
+
+    hook.__annotations__["return"] = returned
+    model = replicate(nn.Linear(2, 2))
+    if returned in (int, torch.Tensor, None):
+        with pytest.raises(ConfigError, match="the hook is annotated to return") as caught:
+            register_comm_hook(model, None, hook)
+        assert isinstance(caught.value, ValueError)
+    else:
+        register_comm_hook(model, None, hook)
+
+
+def register_no_function() -> None:
+    model = replicate(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="hook is 3") as caught:
+        register_comm_hook(model, None, 3)  # type: ignore[arg-type]
+    assert isinstance(caught.value, ConfigError)
+
+
+def test_a_hook_that_cannot_be_called_is_a_type_error() -> None:
+    run_threads(register_no_function, 1)
 
 
 def raising(annotation: str, ranks: list[int], is_late: bool) -> str:

@@ -1,6 +1,7 @@
 """torch's algorithms that want its wrapper, given ``as_ddp`` of a replicated module: the same numbers."""
 
 import contextlib
+import random
 import warnings
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from composable import (
     UsageError,
     as_ddp,
     fully_shard,
+    joinable,
     no_sync,
     reduce_gradients,
     replicate,
@@ -169,12 +171,12 @@ def train_unevenly(
     """Train with as many inputs as ``counts`` has for this rank; returns parameters and buffers."""
     model = seeded(Normed, 0)
     module: nn.Module = DistributedDataParallel(model) if as_wrapper else replicate(model)
-    joinable: Any = module if as_wrapper else as_ddp(model)
+    view: Any = module if as_wrapper else as_ddp(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     rank = dist.get_rank()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with Join([joinable], divide_by_initial_world_size=divides_by_all):
+        with Join([view], divide_by_initial_world_size=divides_by_all):
             for step in range(counts[rank]):
                 if accumulates and step % 2 == 0:
                     with module.no_sync() if as_wrapper else no_sync(model):
@@ -205,6 +207,84 @@ def test_ranks_with_uneven_inputs_accumulate_as_below_the_wrapper() -> None:
     )
     for found, expected in zip(ours, theirs, strict=True):
         assert_equal_params(found, expected, tolerance=1e-6)
+
+
+def drop_gradients(model: nn.Module, when: str, step: int, at: str) -> None:
+    """Drop the gradients of ``model`` at the begin or the end of a step, if that is where this loop does so."""
+    way, _, place = when.partition(" ")
+    if place == at or (place == "in turns" and at == ("begin", "end")[step % 2]):
+        model.zero_grad(set_to_none=way == "none")
+
+
+def train_some_epochs(seed: int, *, as_wrapper: bool) -> list[list[torch.Tensor | None]]:
+    """Train with random numbers of inputs in each epoch; returns gradients after each backward and epoch, weights."""
+    draw = random.Random(seed)
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), seed)
+    as_views = draw.random() < 0.5
+    cap_mb = draw.choice([25, 1e-5])
+    ours = None if as_wrapper else replicate(model, gradient_as_bucket_view=as_views, bucket_cap_mb=cap_mb)
+    module = ours or DistributedDataParallel(model, gradient_as_bucket_view=as_views, bucket_cap_mb=cap_mb)
+    view: Any = module if as_wrapper else as_ddp(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    when = draw.choice(["never", *(f"{way} {at}" for way in ("none", "zeros") for at in ("begin", "end", "in turns"))])
+    divides_by_all, accumulates = draw.random() < 0.5, draw.random() < 0.3
+    found: list[list[torch.Tensor | None]] = []
+
+    def note() -> None:
+        found.append([None if param.grad is None else param.grad.clone() for param in model.parameters()])
+
+    for epoch in range(3):
+        counts = [draw.choice([0, 1, 2, 4]) for _ in range(world_size)]
+        with Join([view], divide_by_initial_world_size=divides_by_all):
+            for step in range(counts[rank]):
+                drop_gradients(model, when, step, "begin")
+                is_local = accumulates and step % 2 == 0
+                stop: Any = view.no_sync() if as_wrapper else no_sync(model)
+                with stop if is_local else contextlib.nullcontext():
+                    module(random_input(100 * epoch + 10 * step + rank, 3, 4)).square().mean().backward()
+                note()
+                if not is_local:
+                    optimizer.step()
+                drop_gradients(model, when, step, "end")
+        note()
+    # And as it goes on when all ranks have inputs.
+    module(random_input(rank, 3, 4)).square().mean().backward()
+    note()
+    return [*found, [param.detach().clone() for param in model.parameters()]]
+
+
+def compare_epochs(seeds: range) -> None:
+    for seed in seeds:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ours, theirs = (train_some_epochs(seed, as_wrapper=one) for one in (False, True))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=lambda text, seed=seed: f"{seed}: {text}")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_after_epochs_of_random_length_are_those_below_the_wrapper(world_size: int) -> None:
+    run_ranks(compare_epochs, world_size, range(10 * world_size, 10 * world_size + 10))
+
+
+def train_two_epochs(as_joinable: str) -> list[float]:
+    model = replicate(nn.Linear(5, 5, bias=False))
+    found = []
+    for _ in range(2):
+        with Join([as_ddp(model) if as_joinable == "as_ddp" else joinable(model)]):
+            for _ in range(3 + 2 * dist.get_rank()):
+                model(torch.full((1, 5), 50.0)).sum().backward()
+                found.append(float(model.weight.grad[0, 0]))
+                model.zero_grad()
+        assert model.weight.grad is None
+    return found
+
+
+@pytest.mark.parametrize("as_joinable", ["as_ddp", "joinable"])
+def test_what_the_others_averaged_is_no_gradient_of_a_rank_without_inputs(as_joinable: str) -> None:
+    short, long = run_threads(train_two_epochs, 2, as_joinable)
+    assert short == [50.0] * 6
+    assert long == [50.0, 50.0, 50.0, 25.0, 25.0] * 2
 
 
 def join_with_zero(*, is_sharded: bool) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable import DesyncError, UsageError, fully_shard, no_sync, reduce_gradients, replicate
+from composable import DesyncError, UsageError, clip_grad_norm_, fully_shard, no_sync, reduce_gradients, replicate
 from tests.counting import CountingTransport
 from tests.models import loss_of, make_model
 from tests.parity import assert_equal_params, full, global_inputs, inputs_of
@@ -267,3 +267,60 @@ def reduce_uneven_numbers() -> float:
 
 def test_ranks_may_keep_different_numbers_of_backwards_for_reduce_gradients() -> None:
     assert run_threads(reduce_uneven_numbers, 2) == [2.0, 2.0]
+
+
+# What needs gradients that wait
+
+USES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
+    "step": lambda model, optimizer: optimizer.step(),
+    "norm": lambda model, optimizer: clip_grad_norm_(model.parameters(), 1.0),
+    "torch's norm": lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "values": lambda model, optimizer: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+}
+
+
+def backward(model: nn.Module, step: int) -> None:
+    args, kwargs = inputs_of(model, step, dist.get_rank())
+    loss_of(model(*args, **kwargs)).backward()
+
+
+def use_kept_gradients(use: str, *, is_beside: bool) -> None:
+    model = annotate(make_model("mlp"), "policy")
+    optimizer = torch.optim.AdamW(model.parameters())
+    if is_beside:
+        backward(model, 0)
+    before = {fqn: full(param).clone() for fqn, param in model.named_parameters()}
+    with no_sync(model):
+        backward(model, 1)
+        with pytest.raises(UsageError, match="gradients that are not complete"):
+            USES[use](model, optimizer)
+    with pytest.raises(UsageError, match="gradients that are not complete"):
+        USES[use](model, optimizer)
+    assert all(torch.equal(full(param), before[fqn]) for fqn, param in model.named_parameters())
+    reduce_gradients(model)
+    USES[use](model, optimizer)
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+@pytest.mark.parametrize("use", USES)
+def test_what_would_use_gradients_that_wait_is_an_error_until_they_are_reduced(use: str, *, is_beside: bool) -> None:
+    run_threads(use_kept_gradients, 2, use, is_beside=is_beside)
+
+
+def use_after_dropping(*, sets_to_none: bool) -> None:
+    model = annotate(make_model("mlp"), "policy")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {fqn: full(param).clone() for fqn, param in model.named_parameters()}
+    with no_sync(model):
+        backward(model, 0)
+    optimizer.zero_grad(set_to_none=sets_to_none)
+    clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert all(torch.equal(full(param), before[fqn]) for fqn, param in model.named_parameters())
+    backward(model, 1)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("sets_to_none", [True, False])
+def test_gradients_that_were_dropped_wait_for_nothing(*, sets_to_none: bool) -> None:
+    run_threads(use_after_dropping, 2, sets_to_none=sets_to_none)

@@ -221,6 +221,7 @@ class Case:
     accumulates: bool = False
     clips: bool = False
     skips: bool = False
+    drops: str = "none at the end"
     optimizer: str = "SGD"
     seed: int = 0
     more: dict[str, Any] = field(default_factory=dict)
@@ -239,6 +240,12 @@ class Case:
     def averages(self, step: int) -> bool:
         return not self.accumulates or step % 2 == 1
 
+    def drop(self, optimizer: torch.optim.Optimizer, place: str) -> None:
+        """Drop gradients, if this run does so at this place of a step."""
+        way, _, at = self.drops.partition(" at the ")
+        if at == place:
+            optimizer.zero_grad(set_to_none=way == "none")
+
     def make_optimizer(self, params: Any) -> torch.optim.Optimizer:
         if self.optimizer == "SGD":
             return torch.optim.SGD(params, lr=LR, momentum=0.9)
@@ -252,6 +259,7 @@ def train_alone(case: Case) -> dict[str, torch.Tensor]:
     for step in range(case.steps):
         if not case.averages(step):
             continue
+        case.drop(optimizer, "begin")
         running = [rank for rank, count in enumerate(case.counts) if count > step]
         divisor = len(case.counts) if case.divides_by_all else len(running)
         for rank in running:
@@ -260,7 +268,7 @@ def train_alone(case: Case) -> dict[str, torch.Tensor]:
         if case.clips:
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
-        optimizer.zero_grad()
+        case.drop(optimizer, "end")
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
@@ -281,10 +289,12 @@ def train_jointly(case: Case) -> dict[str, torch.Tensor]:
         if case.clips:
             clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
-        optimizer.zero_grad()
+        case.drop(optimizer, "end")
 
     with joined(joinable(model, step=step_all), divide_by_initial_world_size=case.divides_by_all):
         for step in range(case.counts[rank]):
+            if step == 0 or case.averages(step - 1):
+                case.drop(optimizer, "begin")
             with contextlib.nullcontext() if case.averages(step) else no_sync(model):
                 model(case.input_of(step, rank), case.skipped(step)).square().mean().backward()
             if case.averages(step):
@@ -320,8 +330,15 @@ def draw(seed: int) -> Case:
         clips=draw.random() < 0.5,
         skips=annotation in ANNOTATIONS and draw.random() < 0.5,
         optimizer=draw.choice(["SGD", "AdamW"]),
+        drops=f"{draw.choice(['none', 'zeros'])} at the {draw.choice(['begin', 'end'])}",
         seed=seed,
     )
+
+
+@pytest.mark.parametrize("drops", ["none at the begin", "zeros at the begin", "never"])
+@pytest.mark.parametrize("annotation", ["full", "hybrid", "hybrid kept"])
+def test_ranks_without_inputs_drop_gradients_where_the_loop_of_the_others_does(annotation: str, drops: str) -> None:
+    check(Case([1, 3, 0, 4], annotation, skips=True, drops=drops))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -23,6 +23,7 @@ class Owner(Protocol):
     Attributes:
         described: What messages call it.
         sharded: The parameters.
+        waiting: Those with a gradient that waits for a later backward, and that ``zero_grad`` has not dropped.
     """
 
     @property
@@ -30,6 +31,9 @@ class Owner(Protocol):
 
     @property
     def sharded(self) -> Sequence[torch.Tensor]: ...
+
+    @property
+    def waiting(self) -> Sequence[torch.Tensor]: ...
 
 
 # Whose gradients are under way. Mostly empty, so asking costs the hot path nothing. Ranks that are threads share it:
@@ -89,11 +93,11 @@ def check_operands(op: OpOverload, args: Sequence[Any]) -> None:
 
 def _pairs(*, leaves_droppable: bool = False) -> list[tuple[torch.Tensor, Owner]]:
     owners = [
-        owner
+        (owner, owner.waiting if is_droppable else owner.sharded)
         for reference, is_droppable in list(UNFINISHED.values())
         if not (is_droppable and leaves_droppable) and (owner := reference()) is not None
     ]
-    return [(param, owner) for owner in owners for param in owner.sharded if param.requires_grad]
+    return [(param, owner) for owner, params in owners for param in params if param.requires_grad]
 
 
 def _by_gradient(pairs: Iterable[tuple[torch.Tensor, Owner]]) -> dict[int, Owner]:
@@ -107,5 +111,6 @@ def _refuse(what: str, tensors: Iterable[Any], owners: dict[int, Owner]) -> None
             f"{what} with gradients that are not complete: backwards have ended, their reductions have not",
             at=f"{place_of_rank()}, {owner.described}",
             fix="first end them: by a backward after set_is_last_backward(True), or by finalize_backward(), with "
-            "wait() on what it returned; or by a backward after set_requires_all_reduce(True)",
+            "wait() on what it returned; or by a backward after set_requires_all_reduce(True); or, after no_sync, by a "
+            "backward outside of it, or by reduce_gradients(model)",
         )

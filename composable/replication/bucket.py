@@ -6,6 +6,7 @@ Source: PyTorch Distributed, arXiv 2006.15704.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -27,8 +28,6 @@ __all__ = [
 ]
 
 FIRST_CAP_BYTES = 2**20
-# Every parameter starts at a multiple of this: vectorised kernels want 16, cache lines 64.
-_ALIGN_BYTES = 64
 # From this mean size on, scaling each gradient while it is copied beats copying all of them in
 # one call and scaling the buffer after: 6.7 against 10.1 ms for 96 parameters with 25 M elements,
 # but 1.7 against 1.3 ms for 288 with 4.8 M and 2.7 against 1.1 ms for 768 with 3.2 M.
@@ -195,22 +194,13 @@ class Bucket:
         # Without parameters, where all gradients are sparse, it is there for its tail.
         dtype = dtype or (self._params[0].dtype.to_real() if self._params else torch.float32)
         self.casts = any(grad_dtype_of(param).to_real() is not dtype for param in self._params)
-        step = _ALIGN_BYTES // dtype.itemsize
-        starts = []
-        gaps = []
-        stop = 0
         local = [local_of(param) for param in self._params]
-        for param in local:
-            starts.append(stop)
-            end = stop + param.numel() * (2 if param.is_complex() else 1)
-            stop += -(-(end - stop) // step) * step
-            gaps.append((end, stop))
+        # One behind the other: a communication hook may walk the buffer by the sizes of the gradients.
+        *starts, stop = accumulate((param.numel() * (2 if param.is_complex() else 1) for param in local), initial=0)
         self.has_split = any(one is not param for one, param in zip(local, self._params, strict=True))
         self._stop, self._tail_numel = stop, tail_numel
         self._starts = starts
-        self._gap_ends = [(end, following) for end, following in gaps if end < following]
         self._is_large = stop >= _LARGE_NUMEL * len(self._params)
-        self._gaps: list[torch.Tensor] = []
         self.flat = torch.empty(0, dtype=dtype, device=self._params[0].device if self._params else device)
         self.release()
         if not is_lazy:
@@ -224,7 +214,6 @@ class Bucket:
         starts_of_params = zip(self._starts, self._params, strict=True)
         self._views = [_view_for(self.flat, start, local_of(param)) for start, param in starts_of_params]
         self.views = [wrapped_like(view, param) for view, param in zip(self._views, self._params, strict=True)]
-        self._gaps = [self._data[end:following] for end, following in self._gap_ends]
         # Last: what was cut short is done again.
         self.is_released = False
 
@@ -233,7 +222,6 @@ class Bucket:
         self.is_released = True
         self.flat = self._data = self.tail = self._hook_buffer = self.flat.new_empty(0)
         self._views = self.views = [self.flat] * len(self._params)
-        self._gaps = []
 
     def clear(self) -> None:
         """Make all gradients in the buffer zero."""
@@ -282,7 +270,6 @@ class Bucket:
         """
         if self.is_released:
             self._allocate()
-            self.clear_gaps()  # which are reduced too
         fresh: list[torch.Tensor] = []
         fresh_views: list[torch.Tensor] = []
         fresh_params: list[nn.Parameter] = []
@@ -326,11 +313,6 @@ class Bucket:
                 # One that rests in another dtype gets the average when all is reduced.
                 if param.grad is not None and param.grad.dtype is view.dtype:
                     param.grad = view
-
-    def clear_gaps(self) -> None:
-        """Have zeros between the gradients, where a communication hook may have left something in the last round."""
-        for gap in self._gaps:
-            gap.zero_()
 
     def take_result(self, result: torch.Tensor) -> None:
         """Make what a communication hook returned the content of the buffer."""

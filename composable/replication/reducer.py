@@ -408,6 +408,18 @@ class Reducer:
         """Expect gradients of these ranks only, as the transport has them; ``None``: of all."""
         self._exchange.running = running
 
+    def put_aside(self) -> Callable[[], None]:
+        """Return what puts the gradients of now back: until then rounds of other ranks leave their averages here."""
+        grads = [item.param.grad for item in self.params]
+        copies, kept = [None if grad is None else grad.clone() for grad in grads], bytes(self._kept)
+
+        def put_back() -> None:
+            self._kept[:] = kept
+            for item, grad in zip(self.params, copies, strict=True):
+                item.param.grad = grad
+
+        return put_back
+
     def shadow(self) -> None:
         """Do what a backward does, with zeros in place of gradients: the other ranks run one. Collective.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from composable.arguments import described
 from composable.collectives import Pending, Transport
 from composable.errors import ConfigError
 from composable.replication.bucket import Bucket
@@ -71,9 +72,14 @@ class Sender:
                 # Hooks such as PowerSGD start collectives when others complete. Two buckets in flight
                 # would start theirs in any order; on an accelerator the order of its stream holds.
                 self.finish()
-            bucket.clear_gaps()
             if self.hook.takes_bucket:
-                self._pendings.append(_HookPending(bucket, self.hook.function(self.hook.state, bucket)))
+                future = self.hook.function(self.hook.state, bucket)
+                if hasattr(future, "wait"):
+                    self._pendings.append(_HookPending(bucket, future))
+                else:
+                    what = f"the communication hook returned {described(future)}"
+                    failure = ConfigError(what, fix="return a torch.futures.Future of the averages")
+                    self.failure = self.failure or failure
             else:
                 self._average(bucket, self.hook)
             if bucket.is_last():

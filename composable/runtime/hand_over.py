@@ -154,13 +154,13 @@ class HandOver:
         self._is_settled = True
 
     def _note_waiting(self, turn: Turn) -> None:
-        """Let users know whether gradients wait for an all-reduce over copies."""
-        if turn.handle.waits_for_copies:
+        """Let users know whether gradients wait for a later backward, or for an all-reduce over copies."""
+        if turn.handle.keeps_gradients or turn.handle.waits_for_copies:
             note_unfinished([turn.handle], is_droppable=True)
-            turn.waits_for_copies = True
-        elif turn.waits_for_copies:
+            turn.is_waiting = True
+        elif turn.is_waiting:
             note_finished([turn.handle])
-            turn.waits_for_copies = False
+            turn.is_waiting = False
 
     def _is_kept(self, handle: Handle, account: Account) -> bool:
         """Say whether earlier backwards left shards that are to be summed up over copies now."""

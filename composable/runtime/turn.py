@@ -29,7 +29,7 @@ class Turn:
         next_forward: Who followed in the latest forward, a hint for prefetch; so are the other two.
         previous_forward: Who went before in the latest forward.
         next_backward: Who followed in the latest backward.
-        waits_for_copies: Users were told that its gradients wait for an all-reduce over copies.
+        is_waiting: Users were told that its gradients wait for a later backward, or an all-reduce over copies.
         leaders: With whose modules it is gathered, resharded and reduced, whether its own run or not.
         followers: Those that it does so with.
     """
@@ -42,6 +42,7 @@ class Turn:
         "followers",
         "handle",
         "is_late",
+        "is_waiting",
         "kept_in",
         "leaders",
         "met_in",
@@ -50,7 +51,6 @@ class Turn:
         "next_forward",
         "previous_forward",
         "queued_in",
-        "waits_for_copies",
     )
 
     def __init__(self, handle: Handle) -> None:
@@ -59,7 +59,7 @@ class Turn:
             Account(flat, fills_with_zeros=handle.plan.unused_gradients == "zero") for flat in handle.buffers
         ]
         self.modules_left: set[nn.Module] = set()
-        self.waits_for_copies = False
+        self.is_waiting = False
         self.leaders: tuple[Turn, ...] = ()
         self.followers: tuple[Turn, ...] = ()
         self.forget()

@@ -15,7 +15,7 @@ import torch
 from composable.errors import UsageError, place_of_rank
 from composable.frames import will_get_gradient
 from composable.planning import BufferPlan, FlatLayout, ShardSplit
-from composable.ragged import HOOKS, RaggedDTensor, hand_over_grad
+from composable.ragged import HOOKS, RaggedDTensor, hand_over_grad, was_zeroed, watch_zeroing
 from composable.storage.gradient_buffer import GradientBuffer
 from composable.storage.routes import Routes
 from composable.storage.sharded_param import ShardedParam
@@ -202,6 +202,27 @@ class Gradients:
                 self._routes.kept.drop(number, param.start, param.stop)
 
     # On the sharded parameters
+
+    def dropped(self) -> tuple[int, int]:
+        """Return whose ``grad`` the user has dropped, and whose he has set to zero since ``watch``."""
+        grads = [param.sharded.grad for param in self._params]
+        dropped = sum(1 << number for number, grad in enumerate(grads) if grad is None)
+        return dropped, sum(1 << number for number, grad in enumerate(grads) if grad is not None and was_zeroed(grad))
+
+    def drop_like(self, dropped: int, zeroed: int) -> None:
+        """Do what the user has done on a rank where ``dropped`` returned this."""
+        for number, param in enumerate(self._params):
+            grad = param.sharded.grad
+            if dropped >> number & 1:
+                param.sharded.grad = None
+            elif zeroed >> number & 1 and isinstance(grad, RaggedDTensor):
+                grad._local_tensor.zero_()
+
+    def watch(self) -> None:
+        """Begin to note who is set to zero."""
+        for param in self._params:
+            if param.sharded.grad is not None:
+                watch_zeroing(param.sharded.grad)
 
     def step_by(self, steppers: Sequence[Stepper]) -> None:
         """Let these step the sharded parameters, from the next backward on."""

@@ -488,6 +488,11 @@ class Handle:
         return [param.sharded for param in self.params]
 
     @property
+    def waiting(self) -> list[torch.Tensor]:
+        """The sharded parameters with a gradient that waits to be reduced with later ones."""
+        return [param.sharded for param in self.params if param.waits]
+
+    @property
     def _fqns(self) -> list[str]:
         """FQNs of the parameters below the fully sharded module, of several modules below their position."""
         return [param.fqn for param in self.params]

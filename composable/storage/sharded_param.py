@@ -310,10 +310,16 @@ class ShardedParam:
         watch_zeroing(held)
         self._kept_beside = held
 
+    @property
+    def waits(self) -> bool:
+        """A gradient waits, and ``grad`` was neither dropped nor set to zero since."""
+        beside = self._kept_beside
+        return beside is not None and self.sharded.grad is beside and not was_zeroed(beside)
+
     def drop_zeroed_gradient(self) -> bool:
         """Forget the waiting gradient if ``grad`` was dropped or set to zero since, and say so; else wait on."""
-        beside, self._kept_beside = self._kept_beside, None
-        is_dropped = beside is not None and (self.sharded.grad is not beside or was_zeroed(beside))
+        is_dropped = self._kept_beside is not None and not self.waits
+        self._kept_beside = None
         if is_dropped:
             self.forget_gradient()
         return is_dropped
