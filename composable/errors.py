@@ -18,6 +18,7 @@ __all__ = [
     "ComposableError",
     "ConfigError",
     "DesyncError",
+    "SignatureError",
     "StateDictError",
     "UsageError",
     "located",
@@ -54,6 +55,10 @@ class ComposableError(Exception):
 
 class ConfigError(ComposableError, ValueError):
     """An argument is wrong."""
+
+
+class SignatureError(ConfigError, TypeError):
+    """A function does not take such arguments; a ``TypeError`` too, which Python itself would raise."""
 
 
 class StateDictError(ConfigError, RuntimeError):

@@ -162,7 +162,10 @@ def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:
         ConfigError: It is none that these modules could call.
     """
     if not callable(hook):
-        raise ConfigError(f"hook is {described(hook)}", fix="pass a function of a state, gradients and an output")
+        fix = "pass a function of a state, gradients and an output"
+        if type(hook).__name__ == "BuiltinCommHookType":
+            fix = "pass allreduce_hook and a DefaultState, or fp16_compress_hook and a LowPrecisionState"
+        raise ConfigError(f"hook is {described(hook)}", fix=fix)
     try:
         signature = inspect.signature(hook)
     except (ValueError, TypeError):

@@ -76,6 +76,14 @@ def replicate_different_models(_: str) -> None:
     replicate(nn.Linear(4, 2 + dist.get_rank()))
 
 
+def pass_arguments_of_the_wrapper(_: str) -> None:
+    fully_shard(make_model(), auto_wrap_policy={nn.Linear}, limit_all_gathers=True)
+
+
+def unwrap_what_is_not_wrapped(_: str) -> None:
+    replicate(make_model()).module.state_dict()
+
+
 def build_the_optimizer_too_early(_: str) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -280,6 +288,8 @@ MISTAKES = [
     annotate_different_plans,
     skip_a_module_on_one_rank,
     replicate_different_models,
+    pass_arguments_of_the_wrapper,
+    unwrap_what_is_not_wrapped,
     build_the_optimizer_too_early,
     use_a_parameter_before_its_module,
     call_forward_itself,
