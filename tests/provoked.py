@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -130,6 +131,18 @@ def share_a_parameter_between_two_replicates(_: str) -> None:
 
 def wrap_what_is_replicated(_: str) -> None:
     DistributedDataParallel(replicate(make_model()))
+
+
+def forget_an_import_for_the_blocks(_: str) -> None:
+    model = make_model()
+    torch_fully_shard(model[0])
+    fully_shard(model)
+
+
+def forget_an_import_for_the_root(_: str) -> None:
+    model = make_model()
+    fully_shard(model[0])
+    torch_fully_shard(model)
 
 
 def replicate_what_is_wrapped(_: str) -> None:
@@ -297,6 +310,8 @@ MISTAKES = [
     share_a_parameter_between_two_calls,
     share_a_parameter_between_two_replicates,
     wrap_what_is_replicated,
+    forget_an_import_for_the_blocks,
+    forget_an_import_for_the_root,
     replicate_what_is_wrapped,
     add_a_module_late,
     shard_with_gradients,
