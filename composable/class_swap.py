@@ -1,9 +1,12 @@
 """Gives a module that is annotated the methods of a mixin, by another class, and takes them away again."""
 
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
+
+from composable.errors import ConfigError, place_of_rank
+from composable.fqns import describe_module
 
 __all__ = ["ClassSwap", "original_class"]
 
@@ -39,10 +42,21 @@ class ClassSwap:
         found = None if known is None else known()
         if found is None:
             # Messages name the class that users know.
-            members = {"__module__": cls.__module__, "_composable_class_name": cls.__name__}
+            members: dict[str, Any] = {"__module__": cls.__module__, "_composable_class_name": cls.__name__}
+            if not hasattr(cls, "join_hook"):
+                members["join_hook"] = _join_hook
             found = type(f"{self._prefix}{cls.__name__}", (self._mixin, cls), members)
             self._classes[cls] = weakref.ref(found)
         return found
+
+
+def _join_hook(module: nn.Module, **_: object) -> NoReturn:
+    """Refuse: ``Join`` asks what it is given for this, as torch's ``DistributedDataParallel`` has it."""
+    raise ConfigError(
+        "Join got an annotated module itself",
+        at=f"{place_of_rank()}, {describe_module(module)}",
+        fix="pass joinable(model, step=...), as in docs/uneven_inputs.md; or as_ddp(model), if it is replicated alone",
+    )
 
 
 def original_class(cls: type) -> Any:

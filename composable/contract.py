@@ -23,6 +23,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overloa
 import torch
 from torch import nn
 
+from composable.argument_hints import check_call
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fqns import NamedTree, check_same_fqns, describe_module
 
@@ -213,7 +214,11 @@ def contract(
         @functools.wraps(fn)
         def annotate(module: Any, *args: _P.args, **kwargs: _P.kwargs) -> Any:
             with located(place_of_rank()):
-                return annotate_on_rank(module, *args, **kwargs)
+                try:
+                    return annotate_on_rank(module, *args, **kwargs)
+                except TypeError:
+                    check_call(fn, module, *args, **kwargs)
+                    raise
 
         def annotate_on_rank(module: Any, *args: _P.args, **kwargs: _P.kwargs) -> Any:
             target = module if isinstance(module, nn.Module) else _as_sequence(name, module)

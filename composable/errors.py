@@ -18,7 +18,7 @@ __all__ = [
     "ComposableError",
     "ConfigError",
     "DesyncError",
-    "NotCallableError",
+    "SignatureError",
     "StateDictError",
     "UsageError",
     "located",
@@ -57,12 +57,12 @@ class ConfigError(ComposableError, ValueError):
     """An argument is wrong."""
 
 
+class SignatureError(ConfigError, TypeError):
+    """A function does not take such arguments; a ``TypeError`` too, which Python itself or torch would raise."""
+
+
 class StateDictError(ConfigError, RuntimeError):
     """A state dict does not fit a model; a ``RuntimeError`` too, as code that knows torch's own expects."""
-
-
-class NotCallableError(ConfigError, TypeError):
-    """What is to be called is no function; a ``TypeError`` too, as torch raises of a communication hook."""
 
 
 class UsageError(ComposableError, RuntimeError):

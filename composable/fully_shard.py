@@ -132,9 +132,9 @@ def fully_shard(
         process_group: In place of a mesh: the ranks that share the parameters; or a pair, the second one being of the
             ranks that hold copies of this rank's shard.
         strategy: ``FULL_SHARD`` or ``SHARD_GRAD_OP``, with copies ``HYBRID_SHARD``, ``HYBRID_SHARD_ZERO2`` or
-            ``HYBRID_SHARD_OPTIM``, which shards all but the parameters in use over the copies too; instead of
-            ``reshard_after_forward``. A hybrid one without a mesh has a copy of all parameters on each host, as
-            torchrun counts them.
+            ``HYBRID_SHARD_OPTIM``, which shards all but the parameters in use over the copies too; or torch's of
+            that name. Instead of ``reshard_after_forward``. A hybrid one without a mesh has a copy of all parameters on
+            each host, as torchrun counts them.
         reshard_after_forward: Free the unsharded parameters between forward and backward.
             ``None``: free them, except those of the root, which backward needs first. ``False``: forwards without
             gradients too leave them there for the next one, which gathers again what was written since. A number n of

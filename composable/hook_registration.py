@@ -16,7 +16,7 @@ from composable.arguments import check_module, described
 from composable.collectives import Ranks, compare_in_each
 from composable.comm_hooks import DefaultState, check_hook, check_state, takes_arguments, takes_bucket
 from composable.contract import get_registry
-from composable.errors import ComposableError, ConfigError, NotCallableError, UsageError, located, place_of_rank
+from composable.errors import ComposableError, ConfigError, SignatureError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward
 from composable.replication import Reducer, ReplicateState, check_memory
@@ -162,7 +162,10 @@ def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:
         ConfigError: It is none that these modules could call.
     """
     if not callable(hook):
-        raise NotCallableError(f"hook is {described(hook)}", fix="pass a function of a state, gradients and an output")
+        fix = "pass a function of a state, gradients and an output"
+        if type(hook).__name__ == "BuiltinCommHookType":
+            fix = "pass allreduce_hook and a DefaultState, or fp16_compress_hook and a LowPrecisionState"
+        raise SignatureError(f"hook is {described(hook)}", fix=fix)
     try:
         signature = inspect.signature(hook)
     except (ValueError, TypeError):

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from composable.claims import is_managed
 from composable.errors import UsageError, place_of_rank
 from composable.frames import modules_in_call
-from composable.rivals import WRAPPER, averaged_twice, averaged_twice_in, rival_on
+from composable.rivals import WRAPPER, averaged_twice, averaged_twice_in, keep_one, rival_on
 from composable.torch_hooks import before_every_registration
 from composable.torch_private import opaque
 
@@ -84,7 +84,7 @@ def _two_averages(rival: str, fqn: str) -> UsageError:
     return UsageError(
         f"two things average these gradients: an annotation of this library and {rival}",
         at=f"{place_of_rank()}, parameter {fqn!r}",
-        fix="keep one of them: docs/trainers.md has what to tell trainers that wrap by themselves",
+        fix=keep_one(rival),
     )
 
 

@@ -7,13 +7,15 @@ from torch import nn
 
 from composable.claims import is_managed
 
-__all__ = ["WRAPPER", "averaged_twice", "averaged_twice_in", "names_left_alone", "rival_on"]
+__all__ = ["WRAPPER", "averaged_twice", "averaged_twice_in", "keep_one", "names_left_alone", "rival_on"]
 
 WRAPPER = "DistributedDataParallel"
+_SHARDS = "torch's fully_shard"
 # Where a class is defined, what it is called, and how messages call it.
 _CLASSES = {
     ("torch.nn.parallel.distributed", WRAPPER): WRAPPER,
     ("torch.distributed._composable.replicate_with_fsdp", "ReplicateModule"): "torch's replicate",
+    ("torch.distributed.fsdp", "FSDPModule"): _SHARDS,
 }
 # Where torch's own annotations have the key under which a module keeps their names; who uses none has not imported it.
 _CONTRACT, _KEY = "torch.distributed._composable.contract", "REGISTRY_KEY"
@@ -26,6 +28,13 @@ def rival_on(module: nn.Module) -> str | None:
         return found
     key = getattr(sys.modules.get(_CONTRACT), _KEY, None)
     return "torch's replicate" if key in vars(module) and "replicate" in vars(module)[key] else None
+
+
+def keep_one(rival: str) -> str:
+    """Return what to do about a rival."""
+    if rival == WRAPPER:
+        return "keep one of them: docs/trainers.md has what to tell trainers that wrap by themselves"
+    return f"keep one of them: import {rival.partition(' ')[2]} from composable everywhere, not from torch"
 
 
 def names_left_alone(module: nn.Module) -> Collection[str]:
@@ -41,6 +50,8 @@ def averaged_twice(module: nn.Module) -> tuple[str, str] | None:
 
 def averaged_twice_in(rival: str, wrapped: nn.Module) -> tuple[str, str] | None:
     """Do what ``averaged_twice`` does for what a wrapper holds."""
+    if rival == _SHARDS:
+        return None  # It may have been told to ignore any of them.
     left = names_left_alone(wrapped)
     for fqn, param in wrapped.named_parameters():
         if param.requires_grad and fqn not in left and is_managed(param):

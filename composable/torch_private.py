@@ -225,7 +225,7 @@ def opaque(fn: _FunctionT, *, traced: Callable[..., Any] | None = None) -> _Func
     strategy = frame_evaluation._FrameExecStrategy(skip, skip)  # this one, and those below it
     frame_evaluation.set_code_exec_strategy(function.__code__, strategy)  # for a call outside of a graph
     function._torchdynamo_disable = True  # for a call that is met while a graph is made: the graph ends before it
-    function._torchdynamo_disable_msg = "a hook of a data-parallel annotation communicates"
+    function._torchdynamo_disable_msg = "a hook of an annotation communicates; to export, call unannotate(model) first"
     if traced is not None:
         function._torchdynamo_inline = traced  # what stands before all that
     return fn

@@ -179,6 +179,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row(
             "Equal options in a tree",
             "Those that torch compares do not exist: original parameters are always kept, and gathers need no limit.",
+            proved("test_migrating.py", "test_an_argument_of_torchs_wrapper_is_an_error_that_says_what_its_row_says"),
             gap="not here: neither `use_orig_params` nor `limit_all_gathers` is an option, so nothing can differ",
         ),
         Row(
@@ -246,7 +247,12 @@ GROUPS: dict[str, tuple[Row, ...]] = {
                 *proved("test_fully_shard.py", "test_collectives_and_bytes_of_a_step_equal_theory"),
             ),
         ),
-        Row("`NO_SHARD`", "Every rank holds everything.", gap="not here: refused; it is what `replicate` does"),
+        Row(
+            "`NO_SHARD`",
+            "Every rank holds everything.",
+            proved("test_migrating.py", "test_the_strategy_that_shards_nothing_is_an_error_that_names_replicate"),
+            gap="not here: refused; it is what `replicate` does",
+        ),
         Row(
             "`HYBRID_SHARD`",
             "ZeRO-3 inside a node, copies across.",

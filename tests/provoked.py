@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -76,6 +77,14 @@ def replicate_different_models(_: str) -> None:
     replicate(nn.Linear(4, 2 + dist.get_rank()))
 
 
+def pass_arguments_of_the_wrapper(_: str) -> None:
+    fully_shard(make_model(), auto_wrap_policy={nn.Linear}, limit_all_gathers=True)
+
+
+def unwrap_what_is_not_wrapped(_: str) -> None:
+    replicate(make_model()).module.state_dict()
+
+
 def build_the_optimizer_too_early(_: str) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -122,6 +131,18 @@ def share_a_parameter_between_two_replicates(_: str) -> None:
 
 def wrap_what_is_replicated(_: str) -> None:
     DistributedDataParallel(replicate(make_model()))
+
+
+def forget_an_import_for_the_blocks(_: str) -> None:
+    model = make_model()
+    torch_fully_shard(model[0])
+    fully_shard(model)
+
+
+def forget_an_import_for_the_root(_: str) -> None:
+    model = make_model()
+    fully_shard(model[0])
+    torch_fully_shard(model)
 
 
 def replicate_what_is_wrapped(_: str) -> None:
@@ -280,6 +301,8 @@ MISTAKES = [
     annotate_different_plans,
     skip_a_module_on_one_rank,
     replicate_different_models,
+    pass_arguments_of_the_wrapper,
+    unwrap_what_is_not_wrapped,
     build_the_optimizer_too_early,
     use_a_parameter_before_its_module,
     call_forward_itself,
@@ -287,6 +310,8 @@ MISTAKES = [
     share_a_parameter_between_two_calls,
     share_a_parameter_between_two_replicates,
     wrap_what_is_replicated,
+    forget_an_import_for_the_blocks,
+    forget_an_import_for_the_root,
     replicate_what_is_wrapped,
     add_a_module_late,
     shard_with_gradients,

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate as torch_replicate
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from composable import fully_shard, replicate, unannotate
@@ -249,6 +250,8 @@ TWICE: dict[str, Callable[[Any], nn.Module]] = {
     "torch's replicate around": lambda api: torch_replicate(Around(api(make_model()))),
     "torch's replicate around, which came first": lambda api: inside_first(torch_replicate, api),
     "torch's replicate inside": lambda api: api(Around(torch_replicate(make_model()))),
+    "on torch's fully_shard": lambda api: api(torch_fully_shard(make_model())),
+    "torch's fully_shard inside": lambda api: api(Around(torch_fully_shard(make_model()))),
 }
 
 
@@ -265,11 +268,34 @@ def two_averages(api: str) -> dict[str, str]:
 def test_two_things_that_average_the_same_gradients_are_refused_by_name(api: str) -> None:
     for texts in run_ranks(two_averages, 2, api):
         for name, text in texts.items():
-            rival = "torch's replicate" if "torch" in name else "DistributedDataParallel"
+            rival = next((one for one in ("torch's replicate", "torch's fully_shard") if one in name), "Distributed")
             assert re.match(r"(ConfigError|UsageError): two things (would )?average these gradients: ", text), text
             # torch's replicate is made of the other one.
             assert rival in text or ("torch" in name and "DistributedDataParallel" in text), (name, text)
             assert "at:  rank" in text and "fix:" in text
+            if "torch's fully_shard" in name:
+                assert text.endswith(
+                    "fix: keep one of them: import fully_shard from composable everywhere, not from torch"
+                )
+
+
+def beside_torchs_shards() -> None:
+    """Train what torch shards but for a part that is annotated here, added before it or after; or the other way round."""
+    for api in APIS.values():
+        for is_added_late in (False, True):
+            model, part = Around(nn.Identity()), api(make_model())
+            if not is_added_late:
+                model.part = part
+            # What it is told to ignore, it leaves to others.
+            torch_fully_shard(model, ignored_params=set(part.parameters()))
+            model.part = part
+            backward(model, dist.get_rank())
+        model = Around(torch_fully_shard(make_model()))
+        backward(api(model, ignored_modules=[model.part]), dist.get_rank())
+
+
+def test_a_part_that_one_of_two_leaves_alone_may_belong_to_the_other() -> None:
+    run_ranks(beside_torchs_shards, 2)
 
 
 def ignoring_wrapper() -> None:

@@ -14,12 +14,13 @@ REPO = Path(__file__).resolve().parent.parent
 
 # What each folder and top-level file may import, besides torch. What is not listed has no place yet.
 # Planning decides where, storage owns what, collectives move bytes, the runtime decides when.
-BASE = {"errors", "arguments", "torch_private", "torch_hooks", "wording", "frames", "tracing"}
+BASE = {"errors", "arguments", "argument_hints", "torch_private", "torch_hooks", "wording", "frames", "tracing"}
 # Which parameters are managed, what else averages gradients, and what comes later.
 MARKS = {"claims", "rivals", "registrations"}
 EDGES: dict[str, set[str]] = {
     "errors": set(),
     "arguments": {"errors"},
+    "argument_hints": {"errors"},
     "torch_private": {"errors"},
     "wording": set(),
     "torch_hooks": {"torch_private"},

@@ -765,6 +765,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[ComposableError], s
         ConfigError,
         "the state of the hook has ranks",
     ),
+    "torch's own that its wrapper has by a number": (
+        lambda model: register_comm_hook(model, None, dist.BuiltinCommHookType.FP16_COMPRESS),
+        ConfigError,
+        "fix: pass allreduce_hook and a DefaultState, or fp16_compress_hook and a LowPrecisionState",
+    ),
     "no state": (
         lambda model: register_comm_hook(model, None, reduce_scatter_hook),
         ConfigError,

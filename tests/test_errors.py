@@ -3,7 +3,7 @@ import pickle
 import pytest
 
 from composable import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
-from composable.errors import located, place_of_rank
+from composable.errors import SignatureError, located, place_of_rank
 
 KINDS = [
     (ConfigError, ValueError),
@@ -11,6 +11,8 @@ KINDS = [
     (DesyncError, RuntimeError),
     (StateDictError, ValueError),
     (StateDictError, RuntimeError),
+    (SignatureError, ValueError),
+    (SignatureError, TypeError),
 ]
 
 

@@ -21,20 +21,22 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as theirs
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import _traversal_utils
 import composable
-from composable import FSDPModule, fully_shard, load_full_state_dict, replicate, unshard_params
+from composable import ConfigError, FSDPModule, fully_shard, load_full_state_dict, replicate, unshard_params
 from composable.runtime.state import FullyShardState
-from tests.world import run_ranks
+from tests.world import run_ranks, run_threads
 
 DOCS = Path(__file__).parent.parent / "docs"
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -266,6 +268,142 @@ def test_what_is_not_there_yet_is_not_there() -> None:
 
 def test_summon_full_params_has_all_its_arguments_here() -> None:
     assert arguments_of(FullyShardedDataParallel.summon_full_params) == arguments_of(unshard_params)
+
+
+# -- what people write out of habit
+
+
+FOREIGN: dict[str, tuple[Callable[..., Any], set[str]]] = {
+    "from_fsdp1.md": (fully_shard, arguments_of(FullyShardedDataParallel)),
+    "replicate.md": (
+        replicate,
+        arguments_of(DistributedDataParallel) | {"offload_policy", "dp_mesh_dims"},  # also of torch's `replicate`
+    ),
+}
+HABITS = [
+    (page, name) for page, (annotate, there) in FOREIGN.items() for name in sorted(there - arguments_of(annotate))
+]
+
+
+def refused_call(annotate: Callable[..., Any], *args: object, **arguments: object) -> str:
+    """Call an annotation as it cannot be called; return what it says, without a look at where."""
+    model = build()
+    before = dict(vars(model))
+    with pytest.raises(TypeError) as caught:
+        annotate(model, *args, **arguments)
+    assert isinstance(caught.value, ConfigError)
+    assert (type(model), vars(model)) == (nn.Sequential, before)
+    return "; ".join(line for line in str(caught.value).splitlines() if not line.startswith("  at:"))
+
+
+@pytest.mark.parametrize(("page", "name"), HABITS)
+def test_an_argument_of_torchs_wrapper_is_an_error_that_says_what_its_row_says(page: str, name: str) -> None:
+    annotate, _ = FOREIGN[page]
+    text = refused_call(annotate, **{name: None})
+    assert f"{annotate.__name__} has no argument {name};" in text
+    assert text.endswith(f"see docs/{page}")
+    # Every `name=` of the hint can be passed, and is in the row too; where the row has none, nothing takes its place.
+    hinted = set(re.findall(r"(\w+)=", text.partition(f"{name}: ")[2]))
+    assert hinted <= arguments_of(annotate)
+    assert hinted or "leave it out, " in text
+    heading = "Arguments" if page == "from_fsdp1.md" else "Coming from `DistributedDataParallel`"
+    for row in rows_of(page, heading):
+        if name in row.names:
+            calls = [code for code in row.promises if code.startswith(f"{annotate.__name__}(")]
+            assert hinted == {found for code in calls for found in re.findall(r"[(,] ?(\w+)=", code)}
+
+
+@pytest.mark.parametrize(
+    ("annotate", "typed", "meant"),
+    [
+        (fully_shard, "polcy", "did you mean policy=?"),
+        (fully_shard, "ignored_parameters", "did you mean ignored_params=?"),
+        (fully_shard, "limit_all_gather", "leave it out, since gathers are limited always"),
+        (replicate, "static_grph", "did you mean static_graph=?"),
+        (replicate, "zzz", "leave it out, there is nothing like it"),
+    ],
+)
+def test_a_misspelt_argument_is_an_error_that_names_the_one_that_is_meant(
+    annotate: Callable[..., Any], typed: str, meant: str
+) -> None:
+    assert f"  fix: {typed}: {meant}; see " in refused_call(annotate, **{typed: None})
+
+
+def test_all_arguments_that_there_are_not_are_named_at_once() -> None:
+    text = refused_call(replicate, output_device=0, device_ids=[0], dim=0)
+    assert "replicate has no argument output_device, dim;" in text
+    assert "output_device: leave it out, since outputs stay where the module makes them; dim: leave it out," in text
+
+
+def test_an_argument_without_its_name_is_an_error_that_says_so() -> None:
+    text = refused_call(replicate, [0])
+    assert "too many positional arguments" in text
+    assert "pass the module, and all else by name; see docs/replicate.md" in text
+
+
+def strategies_of_torch() -> list[str]:
+    """Return the strategies of torch that are not the ones of their name here."""
+    wrong = []
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    for there in theirs.ShardingStrategy:
+        if there.name == "NO_SHARD":
+            continue
+        chosen = mesh if "HYBRID" in there.name else mesh["shards"]
+        models = build(), build()
+        fully_shard(models[0], mesh=chosen, strategy=there)
+        fully_shard(models[1], mesh=chosen, strategy=there.name.removeprefix("_"))
+        plans = [str(fully_shard.state(model).plan) for model in models]
+        losses = [train(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+        if plans[0] != plans[1] or losses[0] != losses[1]:
+            wrong.append(there.name)
+    return wrong
+
+
+def test_torchs_sharding_strategies_are_those_of_their_names() -> None:
+    assert run_threads(strategies_of_torch, 4) == [[]] * 4
+
+
+def test_the_strategy_that_shards_nothing_is_an_error_that_names_replicate() -> None:
+    with pytest.raises(ConfigError, match=r"NO_SHARD keeps gradients .*\n  fix: call replicate\(module\) instead"):
+        composable.plan(build(), world_size=2, strategy=theirs.ShardingStrategy.NO_SHARD)
+
+
+def join_without_a_view(annotation: str) -> list[str]:
+    model = replicate(build()) if annotation == "ddp" else fully_shard(build())
+    said = []
+    for call in (lambda: Join([model]), lambda: getattr(model, "module")):  # noqa: B009
+        with pytest.raises((ConfigError, AttributeError)) as caught:
+            call()
+        said.append(str(caught.value))
+    return [*said, str(hasattr(model, "module"))]
+
+
+@pytest.mark.parametrize("annotation", ["ddp", "fsdp2"])
+def test_join_of_an_annotated_module_is_an_error_that_names_what_it_takes(annotation: str) -> None:
+    for rank, (joined, module, has_module) in enumerate(run_threads(join_without_a_view, 2, annotation)):
+        assert joined == (
+            "Join got an annotated module itself\n"
+            f"  at:  rank {rank}, module Sequential\n"
+            "  fix: pass joinable(model, step=...), as in docs/uneven_inputs.md; "
+            "or as_ddp(model), if it is replicated alone"
+        )
+        # Trainers look for it to find out what is wrapped.
+        assert (module.endswith("object has no attribute 'module'"), has_module) == (True, "False")
+
+
+class OwnJoinable(nn.Linear):
+    """A module that has a hook for ``Join`` itself."""
+
+    def join_hook(self) -> str:
+        return "its own"
+
+
+def ask_an_own_hook() -> str:
+    return fully_shard(OwnJoinable(2, 2)).join_hook()
+
+
+def test_a_module_keeps_a_hook_for_join_of_its_own() -> None:
+    assert run_threads(ask_an_own_hook, 2) == ["its own"] * 2
 
 
 # -- names that people search for

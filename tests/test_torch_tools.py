@@ -1,6 +1,7 @@
 """Tools of torch on sharded models: what ``docs/tools.md`` says of each is so."""
 
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from composable import fully_shard
+from composable import UsageError, fully_shard, replicate, unannotate, unshard_params
 from tests.world import run_ranks
 
 PAGE = Path(__file__).parent.parent / "docs" / "tools.md"
@@ -124,6 +125,47 @@ def refuse() -> None:
         FSDPMemTracker(*make_model())
 
 
+def record(tool: Callable[[nn.Module, torch.Tensor], Callable[..., torch.Tensor]]) -> None:
+    """Record a graph of sharded modules, which is refused and changes nothing, of plain ones, and of replicated ones."""
+    x = torch.ones(2, WIDTH)
+    expected = make_plain()(x)
+    trained: list[list[torch.Tensor]] = []
+    for is_recorded in (True, False):
+        model, optimizer = make_model()
+        for _ in range(2):  # before the first forward, and after it
+            for is_training in (True, False) if is_recorded else ():
+                with torch.set_grad_enabled(is_training), pytest.raises(UsageError) as caught:
+                    tool(model, x)
+                assert "a sharded module is traced or exported, and a graph cannot hold its gathers" in str(
+                    caught.value
+                )
+                assert "fix: do it after unannotate(model), or on a plain model" in str(caught.value)
+            step(model, optimizer)
+        trained.append([param.full_tensor() for param in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
+    assert torch.equal(tool(unannotate(model), x)(x), model(x))
+    copies = replicate(make_plain())
+    assert torch.equal(tool(copies, x)(x), expected)
+    step(copies)
+
+
+def export(model: nn.Module, x: torch.Tensor) -> Callable[..., torch.Tensor]:
+    return torch.export.export(model, (x,)).module()
+
+
+def trace(model: nn.Module, x: torch.Tensor) -> Callable[..., torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is deprecated
+        return torch.jit.trace(model, x, check_trace=False)
+
+
+def trace_unsharded() -> None:
+    x, (model, _) = torch.ones(2, WIDTH), make_model()
+    with unshard_params(model):
+        assert torch.equal(trace(model, x)(x), make_plain()(x))
+    record(trace)
+
+
 TOOLS: dict[str, Callable[[], None]] = {
     "torch.utils.flop_counter.FlopCounterMode": count_flops,
     "torch.profiler.profile": profile,
@@ -135,6 +177,8 @@ TOOLS: dict[str, Callable[[], None]] = {
     "torch.autograd.graph.save_on_cpu": save_on_cpu,
     "torch.nn.utils.parameters_to_vector": flatten_parameters,
     "torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker": refuse,
+    "torch.export.export": lambda: record(export),
+    "torch.jit.trace": trace_unsharded,
 }
 
 

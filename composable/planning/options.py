@@ -108,7 +108,7 @@ class ShardOptions:
         world_size: Ranks that share the parameters.
         replicas: Ranks that hold each shard.
         policy: Which submodules get handles of their own.
-        strategy: What is sharded, or its name; instead of ``reshard_after_forward``.
+        strategy: What is sharded, or its name, or torch's of that name; instead of ``reshard_after_forward``.
         reshard_after_forward: Free the parameters between forward and backward; an int: but for a secondary shard of
             each rank, from which as many gather them again.
         ignored_params: Parameters to leave alone, under all their names.
@@ -190,7 +190,7 @@ class ShardOptions:
     @property
     def is_spread(self) -> bool:
         """What rests between steps is sharded over the copies as well."""
-        return self.strategy is not None and is_spread(self.strategy)
+        return is_spread(self.strategy)
 
     @property
     def shard_ranks(self) -> int:
@@ -203,13 +203,14 @@ class ShardOptions:
 
         An int: but for secondary shards over as many ranks, more than one and less than all.
         """
-        if self.strategy is None:
-            freed = self.reshard_after_forward
-            if freed is None or isinstance(freed, bool):
-                return freed
-            # A shard over one rank is the whole, and one over all ranks is the shard.
-            return int(freed) if 1 < freed < self.world_size else freed > 1
-        return _named(self.strategy).dims[-1].parameters
+        chosen = _named(self.strategy)
+        if chosen is not None:
+            return chosen.dims[-1].parameters
+        freed = self.reshard_after_forward
+        if freed is None or isinstance(freed, bool):
+            return freed
+        # A shard over one rank is the whole, and one over all ranks is the shard.
+        return int(freed) if 1 < freed < self.world_size else freed > 1
 
 
 def _check_freed(freed: object, world_size: int) -> None:
@@ -244,29 +245,33 @@ def _is_function(value: object) -> bool:
     return callable(value) and not isinstance(value, type | nn.Module)
 
 
-def _named(strategy: ShardingStrategy | str) -> ShardingStrategy:
-    return _PRESETS[strategy] if isinstance(strategy, str) else strategy
+def _named(strategy: object) -> ShardingStrategy | None:
+    """Return the strategy that a user means: one, its name, or torch's of that name; ``None``: it is none."""
+    if isinstance(strategy, ShardingStrategy):
+        return strategy
+    kind = type(strategy)
+    if kind.__name__ == "ShardingStrategy" and kind.__module__.startswith("torch."):
+        strategy = getattr(strategy, "name", "").removeprefix("_")
+    return _PRESETS.get(strategy) if isinstance(strategy, str) else None
 
 
 def is_hybrid(strategy: object) -> bool | None:
     """Say whether a strategy keeps copies of shards; ``None``: it is none."""
-    if isinstance(strategy, str):
-        strategy = _PRESETS.get(strategy)
-    return len(strategy.dims) == 2 if isinstance(strategy, ShardingStrategy) else None
+    chosen = _named(strategy)
+    return None if chosen is None else len(chosen.dims) == 2
 
 
 def is_spread(strategy: object) -> bool:
     """Say whether a strategy shards gradients and optimizer state over the ranks that hold copies of parameters too."""
-    if isinstance(strategy, str):
-        strategy = _PRESETS.get(strategy)
-    return isinstance(strategy, ShardingStrategy) and strategy.dims == ShardingStrategy.HYBRID_SHARD_OPTIM.dims
+    chosen = _named(strategy)
+    return chosen is not None and chosen.dims == ShardingStrategy.HYBRID_SHARD_OPTIM.dims
 
 
 def _check_strategy(strategy: object, replicas: int) -> None:
     """Raise ``ConfigError`` unless ``fully_shard`` can do it with as many copies of each shard."""
-    if not isinstance(strategy, ShardingStrategy) and not (isinstance(strategy, str) and strategy in _PRESETS):
-        raise ConfigError(f"strategy is {strategy!r}", fix=f"pass one of {_SHARDING}")
     chosen = _named(strategy)
+    if chosen is None:
+        raise ConfigError(f"strategy is {strategy!r}", fix=f"pass one of {_SHARDING}")
     copies, sharded = chosen.dims[:-1], chosen.dims[-1]
     if copies not in ((), (_WHOLE,)) and chosen.dims != ShardingStrategy.HYBRID_SHARD_OPTIM.dims:
         raise ConfigError(

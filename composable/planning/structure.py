@@ -21,7 +21,7 @@ from composable.planning.cut import RaggedShard
 from composable.planning.replaced import replacement_of
 from composable.planning.subclasses import Form, SplitNode, form_of
 from composable.policies import PolicyLike, has_forward, resolve_policy
-from composable.rivals import rival_on
+from composable.rivals import keep_one, rival_on
 from composable.wording import class_name, dtype_text, join_fqn, module_text
 
 __all__ = ["FoundHandle", "FoundParam", "Structure", "find_structure", "named_roots"]
@@ -308,7 +308,7 @@ class _Search:
             raise ConfigError(
                 f"two things would average these gradients: fully_shard and {rival}",
                 at=_place(fqn, module),
-                fix="keep one of them: docs/trainers.md has what to tell trainers that wrap by themselves",
+                fix=keep_one(rival),
             )
         self._visited.add(module)
         for name, param in _own_params(module):

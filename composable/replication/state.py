@@ -114,7 +114,9 @@ class ReplicateState:
         self.standing.enter_forward()
         if not torch.is_grad_enabled():
             return
-        if self._seen != (count_registrations(), len(optimizers_in_backward())) and not is_functional_call():
+        seen = (count_registrations(), len(optimizers_in_backward()))
+        # While a graph is exported, parameters are others, which were not added.
+        if self._seen != seen and not is_functional_call() and not torch.compiler.is_exporting():
             self._look_again()
             self._seen = (count_registrations(), len(optimizers_in_backward()))
         for fqn, param in self.frozen:

@@ -16,7 +16,7 @@ from composable.planning import replacement_of
 from composable.registrations import is_left_alone
 from composable.replication.ignored import Ignored
 from composable.replication.locals import is_split_elsewhere
-from composable.rivals import rival_on
+from composable.rivals import keep_one, rival_on
 from composable.storage import has_torch_optimizer, stepper_of
 from composable.wording import class_name, join_fqn
 
@@ -157,7 +157,7 @@ def _check_alone(module: nn.Module) -> None:
         raise ConfigError(
             f"two things would average these gradients: replicate and {rival}",
             at=f"{place_of_rank()}, {describe_module(module)}",
-            fix="keep one of them: docs/trainers.md has what to tell trainers that wrap by themselves",
+            fix=keep_one(rival),
         )
 
 

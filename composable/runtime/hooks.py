@@ -7,7 +7,7 @@ unsharded.
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.casts import CastBuffers, LendHook, cast_floats
 from composable.errors import DesyncError, UsageError, place_of_rank
+from composable.fqns import describe_module
 from composable.frames import run_as_call
 from composable.runtime.backwards import Backwards
 from composable.runtime.readiness import check_not_lent
@@ -84,16 +85,19 @@ class _ModuleHooks:
         state, handle = self._state, self._handle
         root = state.root
         if root is None:
+            _check_not_traced(module, ())
             root = state.lazy_init()
         scheduler = root.scheduler
         forwards = scheduler.forwards
+        is_outermost = scheduler.step.is_idle
+        if is_outermost:
+            _check_not_traced(module, root.handles)
         if handle is not None:
             if not handle.is_in_place():
                 _put_right(handle, scheduler)
             for follower in scheduler.followers_of(handle):
                 if not follower.handle.is_in_place():
                     _put_right(follower.handle, scheduler)
-        is_outermost = scheduler.step.is_idle
         if is_outermost and torch.is_grad_enabled():
             root.additions.check(module, root.states)
         forwards.enter_forward(module)
@@ -272,6 +276,18 @@ def _put_right(handle: Handle, scheduler: Scheduler) -> None:
         module._parameters[name] = held
     handle.attach()
     scheduler.shards_written()
+
+
+def _check_not_traced(module: nn.Module, handles: Sequence[Handle]) -> None:
+    """Refuse to record a graph of a forward that gathers: it would hold the messages of this run, if anything."""
+    is_tracing: bool = torch.jit.is_tracing()  # type: ignore[no-untyped-call,attr-defined]
+    # What `unshard_params` holds needs no gather, but is no parameter of the module that is exported.
+    if torch.compiler.is_exporting() or (is_tracing and all(handle.held_with is None for handle in handles)):
+        raise UsageError(
+            "a sharded module is traced or exported, and a graph cannot hold its gathers",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix="do it after unannotate(model), or on a plain model that has loaded full_state_dict(model)",
+        )
 
 
 def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, module: nn.Module) -> None:
