@@ -4,7 +4,7 @@ A frozen parameter that is added is none of our business: every rank holds it wh
 """
 
 from collections.abc import Collection, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
@@ -14,7 +14,13 @@ from composable.contract import excludes
 from composable.errors import UsageError, place_of_rank
 from composable.frames import is_functional_call
 from composable.planning import name_modules
-from composable.registrations import check_callers, count_registrations, is_left_alone, watch_registrations
+from composable.registrations import (
+    Contents,
+    check_callers,
+    count_registrations,
+    is_left_alone,
+    watch_registrations,
+)
 from composable.storage import Handle, forget_torch_hooks, refuse_steppers, step_torch_optimizers
 from composable.torch_private import optimizers_in_backward
 from composable.wording import join_fqn, list_text
@@ -30,14 +36,26 @@ class _Annotated(Protocol):
     _handles: list[Handle]
 
 
-class Additions:
-    """Looks at a tree of annotated modules when something was registered in it."""
+class _Look(NamedTuple):
+    """What was there when a tree was last looked at, and in order."""
 
-    __slots__ = ("_frozen", "_seen")
+    counts: tuple[int, int]
+    contents: Contents
+    frozen: list[nn.Parameter]
+
+    def is_as_now(self, counts: tuple[int, int]) -> bool:
+        if self.counts != counts or self.contents.have_changed():
+            return False
+        return not any(param.requires_grad for param in self.frozen)
+
+
+class Additions:
+    """Looks at a tree of annotated modules when something in it has changed."""
+
+    __slots__ = ("_looks",)
 
     def __init__(self) -> None:
-        self._seen = (-1, 0)
-        self._frozen: list[nn.Parameter] = []
+        self._looks: dict[nn.Module, _Look] = {}
 
     def check(self, module: nn.Module, states: Collection[_Annotated]) -> None:
         """Raise if ``module``, whose forward begins, has parameters that no annotation knows.
@@ -49,8 +67,9 @@ class Additions:
         Raises:
             UsageError: It names them, or what else averages gradients; or an optimizer in backward beside a hook.
         """
-        seen = (count_registrations(), len(optimizers_in_backward()))
-        if self._seen == seen and not any(param.requires_grad for param in self._frozen):
+        counts = (count_registrations(), len(optimizers_in_backward()))
+        before = self._looks.get(module)
+        if before is not None and before.is_as_now(counts):
             return
         if is_functional_call():
             return  # What is lent for one call was not added.
@@ -67,9 +86,10 @@ class Additions:
                 at=f"{place_of_rank()}, {list_text(names)}",
                 fix="add modules first; or call fully_shard on the added module too; or unannotate, and annotate anew",
             )
-        self._frozen = list(added.values())
-        watch_registrations(_traversal_utils._get_modules(module))
-        self._seen = (seen[0], len(optimizers_in_backward()))
+        modules = list(_traversal_utils._get_modules(module))
+        watch_registrations(modules)
+        counts = (counts[0], len(optimizers_in_backward()))
+        self._looks[module] = _Look(counts, Contents(modules, dict.keys), list(added.values()))
 
 
 def _take_over_optimizers(handle: Handle) -> None:
