@@ -4,7 +4,7 @@ A frozen parameter that is added is none of our business: every rank holds it wh
 """
 
 from collections.abc import Collection, Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import nn
 
@@ -36,26 +36,14 @@ class _Annotated(Protocol):
     _handles: list[Handle]
 
 
-class _Look(NamedTuple):
-    """What was there when a tree was last looked at, and in order."""
-
-    counts: tuple[int, int]
-    contents: Contents
-    frozen: list[nn.Parameter]
-
-    def is_as_now(self, counts: tuple[int, int]) -> bool:
-        if self.counts != counts or self.contents.have_changed():
-            return False
-        return not any(param.requires_grad for param in self.frozen)
-
-
 class Additions:
     """Looks at a tree of annotated modules when something in it has changed."""
 
     __slots__ = ("_looks",)
 
     def __init__(self) -> None:
-        self._looks: dict[nn.Module, _Look] = {}
+        # By the module that ran: the counts, the contents, and what is frozen.
+        self._looks: dict[nn.Module, tuple[tuple[int, int], Contents, list[nn.Parameter]]] = {}
 
     def check(self, module: nn.Module, states: Collection[_Annotated]) -> None:
         """Raise if ``module``, whose forward begins, has parameters that no annotation knows.
@@ -68,8 +56,9 @@ class Additions:
             UsageError: It names them, or what else averages gradients; or an optimizer in backward beside a hook.
         """
         counts = (count_registrations(), len(optimizers_in_backward()))
-        before = self._looks.get(module)
-        if before is not None and before.is_as_now(counts):
+        seen, contents, frozen = self._looks.get(module, (None, None, ()))
+        is_as_before = seen == counts and contents is not None and not contents.have_changed()
+        if is_as_before and not any(param.requires_grad for param in frozen):
             return
         if is_functional_call():
             return  # What is lent for one call was not added.
@@ -89,7 +78,7 @@ class Additions:
         modules = list(_traversal_utils._get_modules(module))
         watch_registrations(modules)
         counts = (counts[0], len(optimizers_in_backward()))
-        self._looks[module] = _Look(counts, Contents(modules, dict.keys), list(added.values()))
+        self._looks[module] = counts, Contents(modules, dict.keys), list(added.values())
 
 
 def _take_over_optimizers(handle: Handle) -> None:
