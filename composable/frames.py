@@ -23,6 +23,7 @@ from composable.torch_private import (
     current_graph_task_id,
     functional_call_code,
     module_call_code,
+    module_load,
     outside_transforms,
     running_transform,
     split_backward_code,
@@ -39,6 +40,7 @@ __all__ = [
     "is_called_again",
     "is_functional_call",
     "is_in_model_averager",
+    "is_load",
     "is_strict_load",
     "modules_in_call",
     "run_as_call",
@@ -128,6 +130,11 @@ def is_strict_load() -> bool:
     """Say whether the ``load_state_dict`` around this call is strict: torch tells its hooks ``True`` always."""
     frame = next(_frames_of(nn.Module.load_state_dict.__code__), None)
     return frame is not None and bool(frame.f_locals["strict"])
+
+
+def is_load() -> bool:
+    """Say whether a ``load_state_dict`` is under way."""
+    return next(_frames_of(module_load.__code__), None) is not None
 
 
 def is_functional_call() -> bool:

@@ -161,6 +161,7 @@ class FSDPModule(FSDPSettings, ReductionControl):
         scheduler.refresh(handles)
         scheduler.shards_written()
         for handle in handles:
+            handle.attach()
             scheduler.begin_unshard(handle)
         pending = UnshardHandle(state, handles)
         if async_op:

@@ -1,23 +1,28 @@
 """Notices what is added below annotated modules after their annotation, and wrappers of torch that are put around them.
 
-Nothing is paid in a step: torch calls a hook when a module or parameter is registered, which is rare, and the
-hook counts those below an annotation. Who remembers the count sees at its next forward whether to look.
+torch calls a hook when a module or parameter is registered, which is rare, and the hook counts those below an
+annotation. Who remembers the count sees at its next forward whether to look. ``ModuleList.insert`` and others write
+to a module's dicts, of which torch tells nobody: ``Contents`` remembers what is in them.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from composable.claims import is_managed
+from composable.claims import is_managed, is_sharded
 from composable.errors import UsageError, place_of_rank
-from composable.frames import modules_in_call
+from composable.frames import is_load, modules_in_call
 from composable.rivals import WRAPPER, averaged_twice, averaged_twice_in, keep_one, rival_on
 from composable.torch_hooks import before_every_registration
 from composable.torch_private import opaque
 
 __all__ = [
+    "Contents",
     "check_callers",
     "count_registrations",
     "is_left_alone",
@@ -36,6 +41,40 @@ _COUNT = _Count()
 _WATCHED: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
 _LEFT: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
 _REGISTERED: list[RemovableHandle] = []
+
+
+class Contents:
+    """What is in modules, to see in each forward whether that has changed: some 50 ns for each of them.
+
+    Args:
+        modules: The modules.
+        of_params: ``dict.values``, or ``dict.keys`` where each name holds one parameter or another.
+    """
+
+    __slots__ = ("_before", "_leaves", "_of_params", "_params", "_parents")
+
+    def __init__(self, modules: Iterable[nn.Module], of_params: Callable[[Any], Iterable[object]]) -> None:
+        found = list(modules)
+        # Some containers may be given another dict, when what is in them is deleted.
+        self._parents = [one for one in found if one._modules or isinstance(one, _CONTAINERS)]
+        self._leaves = [one._modules for one in found if not one._modules]
+        self._params = [one._parameters for one in found if one._parameters]
+        self._of_params = of_params
+        self._before = self._look()
+
+    def have_changed(self) -> bool:
+        """Say whether a module or a parameter was added, put in the place of another one, or taken away."""
+        now = self._look()
+        return any(self._leaves) or len(now) != len(self._before) or not all(map(is_, now, self._before))
+
+    def _look(self) -> list[object]:
+        children = map(dict.values, map(_CHILDREN, self._parents))
+        params = map(self._of_params, self._params)
+        return list(chain(chain.from_iterable(children), chain.from_iterable(params)))
+
+
+_CHILDREN: Callable[[nn.Module], dict[str, object]] = attrgetter("_modules")
+_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 
 def watch_registrations(modules: Iterable[nn.Module]) -> None:
@@ -115,6 +154,8 @@ def _before_parameter(parent: nn.Module, name: str, param: nn.Parameter) -> None
     # Annotations themselves place parameters in modules that watch assignments: those are managed.
     if _is_watched(parent) and not is_managed(param):
         _COUNT.value += 1
+        if is_sharded(parent._parameters.get(name)) and is_load():
+            param._composable_loaded = True  # type: ignore[attr-defined]  # read in storage/handle.py
         if hasattr(param, "_st_info"):
             # What the wrapper, or torch's replicate on it, makes of a sharded parameter that it takes over.
             raise _two_averages(WRAPPER, name)

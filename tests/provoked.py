@@ -153,6 +153,25 @@ def add_a_module_late(_: str) -> None:
     replicate(make_model(outputs=4)).append(nn.Linear(4, 4))(inputs())
 
 
+def tie_late(_: str) -> None:
+    model = fully_shard(make_model(outputs=4), policy={nn.Linear})
+    model[1].weight = model[0].weight
+    model(inputs())
+
+
+def replace_late(_: str) -> None:
+    model = fully_shard(make_model())
+    model[0].weight = nn.Parameter(torch.eye(4))
+    model(inputs())
+
+
+def write_between_forward_and_backward(_: str) -> None:
+    model = fully_shard(make_model(), policy={nn.Linear})
+    loss = model(inputs()).sum()
+    model.load_state_dict(make_model().state_dict())
+    loss.backward()
+
+
 def shard_with_gradients(_: str) -> None:
     model = make_model()
     model(inputs()).sum().backward()
@@ -314,6 +333,9 @@ MISTAKES = [
     forget_an_import_for_the_root,
     replicate_what_is_wrapped,
     add_a_module_late,
+    tie_late,
+    replace_late,
+    write_between_forward_and_backward,
     shard_with_gradients,
     step_inside_backward,
     forget_to_materialize,

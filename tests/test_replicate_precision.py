@@ -1185,3 +1185,34 @@ def test_torchs_policies_are_taken() -> None:
     run: dict[str, Any] = {"steps": 1, "micros": 1, "dtype": FP32, "make": torch.optim.SGD}
     theirs = run_threads(train, 1, _MixedPrecision(param_dtype=BF16, reduce_dtype=FP32), **run)
     torch.testing.assert_close(theirs, run_threads(train, 1, MixedPrecisionPolicy(BF16, FP32), **run))
+
+
+def converted_later(first: torch.dtype, *, has_run: bool, copies: bool) -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)), 0).to(first)
+    plain = copy.deepcopy(model).to(FP32)
+    replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    if has_run:
+        model(torch.ones(2, DIM)).sum().backward()
+        model.zero_grad()
+    model.to(FP32)
+    if copies:
+        model = copy.deepcopy(model)
+    for step in range(2):
+        model.zero_grad()
+        model(batch_of(step, dist.get_rank(), 0, FP32)).float().square().mean().backward()
+    low = {name: param.to(BF16) for name, param in plain.named_parameters()}
+    for rank in range(2):
+        output = functional_call(plain, low, (batch_of(1, rank, 0, FP32).to(BF16),))
+        (output.float().square().mean() / 2).backward(retain_graph=True)
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert param.dtype is FP32
+        assert param.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(param.grad, other.grad, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("first", [BF16, FP32])
+def test_a_model_in_the_policys_dtype_may_be_converted_later(first: torch.dtype, has_run: bool, copies: bool) -> None:
+    run_threads(converted_later, 2, first, has_run=has_run, copies=copies)

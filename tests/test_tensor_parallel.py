@@ -339,8 +339,9 @@ MISUSES = {
         "  at:  rank 0, parameter 'weight'\n  fix: call parallelize_module before fully_shard"
     ),
     "replaced after": (
-        "UsageError: a parameter of shape [4, 4] was replaced by DTensor [4, 4]\n"
-        "  at:  rank 0, parameter 'weight'\n  fix: call parallelize_module before fully_shard"
+        "UsageError: a parameter was replaced after fully_shard was called, and optimizers and gradients would not "
+        "follow\n  at:  rank 0, module Linear, parameter 'weight'\n  fix: change its values: with torch.no_grad(): "
+        "parameter.copy_(full), or load them; or unannotate first"
     ),
 }
 

@@ -39,6 +39,7 @@ class Census:
         is_owned: Of each piece, whether it has elements.
         owned_params: Of pieces with elements.
         owned_locals: Of pieces with elements.
+        idle_locals: Of the others: that they were stepped is noted on every rank.
         chains: Indices of pieces that may be merged with their neighbours, as far as gradients and state allow it.
         chained: Pieces of all chains, as positions in ``owned``.
         starts: In bytes, where each of ``chained`` begins in its handle's shard.
@@ -55,6 +56,7 @@ class Census:
     is_owned: Sequence[bool]
     owned_params: Sequence[RaggedDTensor]
     owned_locals: Sequence[torch.Tensor]
+    idle_locals: Sequence[torch.Tensor]
     chains: Sequence[Sequence[int]]
     chained: Sequence[int]
     starts: Sequence[int]
@@ -113,6 +115,7 @@ def take_census(groups: Sequence[Group], homes: Mapping[int, Home]) -> Census:
         is_owned=[piece.numel > 0 for piece in pieces],
         owned_params=[params[index] for index in owned],
         owned_locals=[pieces[index].local for index in owned],
+        idle_locals=[piece.local for piece in pieces if not piece.numel],
         chains=chains,
         chained=[position[index] for index in chained],
         starts=[pieces[index].start_bytes for index in chained],

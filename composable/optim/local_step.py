@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from composable.arguments import check_bool, check_module
@@ -206,6 +207,8 @@ class _LocalStep:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._drop_gradients()
         self._is_running = False
+        if self._census is not None:
+            increment_version(self._census.idle_locals)
         self._optimizer = self._groups = None
         if self._plan is not None and not self._plan.follow():
             self._show_state(optimizer)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from composable.errors import UsageError
 from composable.ragged.elementwise import (
@@ -61,8 +62,18 @@ _FORBIDDEN = frozenset("set_ resize_ resize_as_ unsqueeze_ squeeze_ t_ transpose
 
 def rule_for(op: OpOverload) -> Rule:
     """Choose the rule of an operation and remember it."""
-    rule = RULES[op] = _choose(op)
+    chosen = _choose(op)
+    is_in_place = bool(op._schema.arguments) and op._schema.arguments[0].name in written(op)
+    rule = RULES[op] = partial(_noted, chosen) if is_in_place else chosen
     return rule
+
+
+def _noted(rule: Rule, cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Let the version of a local tensor, which others share memory with, count what was written by its ragged one."""
+    result = rule(cls, op, args, kwargs)
+    changed = args[0] if isinstance(args[0], (list, tuple)) else (args[0],)
+    increment_version([one._local_tensor for one in changed if type(one) is cls])
+    return result
 
 
 def _choose(op: OpOverload) -> Rule:

@@ -9,6 +9,7 @@ from composable.replication.tail import Report
 from composable.wording import count_text, list_text, ranks_text
 
 __all__ = [
+    "FIX_LENT",
     "GRAPH_CHANGED",
     "HOOK_FAILED",
     "STOPPED",
@@ -26,6 +27,10 @@ HOOK_FAILED = -2
 GRAPH_CHANGED = -3
 
 _MAX_NAMES_SHOWN = 10
+FIX_LENT = (
+    "functional_call gave the modules other tensors, which replicate does not average: compute these from the "
+    "parameters; or call it on a copy from before replicate, or with find_unused_parameters=True, and average by hand"
+)
 _FIX_UNUSED = (
     "let every parameter take part in the loss on every rank, freeze those that do not before replicate, "
     "or pass find_unused_parameters=True"

@@ -47,6 +47,12 @@ class ParamSlot:
         self.name = name
         self.dtype = dtype
 
+    @property
+    def is_to_cast(self) -> bool:
+        """The parameter has another dtype."""
+        param = self.module._parameters.get(self.name)
+        return param is not None and param.dtype is not self.dtype
+
 
 # The id of a parameter, and the dtype of its copy.
 _Key: TypeAlias = tuple[int, torch.dtype]

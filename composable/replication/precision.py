@@ -185,6 +185,7 @@ class _Part:
     Args:
         module: The annotated module.
         slots: The places of the parameters that are cast.
+        spare: Of those that have the dtype already: they are cast once ``module.to(dtype)`` gave them another one.
         buffer_dtype: Of buffers meanwhile; ``None``: their own.
         modules: Whose buffers.
 
@@ -197,11 +198,13 @@ class _Part:
         self,
         module: nn.Module,
         slots: Sequence[ParamSlot],
+        spare: Sequence[ParamSlot],
         buffer_dtype: torch.dtype | None,
         modules: Sequence[nn.Module],
     ) -> None:
         self._module = module
         self.slots = slots
+        self._spare = spare
         self._buffer_dtype = buffer_dtype
         self._modules = modules
         self.params = LowPrecisionParams(slots)
@@ -214,6 +217,9 @@ class _Part:
         is_outermost = not self._calls or not is_called_again(self._module)
         if is_outermost:
             self._calls.clear()
+            if self._spare and self._spare[0].is_to_cast:
+                self.slots, self._spare = [*self.slots, *self._spare], ()
+                self.params = LowPrecisionParams(self.slots)
         held = _Arguments(kwargs)
         self._calls.append(weakref.ref(held, self._cut_short))
         self.params.enter(self._modules, is_outermost=is_outermost)
@@ -268,9 +274,12 @@ class _Part:
                 self.put_back()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Part":
-        slots = [ParamSlot(copy.deepcopy(slot.module, memo), slot.name, slot.dtype) for slot in self.slots]
+        slots, spare = (
+            [ParamSlot(copy.deepcopy(slot.module, memo), slot.name, slot.dtype) for slot in several]
+            for several in (self.slots, self._spare)
+        )
         modules = [copy.deepcopy(module, memo) for module in self._modules]
-        return _Part(copy.deepcopy(self._module, memo), slots, self._buffer_dtype, modules)
+        return _Part(copy.deepcopy(self._module, memo), slots, spare, self._buffer_dtype, modules)
 
 
 class _Arguments(dict[str, Any]):
@@ -364,15 +373,19 @@ class _LendHook(GradientHook):
 
 
 def _part_of(plan: PrecisionPlan, root: nn.Module, ignored: frozenset[nn.Module], roots: Sequence[nn.Module]) -> _Part:
-    slots, modules = [], []
+    slots, spare, modules = [], [], []
     for _, module in own_modules(root, ignored, roots):
         if module not in plan.skipped:
             modules.append(module)
             for name, param in module._parameters.items():
                 chosen = None if param is None else plan.dtypes.get(id(param))
-                if param is not None and chosen is not None and chosen.compute is not param.dtype:
-                    slots.append(ParamSlot(module, name, chosen.compute))
-    return _Part(root, slots, plan.policy.buffer_dtype, modules)
+                if param is not None and chosen is not None:
+                    slot = ParamSlot(module, name, chosen.compute)
+                    if slot.is_to_cast:
+                        slots.append(slot)
+                    elif chosen.compute is plan.policy.param_dtype:
+                        spare.append(slot)
+    return _Part(root, slots, spare, plan.policy.buffer_dtype, modules)
 
 
 def _is_root(module: nn.Module) -> bool:

@@ -23,10 +23,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composable.collectives import Grid, Transport
+from composable.errors import UsageError
 from composable.replication.bucket import Bucket, BucketOptions, ReducedParam, check_steppable
 from composable.replication.bucket_memory import note_caller
 from composable.replication.bucket_steps import step_complete, step_rest, step_sent
 from composable.replication.complaints import (
+    FIX_LENT,
     GRAPH_CHANGED,
     STOPPED,
     after_close,
@@ -92,6 +94,7 @@ class Reducer:
         before_round: Called before a backward, with whether it averages; ``None``: nothing is.
         teller: Told of what a round starts before it does; ``None``: nobody is.
         steppers: Get parameters that have their averages, and step them inside backward.
+        is_lent: A ``functional_call`` has given the modules other tensors since the last round.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class Reducer:
         self.stopwatch = Stopwatch(grid.everyone.device)
         self.before_round: Callable[[bool], None] | None = None
         self.teller: RoundTeller | None = None
+        self.is_lent = False
         self.steppers: tuple[Stepper, ...] = ()
         self._after_backward = after_backward
         self._lock = threading.RLock()
@@ -393,8 +397,12 @@ class Reducer:
         self._round.close()
         if failure is not None:
             raise hook_failed(failure, self.params[0].fqn)
+        is_lent, self.is_lent = self.is_lent, False
         if missing or self._round.complaint or report is not None:
-            raise self._exchange.error_of(missing, report or Report(), self._static)
+            error = self._exchange.error_of(missing, report or Report(), self._static)
+            if missing and is_lent and isinstance(error, UsageError):
+                error.fix = FIX_LENT
+            raise error
 
     def share(self, number: float) -> list[float]:
         """Return the number of each rank, in the order of the transport. Collective; no backward is running."""

@@ -16,6 +16,7 @@ from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_split_backward, is_functional_call
 from composable.registrations import (
+    Contents,
     check_callers,
     count_registrations,
     is_left_alone,
@@ -95,6 +96,7 @@ class ReplicateState:
         self.frozen = []
         self.hook_handles: list[RemovableHandle] = []
         self._seen = (-1, 0)
+        self._contents: dict[nn.Module, Contents] = {}
         self.uneven: UnevenInputs | None = None
         self.view: object = None
         self.standing = Standing()
@@ -114,11 +116,12 @@ class ReplicateState:
         self.standing.enter_forward()
         if not torch.is_grad_enabled():
             return
-        seen = (count_registrations(), len(optimizers_in_backward()))
+        contents = self._contents.get(module)
+        counts = (count_registrations(), len(optimizers_in_backward()))
+        is_as_before = contents is not None and self._seen == counts and not contents.have_changed()
         # While a graph is exported, parameters are others, which were not added.
-        if self._seen != seen and not is_functional_call() and not torch.compiler.is_exporting():
-            self._look_again()
-            self._seen = (count_registrations(), len(optimizers_in_backward()))
+        if not is_as_before and not torch.compiler.is_exporting():
+            self._look_again(module)
         for fqn, param in self.frozen:
             if param.requires_grad:
                 raise UsageError(
@@ -206,8 +209,11 @@ class ReplicateState:
         for fqn, param in [*((item.fqn, item.param) for item in self.reducer.params), *self.frozen]:
             claim(param, fqn, self)
 
-    def _look_again(self) -> None:
-        """Look at the modules as they are now: something was added, or this is the first forward."""
+    def _look_again(self, module: nn.Module) -> None:
+        """Look at the modules as they are now: ``module`` has changed or runs for the first time."""
+        if is_functional_call():
+            self.reducer.is_lent = True
+            return  # What is lent for one call was not added.
         check_callers()
         added = list(unmanaged_params(self.modules, self.ignored))
         if names := [fqn for fqn, param in added if param.requires_grad]:
@@ -220,6 +226,12 @@ class ReplicateState:
         self.frozen += added
         self._claim()
         watch_registrations(self._own_modules())
+        # Modules may hold copies in low precision where one of several is called inside another.
+        of_params = dict.values if self.precision is None else dict.keys
+        self._contents[module] = Contents(
+            (one for _, one in own_modules(module, self.ignored.modules, self.modules)), of_params
+        )
+        self._seen = (count_registrations(), len(optimizers_in_backward()))
 
     def take_over_optimizers(self) -> None:
         """Step where the averages arrive, by the optimizers of ``_apply_optimizer_in_backward``.

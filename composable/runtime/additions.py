@@ -14,7 +14,13 @@ from composable.contract import excludes
 from composable.errors import UsageError, place_of_rank
 from composable.frames import is_functional_call
 from composable.planning import name_modules
-from composable.registrations import check_callers, count_registrations, is_left_alone, watch_registrations
+from composable.registrations import (
+    Contents,
+    check_callers,
+    count_registrations,
+    is_left_alone,
+    watch_registrations,
+)
 from composable.storage import Handle, forget_torch_hooks, refuse_steppers, step_torch_optimizers
 from composable.torch_private import optimizers_in_backward
 from composable.wording import join_fqn, list_text
@@ -31,13 +37,13 @@ class _Annotated(Protocol):
 
 
 class Additions:
-    """Looks at a tree of annotated modules when something was registered in it."""
+    """Looks at a tree of annotated modules when something in it has changed."""
 
-    __slots__ = ("_frozen", "_seen")
+    __slots__ = ("_looks",)
 
     def __init__(self) -> None:
-        self._seen = (-1, 0)
-        self._frozen: list[nn.Parameter] = []
+        # By the module that ran: the counts, the contents, and what is frozen.
+        self._looks: dict[nn.Module, tuple[tuple[int, int], Contents, list[nn.Parameter]]] = {}
 
     def check(self, module: nn.Module, states: Collection[_Annotated]) -> None:
         """Raise if ``module``, whose forward begins, has parameters that no annotation knows.
@@ -49,8 +55,10 @@ class Additions:
         Raises:
             UsageError: It names them, or what else averages gradients; or an optimizer in backward beside a hook.
         """
-        seen = (count_registrations(), len(optimizers_in_backward()))
-        if self._seen == seen and not any(param.requires_grad for param in self._frozen):
+        counts = (count_registrations(), len(optimizers_in_backward()))
+        seen, contents, frozen = self._looks.get(module, (None, None, ()))
+        is_as_before = seen == counts and contents is not None and not contents.have_changed()
+        if is_as_before and not any(param.requires_grad for param in frozen):
             return
         if is_functional_call():
             return  # What is lent for one call was not added.
@@ -67,9 +75,10 @@ class Additions:
                 at=f"{place_of_rank()}, {list_text(names)}",
                 fix="add modules first; or call fully_shard on the added module too; or unannotate, and annotate anew",
             )
-        self._frozen = list(added.values())
-        watch_registrations(_traversal_utils._get_modules(module))
-        self._seen = (seen[0], len(optimizers_in_backward()))
+        modules = list(_traversal_utils._get_modules(module))
+        watch_registrations(modules)
+        counts = (counts[0], len(optimizers_in_backward()))
+        self._looks[module] = counts, Contents(modules, dict.keys), list(added.values())
 
 
 def _take_over_optimizers(handle: Handle) -> None:

@@ -20,7 +20,6 @@ from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import run_as_call
 from composable.runtime.backwards import Backwards
-from composable.runtime.readiness import check_not_lent
 from composable.runtime.saved_tensors import SavingForbidden
 from composable.runtime.scheduler import Scheduler
 from composable.runtime.state import FullyShardState, handle_of_module, sharded_state_of
@@ -221,7 +220,7 @@ class _OutputHook(GradientHook):
     only the first gradient in a backward counts.
     """
 
-    __slots__ = ("_backward_id", "_backwards", "_clock", "_gathers", "_handle")
+    __slots__ = ("_backward_id", "_backwards", "_clock", "_gathers", "_handle", "_version")
 
     def __init__(self, backwards: Backwards, handle: Handle, clock: float) -> None:
         self._backwards = backwards
@@ -229,6 +228,7 @@ class _OutputHook(GradientHook):
         self._clock = clock
         # As it was in forward: what is saved by now may be parameters.
         self._gathers = handle.unshard_in_backward
+        self._version = handle.version
         self._backward_id = -1
 
     @opaque
@@ -240,6 +240,8 @@ class _OutputHook(GradientHook):
         backwards = self._backwards
         if not backwards.is_running(self._backward_id):
             self._backward_id = backwards.pre_backward(self._handle, self._clock, gathers=self._gathers)
+            if self._version != self._handle.version and self._gathers and type(self) is _OutputHook:
+                raise self._handle.written_too_early()
 
 
 class _LeafHook(_OutputHook):
@@ -265,9 +267,9 @@ def _put_right(handle: Handle, scheduler: Scheduler) -> None:
     """Make parameters that were assigned since the last forward, say by a load of a part, values of the shards.
 
     Raises:
-        UsageError: They are lent for this call only, or have another shape or dtype.
+        UsageError: They have another shape or dtype, or ``check_held`` raises.
     """
-    check_not_lent(handle)
+    handle.check_held()
     assigned = [found for found in handle.misplaced() if found.is_stranger]
     # A gather in flight reads the shards: it ends here.
     scheduler.reshard(handle)

@@ -9,13 +9,12 @@ from typing import Protocol
 
 from torch import nn
 
-from composable.errors import UsageError, place_of_rank
-from composable.frames import is_functional_call
+from composable.errors import UsageError
 from composable.planning import PROTOCOL, managed_modules
 from composable.storage import META_FIX, Handle, is_unfilled
 from composable.wording import join_fqn, list_text
 
-__all__ = ["Annotated", "check_not_lent", "check_on_device", "check_ready"]
+__all__ = ["Annotated", "check_on_device", "check_ready"]
 
 
 class Annotated(Protocol):
@@ -90,23 +89,6 @@ def _check_not_extended(states: Sequence[Annotated], names: Mapping[nn.Module, s
                 at=f"parameter {_name_in(names, *param.owners[0])!r}",
                 fix="define both in a subclass of torch.Tensor, and make the parameter of that before fully_shard",
             )
-
-
-def check_not_lent(handle: Handle) -> None:
-    """Refuse other parameters that a running ``functional_call`` put into modules, to be taken back after it.
-
-    Whatever else puts them there, a load or an assignment, means them to stay.
-
-    Raises:
-        UsageError: A module holds some.
-    """
-    strangers = [found for found in handle.misplaced() if found.is_stranger]
-    if strangers and is_functional_call():
-        raise UsageError(
-            "functional_call gave a sharded module other parameters, and its forward gathers its own",
-            at=f"{place_of_rank()}, {handle.described}, parameter {strangers[0].param.fqn!r}",
-            fix="call it inside unshard_params(model); elsewhere give it buffers only, or the model's own parameters",
-        )
 
 
 def _name_in(names: Mapping[nn.Module, str], module: nn.Module, name: str) -> str:

@@ -34,7 +34,7 @@ from composable.runtime.additions import Additions
 from composable.runtime.agreement import Agreement, Choices, Comparison, find_stale
 from composable.runtime.companions import find_companions
 from composable.runtime.notices import notice_experts, notice_offload, notice_plan, notice_unset
-from composable.runtime.readiness import check_not_lent, check_ready
+from composable.runtime.readiness import check_ready
 from composable.runtime.scheduler import Scheduler
 from composable.runtime.settings import RootSettings
 from composable.runtime.standing import Standing
@@ -496,7 +496,6 @@ def _find_failure(
                         fix="annotate all first, then make them on the outermost module; set this one's back",
                     )
                 for handle in state._handles:
-                    check_not_lent(handle)
                     handle.attach()
             check_ready(states, names)
     except UsageError as error:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable.arguments import check_bool, check_device
@@ -274,6 +275,7 @@ def spread_values(tensors: list[torch.Tensor], values: list[torch.Tensor] | None
     for grid, alike in by_grid(tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)):
         own = None if values is None else [values[value_of[id(tensor)]] for tensor in alike]
         spread_whole(alike, grid, ranks, src, None if own is None else own.__getitem__)
+        increment_version([tensor._local_tensor for tensor in alike])
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, RaggedDTensor):
             _broadcast_into(tensor, None if values is None else values[index], ranks.everyone, src)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import torch
+from torch.autograd.graph import increment_version
 
 from composable.errors import UsageError, place_of_rank
 from composable.frames import will_get_gradient
@@ -273,6 +274,8 @@ class Gradients:
             complete = [param.sharded for param, _ in chosen if param.sharded.grad is not None]
             for step in self.steppers:
                 step(complete)
+            # Also where this rank has no element to step.
+            increment_version([param.ragged._local_tensor for param, _ in chosen])
 
 
 class _PoolKey:

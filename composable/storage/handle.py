@@ -16,7 +16,8 @@ from torch import nn
 
 from composable.collectives import Grid, Pending, Ranks
 from composable.errors import UsageError, located, place_of_rank
-from composable.planning import HandlePlan
+from composable.frames import is_functional_call
+from composable.planning import HandlePlan, mark_replaced
 from composable.storage.comms import CHOICES, DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
 from composable.storage.copy_reach import is_part_of_module, modules_of_copy, reaches_out
 from composable.storage.flat_buffer import FlatBuffer
@@ -28,6 +29,7 @@ from composable.wording import class_name, join_fqn, module_text
 __all__ = ["FIX_COPY", "Handle", "handle_of"]
 
 FIX_COPY = "deep-copy {names} or a module around, in one call"
+_LOADED = "_composable_loaded"  # On a parameter that a load has assigned; set in registrations.py.
 
 
 class ParamLabel:
@@ -107,17 +109,17 @@ def handle_of(param: torch.Tensor) -> "Handle | None":
 
 
 class Misplaced(NamedTuple):
-    """What a module holds where a handle gave it a face of a parameter: the other face, or another tensor."""
+    """What a module holds where a handle gave it a face of a parameter: the other face, another tensor or none."""
 
     module: nn.Module
     name: str
     param: ShardedParam
-    held: nn.Parameter
+    held: nn.Parameter | None
 
     @property
     def is_stranger(self) -> bool:
         """It is neither face."""
-        return self.held is not self.param.sharded and self.held is not self.param.unsharded
+        return not self.param.has_face(self.held)
 
 
 class _Filling:
@@ -160,6 +162,7 @@ class Handle:
         is_lent: That context shows them in a way that forward and backward cannot use,
         is_shown_whole: but forward can where nothing is to have a gradient: every module holds a whole copy.
         has_secondary: Secondary shards of a forward are there.
+        version: Of the shards when the unsharded parameters, as they are or were last, were gathered.
         fills_secondary: Forwards fill secondary shards, which serve until shards are written.
         takes_secondary: The next gather, or the one under way, is from these.
         reshard_option: What the user asked for; ``None``: free between forward and backward unless root; an int: free
@@ -193,6 +196,7 @@ class Handle:
         "_gathers",
         "_places",
         "_plain_owners",
+        "_secondary_version",
         "_swaps",
         "_watched",
         "backward_prefetch",
@@ -231,6 +235,7 @@ class Handle:
         "sync_after_context",
         "takes_secondary",
         "unshard_in_backward",
+        "version",
     )
 
     def __init__(
@@ -298,6 +303,7 @@ class Handle:
         self.is_shown_whole = False
         self.has_secondary = False
         self.takes_secondary = False
+        self.version = self._secondary_version = 0
         self._gathers: list[Pending] | None = None  # Of an unshard that has not ended, also of one that never will.
         self._places: list[tuple[nn.Module, str, ShardedParam]] = []
         self._plain_owners: list[tuple[nn.Module, str, ShardedParam]] = []
@@ -332,15 +338,18 @@ class Handle:
         Their values stay; parameters are the same objects as before. Not collective.
 
         Raises:
-            UsageError: A parameter has another dtype or shape now.
+            UsageError: A parameter has another dtype or shape now, or ``check_held`` raises.
         """
         if self.is_unsharded or self.held_with is not None:
             return
+        self.check_held()
         for param in self.params:
             for module, name in param.owners:
                 held = module._parameters.get(name)
                 if held is not None and held is not param.sharded and held is not param.unsharded:
                     param.take(held)
+                    vars(held).pop(_LOADED, None)
+                    mark_replaced(held, param.fqn, module, name)  # An optimizer that was built meanwhile holds it.
                     param.sharded.grad = None  # As a new parameter has none.
             param.bring_back_marks()
             param.place(param.sharded)
@@ -364,9 +373,41 @@ class Handle:
             is_unsharded = self.is_unsharded and not self.is_hidden
             for module, name, param in self._places:
                 held = module._parameters.get(name)
-                if held is not (param.unsharded if is_unsharded else param.sharded) and held is not None:
+                if held is not (param.unsharded if is_unsharded else param.sharded):
                     found.append(Misplaced(module, name, param, held))
         return found
+
+    def check_held(self) -> None:
+        """Refuse parameters that the user tied, replaced or removed: an optimizer may hold the old ones, or the new.
+
+        What a load assigns is a value, and so is any parameter in the place of one on the meta device.
+
+        Raises:
+            UsageError: It names the first of them, or says that a ``functional_call`` lends it.
+        """
+        for _, _, param, held in (found for found in self.misplaced() if found.is_stranger):
+            at = f"{place_of_rank()}, {self.described}, parameter {param.fqn!r}"
+            if is_functional_call():
+                raise UsageError(
+                    "functional_call gave a sharded module other parameters, and its forward gathers its own",
+                    at=at,
+                    fix="call it inside unshard_params(model); elsewhere give it buffers only, or the model's own "
+                    "parameters",
+                )
+            other = None if held is None else handle_of(held)
+            if other is None and held is not None and (param.ragged.is_meta or hasattr(held, _LOADED)):
+                continue
+            what, fix = "removed", "remove it before fully_shard"
+            names = [] if other is None else [other.fqn_of(one) for one in other.params if one.has_face(held)]
+            if names:
+                what, fix = f"tied to {names[0]!r}", "tie them before fully_shard, by one call for both or a policy"
+            elif held is not None:
+                what, fix = "replaced", "change its values: with torch.no_grad(): parameter.copy_(full), or load them"
+            raise UsageError(
+                f"a parameter was {what} after fully_shard was called, and optimizers and gradients would not follow",
+                at=at,
+                fix=f"{fix}; or unannotate first",
+            )
 
     def copied(self, memo: dict[int, Any]) -> "Handle":
         """Return a deep copy with shards of its own; ``adopt_modules`` completes it."""
@@ -530,11 +571,14 @@ class Handle:
         if self._gathers is not None:
             self.settle()
         self._gathers = gathers = []
+        version = 0
         for flat in self.buffers:
+            version += flat.shard._version  # Which grows on every rank alike.
             if flat.is_empty:
                 flat.make_leaves()
             else:
                 gathers.append(self._begin_unshard(flat))
+        self.version = self._secondary_version if self.takes_secondary and self.has_secondary else version
         self.is_gathering = True
 
     def _begin_unshard(self, flat: FlatBuffer) -> Pending:
@@ -557,6 +601,7 @@ class Handle:
             gather.finish()
         if self.takes_secondary:
             self.has_secondary = True
+            self._secondary_version = self.version
 
     def settle(self) -> None:
         """Wait for all that was started for this handle, also by a call that an exception cut short."""
@@ -579,11 +624,30 @@ class Handle:
             trainable = sharded.requires_grad
             if leaf.requires_grad is not trainable:
                 leaf.requires_grad_(trainable)
-            module._parameters[name] = leaf
+            held = module._parameters
+            if held.get(name) is not sharded and held.get(name) is not leaf:
+                self._check_not_assigned()
+            held[name] = leaf
         for param in self._watched:
+            if not (param.is_placed(param.sharded) or param.is_placed(param.leaf())):
+                self._check_not_assigned()
             param.leaf().requires_grad_(param.sharded.requires_grad)
             param.place(param.leaf())
         self.is_hidden = False
+
+    def _check_not_assigned(self) -> None:
+        # A forward has seen to it, so this is before a backward.
+        if self.held_with is None:
+            self.check_held()
+            raise self.written_too_early()
+
+    def written_too_early(self) -> UsageError:
+        """Return the error for shards that have other values than those a forward has seen."""
+        return UsageError(
+            "parameters were written to between a forward and its backward, which needs them as they were",
+            at=f"{place_of_rank()}, {self.described}",
+            fix="step, load or change parameters after backward; or run forward again",
+        )
 
     def reshard(self, *, frees: bool = True) -> None:
         """Make the modules hold the sharded parameters and free the buffers, or leave these to ``free_buffers``."""
@@ -629,6 +693,7 @@ class Handle:
         for flat in self.buffers:
             if not flat.is_empty:
                 flat.keep_secondary()
+        self._secondary_version = self.version
         # Last: what was cut short is not used.
         self.has_secondary = True
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from composable.errors import UsageError, place_of_rank
@@ -129,6 +130,10 @@ class ShardedParam:
         """The sharded parameter shows the handle's shard; torch did not give it other memory."""
         return self.ragged._local_tensor is self.local
 
+    def has_face(self, held: torch.Tensor | None) -> bool:
+        """Say whether ``held`` is the sharded or the unsharded parameter."""
+        return held is not None and (held is self.sharded or held is self.unsharded)
+
     def storage_of(self, value: torch.Tensor) -> torch.Tensor:
         """Return what is sharded of a full value, which may be an instance of the parameter's own class."""
         return value.detach() if self.form is None else self.form.storage_of(value)
@@ -228,6 +233,7 @@ class ShardedParam:
                 self.show(piece.detach().to(self.home, self.spec.dtype, copy=True))
         else:
             self.ragged._local_tensor.data.copy_(piece)
+            increment_version(self.ragged._local_tensor)
 
     def _can_take(self, value: torch.Tensor) -> bool:
         if self.is_split and isinstance(value, DTensor):
