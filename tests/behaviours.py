@@ -314,11 +314,20 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "`_cast_buffers`",
-            "Buffers are told apart by module, not by name; checkpoints have them in their own dtype.",
-            proved(
-                PRECISION,
-                "test_buffers_of_equal_names_have_the_dtype_of_their_own_module",
-                "test_buffers_are_cast_while_their_module_runs_and_keep_what_it_wrote",
+            "Buffers are told apart by module, not by name; checkpoints have them in their own dtype. What a forward writes "
+            "is kept, however it writes: batch norms, observers, assignments, `.data`.",
+            (
+                *proved(
+                    PRECISION,
+                    "test_buffers_of_equal_names_have_the_dtype_of_their_own_module",
+                    "test_buffers_are_cast_while_their_module_runs_and_keep_what_it_wrote",
+                ),
+                *proved(
+                    "test_cast_buffers.py",
+                    "test_these_are_all_classes_of_torch_with_buffers",
+                    "test_what_a_forward_writes_is_kept_and_nothing_else_is_changed",
+                    "test_random_steps_leave_the_buffers_of_one_process",
+                ),
             ),
         ),
         Row(
