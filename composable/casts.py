@@ -183,8 +183,10 @@ class Lending(ABC):
 
     Attributes:
         number: As of all that end a backward.
+        untraceable: Why a graph of compiled autograd cannot do this.
     """
 
+    untraceable = "nothing tells modules when to hold their own tensors again (mp_policy)"
     __slots__ = ("__weakref__", "_depth", "_end", "number")
 
     def __init__(self) -> None:

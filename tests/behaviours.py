@@ -532,7 +532,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row(
             "Compiled backwards",
             "Under compiled autograd one all-reduce for each gradient, in the graph. What a graph cannot do is an error, and "
-            "the next step is right.",
+            "the next step is right; where that is mixed precision, the error names `mp_policy`.",
             proved(
                 "test_compiled_autograd.py",
                 "test_a_graph_of_backward_holds_an_all_reduce_for_each_gradient",
@@ -814,10 +814,12 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "Logging data",
-            "Bucket sizes, rebuilt order, times and their sample rate, at any time as a plain object: `reduction_stats`.",
+            "Bucket sizes, rebuilt order, static graph, times and their sample rate, at any time as a plain object: "
+            "`reduction_stats`. Before the first backward the sizes are those of the buckets that it will have.",
             proved(
                 GROUP_LIFE,
                 "test_stats_tell_buckets_order_and_times",
+                "test_buckets_are_known_before_the_first_backward",
                 "test_one_backward_in_so_many_is_measured_after_the_first_ten",
             ),
         ),
