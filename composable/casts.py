@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from composable.torch_hooks import GradientHook, around_forward, at_end_of_backward, next_ending_number
-from composable.torch_private import opaque, tree_map
+from composable.torch_private import opaque, running_transform, tree_map
 
 __all__ = ["CastBuffers", "LendHook", "Lending", "LentBuffers", "cast_floats", "keep_dtype"]
 
@@ -139,12 +140,31 @@ class _Lent:
     def settle(self) -> None:
         """Let all have what was written to one of them since; the buffer's own values count last."""
         written = [one for one, version in self._settled if _version_of(one) != version]
-        if written:
-            with torch.no_grad():
-                for one in (*self._copies.values(), self._own):
-                    if one is not written[0]:
-                        one.copy_(written[0])
-            self._note()
+        if not self._copies or (running_transform() is not None and not written):
+            return
+        with torch.no_grad():
+            values = self._values(written)
+            for one in (*self._copies.values(), self._own):
+                if one is not values:
+                    one.resize_(values.shape)
+                    # A write that tells of itself lets autograd refuse what it saved of the others, too.
+                    tells = bool(written) and all(one is not other for other in written)
+                    (one if tells else one.data).copy_(values)
+        self._note()
+
+    def _values(self, written: list[torch.Tensor]) -> torch.Tensor:
+        own = self._own
+        if written and (written[0] is own or running_transform() is not None):
+            return written[0]
+        resized = next((one for one in self._copies.values() if one.shape != own.shape), None)
+        if resized is not None:
+            return resized
+        # Not by versions: `F.batch_norm` and writes to `.data` change none. Element by element, since what nobody
+        # wrote to keeps its precision, and since no host has to wait for the answer.
+        values = own
+        for one in self._copies.values():
+            values = torch.where(one == own.to(one.dtype), values, one.to(own.dtype))
+        return values
 
     def _note(self) -> None:
         self._settled = [(one, _version_of(one)) for one in (*self._copies.values(), self._own)]
@@ -163,8 +183,10 @@ class Lending(ABC):
 
     Attributes:
         number: As of all that end a backward.
+        untraceable: Why a graph of compiled autograd cannot do this.
     """
 
+    untraceable = "nothing tells modules when to hold their own tensors again (mp_policy)"
     __slots__ = ("__weakref__", "_depth", "_end", "number")
 
     def __init__(self) -> None:
@@ -261,7 +283,7 @@ class CastBuffers(Lending):
             return
         for module in modules:
             for name, own in module._buffers.items():
-                if own is None or isinstance(own, DTensor):
+                if own is None or isinstance(own, DTensor) or is_lazy(own):
                     continue
                 if own.is_floating_point() and own.dtype is not self._dtype:
                     self._lent.append((module, name, own, self._lender.lend(own, self._dtype, self)))
@@ -269,10 +291,14 @@ class CastBuffers(Lending):
             module._buffers[name] = lent
 
     def _restore(self) -> None:
-        for module, name, own, lent in self._lent:
-            # A buffer that was assigned meanwhile is the user's.
-            if module._buffers.get(name) is lent:
-                module._buffers[name] = own
+        own_of = {id(lent): own for _, _, own, lent in self._lent}
+        for module, name, own, _ in self._lent:
+            held = module._buffers.get(name)
+            if held is not None and id(held) not in own_of and held.dtype is self._dtype:
+                # Computed from what was lent, and assigned: it goes on in the precision of what it replaces.
+                own_of[id(held)] = held.to(own.dtype)
+            if held is not None:
+                module._buffers[name] = own_of.get(id(held), held)
             self._lender.take_back(own, self._dtype, self)
         self._lent = []
 

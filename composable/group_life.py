@@ -22,9 +22,11 @@ class ReductionStats:
     Attributes:
         world_size: Ranks that average.
         backwards: How many there were.
+        is_static_graph: As ``static_graph`` says.
         is_rebuilt: Buckets follow the order of arrival.
         bucket_bytes: Of each bucket as it travels, in order of reduction: gradients, gaps between them, and in the
-            last bucket a flag for each parameter and numbers for each rank. Empty before the first backward.
+            last bucket a flag for each parameter and numbers for each rank. Before the first backward: of those it
+            will have.
         bucket_fqns: The parameters of each bucket.
         arrival_order: Parameters in the order in which gradients are expected; ``None``: not known.
         sparse_fqns: Parameters with sparse gradients, which lie in no bucket.
@@ -35,6 +37,7 @@ class ReductionStats:
 
     world_size: int
     backwards: int
+    is_static_graph: bool
     is_rebuilt: bool
     bucket_bytes: tuple[int, ...]
     bucket_fqns: tuple[tuple[str, ...], ...]
@@ -66,13 +69,15 @@ def reduction_stats(module: nn.Module, *, sample_rate: int | None = None) -> Red
         reducer.stopwatch.every = int(rate)
     fqns = [item.fqn for item in reducer.params]
     order = reducer.arrival_order
+    buckets = reducer.next_buckets
     seen = reducer.round.seen if reducer.rounds else [1] * len(fqns)
     return ReductionStats(
         world_size=state.grid.everyone.size,
         backwards=reducer.rounds,
+        is_static_graph=reducer.options.static_graph,
         is_rebuilt=reducer.is_rebuilt,
-        bucket_bytes=tuple(bucket.flat.nbytes for bucket in reducer.buckets),
-        bucket_fqns=tuple(tuple(fqns[index] for index in bucket.param_indices) for bucket in reducer.buckets),
+        bucket_bytes=tuple(bucket.sent_bytes for bucket in buckets),
+        bucket_fqns=tuple(tuple(fqns[index] for index in bucket.param_indices) for bucket in buckets),
         arrival_order=None if order is None else tuple(fqns[index] for index in order),
         sparse_fqns=tuple(item.fqn for item in reducer.params if item.is_sparse),
         missing_fqns=tuple(fqn for fqn, count in zip(fqns, seen, strict=True) if not count),

@@ -180,8 +180,12 @@ __all__ = [
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 
-def queue_callback(callback: Callable[[], None]) -> None:
+def queue_callback(callback: Callable[[], None], needed_by: object = None) -> None:
     """Ask autograd to run ``callback`` at the end of the backward that is running.
+
+    Args:
+        callback: Runs if the backward ends well.
+        needed_by: May say in ``untraceable`` what a graph cannot do for it.
 
     Raises:
         UsageError: Compiled autograd runs it, which takes callbacks and never calls them.
@@ -189,8 +193,9 @@ def queue_callback(callback: Callable[[], None]) -> None:
     # Read only where somebody has imported it: who has not does not compile.
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(compiled_autograd, "in_compiled_autograd_region", False):
+        why = getattr(needed_by, "untraceable", "")
         raise UsageError(
-            "compiled autograd runs this backward, and it never says when the backward ends",
+            f"compiled autograd runs this backward, {f'where {why}' if why else 'and never says when it ends'}",
             at=place_of_rank(),
             fix="leave compiled autograd off: compiled models need it for nothing",
         )

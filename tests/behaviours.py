@@ -320,11 +320,20 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "`_cast_buffers`",
-            "Buffers are told apart by module, not by name; checkpoints have them in their own dtype.",
-            proved(
-                PRECISION,
-                "test_buffers_of_equal_names_have_the_dtype_of_their_own_module",
-                "test_buffers_are_cast_while_their_module_runs_and_keep_what_it_wrote",
+            "Buffers are told apart by module, not by name; checkpoints have them in their own dtype. What a forward writes "
+            "is kept, however it writes: batch norms, observers, assignments, `.data`.",
+            (
+                *proved(
+                    PRECISION,
+                    "test_buffers_of_equal_names_have_the_dtype_of_their_own_module",
+                    "test_buffers_are_cast_while_their_module_runs_and_keep_what_it_wrote",
+                ),
+                *proved(
+                    "test_cast_buffers.py",
+                    "test_these_are_all_classes_of_torch_with_buffers",
+                    "test_what_a_forward_writes_is_kept_and_nothing_else_is_changed",
+                    "test_random_steps_leave_the_buffers_of_one_process",
+                ),
             ),
         ),
         Row(
@@ -529,7 +538,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row(
             "Compiled backwards",
             "Under compiled autograd one all-reduce for each gradient, in the graph. What a graph cannot do is an error, and "
-            "the next step is right.",
+            "the next step is right; where that is mixed precision, the error names `mp_policy`.",
             proved(
                 "test_compiled_autograd.py",
                 "test_a_graph_of_backward_holds_an_all_reduce_for_each_gradient",
@@ -811,10 +820,12 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "Logging data",
-            "Bucket sizes, rebuilt order, times and their sample rate, at any time as a plain object: `reduction_stats`.",
+            "Bucket sizes, rebuilt order, static graph, times and their sample rate, at any time as a plain object: "
+            "`reduction_stats`. Before the first backward the sizes are those of the buckets that it will have.",
             proved(
                 GROUP_LIFE,
                 "test_stats_tell_buckets_order_and_times",
+                "test_buckets_are_known_before_the_first_backward",
                 "test_one_backward_in_so_many_is_measured_after_the_first_ten",
             ),
         ),

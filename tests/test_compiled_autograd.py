@@ -176,6 +176,8 @@ REFUSED: dict[str, Callable[[nn.Module], Any]] = {
         param_to_hook_all_reduce=model.get_parameter("0.weight"),
     ),
     "precision": lambda model: replicate(model, mp_policy=MixedPrecisionPolicy(torch.float32)),
+    "copies": lambda model: replicate(model, mp_policy=MixedPrecisionPolicy(torch.float64)),
+    "buffers": lambda model: replicate(model, mp_policy=MixedPrecisionPolicy(buffer_dtype=torch.float64)),
     "sparse": lambda model: replicate(add_sparse_table(model)),
 }
 
@@ -225,6 +227,9 @@ def refused(kind: str, way: str) -> str:
         ("static", "config"),
         ("delayed", "enable"),
         ("precision", "enable"),
+        ("copies", "enable"),
+        ("copies", "config"),
+        ("buffers", "enable"),
         ("sparse", "config"),
     ],
 )
@@ -232,6 +237,7 @@ def test_what_a_graph_cannot_do_is_refused_on_every_rank_and_the_next_step_is_ri
     for rank, error in enumerate(run_ranks(refused, 2, kind, way, timeout_s=200)):
         what, at, fix = error.split("\n")
         assert what.startswith("compiled autograd runs this backward, ")
+        assert ("mp_policy" in what) == (kind in ("precision", "copies", "buffers"))
         assert at.startswith(f"  at:  rank {rank}")
         assert fix.startswith("  fix: leave compiled autograd off")
 

@@ -19,6 +19,7 @@ from composable import (
     step_in_backward,
     update_process_group,
 )
+from composable.replication import check_replicated
 from tests.models import BATCH, DIM, make_model, random_input, seeded
 from tests.world import RankErrors, run_ranks, run_threads
 
@@ -129,7 +130,7 @@ def step_in_another_group() -> None:
     update_process_group(model, dist.new_group([0, 1]))
     for step in range(2):
         loss_at(model, step, dist.get_rank()).backward()
-        assert sum(reduction_stats(model).bucket_bytes) == 0
+        assert all(bucket.is_released for bucket in check_replicated(model, "a test").reducer.buckets)
 
 
 def test_an_optimizer_steps_in_backward_in_the_new_group_too() -> None:
@@ -247,7 +248,7 @@ def stats() -> None:
     replicate(model, find_unused_parameters=True, bucket_cap_mb=TINY_CAP_MB)
     fqns = [fqn for fqn, _ in model.named_parameters()]
     none = reduction_stats(model)
-    assert (none.backwards, none.is_rebuilt, none.bucket_bytes, none.arrival_order) == (0, False, (), None)
+    assert (none.backwards, none.is_rebuilt, none.arrival_order) == (0, False, None)
     assert none.timing is None and none.missing_fqns == ()
     for step in range(3):
         args, kwargs = model.example_inputs(step)
@@ -272,6 +273,38 @@ def stats() -> None:
 
 def test_stats_tell_buckets_order_and_times() -> None:
     run_threads(stats, 2)
+
+
+class Apart(nn.ModuleList):
+    """Runs each layer on an input of its own dtype."""
+
+    def forward(self) -> torch.Tensor:
+        outputs = [layer(torch.ones(2, DIM, dtype=layer.weight.dtype)) for layer in self]  # type: ignore[arg-type]
+        return torch.stack([output.float().sum() for output in outputs]).sum()
+
+
+def first_buckets(options: dict[str, Any], dtypes: list[torch.dtype], *, steps_inside: bool) -> None:
+    layers = [nn.Linear(DIM, DIM, dtype=dtype) for dtype in dtypes]
+    model = replicate(Apart(layers), **options)
+    if steps_inside:
+        step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    before = reduction_stats(model)
+    assert before.is_static_graph is options.get("static_graph", False)
+    assert before == reduction_stats(model) and before.backwards == 0
+    assert sorted(fqn for bucket in before.bucket_fqns for fqn in bucket) == sorted(dict(model.named_parameters()))
+    model().backward()
+    after = reduction_stats(model)
+    assert (before.bucket_bytes, before.bucket_fqns) == (after.bucket_bytes, after.bucket_fqns)
+    assert all(one > 0 for one in after.bucket_bytes)
+
+
+@pytest.mark.parametrize("steps_inside", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"static_graph": True}, {"bucket_cap_mb": TINY_CAP_MB}, {"find_unused_parameters": True}], ids=str
+)
+def test_buckets_are_known_before_the_first_backward(options: dict[str, Any], *, steps_inside: bool) -> None:
+    for dtypes in ([torch.float32] * 3, [torch.float32, torch.bfloat16, torch.float64, torch.float32]):
+        run_threads(first_buckets, 2, options, dtypes, steps_inside=steps_inside)
 
 
 def measured(rate: int) -> list[bool]:

@@ -109,12 +109,14 @@ class Arrangement:
             self._rebuild(self.order)
             self._is_stale = False
         elif not self.buckets:
-            if self.is_lazy:
-                # Most gradients come in about this order, and the others cost memory in one backward.
-                self._build(self._planned(range(len(self._params))[::-1]))
-                return
-            in_order, no_bytes = self._inside(range(len(self._params))), [0] * len(self._params)
-            self._build(plan_buckets(in_order, self._keys(), no_bytes, first_cap_bytes=1, cap_bytes=1))
+            self._build(self._first_groups())
+
+    def next_buckets(self) -> Sequence[Bucket]:
+        """Return the buckets there are; before the first backward what they will be, without memory."""
+        if self.buckets:
+            return self.buckets
+        groups = (self._planned(self.order) if self.order is not None else self._first_groups()) or [[]]
+        return [self._bucket(number, groups, key=-1, is_lazy=True) for number in range(len(groups))]
 
     def dissolve(self) -> None:
         """Give every gradient memory of its own and free the buckets."""
@@ -187,6 +189,27 @@ class Arrangement:
             cap_bytes=self._options.cap_bytes,
         )
 
+    def _first_groups(self) -> list[list[int]]:
+        """Return the parameters of each bucket while no order of arrival is known."""
+        if self.is_lazy:
+            # Most gradients come in about this order, and the others cost memory in one backward.
+            return self._planned(range(len(self._params))[::-1])
+        in_order, no_bytes = self._inside(range(len(self._params))), [0] * len(self._params)
+        return plan_buckets(in_order, self._keys(), no_bytes, first_cap_bytes=1, cap_bytes=1)
+
+    def _bucket(self, number: int, groups: Sequence[Sequence[int]], *, key: int, is_lazy: bool) -> Bucket:
+        group, is_last = groups[number], number == len(groups) - 1
+        return Bucket(
+            number,
+            [(index, self._params[index].param) for index in group],
+            tail_numel=self._tail_numel if is_last else 0,
+            is_last=is_last,
+            key=key,
+            is_lazy=is_lazy,
+            device=self._params[0].param.device,
+            dtype=self._params[group[0]].bucket_dtype if group else None,
+        )
+
     def _build(self, groups: Sequence[Sequence[int]]) -> None:
         buckets: list[Bucket] = []
         delay = self._options.delay
@@ -195,16 +218,7 @@ class Arrangement:
         for number, group in enumerate(groups):
             is_last = number == len(groups) - 1
             is_delayed = delay is not None and not delay.params.isdisjoint(group)
-            bucket = Bucket(
-                number,
-                [(index, self._params[index].param) for index in group],
-                tail_numel=self._tail_numel if is_last else 0,
-                is_last=is_last,
-                key=self._transport.allocate_key(),
-                is_lazy=self.is_lazy,
-                device=self._params[0].param.device,
-                dtype=self._params[group[0]].bucket_dtype if group else None,
-            )
+            bucket = self._bucket(number, groups, key=self._transport.allocate_key(), is_lazy=self.is_lazy)
             bucket.arrivals = self._arrivals_of(group, is_delayed=is_delayed)
             if self._options.static_graph and (is_last or self._counts is None):
                 # In a graph that nobody has seen a parameter may get another gradient, and in one that was to be

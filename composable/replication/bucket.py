@@ -229,6 +229,11 @@ class Bucket:
             self._allocate()
         self.flat.zero_()
 
+    @property
+    def sent_bytes(self) -> int:
+        """What travels, also while there is no memory for it."""
+        return (self._stop + self._tail_numel) * self.flat.element_size()
+
     def index(self) -> int:
         """Return the place of this bucket in the order of reduction."""
         return self._index

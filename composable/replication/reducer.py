@@ -161,6 +161,11 @@ class Reducer:
         return self._arrangement.buckets
 
     @property
+    def next_buckets(self) -> Sequence[Bucket]:
+        """These, or what they will be in the first backward."""
+        return self._arrangement.next_buckets()
+
+    @property
     def arrival_order(self) -> list[int] | None:
         """The parameters in the order that the buckets of the next backward follow; ``None``: not known yet."""
         return self._arrangement.order
