@@ -66,7 +66,7 @@ class Host:
 
     def run(self, *command: str) -> str:
         """Run a command on this host and return what it prints."""
-        done = subprocess.run(self._inside(command), capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(self._inside(command), capture_output=True, text=True, check=False)
         if done.returncode:
             raise NoHostsError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
         return done.stdout

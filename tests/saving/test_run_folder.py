@@ -396,7 +396,7 @@ def test_threads_that_begin_at_once_have_one_right(tmp_path: Path) -> None:
     begin, lockf = threading.Barrier(4), fcntl.lockf
 
     def own_at_once() -> Owner:
-        begin.wait(30)
+        begin.wait()
         return own(tmp_path)
 
     def lock_slowly(*args: int) -> None:
