@@ -146,7 +146,8 @@ class Run:
     def look(self) -> bool:
         """Tell what has failed since the last time; return whether the process is stuck."""
         if self._notes.failures.exists():
-            lines = self._notes.failures.read_text().splitlines()
+            # Without a line that is being written.
+            lines = self._notes.failures.read_text().rpartition("\n")[0].splitlines()
             for line in lines[len(self._failures) :]:
                 self._failures.append(json.loads(line))
                 name, when, _ = self._failures[-1]
@@ -170,12 +171,15 @@ class Run:
             self._process.send_signal(signal.SIGINT)
 
     def end(self) -> None:
-        """Wait for the report of a process that was interrupted, or show what it has noted instead."""
+        """Wait for the report of a process that was interrupted; where there is none, show what it has noted."""
         try:
-            self._process.wait(REPORT_S)
+            code = self._process.wait(REPORT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            code = self._process.wait()
+        self.look()
+        if code < 0:
+            print(f"\na process has ended by {signal.Signals(-code).name}; what had failed in it until then:")
             for name, when, text in self._failures:
                 print(f"\n{'_' * 20} {name} ({when}) {'_' * 20}\n{text}", flush=True)
 

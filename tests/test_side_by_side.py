@@ -81,5 +81,24 @@ def test_a_run_that_is_stuck_shows_where_and_what_has_failed_until_then(tmp_path
     assert "assert 'reason' == 'another'" in output and "assert 'of the other' == 'process'" in output
 
 
+DEAD = """
+import os, signal
+
+def test_that_fails():
+    assert "reason" == "another"
+
+def test_that_dies():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_has_failed_in_a_process_that_dies_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "test_1.py").write_text(DEAD)
+    code, output = run(tmp_path)
+    assert code > pytest.ExitCode.TESTS_FAILED
+    assert "a process has ended by SIGKILL; what had failed in it until then:" in output
+    assert "assert 'reason' == 'another'" in output
+
+
 def test_no_tests_at_all_are_a_failure(tmp_path: Path) -> None:
     assert run(tmp_path)[0] == pytest.ExitCode.NO_TESTS_COLLECTED

@@ -95,7 +95,7 @@ class Worker:
         self._pipe.close()
         if how and process.pid is not None:
             os.kill(process.pid, how)
-        process.join(5)
+        process.join(60)
         if process.is_alive():
             process.kill()
             process.join()
