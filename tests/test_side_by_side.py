@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,20 @@ def test_a_run_that_is_stuck_shows_where_and_what_has_failed_until_then(tmp_path
         assert re.search(f"^FAILED .*{name}", early, flags=re.MULTILINE), output
     assert "in test_that_hangs" in late
     assert "assert 'reason' == 'another'" in output and "assert 'of the other' == 'process'" in output
+
+
+def test_a_run_that_is_terminated_tells_what_has_failed_until_then(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    (tmp_path / "test_1.py").write_text(STUCK.format(log=str(log)))
+    command = [sys.executable, "-m", "tests.side_by_side", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPO) as process:
+        while not log.exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        output, _ = process.communicate()
+    assert process.returncode
+    assert "assert 'reason' == 'another'" in output and "1 failed" in output
 
 
 DEAD = """
