@@ -90,7 +90,7 @@ def test_a_network_namespace_of_its_own_is_another_host() -> None:
         pytest.skip(f"no network namespaces: {reason}")
     command = [sys.executable, "-c", "from composable.collectives.hosts import _own_name; print(_own_name())"]
     names = [
-        subprocess.run([*before, *command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+        subprocess.run([*before, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for before in ([], ["unshare", "--user", "--map-root-user", "--net"])
     ]
     assert names[0] != names[1] and all(len(name.strip()) == 16 for name in names)
