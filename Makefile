@@ -1,4 +1,5 @@
 # Every target makes .venv on first use, and again when its inputs change.
+# What to test:  make test, minutes; make test-all, everything; make test-rest, what make test leaves out
 # ARGS is handed on:  make train ARGS="--parallel replicate"   make test ARGS="-k layout"
 # TORCH takes another torch, in an environment of its own of some gigabytes:  make test TORCH=2.15.0
 
@@ -13,13 +14,19 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What inductor has compiled against the headers of one environment is wrong for another.
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/$(VENV)/inductor
 
-.PHONY: train test lint bench
+.PHONY: train test test-rest test-all lint bench
 
 train: $(INSTALLED)
 	torchrun --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
 
 test: $(INSTALLED)
-	timeout --kill-after=30 3000 python -m tests.side_by_side $(ARGS)
+	python -m tests.side_by_side --tier first $(ARGS)
+
+test-rest: $(INSTALLED)
+	python -m tests.side_by_side --tier rest $(ARGS)
+
+test-all: $(INSTALLED)
+	python -m tests.side_by_side $(ARGS)
 
 # All files that git knows or would take, so that a new file is checked before it is added.
 lint: $(INSTALLED)

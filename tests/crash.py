@@ -37,8 +37,8 @@ EXAMPLES = ROOT / "examples"
 MODEL = "--layers 2 --width 16 --heads 2 --context 16 --batch 6 --warmup 4 --lr 0.01 --eval-every 1000".split()
 TOLERANCE = 1e-5
 # How long the others may take to notice that a rank has died, and a run to end.
-NOTICE_S = 20.0
-RUN_S = 120.0
+NOTICE_S = 60.0
+RUN_S = 1000.0
 
 
 @dataclass(frozen=True)

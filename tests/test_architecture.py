@@ -4,7 +4,7 @@ import ast
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -205,13 +205,24 @@ def hook_registrations(name: str, tree: ast.AST) -> list[str]:
     return [f"{name}:{line} calls {text}" for line, text in names if HOOK_REGISTRATION.fullmatch(text)]
 
 
-def results_asked(tree: ast.Module) -> list[str]:
-    return [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "result"]
+def results_asked(name: str, tree: ast.AST) -> list[str]:
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "result"]
+    return [f"{name}:{node.lineno} asks for a result" for node in nodes]
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_has_a_place_in_the_house(name: str) -> None:
-    assert room_of(name) in EDGES, f"{name} is in no room: add it to EDGES where it belongs"
+def names_taken_from_the_traversal(name: str, tree: ast.AST) -> list[str]:
+    found = [one for one in find_imports(tree) if one.module == "_traversal_utils"]
+    return [f"{name}:{one.line} imports {', '.join(one.names)}" for one in found if one.names]
+
+
+def found_in(names: Iterable[str], rule: Callable[[str, ast.AST], list[str]]) -> list[str]:
+    """Return every place in these files that breaks a rule."""
+    return [place for name in names for place in rule(name, TREES[name])]
+
+
+def test_a_file_has_a_place_in_the_house() -> None:
+    homeless = [name for name in FILES if room_of(name) not in EDGES]
+    assert homeless == [], "in no room: add each to EDGES where it belongs"
 
 
 def test_the_house_has_no_empty_rooms() -> None:
@@ -219,9 +230,8 @@ def test_the_house_has_no_empty_rooms() -> None:
     assert {path.parent.name for name, path in FILES.items() if path.parent.parent.name == "composable"} == FOLDERS
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_imports_only_what_its_room_may(name: str) -> None:
-    assert forbidden_edges(name, TREES[name]) == []
+def test_a_file_imports_only_what_its_room_may() -> None:
+    assert found_in(FILES, forbidden_edges) == []
 
 
 def test_rooms_have_no_cycles() -> None:
@@ -272,21 +282,20 @@ def test_a_folder_shows_only_what_others_take() -> None:
     assert {folder: names for folder, names in unused.items() if names} == {}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if room_of(name) in FOLDERS])
-def test_importing_a_file_gives_a_module_and_no_function_of_its_name(name: str) -> None:
-    assert inspect.ismodule(importlib.import_module(name))
-    parent, _, last = name.rpartition(".")
-    assert inspect.ismodule(getattr(importlib.import_module(parent), last))
+def test_importing_a_file_gives_a_module_and_no_function_of_its_name() -> None:
+    names = [name for name in FILES if room_of(name) in FOLDERS]
+    assert [name for name in names if not inspect.ismodule(importlib.import_module(name))] == []
+    parents = [(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+    assert [last for parent, last in parents if not inspect.ismodule(getattr(parent, last))] == []
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if room_of(name) not in FILES_THAT_COMMUNICATE])
-def test_only_the_collectives_talk_to_other_ranks(name: str) -> None:
-    assert collectives_used(name, TREES[name]) == []
+def test_only_the_collectives_talk_to_other_ranks() -> None:
+    names = [name for name in FILES if room_of(name) not in FILES_THAT_COMMUNICATE]
+    assert found_in(names, collectives_used) == []
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_no_file_uses_torchs_own_data_parallel_wrappers(name: str) -> None:
-    assert forbidden_names(name, TREES[name]) == []
+def test_no_file_uses_torchs_own_data_parallel_wrappers() -> None:
+    assert found_in(FILES, forbidden_names) == []
 
 
 def test_the_traversal_imports_torch_and_contract_only() -> None:
@@ -294,20 +303,17 @@ def test_the_traversal_imports_torch_and_contract_only() -> None:
     assert modules <= {"torch", "composable.contract", "collections.abc", "typing"}
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_the_traversal_is_imported_as_a_module(name: str) -> None:
-    assert [found for found in find_imports(TREES[name]) if found.module == "_traversal_utils" and found.names] == []
+def test_the_traversal_is_imported_as_a_module() -> None:
+    assert found_in(FILES, names_taken_from_the_traversal) == []
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in FILES_WITH_HOOKS])
-def test_only_the_hooks_file_registers_hooks(name: str) -> None:
-    assert hook_registrations(name, TREES[name]) == []
+def test_only_the_hooks_file_registers_hooks() -> None:
+    assert found_in([name for name in FILES if name not in FILES_WITH_HOOKS], hook_registrations) == []
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if room_of(name) != "saving"])
-def test_no_file_asks_a_collective_for_its_result(name: str) -> None:
+def test_no_file_asks_a_collective_for_its_result() -> None:
     # torch deprecates `Work.result`: what a collective gives is in the tensors that it was given. Threads have results too.
-    assert results_asked(TREES[name]) == []
+    assert found_in([name for name in FILES if room_of(name) != "saving"], results_asked) == []
 
 
 # The rules above are only as good as what they can see, so each is shown a file that breaks it.
@@ -391,4 +397,10 @@ def test_a_hook_registration_is_seen(source: str) -> None:
 
 
 def test_asking_a_collective_for_its_result_is_seen() -> None:
-    assert results_asked(ast.parse("(found,) = dist.all_reduce(tensor, async_op=True).result()")) == ["result"]
+    assert results_asked("composable.storage.handle", ast.parse("dist.all_reduce(tensor, async_op=True).result()"))
+
+
+def test_a_name_taken_from_the_traversal_is_seen() -> None:
+    rule = names_taken_from_the_traversal
+    assert rule("composable.storage.handle", ast.parse("from _traversal_utils import walk"))
+    assert not rule("composable.storage.handle", ast.parse("import _traversal_utils"))

@@ -327,7 +327,7 @@ def test_importing_and_annotating_do_not_import_the_compiler() -> None:
         "composable.replicate(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward();"
         "assert 'torch._dynamo' not in sys.modules; dist.destroy_process_group()"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=REPO)
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=REPO)
 
 
 def test_an_opaque_function_is_the_function_itself() -> None:

@@ -134,18 +134,15 @@ def train(way: str, backend: str, form: str | None, cap_mb: float, *, by_block: 
 
 def test_a_graph_of_backward_holds_an_all_reduce_for_each_gradient() -> None:
     count = len(list(seeded(Net, 0).parameters()))
-    assert run_ranks(train, 2, "enable", "eager", None, 25.0, timeout_s=200) == [{"all_reduce": count}] * 2
+    assert run_ranks(train, 2, "enable", "eager", None, 25.0) == [{"all_reduce": count}] * 2
 
 
 def test_all_reduces_are_joined_by_dtype() -> None:
-    assert (
-        run_ranks(train, 2, "config", "aot_eager", "concatenated", 25.0, timeout_s=200)
-        == [{"_sum_of_concatenated": 2}] * 2
-    )
+    assert run_ranks(train, 2, "config", "aot_eager", "concatenated", 25.0) == [{"_sum_of_concatenated": 2}] * 2
 
 
 def test_all_reduces_are_joined_up_to_the_size_of_a_bucket_also_across_nested_annotations() -> None:
-    (counts,) = {tuple(found.items()) for found in run_ranks(train_by_block, 3, 5000, timeout_s=200)}
+    (counts,) = {tuple(found.items()) for found in run_ranks(train_by_block, 3, 5000)}
     params = [param for param in seeded(Net, 0).parameters() if param.dtype == torch.float32]
     least = sum(param.numel() * 4 for param in params) / 5000 + 1
     ((kind, count),) = counts
@@ -157,10 +154,7 @@ def train_by_block(cap_bytes: int) -> dict[str, int]:
 
 
 def test_inductor_compiles_joined_all_reduces() -> None:
-    assert (
-        run_ranks(train, 2, "config", "inductor", "concatenated", 25.0, timeout_s=200)
-        == [{"_sum_of_concatenated": 2}] * 2
-    )
+    assert run_ranks(train, 2, "config", "inductor", "concatenated", 25.0) == [{"_sum_of_concatenated": 2}] * 2
 
 
 REFUSED: dict[str, Callable[[nn.Module], Any]] = {
@@ -234,7 +228,7 @@ def refused(kind: str, way: str) -> str:
     ],
 )
 def test_what_a_graph_cannot_do_is_refused_on_every_rank_and_the_next_step_is_right(kind: str, way: str) -> None:
-    for rank, error in enumerate(run_ranks(refused, 2, kind, way, timeout_s=200)):
+    for rank, error in enumerate(run_ranks(refused, 2, kind, way)):
         what, at, fix = error.split("\n")
         assert what.startswith("compiled autograd runs this backward, ")
         assert ("mp_policy" in what) == (kind in ("precision", "copies", "buffers"))

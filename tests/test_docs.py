@@ -204,7 +204,6 @@ def run_python(source: str, *values: object) -> Any:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -979,7 +979,7 @@ def frozen_loop() -> bool:
 
 
 def test_frozen_blocks_that_alternate_before_a_trained_head() -> None:
-    assert run_threads(frozen_loop, 2, timeout_s=30) == [True, True]
+    assert run_threads(frozen_loop, 2) == [True, True]
 
 
 # Recovery

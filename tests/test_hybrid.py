@@ -76,7 +76,7 @@ def test_training_on_any_shape_of_mesh_is_that_of_one_process(shape: tuple[int, 
 
 
 def test_processes_train_like_one() -> None:
-    assert_equal_runs(run_ranks(train_on, 4, "mlp", (2, 2), "HYBRID_SHARD", timeout_s=200), train_reference("mlp", 4))
+    assert_equal_runs(run_ranks(train_on, 4, "mlp", (2, 2), "HYBRID_SHARD"), train_reference("mlp", 4))
 
 
 def batches_of(seed: int, world_size: int) -> list[torch.Tensor]:

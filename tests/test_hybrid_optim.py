@@ -113,7 +113,7 @@ def test_training_on_any_shape_of_mesh_is_that_of_one_process(shape: tuple[int, 
 
 
 def test_processes_train_like_one() -> None:
-    assert_equal_runs(run_ranks(train_on, 4, "mlp", (2, 2), timeout_s=200), train_reference("mlp", 4))
+    assert_equal_runs(run_ranks(train_on, 4, "mlp", (2, 2)), train_reference("mlp", 4))
 
 
 def train_on_hosts() -> Run:

@@ -73,7 +73,6 @@ def checks() -> list[str]:
         [sys.executable, "-W", "error", "-c", textwrap.dedent(PROGRAM)],
         capture_output=True,
         text=True,
-        timeout=100,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr

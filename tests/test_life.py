@@ -95,4 +95,4 @@ def live(folder: str, flat: bool, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(("world_size", "flat"), [(1, True), (2, False), (3, True)])
 def test_nothing_is_lost_on_the_way(world_size: int, flat: bool, tmp_path: Path) -> None:
-    run_threads(live, world_size, str(tmp_path), flat, reference(world_size), timeout_s=100)
+    run_threads(live, world_size, str(tmp_path), flat, reference(world_size))

@@ -18,7 +18,6 @@ def found() -> dict[str, str]:
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert result.returncode == 0, result.stderr
     outcomes: dict[str, str] = json.loads(result.stdout)

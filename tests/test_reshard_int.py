@@ -91,7 +91,7 @@ def test_any_number_of_ranks_trains_like_one_process(world_size: int, ranks: int
 
 
 def test_processes_train_like_one() -> None:
-    runs = run_ranks(train, 4, "mlp", reshard_after_forward=2, timeout_s=200)
+    runs = run_ranks(train, 4, "mlp", reshard_after_forward=2)
     assert_equal_runs(runs, train_reference("mlp", 4))
 
 

@@ -212,4 +212,4 @@ def test_a_hundred_thousand_modules_are_each_visited_once(monkeypatch: pytest.Mo
     "imports", ["import _traversal_utils, composable", "import composable, _traversal_utils", "import _traversal_utils"]
 )
 def test_either_module_may_be_imported_first(imports: str) -> None:
-    subprocess.run([sys.executable, "-W", "error", "-c", imports], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "error", "-c", imports], check=True)

@@ -304,7 +304,7 @@ def train_jointly(case: Case) -> dict[str, torch.Tensor]:
 
 def check(case: Case, *, tolerance: float = 1e-6) -> None:
     expected = train_alone(case)
-    for found in run_threads(train_jointly, len(case.counts), case, timeout_s=30):
+    for found in run_threads(train_jointly, len(case.counts), case):
         assert_equal_params(found, expected, tolerance=tolerance)
 
 
@@ -415,7 +415,7 @@ def test_ranks_without_inputs_follow_blocks_that_only_some_ranks_have(counts: li
         nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
         optimizer.zero_grad()
-    for found in run_threads(train_own_blocks, 4, counts, freed, timeout_s=30):
+    for found in run_threads(train_own_blocks, 4, counts, freed):
         expected = {name: param for name, param in model.named_parameters() if name in found}
         assert_equal_params(found, expected, tolerance=1e-5)
 
@@ -641,7 +641,7 @@ def test_ranks_without_inputs_follow_forwards_that_have_no_backward_of_their_own
                 (model(case.input_of(step, rank)).square().mean() / 3).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for found in run_threads(train_with_forwards_alone, 3, annotation, counts, kind, timeout_s=30):
+    for found in run_threads(train_with_forwards_alone, 3, annotation, counts, kind):
         assert_equal_params(found, full_params(model), tolerance=1e-6)
 
 
@@ -715,7 +715,7 @@ def test_all_ranks_go_on_alike_after_the_context(annotation: str) -> None:
                     (model(x).square().mean() / 4).backward()
             optimizer.step()
             optimizer.zero_grad()
-    for found in run_threads(train_before_and_after, 4, annotation, counts, timeout_s=30):
+    for found in run_threads(train_before_and_after, 4, annotation, counts):
         assert_equal_params(found, full_params(model), tolerance=1e-6)
 
 
@@ -1287,7 +1287,7 @@ def raise_on_one_rank() -> None:
 @pytest.mark.parametrize("run", [run_threads, run_ranks])
 def test_ranks_do_not_hang_where_one_of_them_raises(run: Callable[..., Any]) -> None:
     with pytest.raises(RankErrors, match="of one rank"):
-        run(raise_on_one_rank, 3, timeout_s=40)
+        run(raise_on_one_rank, 3)
 
 
 # Processes
@@ -1296,7 +1296,7 @@ def test_ranks_do_not_hang_where_one_of_them_raises(run: Callable[..., Any]) -> 
 @pytest.mark.parametrize("annotation", ["full", "hybrid", "replicate inside", "replicate around", "hooks of both"])
 def test_processes_with_uneven_inputs_train_like_one(annotation: str) -> None:
     case = Case([3, 0, 1, 2], annotation, clips=True)
-    for found in run_ranks(train_jointly, 4, case, timeout_s=60):
+    for found in run_ranks(train_jointly, 4, case):
         assert_equal_params(found, train_alone(case), tolerance=1e-6)
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(command: list[str], **options: object) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **options)  # type: ignore[call-overload]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
     assert result.returncode == 0, result.stdout + result.stderr
     return str(result.stdout)
 

@@ -1,11 +1,8 @@
 """The pool of ranks that other tests stand on: results, isolation, failures, hangs."""
 
-import functools
 import os
-import time
 import warnings
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -75,27 +72,6 @@ def test_tensors_come_back_whole() -> None:
         assert torch.equal(result["weight"], torch.full((3,), float(rank)))
 
 
-class SlowToImport:
-    """Takes longer to be read, for the first time in a process, than the task may."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _import_slowly, ()
-
-
-@functools.cache
-def _import_slowly() -> str:
-    time.sleep(3)
-    return "imported"
-
-
-def name_of_argument(value: str) -> str:
-    return value
-
-
-def test_what_a_rank_takes_to_import_is_no_part_of_the_task() -> None:
-    assert run_ranks(name_of_argument, 2, SlowToImport(), timeout_s=2.5) == ["imported"] * 2
-
-
 # Failures
 
 
@@ -121,11 +97,9 @@ def raise_on_one_rank(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failing_rank_does_not_make_the_others_hang(rank: int) -> None:
-    start = time.perf_counter()
     with pytest.raises(RankErrors, match="only here") as caught:
         run_ranks(raise_on_one_rank, 2, rank)
     assert isinstance(caught.value.errors[rank], ValueError)
-    assert time.perf_counter() - start < 30
     assert run_ranks(sum_of_ranks, 2, 1) == [(0, 2, 3), (1, 2, 3)]
 
 
@@ -193,11 +167,9 @@ def wait_for_nobody() -> None:
 def test_a_hang_fails_with_the_stacks_of_the_ranks_that_hang() -> None:
     # The time limit below is for processes that run already.
     run_ranks(sum_of_ranks, 2, 1)
-    start = time.perf_counter()
     with pytest.raises(RankErrors, match=r"(?s)rank 0: .*has not finished after 3 s.*in wait_for_nobody") as caught:
         run_ranks(wait_for_nobody, 2, timeout_s=3)
     assert isinstance(caught.value.errors[0], TimeoutError)
-    assert time.perf_counter() - start < 30
     assert run_ranks(sum_of_ranks, 2, 1) == [(0, 2, 3), (1, 2, 3)]
 
 

@@ -30,11 +30,9 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -45,19 +43,25 @@ import torch.distributed as dist
 
 from composable.errors import ComposableError
 from composable.testing.simulation import run
+from tests.idleness import LOOK_S, Idleness
 
 __all__ = ["RankErrors", "run_ranks", "run_threads", "shut_down", "told"]
 
 T = TypeVar("T")
 
-# After a failure the other ranks get this long to fail on their own account, then, with the
-# connections to the failed ranks closed, this long to notice.
+# How long ranks may be idle before they hang. Time in which one computes, or waits for a processor that others use,
+# does not count (tests/idleness.py): on a machine that is busy they may take as long as pytest lets the test.
+PATIENCE_S = 60.0
+# After a failure the other ranks may be idle for so long before they have failed on their own account, then, with the
+# connections to the failed ranks closed, for so long before they have noticed.
 OWN_ERROR_S = 3.0
 NOTICE_S = 5.0
-# How long a process that was told to dump its stacks and abort may take.
-ABORT_S = 5.0
-# How long ranks may take to import what a task needs: no part of the task, and minutes on a busy machine.
-IMPORT_S = 600.0
+# How long a process that was told to dump its stacks and abort may take, busy or not.
+ABORT_S = 60.0
+# Ranks that are threads have no limit for what is idle: that is seen at once. Less than pytest's own limit for a test.
+THREADS_S = 1500.0
+# Of the ranks' process groups: so long that what waits is found before.
+GROUP_S = 3600.0
 
 # What torch itself does on the paths under test, and no caller can avoid: (message, category).
 UNAVOIDABLE_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
@@ -80,7 +84,7 @@ class RankErrors(Exception):  # noqa: N818  # several errors in one
 
 
 def run_ranks(
-    fn: Callable[..., T], world_size: int, *args: object, timeout_s: float = 60.0, **kwargs: object
+    fn: Callable[..., T], world_size: int, *args: object, timeout_s: float = PATIENCE_S, **kwargs: object
 ) -> list[T]:
     """Call ``fn(*args, **kwargs)`` on ``world_size`` ranks and return what each returned.
 
@@ -88,7 +92,7 @@ def run_ranks(
         fn: A function that can be pickled, as can its arguments and its result.
         world_size: Size of the default process group that ``fn`` runs in.
         *args: Handed to ``fn`` on every rank.
-        timeout_s: When ranks that have not finished are killed; from when all have imported what ``fn`` needs.
+        timeout_s: Ranks that have not finished are killed when all of them were idle for so long.
         **kwargs: Handed to ``fn`` on every rank.
 
     Raises:
@@ -101,7 +105,7 @@ def run_threads(
     fn: Callable[..., T],
     world_size: int,
     *args: object,
-    timeout_s: float = 60.0,
+    timeout_s: float = THREADS_S,
     ranks_per_host: int | None = None,
     **kwargs: object,
 ) -> list[T]:
@@ -168,12 +172,13 @@ class _Pool:
         workers = self._workers[:world_size]
         self._tasks_run += 1
         for rank, worker in enumerate(workers):
-            worker.pipe.send((call, f"task{self._tasks_run}", rank, world_size, timeout_s))
+            worker.pipe.send((call, f"task{self._tasks_run}", rank, world_size))
+        task = _Task(workers, timeout_s)
         try:
-            task = _Task(workers, timeout_s)
             task.collect()
         except BaseException:
             # Ctrl-C, or pytest's own time limit.
+            print(_paragraphs(task.stacks()), file=sys.stderr)
             self.stop(is_clean=False)
             raise
         if task.reports:
@@ -228,13 +233,11 @@ class _Task:
         self.errors: dict[int, BaseException] = {}
         self.reports: dict[int, str] = {}
         self._waiting = dict(enumerate(workers))
-        self._importing = set(self._waiting)
         self._workers = workers
         self._timeout_s = timeout_s
 
     def collect(self) -> None:
         """Wait for every rank, or for the end of patience; fill ``results``, ``errors`` and ``reports``."""
-        self._wait(IMPORT_S, for_failure=True, for_imports=True)
         self._wait(self._timeout_s, for_failure=True)
         if self._waiting and self.reports:
             self._wait(OWN_ERROR_S)
@@ -244,42 +247,44 @@ class _Task:
         if not self._waiting:
             return
         is_hang = not self.reports
-        for worker in self._waiting.values():
-            worker.abort()
-        for rank, worker in self._waiting.items():
+        for rank, stacks in self.stacks().items():
             if is_hang:
                 self.errors[rank] = TimeoutError(f"rank {rank} has not finished after {self._timeout_s:g} s")
                 reason = str(self.errors[rank])
             else:
                 reason = "still waiting after the failure of another rank"
-            self.reports[rank] = f"{reason}\n{worker.stacks()}"
+            self.reports[rank] = f"{reason}\n{stacks}"
+
+    def stacks(self) -> dict[int, str]:
+        """End the ranks that have not finished, and return where each was."""
+        for worker in self._waiting.values():
+            worker.abort()
+        return {rank: worker.stacks() for rank, worker in self._waiting.items()}
 
     def as_error(self) -> RankErrors:
         """Return the reports as one error; ranks that say the same share a paragraph."""
         return RankErrors(self.errors, _paragraphs(self.reports))
 
-    def _wait(self, seconds: float, *, for_failure: bool = False, for_imports: bool = False) -> None:
-        deadline = time.monotonic() + seconds
-        while self._waiting and not (for_failure and self.reports) and (self._importing or not for_imports):
-            left_s = deadline - time.monotonic()
-            ready = wait([worker.pipe for worker in self._waiting.values()], timeout=max(left_s, 0))
-            if not ready and left_s <= 0:
+    def _wait(self, seconds: float, *, for_failure: bool = False) -> None:
+        """Receive reports until there are all, or no rank does anything for so many seconds."""
+        idle = None
+        while self._waiting and not (for_failure and self.reports):
+            ready = wait([worker.pipe for worker in self._waiting.values()], timeout=LOOK_S)
+            if ready:
+                idle = None
+            elif idle is None:
+                idle = Idleness([worker.process.pid or 0 for worker in self._waiting.values()])
+            elif idle.look() >= seconds:
                 return
             for rank, worker in list(self._waiting.items()):
                 if worker.pipe in ready:
                     self._receive(rank, worker)
 
     def _receive(self, rank: int, worker: _Worker) -> None:
-        was_importing = rank in self._importing
-        self._importing.discard(rank)
+        del self._waiting[rank]
         try:
-            told = worker.pipe.recv()
-            if was_importing and told is None:
-                return
-            is_result, *report = told
-            del self._waiting[rank]
+            is_result, *report = worker.pipe.recv()
         except (EOFError, OSError):
-            del self._waiting[rank]
             # The stacks are complete once the process is gone.
             stacks = worker.stacks()
             self.errors[rank] = ChildProcessError(f"process died with exit code {worker.process.exitcode}")
@@ -315,15 +320,10 @@ def _work(pipe: Connection, port: int, stack_file: Path) -> None:
                     dist.destroy_process_group()
                 gc.collect()
             else:
-                with suppress(Exception):  # It is raised again below, and reported.
-                    pickle.loads(request[0])
-                pipe.send(None)
                 pipe.send(_perform(client, *request))
 
 
-def _perform(
-    client: dist.TCPStore, call: bytes, name: str, rank: int, world_size: int, timeout_s: float
-) -> tuple[object, ...]:
+def _perform(client: dist.TCPStore, call: bytes, name: str, rank: int, world_size: int) -> tuple[object, ...]:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
@@ -332,7 +332,7 @@ def _perform(
             rank=rank,
             world_size=world_size,
             # The parent's patience ends first, and its report has the stacks of all ranks.
-            timeout=datetime.timedelta(seconds=2 * timeout_s),
+            timeout=datetime.timedelta(seconds=GROUP_S),
         )
         result = _fresh_start(call)
     except BaseException as error:  # pytest.fail and a failed pytest.raises are no Exceptions

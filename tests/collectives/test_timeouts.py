@@ -12,9 +12,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from composable import fully_shard, replicate
 from composable.collectives.timeouts import told_timeout
 from composable.torch_private import groups_of_process, timeout_of
+from tests.world import GROUP_S as WORLD_S
 from tests.world import run_ranks
 
-WORLD_S = 120.0  # what tests/world.py tells the default group: twice its own patience
 DEFAULT_S = 1800.0
 
 

@@ -62,7 +62,7 @@ class _Record:
     missing: frozenset[str]
 
 
-def run_case(case: Case, *, in_processes: bool = False, timeout_s: float = 20.0) -> Outcome:
+def run_case(case: Case, *, in_processes: bool = False, timeout_s: float = 60.0) -> Outcome:
     """Run ``case``; whatever happens is an outcome."""
     try:
         expected = _in_one_process(case)

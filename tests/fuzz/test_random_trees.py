@@ -72,7 +72,7 @@ def test_with_copies_of_shards_they_do(one: Worker, world_size: int, seeds: rang
 @pytest.mark.parametrize("seed", [3, 11, 17, 29])
 def test_so_they_do_on_processes(seed: int) -> None:
     case = draw(seed, 2)
-    outcome = run_case(case, in_processes=True, timeout_s=40)
+    outcome = run_case(case, in_processes=True)
     assert outcome.kind in ("right", "refused"), described([(case, outcome)])
 
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -16,11 +16,10 @@ import torch
 
 from tests.fuzz.cases import Case, smaller
 from tests.fuzz.runner import Outcome, run_case
+from tests.idleness import LOOK_S, Idleness, processor_s
 
 __all__ = ["Worker", "shrink", "worker"]
 
-# How often to look whether a case goes on.
-LOOK_S = 0.5
 # A case that computes for so many times as long as one may be idle is stuck too.
 MOST_BUSY = 5
 # Of the run itself, which only stands in where nobody looks.
@@ -80,17 +79,13 @@ class Worker:
     def _wait(self) -> str:
         """Wait for an outcome; returns why there will be none, or ""."""
         assert self._process is not None and self._process.pid is not None, "started before"
-        pid, idle_s = self._process.pid, 0.0
-        first_s = used_s = _processor_s(pid)
+        pids = [self._process.pid]
+        idle, first_s, most_s = Idleness(pids), processor_s(pids), MOST_BUSY * self._timeout_s
         while not self._pipe.poll(LOOK_S):
-            before_s, used_s = used_s, _processor_s(pid)
-            # A thread that looks now and then whether others go on is no progress.
-            is_idle = used_s - before_s < 0.1 * LOOK_S and not _wants_processor(pid)
-            idle_s = idle_s + LOOK_S if is_idle else 0.0
-            if idle_s >= self._timeout_s:
-                return f"all threads have waited for {idle_s:g} s"
-            if used_s - first_s >= MOST_BUSY * self._timeout_s:
-                return f"not done after {used_s - first_s:.0f} s of processor time"
+            if idle.look() >= self._timeout_s:
+                return f"all threads have waited for {self._timeout_s:g} s"
+            if processor_s(pids) - first_s >= most_s:
+                return f"not done after {most_s:g} s of processor time"
         return ""
 
     def _end(self, how: int = 0) -> str:
@@ -100,7 +95,7 @@ class Worker:
         self._pipe.close()
         if how and process.pid is not None:
             os.kill(process.pid, how)
-        process.join(5)
+        process.join(60)
         if process.is_alive():
             process.kill()
             process.join()
@@ -131,24 +126,6 @@ def shrink(case: Case, outcome: Outcome, worker: Worker, tries: int = 300) -> It
                 case, outcome, is_smaller = other, found, True
                 yield case, outcome
                 break
-
-
-def _processor_s(pid: int) -> float:
-    """Return the seconds of processor time that a process has used; always 0 where the system does not tell."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _wants_processor(pid: int) -> bool:
-    """Say whether a thread of the process runs, or would if others or a disk let it; no where nothing tells."""
-    for file in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with suppress(OSError):  # The thread has ended.
-            if file.read_text().rpartition(")")[2].split()[0] in "RD":
-                return True
-    return False
 
 
 def _serve(pipe: Connection, stacks: Path, perform: Callable[..., Outcome]) -> None:

@@ -284,16 +284,20 @@ def test_equal_arguments_give_equal_layouts() -> None:
     assert plan_layout(params, 6, align=align) == plan_layout(params, 6, align=dict(reversed(align.items())))
 
 
-def test_a_thousand_parameters_over_a_thousand_ranks_are_planned_at_once() -> None:
+def test_a_thousand_parameters_are_planned_as_fast_for_a_thousand_ranks() -> None:
     generator = torch.Generator().manual_seed(0)
     dims = torch.randint(1, 300, (1000, 2), generator=generator).tolist()
-    elapsed_s = []
-    for _ in range(3):
-        start = time.perf_counter()
-        plan_layout(sizes(*map(tuple, dims)), 1024)
-        elapsed_s.append(time.perf_counter() - start)
-    # 20 ms on an idle core; the bound leaves room for a busy machine, and still rules out work per rank.
-    assert min(elapsed_s) < 0.2
+
+    def planning_s(world_size: int) -> float:
+        times = []
+        for _ in range(3):
+            start = time.process_time()
+            plan_layout(sizes(*map(tuple, dims)), world_size)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    # 20 ms on an idle core, for any number of ranks; work per rank would take a hundred times as long.
+    assert planning_s(1024) < 20 * planning_s(8)
 
 
 def test_a_world_size_below_one_is_refused() -> None:

@@ -249,7 +249,7 @@ def run_spread(names: list[str]) -> dict[str, list[str]]:
 def test_everything_is_ordered_where_secondary_shards_are_filled() -> None:
     names = ["train", "prefetch in vain", "several forwards before a backward", "evaluate", "exception in forward"]
     names += ["accumulate under no_sync", "offloaded, train"]
-    for found in run_ranks(run_spread, 4, names, timeout_s=200):
+    for found in run_ranks(run_spread, 4, names):
         assert len(found) == len(names)
         assert not any(found.values()), found
 

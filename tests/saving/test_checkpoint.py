@@ -337,7 +337,7 @@ def slow_disk(step: int) -> Iterator[threading.Event]:
     create_stream = SummedFiles.create_stream
 
     def held_back(self: SummedFiles, path: Any, mode: str) -> Any:
-        assert f"{step:06d}" not in str(path) or may_write.wait(30)
+        assert f"{step:06d}" not in str(path) or may_write.wait()
         return create_stream(self, path, mode)
 
     with mock.patch.object(SummedFiles, "create_stream", held_back):

@@ -2,12 +2,9 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.crash import ROOT, crash_run, unbroken_curve
 
 
-@pytest.mark.timeout(240)
 def test_runs_that_are_killed_lose_nothing(tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_bytes((ROOT / "tests" / "models.py").read_bytes())

@@ -251,7 +251,7 @@ def test_a_second_run_is_told_on_every_rank_until_the_first_has_ended(tmp_path: 
         assert files_below(tmp_path) == before
         # However it ends.
         other.send_signal(signal.SIGKILL)
-        other.wait(30)
+        other.wait()
         assert run_ranks(meet_another_run, 2, tmp_path)[0] == ["no error"] * 2
     finally:
         other.kill()
@@ -306,7 +306,7 @@ class EndOfSave:
             if self.is_there.is_set():
                 self.is_met.set()
             self.is_there.set()
-            assert self.is_met.wait(30)
+            assert self.is_met.wait()
         return written
 
 
@@ -323,7 +323,7 @@ def test_saves_of_two_models_may_end_at_once(tmp_path: Path) -> None:
     end, both = EndOfSave(tmp_path, first), threading.Barrier(2)
 
     def at_once(path: Path, content: bytes) -> FileSum:
-        both.wait(30)
+        both.wait()
         return write_summed(path, content)
 
     with (
@@ -343,7 +343,7 @@ def test_a_save_may_begin_while_that_of_another_model_ends(tmp_path: Path) -> No
     end = EndOfSave(tmp_path, first)
     with mock.patch.object(run_folder, "write_summed", end.write):
         handle = save_checkpoint(tmp_path, 1, first, keep=3, asynchronous=True)
-        assert end.is_there.wait(30)
+        assert end.is_there.wait()
 
         left: list[bool] = []
 
@@ -365,14 +365,14 @@ def test_a_save_that_is_about_to_end_is_left_alone_by_that_of_another_model(tmp_
 
     def held_back(path: Path, content: bytes) -> FileSum:
         is_at_end.set()
-        assert may_end.wait(30)
+        assert may_end.wait()
         return write_summed(path, content)
 
     first, second = make_model(1), make_model(2)
     with mock.patch.object(checkpoint, "write_summed", held_back):
         handle = save_checkpoint(tmp_path, 1, first, extra=1, asynchronous=True)
         try:
-            assert is_at_end.wait(30)
+            assert is_at_end.wait()
             save_checkpoint(tmp_path, 2, second)
         finally:
             may_end.set()
@@ -396,7 +396,7 @@ def test_threads_that_begin_at_once_have_one_right(tmp_path: Path) -> None:
     begin, lockf = threading.Barrier(4), fcntl.lockf
 
     def own_at_once() -> Owner:
-        begin.wait(30)
+        begin.wait()
         return own(tmp_path)
 
     def lock_slowly(*args: int) -> None:
