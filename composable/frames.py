@@ -160,6 +160,8 @@ def is_in_model_averager() -> bool:
 
 def is_asked_by_pipeline() -> bool:
     """Say whether a stage of torch's pipelines, that takes gradients of parameters apart, calls the caller."""
+    if torch.compiler.is_compiling():
+        return False  # Frames are nothing that it can trace.
     frame = sys._getframe(2)
     return frame.f_code.co_name == "<lambda>" and frame.f_globals.get("__name__") == _STAGE
 

@@ -237,6 +237,20 @@ def test_a_compiled_training_step_looks_into_none_of_our_code(annotation: str) -
         assert compiled.own_frames == []
 
 
+def counted_in_one_graph(annotation: str) -> int:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    (replicate if annotation == "replicate" else fully_shard)(model)
+    count: Any = torch.compile(
+        lambda: sum(param.numel() for param in model.parameters()), backend="eager", fullgraph=True
+    )
+    return count()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("annotation", ["replicate", "fully_shard"])
+def test_a_compiled_function_goes_through_the_parameters(annotation: str) -> None:
+    assert run_ranks(counted_in_one_graph, 2, annotation) == [20, 20]
+
+
 @pytest.mark.parametrize(
     ("annotation", "block", "how"),
     [
