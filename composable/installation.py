@@ -2,7 +2,7 @@
 
 from composable.optim import check_every_step
 from composable.ragged import register_ragged, teach_torch
-from composable.saving import teach_torch_to_load, teach_torch_to_wait
+from composable.saving import teach_torch_to_load
 
 __all__ = ["install"]
 
@@ -15,7 +15,6 @@ def install() -> None:
     * ``distribute_tensor`` and ``DTensor.redistribute`` take the placement ``RaggedShard``.
     * ``set_model_state_dict``, ``set_optimizer_state_dict`` and their kin cut full values for our parameters,
       and refuse what does not fit before they change anything.
-    * ``destroy_process_group`` first waits for checkpoints that are written in the background.
     * Before each step of every optimizer one look at its parameters: those that an annotation has replaced, or
       that have no values, are an error.
 
@@ -27,5 +26,4 @@ def install() -> None:
     register_ragged()
     teach_torch()
     teach_torch_to_load()
-    teach_torch_to_wait()
     check_every_step()

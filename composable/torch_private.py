@@ -501,12 +501,7 @@ def split_backward_code() -> CodeType | None:
 
 
 def replace_body(function: Any, body: Callable[..., Any]) -> None:
-    """Let ``function`` of torch, the same object for whoever imported it before, do what ``body`` does; once.
-
-    Args:
-        function: Has no variables of an outer function.
-        body: Called with what ``function`` did before, and the arguments.
-    """
+    """Let ``function`` of torch, the same object, do what ``body`` does, which gets torch's own first; once."""
     if hasattr(function, "__wrapped__"):
         return
     original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)

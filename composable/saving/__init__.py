@@ -1,13 +1,6 @@
 """Full values out of the shards and into them, state dicts, and the folder of checkpoints."""
 
-from composable.saving.checkpoint import (
-    SavedCheckpoint,
-    SaveHandle,
-    find_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-    teach_torch_to_wait,
-)
+from composable.saving.checkpoint import SavedCheckpoint, SaveHandle, find_checkpoint, load_checkpoint, save_checkpoint
 from composable.saving.fit import register_load_check
 from composable.saving.full_params import iter_full_params, load_full_params
 from composable.saving.full_state import full_state_dict, load_full_state_dict
@@ -34,6 +27,5 @@ __all__ = [
     "save_checkpoint",
     "save_safetensors",
     "teach_torch_to_load",
-    "teach_torch_to_wait",
     "unshard_params",
 ]

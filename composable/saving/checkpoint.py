@@ -67,14 +67,7 @@ from composable.saving.run_folder import (
 )
 from composable.saving.run_owner import Owner, own
 
-__all__ = [
-    "SaveHandle",
-    "SavedCheckpoint",
-    "find_checkpoint",
-    "load_checkpoint",
-    "save_checkpoint",
-    "teach_torch_to_wait",
-]
+__all__ = ["SaveHandle", "SavedCheckpoint", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
 
 T = TypeVar("T")
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
@@ -103,10 +96,11 @@ class SaveHandle:
         # What the group of a background save was made beside: it ends with that one.
         self._beside = beside
         self._result: Future[Path] = Future()
-        self._what = f"the save of step {work.step} to {work.partial.parent}"
+        self._lost = f"the save of step {work.step} to {work.partial.parent} has failed, and nobody waited for it"
         self._place = place_of_rank()
 
     def _write_in_background(self, work: "_Save") -> None:
+        call_before_destroy(_wait_for_all)
         _OPEN.add(self)
         # Python waits for threads like this one before it ends, and lets them start others. A pool at that time raises.
         Thread(target=self._write, args=(work,), name="save_checkpoint", daemon=False).start()
@@ -144,31 +138,24 @@ _PENDING: "WeakKeyDictionary[nn.Module, SaveHandle]" = WeakKeyDictionary()
 _OPEN: set[SaveHandle] = set()
 
 
-def teach_torch_to_wait() -> None:
-    """Make ``destroy_process_group`` wait until nothing is written over the group any more; once."""
-    call_before_destroy(_wait_for_all)
-
-
 def _wait_for_all() -> None:
     world = Ranks.of_world()
-    for handle in [one for one in _OPEN if one._beside == world]:
-        handle._result.exception()
+    for handle in list(_OPEN):
+        if handle._beside == world:
+            handle._result.exception()
 
 
 @atexit.register
 def _fail_if_lost() -> None:
     """End the process with an error where a save failed and nobody was told. Its threads have ended before."""
-    lost = list(_OPEN)
-    for handle in lost:
-        what = f"{handle._what} has failed, and nobody waited for it"
-        error = UsageError(what, at=handle._place, fix="call wait() on what save_checkpoint returns")
+    for handle in _OPEN:
+        error = UsageError(handle._lost, at=handle._place, fix="call wait() on what save_checkpoint returns")
         error.__cause__ = handle._result.exception() if handle._result.done() else None
         sys.excepthook(UsageError, error, None)
-    if lost:
+    if _OPEN:
         # An exception would be printed here, and the process would end as if nothing had happened.
         logging.shutdown()
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(1)
 
 

@@ -150,15 +150,11 @@ def _misfit(target: torch.Tensor, value: Any, is_sharded: bool) -> str:
         return "is on the meta device"
     if isinstance(value, DTensor) and not is_sharded:
         return "is a DTensor, not a full tensor"
-    if not is_sharded and _is_inexact(value) != _is_inexact(target):
+    if not is_sharded and value.is_floating_point() != target.is_floating_point():
         return f"is {dtype_text(value.dtype)}, not {dtype_text(target.dtype)}"
     if isinstance(value, DTensor) and not (isinstance(target, DTensor) and value.device_mesh == target.device_mesh):
         return "is a DTensor of another mesh"
     return ""
-
-
-def _is_inexact(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def entries_to_load(module: nn.Module, prefix: str = "") -> tuple[dict[str, torch.Tensor | None], list[str]]:

@@ -17,6 +17,8 @@ from composable.saving.manifest import find_damage
 from composable.saving.run_folder import read_manifest
 
 ROOT = Path(__file__).parents[2]
+# Each test starts interpreters that import torch, which takes its time on a busy machine.
+pytestmark = pytest.mark.timeout(300)
 
 # Each line after `steps` may be the last one that a rank runs: `leave` ends it there if its turn has come.
 PROGRAM = """
