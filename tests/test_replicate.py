@@ -1090,3 +1090,39 @@ def train_with_users_hooks(*, before: bool) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_hooks_of_users_run_as_on_the_plain_module(world_size: int, *, before: bool) -> None:
     run_threads(train_with_users_hooks, world_size, before=before)
+
+
+class TwoHeads(nn.Module):
+    """Two outputs that share no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.a(x), self.b(x)
+
+
+def run_two_backwards(*, finds_unused: bool) -> list[torch.Tensor]:
+    model = replicate(seeded(TwoHeads, 0), find_unused_parameters=finds_unused)
+    for _ in range(3):
+        model.zero_grad()
+        first, second = model(random_input(dist.get_rank(), 3, 4))
+        if not finds_unused:
+            with pytest.raises(UsageError, match="pass find_unused_parameters=True"):
+                first.square().mean().backward()
+            return []
+        first.square().mean().backward()
+        second.square().mean().backward()
+    return [param.grad for param in model.parameters()]
+
+
+@pytest.mark.parametrize("finds_unused", [True, False])
+def test_a_backward_for_each_output_needs_unused_parameters_to_be_found(*, finds_unused: bool) -> None:
+    model = seeded(TwoHeads, 0)
+    for rank in range(2):
+        for output in model(random_input(rank, 3, 4)):
+            (output.square().mean() / 2).backward()
+    for found in run_threads(run_two_backwards, 2, finds_unused=finds_unused):
+        if finds_unused:
+            torch.testing.assert_close(found, [param.grad for param in model.parameters()])
