@@ -501,9 +501,10 @@ GROUPS: dict[str, tuple[Row, ...]] = {
                     "test_compression_around_powersgd_gives_what_it_gives_below_torchs_wrapper",
                 ),
             ),
-            gap="on a device: not yet tested. Batched PowerSGD and the ZeRO step raise on gloo, below the wrapper too; "
+            gap="on a device: not yet tested. The ZeRO step raises on gloo, and batched PowerSGD everywhere (torch hands its own "
+            "`_orthogonalize` two dims of three), below the wrapper too; "
             "quantised hooks are tested with a gather in the form that they read. Mixed-precision and "
-            "optimizer-overlap hooks are parts of the wrapper: `mp_policy` and `step_in_backward`",
+            "optimizer-overlap hooks (`_hook_then_optimizer`) are parts of the wrapper: `mp_policy` and `step_in_backward`",
         ),
         Row(
             "`model_averaging`",
@@ -555,7 +556,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
                 "test_inductor_compiles_joined_all_reduces",
                 "test_joining_changes_no_value_of_random_graphs",
             ),
-            gap="not here: it is asked for, by the backend's name, and has a `bucket_cap_mb` of its own",
+            gap="not yet without being asked for: it is a backend, `bucketing_backend()`, with a `bucket_cap_mb` of its own",
         ),
         Row(
             "With tensor parallelism",
@@ -737,7 +738,14 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             gap="not here: the library reads none of them, by the new names or the old",
         ),
         Row(
-            "`NamedMemberAccessor`, per-sample gradients, `skip_init`, memory formats",
+            "Per-sample gradients",
+            "`call_for_per_sample_grads` works inside `no_sync(model)` of a replicated module, and inside "
+            "`unshard_params(model)` of a sharded one.",
+            proved("test_per_sample.py", "test_each_sample_has_the_gradient_of_one_process"),
+            gap="not here: elsewhere it raises, in torch's own words for a sharded module",
+        ),
+        Row(
+            "`NamedMemberAccessor`, `skip_init`, memory formats",
             "Docstrings of torch.",
             gap="not here: work on torch's own documents",
         ),
@@ -845,8 +853,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             ),
         ),
         Row(
-            "`register_comm_hook`, built-in hooks",
-            "On an annotated module, or a part of one.",
+            "`register_comm_hook`, built-in hooks, fused optimizers",
+            "On an annotated module, or a part of one. For `_register_fused_optim` there is `step_in_backward`.",
             (
                 *proved("test_comm_hooks.py", "test_a_hook_takes_the_place_of_every_reduce_scatter"),
                 *proved(
@@ -854,6 +862,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
                 ),
                 *proved(ALGORITHMS, "test_hooks_of_torchs_wrapper_give_replicated_modules_the_same_gradients"),
                 *proved(ALGORITHMS, "test_an_optimizer_may_step_where_the_reduced_gradient_arrives"),
+                *proved(STEPS, "test_parameters_are_those_of_an_optimizer_that_steps_after_backward"),
             ),
         ),
         Row(

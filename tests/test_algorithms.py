@@ -61,7 +61,7 @@ def hook_named(name: str) -> Hook:
     return hooks[name]()
 
 
-# Those that torch runs on gloo: batched PowerSGD, bfloat16 and quantised ones raise there, below its own wrapper too.
+# Those that torch runs on gloo: bfloat16 and quantised ones raise there, batched PowerSGD everywhere, below its own wrapper too.
 HOOKS = ("allreduce", "fp16", "fp16 around allreduce", "PowerSGD", "noop", "post-local SGD")
 
 
