@@ -41,6 +41,7 @@ def round_error(
     own_rank: int,
     static: StaticGraph | None,
     running: Collection[int],
+    hook: str,
 ) -> UsageError | DesyncError:
     """Return the error for what went wrong in a backward, here or on another rank.
 
@@ -53,6 +54,7 @@ def round_error(
         own_rank: This one's.
         static: What all backwards were to be like; ``None``: nothing.
         running: Those that had inputs; the others have no gradients.
+        hook: The name of the communication hook, behind a space; "": there is none.
     """
     if report.is_uneven and not missing and not any(report.complaints):
         return _uneven({rank: round(count) for rank, count in zip(ranks, report.backwards, strict=True) if count})
@@ -81,6 +83,7 @@ def round_error(
         stopped=[rank for rank, value in told if value == STOPPED],
         hook_failed=[rank for rank, value in told if value == HOOK_FAILED],
         seen=seen,
+        hook=hook,
     )
 
 
@@ -92,6 +95,7 @@ def backward_error(
     stopped: Sequence[int],
     hook_failed: Sequence[int],
     seen: Mapping[int, str | None],
+    hook: str = "",
 ) -> UsageError:
     """Return the error for the parameters that are missing here, or for what other ranks complain about.
 
@@ -103,6 +107,7 @@ def backward_error(
         stopped: Ranks whose backward was stopped by an exception.
         hook_failed: Ranks on which a communication hook gave no gradients as they should be.
         seen: Of each rank that told, the module that got a gradient last; ``None``: none did.
+        hook: Its name, behind a space.
     """
     lines = []
     if missing:
@@ -123,7 +128,7 @@ def backward_error(
         lines.append(_seen_last(seen))
     if hook_failed:
         lines.append(
-            f"{ranks_text(hook_failed)} got no averages of the right dtype and shape from the communication hook"
+            f"{ranks_text(hook_failed)} got no averages of the right dtype and shape from the communication hook{hook}"
         )
         fix = "see what was raised there, and drop the gradients of this step"
     return UsageError("\n".join(lines), at=place_of_rank(), fix=fix)
@@ -228,4 +233,6 @@ def copied_inside() -> UsageError:
 
 def hook_failed(error: ConfigError, fqn: str) -> ConfigError:
     """Return the error for what a communication hook gave on this rank, among others for parameter ``fqn``."""
-    return ConfigError(error.what, at=f"{place_of_rank()}, bucket of a module with parameter {fqn!r}", fix=error.fix)
+    told = ConfigError(error.what, at=f"{place_of_rank()}, bucket of a module with parameter {fqn!r}", fix=error.fix)
+    told.__cause__ = error.__cause__
+    return told

@@ -19,12 +19,18 @@ __all__ = ["Sender"]
 class _HookPending:
     """A bucket that a communication hook reduces."""
 
-    def __init__(self, bucket: Bucket, future: "torch.futures.Future[Any]") -> None:
+    def __init__(self, sender: "Sender", bucket: Bucket, future: "torch.futures.Future[Any]") -> None:
+        self._sender = sender
         self._bucket = bucket
         self._future = future
 
     def finish(self) -> None:
-        result = self._future.wait()
+        try:
+            result = self._future.wait()
+        except RuntimeError as error:
+            # What a callback has raised: the ranks may have met, so this one goes on, and they are told with the tail.
+            self._sender.note_raised(error)
+            result = self._bucket.flat.new_zeros(1)
         self._bucket.take_result(result[0] if isinstance(result, (list, tuple)) else result)
 
     def is_over(self) -> bool:
@@ -73,10 +79,12 @@ class Sender:
                 self.finish()
             bucket.clear_gaps()
             if self.hook.takes_bucket:
-                self._pendings.append(_HookPending(bucket, self.hook.function(self.hook.state, bucket)))
+                self._pendings.append(_HookPending(self, bucket, self.hook.function(self.hook.state, bucket)))
             else:
                 self._average(bucket, self.hook)
             if bucket.is_last():
+                if bucket.flat.device.type == "cpu":
+                    self.finish()  # The tail tells what was raised.
                 write_tail(bucket.tail)
                 self._pendings.append(self._transport.begin_all_reduce(bucket.tail, self._hook_tail_key))
             return
@@ -93,6 +101,16 @@ class Sender:
             bucket.buffer().zero_()
         else:
             bucket.take_result(averages)
+
+    def note_raised(self, error: RuntimeError) -> None:
+        """Note what the future of a communication hook has raised."""
+        text = str(error).removeprefix("Got the following error when running the callback: ").partition("\n")[0]
+        name = "" if self.hook is None else f" {self.hook.name}"
+        failure = ConfigError(
+            f"the future of the communication hook{name} raised {text}", fix="see what was raised there"
+        )
+        failure.__cause__ = error
+        self.failure = self.failure or failure
 
     def finish(self) -> None:
         """Wait for all that was started."""
