@@ -1108,6 +1108,45 @@ def test_a_hook_that_raises_on_every_rank_is_that_error(annotation: str) -> None
         assert "out of luck" in text
 
 
+def raising_in_a_future(of: int) -> list[str]:
+    """Train three steps; in the second, on rank 1, what runs when bucket ``of`` has arrived raises."""
+    model = annotate(make_net(), "replicate")
+    said: list[str] = []
+
+    def hook(_: None, bucket: Any) -> "torch.futures.Future[Any]":
+        def divide(future: "torch.futures.Future[Any]") -> torch.Tensor:
+            if (len(said), dist.get_rank(), bucket.index()) == (1, 1, of):
+                raise ValueError("out of luck")
+            averages: torch.Tensor = future.value()[0] / dist.get_world_size()
+            return averages
+
+        future: torch.futures.Future[Any] = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return future.then(divide)
+
+    register_comm_hook(model, None, hook)
+    for _ in range(3):
+        model.zero_grad()
+        try:
+            backward(model, dist.get_rank())
+            said.append("")
+        except ComposableError as error:
+            said.append(str(error))
+    plain = make_net()
+    for rank in range(2):
+        backward(plain, rank)
+    close(grads_of(model), {fqn: grad / 2 for fqn, grad in grads_of(plain).items()}, 1e-6)
+    return said
+
+
+@pytest.mark.parametrize("of", [0, 1])
+def test_what_a_bucket_hooks_future_raises_on_one_rank_names_rank_and_hook_on_all(of: int) -> None:
+    (_, first, last), (_, second, other_last) = run_ranks(raising_in_a_future, 2, of)
+    assert "hook with NoneType raised ValueError: out of luck" in second and "at:  rank 1" in second
+    assert "rank 1 got no averages of the right dtype and shape from the communication hook" in first
+    assert "raising_in_a_future.<locals>.hook with NoneType" in first
+    assert last == other_last == ""
+
+
 def unwritten() -> bool:
     model = fully_shard(make_net())
     register_comm_hook(model, None, lambda state, grad, output: None)

@@ -36,5 +36,6 @@ def make_group(
     key = tuple(numbers)
     # Before the attempt: ranks of which one fails still count alike.
     made[key] += 1
-    name = f"composable {made[key]} of {' '.join(map(str, key))}"
+    # Without spaces: verdicts of the watch list names between them.
+    name = f"composable:{made[key]}:{'-'.join(map(str, key))}"
     return new_named_group(name, key, backend, told_timeout(like))

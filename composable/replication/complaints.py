@@ -46,6 +46,7 @@ def round_error(
     own_rank: int,
     static: StaticGraph | None,
     running: Collection[int],
+    hook: str,
 ) -> UsageError | DesyncError:
     """Return the error for what went wrong in a backward, here or on another rank.
 
@@ -58,6 +59,7 @@ def round_error(
         own_rank: This one's.
         static: What all backwards were to be like; ``None``: nothing.
         running: Those that had inputs; the others have no gradients.
+        hook: The name of the communication hook, behind a space; "": there is none.
     """
     if report.is_uneven and not missing and not any(report.complaints):
         return _uneven({rank: round(count) for rank, count in zip(ranks, report.backwards, strict=True) if count})
@@ -86,6 +88,7 @@ def round_error(
         stopped=[rank for rank, value in told if value == STOPPED],
         hook_failed=[rank for rank, value in told if value == HOOK_FAILED],
         seen=seen,
+        hook=hook,
     )
 
 
@@ -97,6 +100,7 @@ def backward_error(
     stopped: Sequence[int],
     hook_failed: Sequence[int],
     seen: Mapping[int, str | None],
+    hook: str = "",
 ) -> UsageError:
     """Return the error for the parameters that are missing here, or for what other ranks complain about.
 
@@ -108,6 +112,7 @@ def backward_error(
         stopped: Ranks whose backward was stopped by an exception.
         hook_failed: Ranks on which a communication hook gave no gradients as they should be.
         seen: Of each rank that told, the module that got a gradient last; ``None``: none did.
+        hook: Its name, behind a space.
     """
     lines = []
     if missing:
@@ -128,7 +133,7 @@ def backward_error(
         lines.append(_seen_last(seen))
     if hook_failed:
         lines.append(
-            f"{ranks_text(hook_failed)} got no averages of the right dtype and shape from the communication hook"
+            f"{ranks_text(hook_failed)} got no averages of the right dtype and shape from the communication hook{hook}"
         )
         fix = "see what was raised there, and drop the gradients of this step"
     return UsageError("\n".join(lines), at=place_of_rank(), fix=fix)
@@ -233,4 +238,6 @@ def copied_inside() -> UsageError:
 
 def hook_failed(error: ConfigError, fqn: str) -> ConfigError:
     """Return the error for what a communication hook gave on this rank, among others for parameter ``fqn``."""
-    return ConfigError(error.what, at=f"{place_of_rank()}, bucket of a module with parameter {fqn!r}", fix=error.fix)
+    told = ConfigError(error.what, at=f"{place_of_rank()}, bucket of a module with parameter {fqn!r}", fix=error.fix)
+    told.__cause__ = error.__cause__
+    return told

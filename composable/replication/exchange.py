@@ -204,4 +204,5 @@ class Exchange:
         last = self._round.order[-1] if self._round.order else None
         own = numbers[self.transport.rank]
         running = numbers if self.running is None else [numbers[place] for place in self.running]
-        return round_error(self._params, missing, last, report, numbers, own, static, running)
+        hook = "" if self.sender.hook is None else f" {self.sender.hook.name}"
+        return round_error(self._params, missing, last, report, numbers, own, static, running, hook)

@@ -20,12 +20,18 @@ __all__ = ["Sender"]
 class _HookPending:
     """A bucket that a communication hook reduces."""
 
-    def __init__(self, bucket: Bucket, future: "torch.futures.Future[Any]") -> None:
+    def __init__(self, sender: "Sender", bucket: Bucket, future: "torch.futures.Future[Any]") -> None:
+        self._sender = sender
         self._bucket = bucket
         self._future = future
 
     def finish(self) -> None:
-        result = self._future.wait()
+        try:
+            result = self._future.wait()
+        except RuntimeError as error:
+            # What a callback has raised: the ranks may have met, so this one goes on, and they are told with the tail.
+            self._sender.note_raised(error)
+            result = self._bucket.flat.new_zeros(1)
         self._bucket.take_result(result[0] if isinstance(result, (list, tuple)) else result)
 
     def is_over(self) -> bool:
@@ -75,7 +81,7 @@ class Sender:
             if self.hook.takes_bucket:
                 future = self.hook.function(self.hook.state, bucket)
                 if hasattr(future, "wait"):
-                    self._pendings.append(_HookPending(bucket, future))
+                    self._pendings.append(_HookPending(self, bucket, future))
                 else:
                     what = f"the communication hook returned {described(future)}"
                     failure = ConfigError(what, fix="return a torch.futures.Future of the averages")
@@ -83,6 +89,8 @@ class Sender:
             else:
                 self._average(bucket, self.hook)
             if bucket.is_last():
+                if bucket.flat.device.type == "cpu":
+                    self.finish()  # The tail tells what was raised.
                 write_tail(bucket.tail)
                 self._pendings.append(self._transport.begin_all_reduce(bucket.tail, self._hook_tail_key))
             return
@@ -99,6 +107,16 @@ class Sender:
             bucket.buffer().zero_()
         else:
             bucket.take_result(averages)
+
+    def note_raised(self, error: RuntimeError) -> None:
+        """Note what the future of a communication hook has raised."""
+        text = str(error).removeprefix("Got the following error when running the callback: ").partition("\n")[0]
+        name = "" if self.hook is None else f" {self.hook.name}"
+        failure = ConfigError(
+            f"the future of the communication hook{name} raised {text}", fix="see what was raised there"
+        )
+        failure.__cause__ = error
+        self.failure = self.failure or failure
 
     def finish(self) -> None:
         """Wait for all that was started."""

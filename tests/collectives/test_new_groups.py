@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable import fully_shard, iter_full_params, replicate
+from composable.torch_private import groups_of_process
 from tests.models import BATCH, DIM, make_model, random_input
 from tests.world import run_ranks, run_threads
 
@@ -71,6 +72,8 @@ def run_program(seed: int, count: int) -> list[str]:
             part = DeviceMesh("cpu", list(ranks))
             if rank in ranks:
                 check(annotate, seed + 100 * number, ranks, part)
+    # The watch tells ranks by such lists of names what to close.
+    assert " ".join(groups_of_process()).split() == list(groups_of_process())
     return done
 
 
