@@ -4,9 +4,9 @@
     while process.is_alive() and idle.look() < 60:
         process.join(LOOK_S)
 
-A process is idle that uses less than a small share of a processor: one that only looks now and then whether others go
-on uses less, one that computes beside fifty others on two cores uses more. Time in which a thread waits for a processor
-that others use, or for a disk, is not counted. Where the system does not tell, on macOS, all time is idle.
+A process is idle that uses less than a tenth of a processor, as one does that only looks now and then whether others go
+on. Time in which a thread waits for a processor that others use, or for a disk, is not counted. Where the system does
+not tell, on macOS, all time is idle.
 """
 
 import os
@@ -21,7 +21,7 @@ __all__ = ["LOOK_S", "Idleness", "processor_s"]
 
 # How often to look.
 LOOK_S = 0.5
-_SHARE = 0.03
+_SHARE = 0.1
 
 
 class Idleness:
