@@ -58,7 +58,7 @@ from composable.policies import PolicyLike
 from composable.ragged import RaggedDTensor
 from composable.registrations import take_charge
 from composable.replication import ReplicateState
-from composable.runtime import FullyShardState, register_fully_shard_hooks
+from composable.runtime import FullyShardState, follow_inputs, register_fully_shard_hooks
 from composable.saving import register_load_check, register_room
 from composable.storage import (
     ClassGatheredBuffer,
@@ -468,6 +468,7 @@ def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Se
             state._module_to_handle[module] = handle
             if module not in state.modules:
                 set_member(module, "fully_shard", state)
+    follow_inputs()
     state.enclose()
     for module in state.modules:
         state.hook_handles += register_load_check(module)

@@ -48,7 +48,7 @@ from composable.replication import (
     plan_precision,
     register_replicate_hooks,
 )
-from composable.runtime import FullyShardState
+from composable.runtime import FullyShardState, follow_inputs
 from composable.saving import register_load_check
 from composable.storage import has_torch_optimizer
 from composable.torch_hooks import after_gradients, at_end_of_backward
@@ -202,6 +202,7 @@ def replicate(
     state.compared = text
     state.has_parts = _has_parts(modules, ranks)
     state.use(Grid.whole(ranks))
+    follow_inputs()
     if static_graph and _LOG.isEnabledFor(logging.INFO):
         _LOG.info("replicate of %s with static_graph=True", describe_module(modules[0]))
     _execute(state, managed, choices, trainable, options, device, precision)

@@ -510,6 +510,11 @@ def replace_body(function: Any, body: Callable[..., Any]) -> None:
     function.__wrapped__ = original  # keeps the signature that is shown
     function.__defaults__, function.__kwdefaults__ = None, {"_body": partial(body, original)}
     function.__code__ = _call_body.__code__
+    # The compiler passes over torch's own files, so over these two frames, and not over what they call.
+    action = frame_evaluation._FrameAction  # what it does with a frame
+    strategy = frame_evaluation._FrameExecStrategy(action.SKIP, action.DEFAULT)  # with one, with those below
+    for code in (_call_body.__code__, getattr(body, "__code__", _call_body.__code__)):
+        frame_evaluation.set_code_exec_strategy(code, strategy)  # they stand in for torch's
 
 
 def _call_body(*args: Any, _body: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,5 @@
 """Optimizers that would step in vain: on parameters that an annotation has replaced, or that have no values."""
 
-import logging
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
@@ -20,7 +19,6 @@ from composable.wording import dtype_text, list_text
 
 __all__ = ["CHECKS_ITSELF", "check_every_step", "check_parameters", "check_replaced"]
 
-_LOG = logging.getLogger("composable")
 _is_meta = attrgetter("is_meta")
 
 # They mix gradients into averages by an operation that takes one dtype.
@@ -91,20 +89,8 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     check_finished(f"{type(optimizer).__name__}.step", params)
     # What fails does so at the first step, where there is no state yet; Adagrad has some from the start.
     if not optimizer.state or type(optimizer) is torch.optim.Adagrad:
-        _note_missing(optimizer, [param for group in optimizer.param_groups for param in group["params"]])
         for group in optimizer.param_groups:
             _check_dtypes(type(optimizer), group)
-
-
-def _note_missing(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
-    """Log a step without any gradient: torch tells nobody of a backward whose ``inputs`` are sharded parameters."""
-    if all(param.grad is None for param in params) and any(isinstance(param, RaggedDTensor) for param in params):
-        _LOG.warning(
-            "%s.step: no parameter has a gradient\n  at:  %s\n  fix: if backward has run, call it without inputs=: "
-            "sharded parameters are in no graph",
-            type(optimizer).__name__,
-            place_of_rank(),
-        )
 
 
 def _check_dtypes(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from composable.runtime.copies import copy_module
 from composable.runtime.following import Follower
+from composable.runtime.graph_inputs import follow_inputs
 from composable.runtime.hooks import call_as_forward, register_fully_shard_hooks
 from composable.runtime.notices import notice_hook_states
 from composable.runtime.part import AnnotatedPart
@@ -17,6 +18,7 @@ __all__ = [
     "Scheduler",
     "call_as_forward",
     "copy_module",
+    "follow_inputs",
     "handle_of_module",
     "model_ranks_of",
     "notice_hook_states",

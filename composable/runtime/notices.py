@@ -9,7 +9,15 @@ from composable.planning import ShardPlan
 from composable.storage import Handle
 from composable.wording import list_text
 
-__all__ = ["notice_experts", "notice_hook_states", "notice_leak", "notice_offload", "notice_plan", "notice_unset"]
+__all__ = [
+    "notice_experts",
+    "notice_hook_states",
+    "notice_leak",
+    "notice_local_gradients",
+    "notice_offload",
+    "notice_plan",
+    "notice_unset",
+]
 
 _LOG = logging.getLogger("composable")
 _SAID: set[str] = set()
@@ -69,6 +77,15 @@ def notice_hook_states(notices: Iterable[str], ranks: Ranks) -> None:
     if ranks.rank == 0:
         for notice in notices:
             _warn_once(notice)
+
+
+def notice_local_gradients(fqn: str) -> None:
+    """Log that ``torch.autograd.grad`` averages nothing."""
+    _warn_once(
+        "torch.autograd.grad of replicated parameters gives the gradients of this rank alone"
+        f"\n  at:  {place_of_rank()}, parameter {fqn!r}"
+        "\n  fix: call backward() and read param.grad; or average them, if those of all ranks are meant"
+    )
 
 
 def notice_leak(handle: Handle) -> None:

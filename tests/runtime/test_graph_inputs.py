@@ -1,0 +1,159 @@
+"""Parameters that are named to ``torch.autograd.backward`` and ``grad``."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable import UsageError, fully_shard, no_sync, replicate
+from tests.parity import full
+from tests.world import run_threads
+
+SHAPE = (4, 6)
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def annotated(form: str) -> nn.Sequential:
+    model = make()
+    if form == "replicate":
+        replicate(model, find_unused_parameters=True)
+    else:
+        fully_shard(model, policy={nn.Linear} if form == "policy" else None, reshard_after_forward=form != "kept")
+    return model
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if param.grad is None else full(param.grad).clone() for param in model.parameters()]
+
+
+def loss_of(model: nn.Module, ranks: range) -> torch.Tensor:
+    losses = [model(batch(rank)).square().mean() for rank in ranks]
+    return torch.stack(losses).mean()
+
+
+def compare(form: str, seed: int) -> None:
+    """Train with some parameters named in each step, and see that these alone have the gradients of one process."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, plain = annotated(form), make()
+    draw = torch.Generator().manual_seed(seed)
+    for step in range(4):
+        named = [torch.rand((), generator=draw) < 0.6 for _ in plain.parameters()] if step else [True] * 6
+        named[0] = named[0] or not any(named)
+        for one, ranks in ((model, range(rank, rank + 1)), (plain, range(size))):
+            inputs = [param for param, is_named in zip(one.parameters(), named, strict=True) if is_named]
+            loss = loss_of(one, ranks)
+            if step % 2:
+                torch.autograd.backward(loss, inputs=inputs[0] if len(inputs) == 1 else inputs)
+            else:
+                loss.backward(inputs=inputs)
+        for found, expected in zip(gradients(model), gradients(plain), strict=True):
+            assert (found is None) == (expected is None)
+            if found is not None:
+                torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        for one in (model, plain):
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+            one.zero_grad()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("form", ["root", "policy", "kept", "replicate"])
+def test_the_parameters_that_backward_names_get_the_gradients_of_one_process(form: str, world_size: int) -> None:
+    for seed in range(4):
+        run_threads(compare, world_size, form, seed)
+
+
+def name_leaves() -> list[bool]:
+    """Name parameters as modules hold them inside forward."""
+    model = annotated("policy")
+    met: list[nn.Parameter] = []
+    model[2].register_forward_pre_hook(lambda module, _: met.append(module.weight))
+    model(batch(0)).sum().backward(inputs=met)
+    return [param.grad is not None for param in model.parameters()]
+
+
+def test_parameters_may_be_named_as_forward_holds_them() -> None:
+    assert run_threads(name_leaves, 2) == [[False, False, True, False, False, False]] * 2
+
+
+def name_a_parameter_that_is_in_the_graph() -> list[bool]:
+    """Name sharded parameters to a loss that is computed from themselves."""
+    model = annotated("policy")
+    model(batch(0)).sum().backward()
+    model.zero_grad()
+    params = list(model.parameters())
+    penalty = sum((param.square().sum() for param in params), torch.zeros(()))
+    penalty.backward(inputs=params)
+    first = [torch.allclose(full(param.grad), 2 * full(param)) for param in params]
+    found = torch.autograd.grad(sum((p.square().sum() for p in params), torch.zeros(())), params)
+    return [*first, *(torch.allclose(full(grad), 2 * full(param)) for grad, param in zip(found, params, strict=True))]
+
+
+def test_a_loss_of_the_sharded_parameters_themselves_is_as_before() -> None:
+    assert run_threads(name_a_parameter_that_is_in_the_graph, 2) == [[True] * 12] * 2
+
+
+def ask_for_gradients(form: str) -> str:
+    model = annotated(form)
+    inputs = batch(dist.get_rank()).requires_grad_()
+    (of_inputs,) = torch.autograd.grad(model(inputs).sum(), inputs)
+    assert of_inputs.abs().sum() > 0
+    with pytest.raises(UsageError) as caught:
+        torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
+    assert torch.autograd.grad(model(inputs).sum(), list(model.parameters()), allow_unused=True)[0] is None
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["root", "policy"])
+def test_grad_of_sharded_parameters_is_an_error_that_says_what_to_call(form: str) -> None:
+    for rank, text in enumerate(run_threads(ask_for_gradients, 2, form)):
+        assert "torch.autograd.grad of sharded parameters: " in text
+        assert f"rank {rank}, '0.weight', '0.bias'" in text and "fix: call backward() and read param.grad" in text
+
+
+def ask_for_own_gradients() -> list[float]:
+    model = replicate(nn.Linear(2, 1, bias=False))
+    rank = dist.get_rank()
+    with no_sync(model):
+        (own,) = torch.autograd.grad(model(torch.full((1, 2), rank + 1.0)).sum(), [model.weight])
+    return own.flatten().tolist()
+
+
+def test_grad_of_replicated_parameters_is_that_of_a_rank_which_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="composable"):
+        assert run_threads(ask_for_own_gradients, 2) == [[1.0, 1.0], [2.0, 2.0]]
+    texts = [record.getMessage() for record in caplog.records]
+    assert len([text for text in texts if "gives the gradients of this rank alone" in text]) == 2
+
+
+def call_as_torch_does() -> None:
+    """Run torch's two functions with every kind of input that they take, on tensors that are not ours."""
+    x = torch.ones(3, requires_grad=True)
+    edge = torch.autograd.graph.get_gradient_edge(x)
+    torch.autograd.backward((x * 2).sum(), inputs=(x,))
+    torch.autograd.backward((x * 2).sum(), None, None, False, None, [x])
+    torch.autograd.backward((x * 2).sum(), inputs=edge)
+    assert x.grad is not None and x.grad.tolist() == [6.0] * 3
+    assert torch.autograd.grad((x * 2).sum(), edge)[0].tolist() == [2.0] * 3
+    assert torch.autograd.grad((x * 2).sum(), inputs=x)[0].tolist() == [2.0] * 3
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.autograd.grad(torch.ones(()), x)
+    assert torch.func.grad(lambda y: (y * y).sum())(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def annotate_and_call() -> None:
+    annotated("root")
+    call_as_torch_does()
+
+
+def test_other_tensors_go_to_torchs_own_code() -> None:
+    run_threads(annotate_and_call, 1)
