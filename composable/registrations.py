@@ -152,10 +152,12 @@ def _before_module(parent: nn.Module, name: str, child: nn.Module | None) -> Non
 @opaque
 def _before_parameter(parent: nn.Module, name: str, param: nn.Parameter) -> None:
     # Annotations themselves place parameters in modules that watch assignments: those are managed.
-    if _is_watched(parent) and not is_managed(param):
+    if is_managed(param):
+        return
+    if is_sharded(parent._parameters.get(name)) and is_load():
+        param._composable_loaded = True  # type: ignore[attr-defined]  # read in storage/handle.py
+    if _is_watched(parent):
         _COUNT.value += 1
-        if is_sharded(parent._parameters.get(name)) and is_load():
-            param._composable_loaded = True  # type: ignore[attr-defined]  # read in storage/handle.py
         if hasattr(param, "_st_info"):
             # What the wrapper, or torch's replicate on it, makes of a sharded parameter that it takes over.
             raise _two_averages(WRAPPER, name)

@@ -113,7 +113,7 @@ class Arrangement:
 
     def next_buckets(self) -> Sequence[Bucket]:
         """Return the buckets there are; before the first backward what they will be, without memory."""
-        if self.buckets:
+        if self.buckets or not self._params:
             return self.buckets
         groups = (self._planned(self.order) if self.order is not None else self._first_groups()) or [[]]
         return [self._bucket(number, groups, key=-1, is_lazy=True) for number in range(len(groups))]

@@ -124,7 +124,7 @@ def step_by_hand(api: str) -> None:
         optimizer.step()
     with no_sync(model):
         model(inputs).sum().backward()
-    with pytest.raises(UsageError, match="an optimizer that steps inside backward"):
+    with pytest.raises(UsageError, match=r"an optimizer that steps inside backward|gradients that are not complete"):
         optimizer.step()
 
 
