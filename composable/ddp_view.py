@@ -124,6 +124,7 @@ class DDPView(Joinable):
             )
         self._divides_by_all = divides_by_all
         self._state.uneven, self._state.reducer.teller = self, None
+        self._state.reducer.count_anew()
         hook = _Shadow(self)
         # ``Join`` does not say when an exception ends it: its hooks are gone then.
         self._hook = weakref.ref(hook)
@@ -205,6 +206,7 @@ class DDPView(Joinable):
     def _end(self) -> None:
         """The context is over."""
         self._state.uneven = None
+        self._state.reducer.count_anew()
         self._state.reducer.before_round = None
         self._state.reducer.divide_by(None)
         self._state.reducer.expect(None)

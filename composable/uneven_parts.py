@@ -339,6 +339,7 @@ class _ReplicatedPart:
     def tell_by(self, number: int, steps: Steps) -> None:
         teller = _ReducerTeller(number, steps, self._broadcast)
         self._state.uneven = self._state.reducer.teller = teller
+        self._state.reducer.count_anew()
         self._state.reducer.before_round = teller.begin_round
 
     def begin_step(self, running: set[int], *, divides_by_all: bool) -> None:
@@ -381,6 +382,7 @@ class _ReplicatedPart:
 
     def close(self) -> None:
         self._state.uneven = self._state.reducer.teller = self._state.reducer.before_round = None
+        self._state.reducer.count_anew()
         self._state.reducer.divide_by(None)
         self._state.reducer.expect(None)
 

@@ -139,7 +139,9 @@ class Exchange:
                 for item, bucket in zip(self._params, self.arrangement.bucket_of, strict=True)
             ]
         order = self._round.order
-        self._tail.write(tail, used, complaint, order[-1] if order else None, self._round.kept + 1)
+        # Experts are called as their ranks like, and a module around synchronises all.
+        backwards = 0 if self._round.is_led else self._round.kept + 1
+        self._tail.write(tail, used, complaint, order[-1] if order else None, backwards)
 
     def wait(self) -> tuple[Report | None, list[float] | None]:
         """Wait for all buckets, and put every average where its gradient was.

@@ -637,6 +637,10 @@ class Reducer:
         if self._static is not None and self._static.counts is None:
             self._learn_graph(tail)
 
+    def count_anew(self) -> None:
+        """Count backwards from here on: before a ``Join``, ranks may have kept different numbers."""
+        self._round.kept = 0
+
     def _forget_kept(self) -> None:
         self._kept[:] = bytes(len(self._kept))
         self._round.kept = 0
