@@ -203,7 +203,11 @@ class Unsharded:
     def _free_stale(self, kept: Sequence[Handle]) -> None:
         # A rank that ran no modules has none of them, and its optimizer has written its shards.
         has_all = self.teller is None or not self.teller.has_listeners
-        for handle in self._find_stale(kept) if has_all else kept:
+        stale = set(self._find_stale(kept) if has_all else kept)
+        for handle in kept:
+            if handle not in stale:
+                handle.discount_writes()
+                continue
             self.reshard(handle)
             if handle.fills_secondary:
                 handle.drop_secondary()

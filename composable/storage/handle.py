@@ -194,6 +194,7 @@ class Handle:
         "__weakref__",
         "_copies",
         "_gathers",
+        "_idle_writes",
         "_places",
         "_plain_owners",
         "_secondary_version",
@@ -303,7 +304,7 @@ class Handle:
         self.is_shown_whole = False
         self.has_secondary = False
         self.takes_secondary = False
-        self.version = self._secondary_version = 0
+        self.version = self._secondary_version = self._idle_writes = 0
         self._gathers: list[Pending] | None = None  # Of an unshard that has not ended, also of one that never will.
         self._places: list[tuple[nn.Module, str, ShardedParam]] = []
         self._plain_owners: list[tuple[nn.Module, str, ShardedParam]] = []
@@ -571,7 +572,7 @@ class Handle:
         if self._gathers is not None:
             self.settle()
         self._gathers = gathers = []
-        version = 0
+        version = -self._idle_writes
         for flat in self.buffers:
             version += flat.shard._version  # Which grows on every rank alike.
             if flat.is_empty:
@@ -580,6 +581,10 @@ class Handle:
                 gathers.append(self._begin_unshard(flat))
         self.version = self._secondary_version if self.takes_secondary and self.has_secondary else version
         self.is_gathering = True
+
+    def discount_writes(self) -> None:
+        """Note that what was written since the last gather, on all ranks, were the values that there were."""
+        self._idle_writes = sum(flat.shard._version for flat in self.buffers) - self.version
 
     def _begin_unshard(self, flat: FlatBuffer) -> Pending:
         if not self.takes_secondary:
