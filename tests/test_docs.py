@@ -8,6 +8,7 @@ import logging
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,8 @@ def run_blocks(sources: list[str]) -> tuple[list[str], list[str]]:
     names: dict[str, object] = {"__name__": "__main__"}
     printed, kept = [], Kept()
     logging.getLogger("composable").addHandler(kept)
+    # The compiler asks every tensor for its gradient.
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
     try:
         for number, source in enumerate(sources):
             out = io.StringIO()
@@ -145,6 +148,7 @@ PROGRAMS = [
     "plan",
     "recipes",
     "replicate",
+    "trainers",
     "uneven_inputs",
     "tensor_parallel",
 ]
