@@ -143,8 +143,9 @@ def fully_shard(
         mp_policy: Dtypes of computation and reduction, also as torch's own policies.
         offload_policy: ``CPUOffloadPolicy()``: shards, gradients and optimizer state rest in host memory, and the
             device holds what is unsharded only; also as torch's own policies. See docs/offload.md.
-        ignored_params: Parameters to leave alone.
-        ignored_modules: Modules to leave alone with all below them.
+        ignored_params: Parameters to leave alone. One list may serve several calls: what is elsewhere is not looked
+            at, and the plan names what is ignored.
+        ignored_modules: Modules to leave alone with all below them; the same.
         unused_gradients: What a parameter gets that no rank has a gradient for. ``none``: its ``grad`` stays
             as it is, as in one process; at the end of each backward ranks tell each other with one small
             message. ``zero``: a zero gradient, without the message; optimizers then move the parameter by

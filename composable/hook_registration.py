@@ -166,6 +166,9 @@ def _takes_bucket(hook: object, units: Mapping[_Unit, Ranks]) -> bool:
         if type(hook).__name__ == "BuiltinCommHookType":
             fix = "pass allreduce_hook and a DefaultState, or fp16_compress_hook and a LowPrecisionState"
         raise SignatureError(f"hook is {described(hook)}", fix=fix)
+    if str(getattr(hook, "__module__", None)).endswith(".ddp_comm_hooks.mixed_precision_hooks"):
+        fix = "leave it out, and annotate with replicate(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))"
+        raise ConfigError("the hook is a part of DistributedDataParallel's own mixed precision", fix=fix)
     try:
         signature = inspect.signature(hook)
     except (ValueError, TypeError):

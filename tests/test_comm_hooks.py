@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, mixed_precision_hooks, powerSGD_hook
 
 from composable import (
     ComposableError,
@@ -769,6 +769,13 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[ComposableError], s
         lambda model: register_comm_hook(model, None, dist.BuiltinCommHookType.FP16_COMPRESS),
         ConfigError,
         "fix: pass allreduce_hook and a DefaultState, or fp16_compress_hook and a LowPrecisionState",
+    ),
+    "torch's own that upcasts what its wrapper has cast": (
+        lambda model: register_comm_hook(
+            replicate(make_net()), None, mixed_precision_hooks._reducer_allreduce_and_upcast_hook
+        ),
+        ConfigError,
+        r"fix: leave it out, and annotate with replicate\(model, mp_policy=",
     ),
     "no state": (
         lambda model: register_comm_hook(model, None, reduce_scatter_hook),

@@ -4,9 +4,11 @@ import contextlib
 import inspect
 import io
 import json
+import logging
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -100,16 +102,33 @@ def blocks_of(page: str) -> list[tuple[str, str]]:
     return re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", PAGES[page], flags=re.DOTALL)
 
 
-def run_blocks(sources: list[str]) -> list[str]:
-    """Run the blocks of a page as one program, and return what each printed."""
+class Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def run_blocks(sources: list[str]) -> tuple[list[str], list[str]]:
+    """Run the blocks of a page as one program, and return what each printed, and what the library logged."""
     names: dict[str, object] = {"__name__": "__main__"}
-    printed = []
-    for number, source in enumerate(sources):
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            exec(compile(source, f"block {number + 1}", "exec"), names)
-        printed.append(out.getvalue())
-    return printed
+    printed, kept = [], Kept()
+    logging.getLogger("composable").addHandler(kept)
+    # The compiler asks every tensor for its gradient.
+    warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+    try:
+        for number, source in enumerate(sources):
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(compile(source, f"block {number + 1}", "exec"), names)
+            printed.append(out.getvalue())
+    finally:
+        logging.getLogger("composable").removeHandler(kept)
+    return printed, kept.lines
 
 
 # Pages whose code runs on two ranks, as one program a page.
@@ -129,17 +148,21 @@ PROGRAMS = [
     "plan",
     "recipes",
     "replicate",
+    "trainers",
     "uneven_inputs",
     "tensor_parallel",
 ]
 ON_FOUR_RANKS = ("experts", "hybrid", "tensor_parallel")
+# What a page shows in small is logged, once in a process; nothing else is.
+LOGGED = {"mixed_precision": "the whole model is one handle", "offload": "nothing is to be offloaded"}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_code_of_a_page_runs_on_some_ranks_and_prints_what_follows_it(name: str) -> None:
     blocks = blocks_of(f"docs/{name}.md")
-    printed = run_ranks(run_blocks, 4 if name in ON_FOUR_RANKS else 2, [source for source, _ in blocks])[0]
+    printed, logged = run_ranks(run_blocks, 4 if name in ON_FOUR_RANKS else 2, [source for source, _ in blocks])[0]
     assert printed == [expected for _, expected in blocks]
+    assert [line for line in logged if name not in LOGGED or not line.startswith(LOGGED[name])] == []
 
 
 # -- what importing changes
