@@ -49,7 +49,7 @@ class Sender:
         failure: What is wrong with what the hook gave in this round; it has met the other ranks all the same.
     """
 
-    __slots__ = ("_hook_tail_key", "_pendings", "_transport", "failure", "hook")
+    __slots__ = ("_hook_tail_key", "_interruption", "_pendings", "_transport", "failure", "hook")
 
     def __init__(self, transport: Transport) -> None:
         self.hook: Registration | None = None
@@ -57,6 +57,7 @@ class Sender:
         self._transport = transport
         self._hook_tail_key = transport.allocate_key()
         self._pendings: list[Pending] = []
+        self._interruption: BaseException | None = None  # Of a wait before the tail was sent, which others wait for.
 
     def start(self, bucket: Bucket, write_tail: Callable[[torch.Tensor], None]) -> None:
         """Start the reduction of ``bucket``; of a hook, which leaves the tail alone, that of the tail too.
@@ -90,7 +91,10 @@ class Sender:
                 self._average(bucket, self.hook)
             if bucket.is_last():
                 if bucket.flat.device.type == "cpu":
-                    self.finish()  # The tail tells what was raised.
+                    try:
+                        self.finish()  # The tail tells what was raised.
+                    except BaseException as error:  # Ctrl-C
+                        self._interruption = error
                 write_tail(bucket.tail)
                 self._pendings.append(self._transport.begin_all_reduce(bucket.tail, self._hook_tail_key))
             return
@@ -134,6 +138,9 @@ class Sender:
         return True
 
     def _finish(self) -> None:
+        interruption, self._interruption = self._interruption, None
+        if interruption is not None:
+            raise interruption
         for pending in self._pendings:
             pending.finish()
         self._pendings.clear()
@@ -141,4 +148,4 @@ class Sender:
     def forget(self) -> None:
         """Forget what was started and is over."""
         self._pendings.clear()
-        self.failure = None
+        self.failure = self._interruption = None
