@@ -155,7 +155,7 @@ class HandOver:
 
     def _note_waiting(self, turn: Turn) -> None:
         """Let users know whether gradients wait for a later backward, or for an all-reduce over copies."""
-        if turn.handle.keeps_gradients or turn.handle.waits_for_copies:
+        if turn.handle.is_waiting:
             note_unfinished([turn.handle], is_droppable=True)
             turn.is_waiting = True
         elif turn.is_waiting:

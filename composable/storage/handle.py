@@ -530,6 +530,11 @@ class Handle:
         return [param.sharded for param in self.params]
 
     @property
+    def is_waiting(self) -> bool:
+        """Gradients wait to be reduced with later ones, or for an all-reduce over copies."""
+        return self.waits_for_copies or (self.keeps_gradients and any(flat.gradients.bits() for flat in self.buffers))
+
+    @property
     def waiting(self) -> list[torch.Tensor]:
         """The sharded parameters with a gradient that waits to be reduced with later ones."""
         return [param.sharded for param in self.params if param.waits]
