@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -249,16 +250,17 @@ def test_the_page_on_importing_names_everything_that_it_changes_in_torch() -> No
 # -- messages
 
 
-def message_without_a_process_group() -> str:
+def message_without_a_process_group(annotate: Callable[[nn.Module], object]) -> str:
     with pytest.raises(UsageError) as caught:
-        fully_shard(nn.Linear(2, 2))
+        annotate(nn.Linear(2, 2))
     return f"UsageError: {caught.value}"
 
 
 def test_troubleshooting_shows_messages_as_they_are() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     raised = run_ranks(messages, 2)[0]
-    said = {*raised.values(), message_without_a_process_group(), str(plan(model, world_size=2))}
+    ungrouped = map(message_without_a_process_group, (fully_shard, replicate))
+    said = {*raised.values(), *ungrouped, str(plan(model, world_size=2))}
     shown = re.findall(r"```text\n(.*?)\n```", PAGES["docs/troubleshooting.md"], flags=re.DOTALL)
     # How gloo gives up takes as long as its timeout.
     assert [text for text in shown if "/gloo/" not in text and text not in said] == []
