@@ -515,3 +515,35 @@ def test_a_rank_that_alone_runs_a_module_a_checkpoint_or_a_backward_in_a_hook_is
     for text in run_ranks(goes_aside, 3, aside):
         assert "rank 1: waits for the all-gather of module" in text or "rank 1: waits for the reduce" in text, text
         assert "will never come" in text
+
+
+def call_in_between(extra: str, transport: str) -> str:
+    """Train, while a second thread of one rank makes a call in the same process group that nobody else makes."""
+    set_divergence_timeout(LIMIT_S)
+    model = fully_shard(Model(), policy={nn.Linear}, transport=transport)
+    model(inputs()).sum().backward()
+    has_called = threading.Event()
+
+    def call() -> None:
+        work = dist.barrier(async_op=True) if extra == "barrier" else dist.broadcast(torch.ones(4), 0, async_op=True)
+        has_called.set()
+        with pytest.raises(RuntimeError):
+            work.wait()
+
+    caller = threading.Thread(target=call)
+    if dist.get_rank() == 0:
+        caller.start()
+        has_called.wait()
+    with pytest.raises(DesyncError) as caught:
+        goes_on(model)
+    if dist.get_rank() == 0:
+        caller.join()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("extra", ["barrier", "broadcast"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_all_wait_in_one_group_after_a_call_of_a_second_thread_are_told(extra: str, world_size: int) -> None:
+    message = check(run_ranks(call_in_between, world_size, extra, "process_group"))
+    assert "all of them wait in one process group, where other calls came between" in message
+    assert "waits for the all-gather of module 'layers.0' (Linear), in forward 2 of Model" in message
