@@ -211,12 +211,18 @@ def _is_alive(transport: Transport, groups: Mapping[str, dist.ProcessGroup]) -> 
 
 
 def _doing(told: Mapping[int, Told]) -> str:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    main = threading.main_thread().ident or 0
+    frame = sys._current_frames().get(main)
     # What is under way says more than what has ended, and that more than what never began.
     trees = sorted(
         (one.tree for one in told.values()), key=lambda tree: (tree.is_inside, tree.forwards + tree.backwards)
     )
     text = trees[-1].text if trees else "has nothing annotated that has run"
+    # A triple before Python 3.12.
+    handled = sys._current_exceptions().get(main)
+    error = handled[1] if isinstance(handled, tuple) else handled
+    if isinstance(error, BaseException):
+        text = f"{text}; handles {described(error)}"
     here = _users_place(frame)
     return f"{text}; now at {here}" if here else text
 
