@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -226,16 +227,17 @@ def test_the_page_on_importing_names_everything_that_it_changes_in_torch() -> No
 # -- messages
 
 
-def message_without_a_process_group() -> str:
-    with pytest.raises(UsageError) as caught:
-        fully_shard(nn.Linear(2, 2))
-    return f"UsageError: {caught.value}"
+def messages_without_a_process_group() -> Iterator[str]:
+    for annotate in (fully_shard, replicate):
+        with pytest.raises(UsageError) as caught:
+            annotate(nn.Linear(2, 2))
+        yield f"UsageError: {caught.value}"
 
 
 def test_troubleshooting_shows_messages_as_they_are() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     raised = run_ranks(messages, 2)[0]
-    said = {*raised.values(), message_without_a_process_group(), str(plan(model, world_size=2))}
+    said = {*raised.values(), *messages_without_a_process_group(), str(plan(model, world_size=2))}
     shown = re.findall(r"```text\n(.*?)\n```", PAGES["docs/troubleshooting.md"], flags=re.DOTALL)
     # How gloo gives up takes as long as its timeout.
     assert [text for text in shown if "/gloo/" not in text and text not in said] == []
