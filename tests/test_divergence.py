@@ -59,8 +59,12 @@ def make(annotation: str) -> Model:
 
 
 def wait_for_a_verdict() -> None:
-    """Return when a rank that waits has asked, and the ranks have been told something."""
-    store_of_default_group().wait(["composable watch/0/verdict"])
+    """Return when a rank that waits in a step has asked, and the ranks have been told where they are."""
+    store = store_of_default_group()
+    number = 0
+    # On a busy machine ranks may have waited long before, to compare plans.
+    while b"waits for the all-" not in store.get(f"composable watch/{number}/verdict"):
+        number += 1
 
 
 def wait_until_all_are_told() -> None:
@@ -315,6 +319,11 @@ def be_slow(annotation: str, where: str) -> list[str]:
             if step == 1 and is_last:
                 if where == "between":
                     wait_for_a_verdict()
+                elif where == "handling":
+                    try:
+                        raise ValueError("a bad loss")
+                    except ValueError:
+                        wait_for_a_verdict()
                 else:
                     y.register_hook(lambda grad: wait_for_a_verdict())
             y.sum().backward()
@@ -333,7 +342,14 @@ def be_slow(annotation: str, where: str) -> list[str]:
 @pytest.mark.parametrize("annotation", ["sharded", "ordered", "replicate"])
 def test_a_rank_that_is_merely_slow_is_no_error_and_is_logged(annotation: str, where: str) -> None:
     texts, _ = run_ranks(be_slow, 2, annotation, where)
-    assert texts and all("waits for the all-" in text for text in texts)
+    assert any("waits for the all-" in text for text in texts)
+
+
+@pytest.mark.parametrize("annotation", ["sharded", "ordered", "replicate"])
+def test_a_rank_that_handles_an_exception_between_forward_and_backward_is_said_to(annotation: str) -> None:
+    texts, _ = run_ranks(be_slow, 2, annotation, "handling")
+    told = "rank 1: has ended forward 2 of Model; handles ValueError: a bad loss; now at test_divergence.py"
+    assert any(told in text for text in texts), texts
 
 
 def test_a_rank_that_is_slow_after_all_have_raised_is_no_error() -> None:
@@ -515,3 +531,35 @@ def test_a_rank_that_alone_runs_a_module_a_checkpoint_or_a_backward_in_a_hook_is
     for text in run_ranks(goes_aside, 3, aside):
         assert "rank 1: waits for the all-gather of module" in text or "rank 1: waits for the reduce" in text, text
         assert "will never come" in text
+
+
+def call_in_between(extra: str, transport: str) -> str:
+    """Train, while a second thread of one rank makes a call in the same process group that nobody else makes."""
+    set_divergence_timeout(LIMIT_S)
+    model = fully_shard(Model(), policy={nn.Linear}, transport=transport)
+    model(inputs()).sum().backward()
+    has_called = threading.Event()
+
+    def call() -> None:
+        work = dist.barrier(async_op=True) if extra == "barrier" else dist.broadcast(torch.ones(4), 0, async_op=True)
+        has_called.set()
+        with pytest.raises(RuntimeError):
+            work.wait()
+
+    caller = threading.Thread(target=call)
+    if dist.get_rank() == 0:
+        caller.start()
+        has_called.wait()
+    with pytest.raises(DesyncError) as caught:
+        goes_on(model)
+    if dist.get_rank() == 0:
+        caller.join()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("extra", ["barrier", "broadcast"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_all_wait_in_one_group_after_a_call_of_a_second_thread_are_told(extra: str, world_size: int) -> None:
+    message = check(run_ranks(call_in_between, world_size, extra, "process_group"))
+    assert "all of them wait in one process group, where other calls came between" in message
+    assert "waits for the all-gather of module 'layers.0' (Linear), in forward 2 of Model" in message

@@ -9,6 +9,7 @@ is current in ``begin_*``; the others run beside it.
 Buffers are one-dimensional and contiguous. ``W`` is the group size, ``S`` the shard numel.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -59,11 +60,13 @@ class Started:
         tag: Twice the key of the buffer; one more for a reduce-scatter.
         number: Which of its kind it is on this rank, from 1 on: of its tag where messages have tags, else of the group.
         has_tag: Messages are matched by their tag, not by the order of all collectives of the group.
+        nbytes: What travels, at most; infinite where nobody knows, or the host does not wait for it alone.
     """
 
     __slots__ = ("number", "tag", "transport")
 
     has_tag = False
+    nbytes: float = math.inf
     transport: "Transport"
     tag: int
     number: int

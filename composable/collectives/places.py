@@ -6,11 +6,12 @@ is read here from another thread, so it must be cheap to read, and may be a mome
 """
 
 import contextlib
+import math
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -21,11 +22,12 @@ import torch.distributed as dist
 
 from composable.collectives.base import Started, Transport
 from composable.collectives.verdict import COUNTED, MAIN_LANE, ORDERED, Place, Tree, Wait
-from composable.torch_private import backward_code, groups_of_process, started_in
+from composable.torch_private import backward_code, groups_of_process, started_in, tree_leaves
 
 __all__ = [
     "Told",
     "Waiting",
+    "bytes_before",
     "call_in",
     "described",
     "frame_of_wait",
@@ -131,11 +133,13 @@ class Waiting:
     Attributes:
         frame: Its innermost frame.
         mark: Differs from that of its next wait.
+        group: In which it waits, where that is known.
     """
 
     thread: int
     frame: FrameType
     mark: tuple[object, ...]
+    group: dist.ProcessGroup | None
 
 
 def waiting_threads() -> list[Waiting]:
@@ -151,15 +155,30 @@ def _in_waits() -> Iterator[Waiting]:
             continue
         started = frame.f_locals.get("self")
         if isinstance(started, Started):
-            yield Waiting(thread, frame, (thread, id(started.transport), started.tag, started.number))
+            mark: tuple[object, ...] = (thread, id(started.transport), started.tag, started.number)
+            yield Waiting(thread, frame, mark, started.transport.groups[0])
         else:
             group = _group_in(frame)
             number = 0 if group is None else started_in(group)
-            yield Waiting(thread, frame, (thread, id(frame), frame.f_lasti, number))
+            yield Waiting(thread, frame, (thread, id(frame), frame.f_lasti, number), group)
 
 
-def place_here() -> Place:
-    """Return where this process is."""
+def bytes_before(found: Waiting) -> float:
+    """Return how many bytes travel, at most, before a wait ends whose collective every rank has started.
+
+    Infinite where that is not known, and where messages have tags: those of all ranks meet whatever comes between.
+    """
+    started = found.frame.f_locals.get("self")
+    if isinstance(started, Started):
+        return math.inf if started.has_tag else sum(one.nbytes for one in list(started.transport.in_flight))
+    if found.frame.f_code.co_name not in _COLLECTIVES - {"_swap", "wait_for_work"}:
+        return math.inf
+    tensors = [one for one in tree_leaves(dict(found.frame.f_locals)) if isinstance(one, torch.Tensor)]
+    return sum(one.nbytes if one.device.type == "cpu" else math.inf for one in tensors)
+
+
+def place_here(overdue: Collection[tuple[object, ...]] = ()) -> Place:
+    """Return where this process is; ``overdue``: marks of waits that have lasted longer than any transfer does."""
     frames = sys._current_frames()
     in_backward = any(frame.f_code is backward_code for start in frames.values() for frame in _outwards(start))
     del frames
@@ -174,8 +193,9 @@ def place_here() -> Place:
         thread.ident: thread.name for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)
     }
     lanes[threading.main_thread().ident] = MAIN_LANE
+    waits = [(found.mark, _wait_of(found, trees, told, lanes.get(found.thread, MAIN_LANE))) for found in _in_waits()]
     return Place(
-        waits=tuple(_wait_of(found, trees, told, lanes.get(found.thread, MAIN_LANE)) for found in _in_waits()),
+        waits=tuple(replace(wait, is_overdue=mark in overdue) for mark, wait in waits),
         counted={name: started_in(group) for name, group in groups.items()},
         ordered={one.groups[0].group_name: one.order.count for one in talking},
         recent={one.groups[0].group_name: [str(tag) for tag in one.order.recent.copy()] for one in talking},
@@ -191,12 +211,18 @@ def _is_alive(transport: Transport, groups: Mapping[str, dist.ProcessGroup]) -> 
 
 
 def _doing(told: Mapping[int, Told]) -> str:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    main = threading.main_thread().ident or 0
+    frame = sys._current_frames().get(main)
     # What is under way says more than what has ended, and that more than what never began.
     trees = sorted(
         (one.tree for one in told.values()), key=lambda tree: (tree.is_inside, tree.forwards + tree.backwards)
     )
     text = trees[-1].text if trees else "has nothing annotated that has run"
+    # A triple before Python 3.12.
+    handled = sys._current_exceptions().get(main)
+    error = handled[1] if isinstance(handled, tuple) else handled
+    if isinstance(error, BaseException):
+        text = f"{text}; handles {described(error)}"
     here = _users_place(frame)
     return f"{text}; now at {here}" if here else text
 

@@ -3,7 +3,8 @@
 On all ranks of a group the same things are started in the same order. So a rank that waits for something
 which another has not started yet is ahead of that one. If ranks are ahead of each other in a circle, or if the
 one behind has left the forward or backward in which the other waits, what is waited for will never come. A rank
-that is behind and still under way is slow, which is no error.
+that is behind and still under way is slow, which is no error. Nor will anything come where all ranks of a group
+wait in it for longer than any transfer lasts: something has come between their collectives on one of them.
 
 Ranks need not be asked at one moment: who waits in a circle stays where it is, so a circle made of answers
 from different moments is a circle at the last of them.
@@ -22,6 +23,11 @@ MAIN_LANE = "main"
 # In place of a tag: what a transport starts in the order of its group, and what torch.distributed counts in a group.
 ORDERED = -1
 COUNTED = -2
+# Where all ranks wait in one group.
+_HINT = (
+    "    all of them wait in one process group, where other calls came between on some rank: those of a second thread, "
+    'such as dcp.async_save (give it process_group=dist.new_group(backend="gloo")), or ranks use groups in other orders'
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Wait:
         tree: The annotation that waits.
         groups: What has to be closed to end the wait.
         is_call: It is waited for while modules are annotated, or compared before their first forward.
+        is_overdue: It has lasted longer than what travels, and nothing was started in the group meanwhile.
     """
 
     lane: str
@@ -55,6 +62,7 @@ class Wait:
     tree: str = ""
     groups: tuple[str, ...] = ()
     is_call: bool = False
+    is_overdue: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,7 +195,9 @@ def judge(places: Mapping[int, Place | None]) -> Verdict:
     }
     shown = {rank: places[rank] for rank in sorted(concerned & set(places) if doomed else places)}
     differences = _settings_that_differ(shown) if doomed else ()
-    return Verdict(bool(doomed), tuple(sorted(groups)), (*_lines(shown), *differences))
+    is_overdue = any(place.waits[index].is_overdue for rank, index in doomed if (place := places[rank]) is not None)
+    hint = (_HINT,) if is_overdue else ()
+    return Verdict(bool(doomed), tuple(sorted(groups)), (*_lines(shown), *differences, *hint))
 
 
 def _settings_that_differ(places: Mapping[int, Place | None]) -> Iterator[str]:
@@ -216,6 +226,8 @@ def _doomed(places: Mapping[int, Place | None]) -> set[_Node]:
         for index, wait in enumerate(place.waits if place is not None else ()):
             node = (rank, index)
             ahead_of[node] = set()
+            if wait.group and all(_is_overdue(places.get(other), wait) for other in wait.ranks):
+                doomed.add(node)
             for other in wait.ranks:
                 far = places.get(other)
                 if other == rank or far is None:
@@ -233,6 +245,12 @@ def _doomed(places: Mapping[int, Place | None]) -> set[_Node]:
     doomed |= {node for node in ahead_of if _reaches(ahead_of, node, {node})}
     # Who waits for one of them waits in vain too.
     return doomed | {node for node in ahead_of if doomed and _reaches(ahead_of, node, doomed)}
+
+
+def _is_overdue(place: Place | None, wait: Wait) -> bool:
+    """Say whether a rank waits in the group of ``wait`` too, and has for too long."""
+    same = [one for one in place.waits if (one.group, one.lane) == (wait.group, wait.lane)] if place else []
+    return any(one.is_overdue for one in same)
 
 
 def _is_mixed_up(wait: Wait, far: Place, other: Wait) -> bool:

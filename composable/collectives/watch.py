@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -31,6 +31,8 @@ import torch.distributed as dist
 from composable.arguments import check_number
 from composable.collectives.base import Started, Transport
 from composable.collectives.places import (
+    Waiting,
+    bytes_before,
     call_in,
     described,
     frame_of_wait,
@@ -42,7 +44,14 @@ from composable.collectives.places import (
 )
 from composable.collectives.verdict import Place, Verdict, judge, place_from, text_of
 from composable.errors import ComposableError, DesyncError, place_of_rank
-from composable.torch_private import PrefixStore, Store, groups_of_process, real_backend, store_of_default_group
+from composable.torch_private import (
+    PrefixStore,
+    Store,
+    groups_of_process,
+    real_backend,
+    started_in,
+    store_of_default_group,
+)
 from composable.wording import ranks_text
 
 __all__ = ["annotating", "explain_waits", "explained", "notice_transport", "set_divergence_timeout", "watch_ranks"]
@@ -55,6 +64,12 @@ _MAX_PAUSE_S = 3.0
 # How long ranks get to answer, in looks and at least in seconds: a rank may hold the interpreter's lock.
 _PATIENCE_LOOKS = 5
 _MIN_PATIENCE_S = 2.0
+# When all ranks of a group wait in it, nothing will come after so many answers that found them there, so many limits
+# and seconds (gloo connects first), and the time that the bytes take on a link that is slower than any.
+_ANSWERS = 3
+_OVERDUE_LIMITS = 10
+_OVERDUE_S = 5.0
+_BYTES_PER_S = 1e6
 # Of the message that nobody sends.
 _NO_TAG = 2**31 - 1
 _FIX = (
@@ -184,6 +199,21 @@ class _Watch:
             self.thread.end()
 
 
+@dataclass
+class _Seen:
+    """A wait of a thread, as the watch has seen it."""
+
+    mark: tuple[object, ...]
+    since: float
+    patience_s: float  # Until the ranks are asked.
+    # How much its group had started; for how long the watch has looked at that, which it does not while the process is
+    # stopped; and how often this was told.
+    started: int = 0
+    still_s: float = 0.0
+    answers: int = 0
+    is_overdue: bool = False
+
+
 class _Thread(threading.Thread):
     """Watches until the process group is destroyed.
 
@@ -212,8 +242,8 @@ class _Thread(threading.Thread):
         # A thread has lost its wait, and will raise what is found.
         self._is_heard = False
         self._is_ended = False
-        # By thread: what it waits for, since when, and how long it may until it asks.
-        self._since: dict[int, tuple[tuple[object, ...], float, float]] = {}
+        self._seen: dict[int, _Seen] = {}
+        self._last_look = math.inf
 
     def end(self) -> None:
         """Let the thread come to its end."""
@@ -280,21 +310,34 @@ class _Thread(threading.Thread):
 
     def _has_waited_too_long(self) -> bool:
         now = time.monotonic()
-        before, self._since = self._since, {}
+        passed_s = max(0.0, min(now - self._last_look, self._pause_s))
+        self._last_look = now
+        before, self._seen = self._seen, {}
         is_too_long = False
         for found in waiting_threads():
-            # It may have begun just after the last look, and is seen to be over after the limit at the next.
-            since = (found.mark, now, self.limit_s - 2 * self._pause_s)
-            known = before.get(found.thread, since)
-            if known[0] != found.mark:
-                known = since
-            mark, begun, patience_s = known
-            if now - begun >= patience_s:
+            seen = before.get(found.thread)
+            if seen is None or seen.mark != found.mark:
+                # It may have begun just after the last look, and is seen to be over after the limit at the next.
+                seen = _Seen(found.mark, now, self.limit_s - 2 * self._pause_s)
+            self._seen[found.thread] = seen
+            is_overdue = self._is_overdue(found, seen, passed_s)
+            if now - seen.since >= seen.patience_s or is_overdue > seen.is_overdue:
                 is_too_long = True
                 # Asked again after twice as long.
-                known = (mark, begun, 2 * (now - begun) + self.limit_s)
-            self._since[found.thread] = known
+                seen.patience_s = 2 * (now - seen.since) + self.limit_s
+            seen.is_overdue = is_overdue
         return is_too_long
+
+    def _is_overdue(self, found: Waiting, seen: _Seen, passed_s: float) -> bool:
+        """Say whether nothing will come if all ranks wait in the group as long; ``passed_s``: since the last look."""
+        started = 0 if found.group is None else started_in(found.group)
+        if started != seen.started:
+            seen.started, seen.still_s, seen.answers = started, 0.0, 0
+        seen.still_s += passed_s
+        left_s = seen.still_s - _OVERDUE_LIMITS * self.limit_s - _OVERDUE_S
+        if found.group is None or left_s < 0 or seen.answers < _ANSWERS or real_backend(found.group) != "gloo":
+            return False
+        return left_s >= bytes_before(found) / _BYTES_PER_S
 
     def _answer(self, *, is_asker: bool) -> None:
         """Tell where this process is, and do what the ranks are told."""
@@ -313,7 +356,7 @@ class _Thread(threading.Thread):
         self._question += 1
         if verdict.is_diverged:
             self._close(verdict, groups)
-        elif self._since and verdict.lines:
+        elif self._seen and verdict.lines:
             _LOG.warning("a rank has waited long for others\n%s\n  at:  %s", "\n".join(verdict.lines), place_of_rank())
 
     def _decide(self, verdict: Verdict) -> None:
@@ -324,7 +367,9 @@ class _Thread(threading.Thread):
         return _read(self._in_store("get", self._key("verdict")).decode())
 
     def _place(self) -> Place:
-        place = place_here()
+        for seen in self._seen.values():
+            seen.answers += 1
+        place = place_here([seen.mark for seen in self._seen.values() if seen.is_overdue])
         failed = self._watch.failed_call
         if failed and not place.waits:
             return replace(place, failed_call=failed, text=f"{failed}; {place.text}")

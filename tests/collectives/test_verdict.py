@@ -240,3 +240,20 @@ def test_ranks_that_say_the_same_share_a_line() -> None:
         "    ranks 0, 2: each is slow",
         "    rank 1: does not answer: it has annotated nothing, or its process has ended or is stopped",
     )
+
+
+def test_ranks_that_all_wait_in_one_group_have_diverged_when_all_have_for_too_long() -> None:
+    def waits(rank: int, *, is_overdue: bool = True, lane: str = LANE) -> Place:
+        wait = Wait(lane, "it", "", "g", (0, 1, 2), ORDERED, 5, groups=("g",), is_overdue=is_overdue)
+        return Place((wait,), ordered={"g": 5 + rank})
+
+    for places in ([waits(0), waits(1), waits(2)], [waits(2), waits(1), waits(0)]):
+        verdict = judge(dict(enumerate(places)))
+        assert verdict.is_diverged and verdict.groups == ("g",)
+        assert verdict.lines[-1].startswith("    all of them wait in one process group")
+    slow = Place(text="computes")
+    for last in (waits(2, is_overdue=False), waits(2, lane="writer"), slow, None):
+        assert not judge({0: waits(0), 1: waits(1), 2: last}).is_diverged
+    # Of a group that is not known, nothing can be said.
+    unknown = Place((Wait(LANE, "it", "", "", (), COUNTED, 0, is_overdue=True),))
+    assert not judge({0: unknown, 1: unknown}).is_diverged

@@ -1,7 +1,10 @@
 """Tests composable/collectives/watch.py: what a wait says that the process group has ended. More: tests/test_divergence.py."""
 
+import math
+import sys
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 
 import pytest
 import torch
@@ -9,8 +12,12 @@ import torch.distributed as dist
 
 from composable import ConfigError, DesyncError, explain_waits
 from composable.collectives import Ranks
+from composable.collectives.base import Started
+from composable.collectives.places import Waiting
+from composable.collectives.process_group import ProcessGroupTransport
 from composable.collectives.verdict import Verdict
-from composable.collectives.watch import _Thread, _Watch
+from composable.collectives.watch import _Seen, _Thread, _Watch
+from composable.torch_private import started_in
 from tests.world import run_ranks
 
 
@@ -89,3 +96,51 @@ def decide_late() -> tuple[bool, bool]:
 def test_the_first_verdict_holds_for_all_ranks() -> None:
     # A rank that answers may have given up on the one that asks, which is only slow.
     assert run_ranks(decide_late, 2) == [(False, True)] * 2
+
+
+class _Sent(Started):
+    """A collective of so many bytes."""
+
+    __slots__ = ("has_tag", "nbytes")
+
+    def __init__(self, transport: ProcessGroupTransport, nbytes: float, *, has_tag: bool = False) -> None:
+        self.transport, self.tag, self.number = transport, 0, 1
+        self.nbytes, self.has_tag = nbytes, has_tag
+        transport.in_flight[self] = None
+
+    def wait(self) -> FrameType:
+        return sys._getframe()
+
+
+def wait_for(nbytes: float, looks_s: list[float], answers: int = 3, *, has_tag: bool = False, calls: int = 0) -> bool:
+    """Say whether a wait is overdue after such looks, before the last of which so many other calls were made."""
+    group = dist.group.WORLD
+    assert group is not None
+    thread = _Thread(_Watch(), group, 30.0)
+    found = Waiting(0, _Sent(ProcessGroupTransport(group), nbytes, has_tag=has_tag).wait(), (), group)
+    seen = _Seen((), 0.0, 30.0, answers=answers, started=started_in(group))
+    is_overdue = False
+    for number, look_s in enumerate(looks_s):
+        for _ in range(calls if number == len(looks_s) - 1 else 0):
+            dist.barrier()
+        is_overdue = thread._is_overdue(found, seen, look_s)
+    return is_overdue
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "looks_s", "others", "is_overdue"),
+    [
+        (100, [3.0] * 102, {}, True),
+        (100, [3.0] * 101, {}, False),
+        (100, [3.0] * 102, {"answers": 2}, False),  # the process was stopped in between, say
+        (100, [3.0] * 102, {"calls": 1}, False),  # something was started meanwhile
+        (1e9, [3.0] * 400, {}, False),  # a slow link
+        (1e9, [3.0] * 440, {}, True),
+        (math.inf, [3.0] * 4000, {}, False),  # of a device, say
+        (100, [3.0] * 4000, {"has_tag": True}, False),
+    ],
+)
+def test_a_wait_is_overdue_after_longer_than_its_bytes_take(
+    nbytes: float, looks_s: list[float], others: dict[str, int], is_overdue: bool
+) -> None:
+    assert run_ranks(wait_for, 2, nbytes, looks_s, **others) == [is_overdue] * 2
