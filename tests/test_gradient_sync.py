@@ -253,6 +253,48 @@ def test_what_was_dropped_counts_as_no_backward(plan: list[str], averages: list[
     assert run_threads(train_with_a_plan, 2, plan) == [averages, averages]
 
 
+def train_out_of_step(plan: list[str], *, lists: bool) -> list[float]:
+    """Run "b", forward and backward; "f", a forward alone; "e", the same in an exception; "n", without a graph."""
+    model = nn.Linear(2, 1, bias=False)
+    replicate([model, nn.Linear(2, 1)] if lists else model, find_unused_parameters=True)
+    found: list[float] = []
+    for letter in plan[dist.get_rank()]:
+        with torch.no_grad() if letter == "n" else nullcontext():
+            loss = model(torch.ones(1, 2)).sum()
+        if letter == "b":
+            loss.backward()
+            assert model.weight.grad is not None
+            found.append(model.weight.grad[0, 0].item())
+            model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plan", "counts"),
+    [
+        (["bb", "bb"], None),
+        (["fbb", "bfb"], (2, 1)),
+        (["bfb", "bb"], (2, 1)),
+        (["bbf", "bbf"], None),
+        (["bfffb", "bfb"], (4, 2)),
+        (["bnb", "bb"], None),
+    ],
+)
+def test_a_rank_that_leaves_out_a_backward_is_logged_once_on_every_rank(
+    plan: list[str], counts: tuple[int, int] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run_threads(train_out_of_step, 2, plan, lists=False) == [[1.0, 1.0]] * 2
+    said = [one.getMessage() for one in caplog.records if "different numbers of forwards" in one.getMessage()]
+    assert len(said) == (0 if counts is None else 2)
+    for text in said if counts else ():
+        assert f"    rank 0: {counts[0]} forwards\n    rank 1: {counts[1]} forward" in text and "'weight'" in text
+
+
+def test_forwards_of_a_list_of_modules_are_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+    run_threads(train_out_of_step, 2, ["fbb", "bb"], lists=True)
+    assert not [one for one in caplog.records if "different numbers of forwards" in one.getMessage()]
+
+
 def reduce_uneven_numbers() -> float:
     model = replicate(nn.Linear(2, 1, bias=False))
     for _ in range(2):

@@ -350,7 +350,7 @@ def log_of_a_level(level: str) -> list[str]:
 
 def test_debug_levels_tell_of_buckets_and_of_what_is_sent() -> None:
     first, rebuilt = (
-        f"bucket 1, 56 bytes of torch.float32: {names}" for names in ("'weight', 'bias'", "'bias', 'weight'")
+        f"bucket 1, 64 bytes of torch.float32: {names}" for names in ("'weight', 'bias'", "'bias', 'weight'")
     )
     told = [
         "replicate: 1 buckets from backward 1 on, of ranks [0, 1]",

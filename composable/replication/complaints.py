@@ -1,5 +1,6 @@
 """What the reducer says when a backward goes wrong, on this rank or on another."""
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 
 from composable.errors import ConfigError, DesyncError, UsageError, place_of_rank
@@ -19,7 +20,10 @@ __all__ = [
     "hook_failed",
     "round_error",
     "second_gradient",
+    "warn_out_of_step",
 ]
+
+_LOG = logging.getLogger("composable")
 
 # What a rank tells the others besides how many parameters have no gradient.
 STOPPED = -1
@@ -202,6 +206,20 @@ def _uneven(backwards: Mapping[int, int]) -> DesyncError:
         at=place_of_rank(),
         fix="enter no_sync in the same steps on every rank, and start again from a checkpoint; where ranks are to have "
         "different numbers, run all backwards of a step in no_sync, and call reduce_gradients(module)",
+    )
+
+
+def warn_out_of_step(forwards: Mapping[int, int], fqn: str) -> None:
+    """Log that ranks had different numbers of forwards since the last average, of a module with this parameter."""
+    lines = [f"    {ranks_text([rank])}: {count_text(count, 'forward')}" for rank, count in forwards.items()]
+    _LOG.warning(
+        "%s\n  at:  %s, module with parameter %r\n  fix: %s",
+        "\n".join(["ranks had different numbers of forwards since gradients were last averaged", *lines]),
+        place_of_rank(),
+        fqn,
+        "nothing, if each of them belongs to this backward, or to none; but where a rank left out a backward, averages "
+        "are of different steps from there on: run the same backwards on every rank, and forwards that are not to be "
+        "trained on under torch.no_grad()",
     )
 
 

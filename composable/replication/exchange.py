@@ -7,7 +7,7 @@ import torch
 from composable.collectives import Grid, Transport
 from composable.replication.arrangement import Arrangement
 from composable.replication.bucket import Bucket, BucketOptions, ReducedParam
-from composable.replication.complaints import HOOK_FAILED, round_error
+from composable.replication.complaints import HOOK_FAILED, round_error, warn_out_of_step
 from composable.replication.debugging import notes_for_level
 from composable.replication.round import Round
 from composable.replication.sender import Sender
@@ -44,6 +44,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_has_warned",
         "_options",
         "_params",
         "_ranks",
@@ -80,6 +81,7 @@ class Exchange:
         self._options = options
         self._round = own_round
         self._stopwatch = stopwatch
+        self._has_warned = False
         self._tail = Tail(len(params), transport.rank, transport.world_size)
         # Each takes a key of the transport, in this order on every rank.
         self.order_key = transport.allocate_key()
@@ -140,8 +142,8 @@ class Exchange:
             ]
         order = self._round.order
         # Experts are called as their ranks like, and a module around synchronises all.
-        backwards = 0 if self._round.is_led else self._round.kept + 1
-        self._tail.write(tail, used, complaint, order[-1] if order else None, backwards)
+        counts = (0, 0) if self._round.is_led else (self._round.kept + 1, self._round.forwards)
+        self._tail.write(tail, used, complaint, order[-1] if order else None, *counts)
 
     def wait(self) -> tuple[Report | None, list[float] | None]:
         """Wait for all buckets, and put every average where its gradient was.
@@ -199,6 +201,13 @@ class Exchange:
         self.transport.begin_all_reduce(numbers, self.order_key).finish()
         shared: list[float] = numbers.tolist()
         return shared
+
+    def warn_of(self, report: Report) -> None:
+        """Log, once, that ranks had different numbers of forwards: one may have left out a backward."""
+        if not self._has_warned:
+            self._has_warned = True
+            counts = zip(sorted(self._ranks.numbers), report.forwards, strict=True)
+            warn_out_of_step({rank: round(count) for rank, count in counts if count}, self._params[0].fqn)
 
     def error_of(self, missing: Sequence[int], report: Report, static: StaticGraph | None) -> Exception:
         """Return the error for what went wrong here, or for what did elsewhere."""

@@ -273,6 +273,7 @@ class Reducer:
         is_any = any(self._kept)
         order_key, sparse = self._exchange.order_key, self._exchange.sparse
         is_any = average_kept(self.params, self._exchange.transport, order_key, self.scale, sparse, is_any=is_any)
+        self.count_anew()
         self._forget_kept()
         if is_any:
             step_complete(self.steppers, [item.param for item in self.params])
@@ -455,7 +456,7 @@ class Reducer:
                 item.param.grad = None
             self._arrangement.prepare()
             self._round.clear(self.buckets, synchronises=True)
-        self._round.kept = -1
+        self._round.kept, self._round.forwards = -1, 0
         self.rounds += 1
 
     def send_shadow(self) -> None:
@@ -619,6 +620,9 @@ class Reducer:
         self._end_round(self._exchange.tail)
         if self.steppers:
             step_rest(self.steppers, self.params, self.buckets, self._round, used)
+        if report is not None and not report.is_error:
+            self._exchange.warn_of(report)
+            return None
         return report
 
     def _learn_graph(self, tail: torch.Tensor) -> None:
@@ -632,6 +636,7 @@ class Reducer:
     def _end_round(self, tail: torch.Tensor) -> None:
         """Take from a round what is to hold for all later ones; ``tail`` is what the ranks said."""
         self._forget_kept()
+        self._round.forwards = 0
         if not self._arrangement.is_settled:
             self._arrangement.settle(self._exchange.agree_on_order())
         if self._static is not None and self._static.counts is None:
@@ -639,7 +644,7 @@ class Reducer:
 
     def count_anew(self) -> None:
         """Count backwards from here on: before a ``Join``, ranks may have kept different numbers."""
-        self._round.kept = 0
+        self._round.kept = self._round.forwards = 0
 
     def _forget_kept(self) -> None:
         self._kept[:] = bytes(len(self._kept))

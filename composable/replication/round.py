@@ -31,6 +31,7 @@ class Round:
         accumulates: Gradients are added to those of the parameters, which ``torch.autograd.grad`` does not do.
         complaint: What this rank tells the others: parameters without a gradient, -1 for a backward that was stopped.
         kept: How many backwards there were since the last that averaged; -1: this rank follows the others, with zeros.
+        forwards: How many forwards that record a graph there were since then; 0: they do not count.
     """
 
     __slots__ = (
@@ -39,6 +40,7 @@ class Round:
         "_node",
         "accumulates",
         "complaint",
+        "forwards",
         "is_led",
         "is_open",
         "kept",
@@ -61,7 +63,7 @@ class Round:
         self.stepped = 0
         self.accumulates = False
         self.complaint = 0
-        self.kept = 0
+        self.kept = self.forwards = 0
         self._armed_modules: set[int] = set()
         self._node: Any = None
         self._guard: weakref.ref[Callable[[], None]] | None = None

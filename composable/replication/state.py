@@ -134,6 +134,8 @@ class ReplicateState:
 
     def _meet(self, module: nn.Module) -> None:
         """Do what the ranks do together before a forward. Collective."""
+        if len(self.modules) == 1:  # Of several, ranks may call some.
+            self.reducer.round.forwards += 1
         self.transport.connect()
         self.reducer.prepare()
         broadcasts = self.buffers is not None and module.training and self.reducer.requires_gradient_sync

@@ -231,11 +231,11 @@ def test_the_first_round_has_one_bucket_and_the_next_ones_follow_the_order_of_ar
     assert [reducer.params[bucket.param_indices[0]].fqn for bucket in reducer.buckets] == first_round
 
 
-def test_a_round_sends_every_gradient_once_a_flag_per_parameter_and_three_numbers_per_rank() -> None:
+def test_a_round_sends_every_gradient_once_a_flag_per_parameter_and_four_numbers_per_rank() -> None:
     model = nn.Linear(16, 16, bias=False)
     _, transport = attach(model, world_size=3)
     model(torch.ones(1, 16)).sum().backward()
-    assert transport.sent == [16 * 16 + 1 + 3 * 3]
+    assert transport.sent == [16 * 16 + 1 + 4 * 3]
 
 
 def test_a_bucket_is_sent_as_soon_as_it_is_full() -> None:
@@ -271,7 +271,7 @@ def test_a_full_bucket_waits_for_the_one_before_it() -> None:
         transport.sent.clear()
         model(swap=swap).backward()
         # The last bucket carries the flags.
-        assert transport.sent == [40, 80 + 2 + 3 * 2]
+        assert transport.sent == [40, 80 + 2 + 4 * 2]
     assert arrived == ["first", "second", "second", "first"]
 
 

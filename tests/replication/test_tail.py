@@ -26,14 +26,14 @@ def added_up(
 def test_nothing_is_reported_where_nobody_complains() -> None:
     total = added_up((None, 0, 1), ([True, False], 0, 0))
     assert Tail(NUMEL, 0, 2).read(total) is None
-    assert total.tolist() == [2, 1, 0, 0, 1, 1, 2, 1]
+    assert total.tolist() == [2, 1, 0, 0, 1, 1, 1, 1, 2, 1]
 
 
 def test_every_rank_reads_who_complains_and_how_many_had_each_gradient_and_which_was_the_last() -> None:
     total = added_up((None, 0, 1), ([True, False], 1, 0), ([False, False], -1, None))
     for rank in range(3):
         assert Tail(NUMEL, rank, 3).read(total) == Report(
-            used=[2, 1], complaints=[0, 1, -1], last=[1, 0, None], backwards=[1, 1, 1]
+            used=[2, 1], complaints=[0, 1, -1], last=[1, 0, None], backwards=[1, 1, 1], forwards=[1, 1, 1]
         )
 
 
@@ -57,22 +57,26 @@ def test_what_a_rank_says_of_itself_is_that_of_the_running_round() -> None:
         assert written.tolist()[-1] == (0 if last is None else last + 1)
 
 
-@pytest.mark.parametrize("backwards", [(1, 2), (2, 2), (3, 1), (1, 0), (3, 0), (300, 299), (40, 256)])
+@pytest.mark.parametrize("what", ["backwards", "forwards"])
+@pytest.mark.parametrize("counts", [(1, 2), (2, 2), (3, 1), (1, 0), (3, 0), (300, 299), (40, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_ranks_that_had_different_numbers_of_backwards_read_so(dtype: torch.dtype, backwards: tuple[int, int]) -> None:
+def test_ranks_that_had_different_numbers_read_so(dtype: torch.dtype, counts: tuple[int, int], what: str) -> None:
     tails = [Tail(NUMEL, rank, 2) for rank in range(2)]
     total = torch.zeros(tails[0].numel, dtype=dtype)
-    for tail, count in zip(tails, backwards, strict=True):
+    for tail, count in zip(tails, counts, strict=True):
         written = torch.empty(tail.numel, dtype=dtype)
-        tail.write(written, None, 0, 1, count)
+        tail.write(written, None, 0, 1, **{what: count})
         total += written
-    told = [min(count, 256) for count in backwards]
+    told = [min(count, 256) for count in counts]
     # A rank that follows the others has none.
     is_uneven = told[0] != told[1] and 0 not in told
     for tail in tails:
         report = tail.read(total)
         assert (report is not None) is is_uneven
-        assert report is None or (report.is_uneven and list(report.backwards) == told)
+        if report is not None:
+            assert list(getattr(report, what)) == told
+            assert (report.is_uneven, report.is_out_of_step) == (what == "backwards", what == "forwards")
+            assert report.is_error == (what == "backwards")
 
 
 @pytest.mark.parametrize(
