@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
@@ -588,8 +589,18 @@ def copies_uneven(step: Step) -> None:
                 # A rank without inputs counts as zero, also what was averaged before.
                 step.zero_grad()
             step.backward(step.forward())
-    if step.is_plain and max(counts) > 1 and counts[step.rank] < max(counts):
-        step.zero_grad()
+    is_behind = counts[step.rank] < max(counts)
+    if step.is_plain:
+        if is_behind:
+            step.zero_grad()
+        return
+    # A rank without inputs has the gradients of its own last backward: it steps by those of who ran to the end.
+    params = list(step.model.parameters())
+    found: list[Any] = [None] * step.world_size
+    dist.all_gather_object(found, None if is_behind else [param.grad for param in params])
+    if is_behind:
+        for param, grad in zip(params, found[counts.index(max(counts))], strict=True):
+            param.grad = grad
 
 
 @program("copies: one rank's backward raises", copies="whole")
