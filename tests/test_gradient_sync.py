@@ -2,14 +2,14 @@
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable import DesyncError, UsageError, clip_grad_norm_, fully_shard, no_sync, reduce_gradients, replicate
+from composable import UsageError, clip_grad_norm_, fully_shard, no_sync, reduce_gradients, replicate
 from tests.counting import CountingTransport
 from tests.models import loss_of, make_model
 from tests.parity import assert_equal_params, full, global_inputs, inputs_of
@@ -233,16 +233,18 @@ def train_with_a_plan(plan: list[str]) -> list[float]:
 @pytest.mark.parametrize(
     ("plan", "counts"), [(["ks", "ss"], (2, 1)), (["skss", "skks"], (2, 3)), (["dkks", "kdks"], (3, 2))]
 )
-def test_a_rank_that_enters_no_sync_alone_is_an_error_on_every_rank(plan: list[str], counts: tuple[int, int]) -> None:
-    with pytest.raises(RankErrors) as caught:
+def test_a_rank_that_enters_no_sync_alone_is_logged_once_on_every_rank(
+    plan: list[str], counts: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    with suppress(RankErrors):  # One has a backward more than the other.
         run_threads(train_with_a_plan, 2, plan)
-    assert set(caught.value.errors) == {0, 1}
-    for error in caught.value.errors.values():
-        assert isinstance(error, DesyncError), error
-        assert error.what == (
+    said = [one.getMessage() for one in caplog.records if "different numbers of backwards" in one.getMessage()]
+    assert len(said) == 2
+    for text in said:
+        assert text.startswith(
             "ranks had different numbers of backwards since gradients were last averaged\n"
             f"    rank 0: {counts[0]} backward{'s' * (counts[0] > 1)}\n"
-            f"    rank 1: {counts[1]} backward{'s' * (counts[1] > 1)}"
+            f"    rank 1: {counts[1]} backward{'s' * (counts[1] > 1)}\n"
         )
 
 

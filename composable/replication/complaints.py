@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
-from composable.errors import ConfigError, DesyncError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.replication.bucket import ReducedParam
 from composable.replication.static_graph import StaticGraph
 from composable.replication.tail import Report
@@ -51,7 +51,7 @@ def round_error(
     static: StaticGraph | None,
     running: Collection[int],
     hook: str,
-) -> UsageError | DesyncError:
+) -> UsageError:
     """Return the error for what went wrong in a backward, here or on another rank.
 
     Args:
@@ -65,8 +65,6 @@ def round_error(
         running: Those that had inputs; the others have no gradients.
         hook: The name of the communication hook, behind a space; "": there is none.
     """
-    if report.is_uneven and not missing and not any(report.complaints):
-        return _uneven({rank: round(count) for rank, count in zip(ranks, report.backwards, strict=True) if count})
     told = list(zip(ranks, report.complaints, strict=False))
     last_of = dict(zip(ranks, report.last, strict=False))
     if missing or not last_of:
@@ -198,28 +196,23 @@ def _graph_changed(
     )
 
 
-def _uneven(backwards: Mapping[int, int]) -> DesyncError:
-    """Return the error for ranks that had different numbers of backwards since the last average."""
-    lines = [f"    {ranks_text([rank])}: {count_text(count, 'backward')}" for rank, count in backwards.items()]
-    return DesyncError(
-        "\n".join(["ranks had different numbers of backwards since gradients were last averaged", *lines]),
-        at=place_of_rank(),
-        fix="enter no_sync in the same steps on every rank, and start again from a checkpoint; where ranks are to have "
-        "different numbers, run all backwards of a step in no_sync, and call reduce_gradients(module)",
-    )
+def warn_out_of_step(what: str, numbers: Mapping[int, int], fqn: str) -> None:
+    """Log that ranks had different numbers of forwards or backwards since the last average.
 
-
-def warn_out_of_step(forwards: Mapping[int, int], fqn: str) -> None:
-    """Log that ranks had different numbers of forwards since the last average, of a module with this parameter."""
-    lines = [f"    {ranks_text([rank])}: {count_text(count, 'forward')}" for rank, count in forwards.items()]
+    Args:
+        what: "forward" or "backward".
+        numbers: Of each rank.
+        fqn: Of a parameter of the module.
+    """
+    lines = [f"    {ranks_text([rank])}: {count_text(count, what)}" for rank, count in numbers.items()]
     _LOG.warning(
         "%s\n  at:  %s, module with parameter %r\n  fix: %s",
-        "\n".join(["ranks had different numbers of forwards since gradients were last averaged", *lines]),
+        "\n".join([f"ranks had different numbers of {what}s since gradients were last averaged", *lines]),
         place_of_rank(),
         fqn,
-        "nothing, if each of them belongs to this backward, or to none; but where a rank left out a backward, averages "
-        "are of different steps from there on: run the same backwards on every rank, and forwards that are not to be "
-        "trained on under torch.no_grad()",
+        "nothing, if each of them belongs to this backward, or to none; but where a rank left out a backward, or was "
+        "alone in no_sync, averages are of different steps from there on: run the same backwards on every rank, and "
+        "forwards that are not to be trained on under torch.no_grad()",
     )
 
 

@@ -203,11 +203,12 @@ class Exchange:
         return shared
 
     def warn_of(self, report: Report) -> None:
-        """Log, once, that ranks had different numbers of forwards: one may have left out a backward."""
+        """Log, once, that ranks had different numbers of forwards or backwards: one may have left out a backward."""
         if not self._has_warned:
             self._has_warned = True
-            counts = zip(sorted(self._ranks.numbers), report.forwards, strict=True)
-            warn_out_of_step({rank: round(count) for rank, count in counts if count}, self._params[0].fqn)
+            what, told = ("backward", report.backwards) if report.is_uneven else ("forward", report.forwards)
+            counts = zip(sorted(self._ranks.numbers), told, strict=True)
+            warn_out_of_step(what, {rank: round(count) for rank, count in counts if count}, self._params[0].fqn)
 
     def error_of(self, missing: Sequence[int], report: Report, static: StaticGraph | None) -> Exception:
         """Return the error for what went wrong here, or for what did elsewhere."""

@@ -41,13 +41,13 @@ class Report(NamedTuple):
 
     @property
     def is_out_of_step(self) -> bool:
-        """Ranks had different numbers of forwards since the last average, which need not be wrong."""
-        return len({*self.forwards} - {0}) > 1
+        """Ranks had different numbers of forwards or backwards since the last average, which need not be wrong."""
+        return self.is_uneven or len({*self.forwards} - {0}) > 1
 
     @property
     def is_error(self) -> bool:
-        """A rank complains, or had another number of backwards."""
-        return any(self.complaints) or self.is_uneven
+        """A rank complains."""
+        return any(self.complaints)
 
 
 class Tail:
