@@ -53,6 +53,8 @@ class SharedFiles:
         self._notes = Notes(folder, os.getpid())
         self._stacks = self._notes.stacks.open("w")
         faulthandler.register(signal.SIGUSR1, self._stacks)
+        # Who is started in the background of a script ignores it, and could not be asked for a report.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         self._notes.progress.touch()
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:

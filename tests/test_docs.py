@@ -156,6 +156,8 @@ PROGRAMS = [
 ON_FOUR_RANKS = ("experts", "hybrid", "tensor_parallel")
 # What a page shows in small is logged, once in a process; nothing else is.
 LOGGED = {"mixed_precision": "the whole model is one handle", "offload": "nothing is to be offloaded"}
+# On a busy machine ranks wait for each other.
+SLOW = "a rank has waited long for others"
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -163,7 +165,7 @@ def test_the_code_of_a_page_runs_on_some_ranks_and_prints_what_follows_it(name: 
     blocks = blocks_of(f"docs/{name}.md")
     printed, logged = run_ranks(run_blocks, 4 if name in ON_FOUR_RANKS else 2, [source for source, _ in blocks])[0]
     assert printed == [expected for _, expected in blocks]
-    assert [line for line in logged if name not in LOGGED or not line.startswith(LOGGED[name])] == []
+    assert [line for line in logged if not line.startswith((SLOW, LOGGED.get(name, SLOW)))] == []
 
 
 # -- what importing changes
