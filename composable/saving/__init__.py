@@ -1,13 +1,16 @@
 """Full values out of the shards and into them, state dicts, and the folder of checkpoints."""
 
 from composable.saving.checkpoint import SavedCheckpoint, SaveHandle, find_checkpoint, load_checkpoint, save_checkpoint
-from composable.saving.fit import register_load_check
-from composable.saving.full_params import iter_full_params, load_full_params
-from composable.saving.full_state import full_state_dict, load_full_state_dict
-from composable.saving.param_bucket import BucketLayout, ParamBucket
-from composable.saving.room import register_room
+from composable.saving.full_values import (
+    BucketLayout,
+    ParamBucket,
+    full_state_dict,
+    iter_full_params,
+    load_full_params,
+    load_full_state_dict,
+)
+from composable.saving.loads import register_load_check, register_room, teach_torch_to_load
 from composable.saving.safetensors import load_safetensors, save_safetensors
-from composable.saving.torch_loads import teach_torch_to_load
 from composable.saving.unsharding import unshard_params
 
 __all__ = [

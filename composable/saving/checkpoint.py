@@ -2,9 +2,9 @@
 
 What is written is a checkpoint of ``torch.distributed.checkpoint`` in the layout of its
 ``get_state_dict``; torch alone reads it too. Around it: the folder that is whole or invisible
-(``run_folder.py``), and checks of bytes and names before anything is changed
-(``manifest.py``, ``metadata.py``, ``contents.py``, ``hook_states.py``). Loading verifies first and then reads in
-place: beside the model's own tensors it needs memory for the state of optimizers and hooks only.
+(``run_folder.py``), and checks of bytes and names before anything is changed (``files.py``, ``contents.py``). Loading
+verifies first and then reads in place: beside the model's own tensors it needs memory for the state of optimizers and
+hooks only.
 """
 
 import atexit
@@ -14,10 +14,10 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from threading import Thread
@@ -35,37 +35,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from composable.arguments import as_path, check_bool, check_module, described
 from composable.collectives import Ranks, call_before_destroy, make_host_ranks
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
-from composable.optim import OptimizerNames
 from composable.runtime import notice_hook_states
-from composable.saving.contents import (
-    DataPlanner,
-    apply,
-    as_data,
-    check_places,
-    describe_optimizers,
-    find_differences,
-    read_data,
-    staged,
-    state_to_save,
-    targets,
-)
-from composable.saving.hook_states import HookState, find_hook_states, pack_hook_states, plan_hook_load
-from composable.saving.manifest import METADATA, HookStates, Manifest, find_damage, hook_file
-from composable.saving.metadata import CheckedReader, read_metadata
-from composable.saving.parts import find_parts
-from composable.saving.run_folder import (
-    EXTRA,
-    SummedFiles,
-    abandon,
-    check_step,
-    find_folder,
-    new_partial,
-    older_whole,
-    publish,
-    read_manifest,
-    write_summed,
-)
-from composable.saving.run_owner import Owner, own
+from composable.saving import contents, files, run_folder
+from composable.saving.run_folder import EXTRA, Manifest, PartialCheckpoint
 
 __all__ = ["SaveHandle", "SavedCheckpoint", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -91,23 +63,23 @@ class SavedCheckpoint:
 class SaveHandle:
     """A save that has been started; of a synchronous one, a save that is done."""
 
-    def __init__(self, work: "_Save", beside: Ranks) -> None:
-        self._writers = work.ranks
+    def __init__(self, writers: Ranks, beside: Ranks, name: str) -> None:
+        self._writers = writers
         # What the group of a background save was made beside: it ends with that one.
         self._beside = beside
         self._result: Future[Path] = Future()
-        self._lost = f"the save of step {work.step} to {work.partial.parent} has failed, and nobody waited for it"
+        self._lost = f"{name} has failed, and nobody waited for it"
         self._place = place_of_rank()
 
-    def _write_in_background(self, work: "_Save") -> None:
+    def _run_in_background(self, write: Callable[[], Path]) -> None:
         call_before_destroy(_wait_for_all)
         _OPEN.add(self)
         # Python waits for threads like this one before it ends, and lets them start others. A pool at that time raises.
-        Thread(target=self._write, args=(work,), name="save_checkpoint", daemon=False).start()
+        Thread(target=self._run, args=(write,), name="save_checkpoint", daemon=False).start()
 
-    def _write(self, work: "_Save") -> None:
+    def _run(self, write: Callable[[], Path]) -> None:
         try:
-            self._result.set_result(work.run())
+            self._result.set_result(write())
         except BaseException as error:
             self._result.set_exception(error)
             if isinstance(error, Exception):
@@ -159,6 +131,14 @@ def _fail_if_lost() -> None:
         os._exit(1)
 
 
+def _settle(model: nn.Module) -> SaveHandle | None:
+    """Wait for a save of ``model`` in the background; return it. Raises only where nobody waited for it before."""
+    previous = _PENDING.get(model)
+    if previous in _OPEN:
+        previous.wait()
+    return previous
+
+
 def save_checkpoint(
     folder: str | PathLike[str],
     step: int,
@@ -172,8 +152,8 @@ def save_checkpoint(
 ) -> SaveHandle:
     """Save model, optimizer state and ``extra`` as ``folder/step-NNNNNN``, and remove older checkpoints.
 
-    So are the states of communication hooks in the model, as each rank has them: ``PowerSGDState``, and those with
-    ``state_dict()`` and ``load_state_dict()``.
+    So are the states of communication hooks in the model, as each rank has them: those with ``state_dict()`` and
+    ``load_state_dict()``.
 
     Collective: all ranks, with equal arguments. The folder must be one that all ranks see. A kill at any moment
     leaves whole checkpoints only; the one before stays until this one is on disk. Only what ``save_checkpoint`` wrote
@@ -214,38 +194,50 @@ def save_checkpoint(
         check_bool("asynchronous", asynchronous)
     with ranks.agreed():
         previous = _settle(model)
+    names, _ = contents.names_on_all(ranks, model, optimizers)
     with ranks.agreed():
-        names = describe_optimizers(model, optimizers)
-    parts = find_parts(model, ranks)
-    _check_groups(ranks, parts.shared_of(names))
-    names = parts.merged(names, ranks)
-    with ranks.agreed():
-        state = state_to_save(model, optimizers, names)
-        packed = None if extra is None else as_data(extra, "extra")
-        hooks, notices = find_hook_states(model)
-        hook_data = pack_hook_states(hooks, is_copied=asynchronous)
+        state = contents.state_to_save(model, optimizers, names)
+        packed = None if extra is None else files.as_data(extra, "extra")
+        hooks, notices = contents.find_hook_states(model)
+        hook_data = contents.pack_hook_states(hooks)
         if asynchronous:
-            state = staged(state)
-    arguments = {"step": step, "keep": keep, "discard_later": discard_later, "asynchronous": asynchronous}
-    _check_equal(ranks, hooks, folder=str(folder), **arguments)
+            state = contents.staged(state)
+    arguments = {"folder": str(folder), "step": step, "keep": keep}
+    arguments |= {"discard_later": discard_later, "asynchronous": asynchronous}
+    lines = [f"{name}={value!r}" for name, value in arguments.items()]
+    contents.compare_calls(ranks, [*lines, *(f"{one.name} has a state" for one in hooks)])
     notice_hook_states(notices, ranks)
-    begun: list[_Place] = []
+    # On the first rank: where the checkpoint goes.
+    begun: list[PartialCheckpoint] = []
 
     def begin() -> Path:
-        begun.append(_Place.begin(run, step, model, keep=keep, discard_later=discard_later))
-        return begun[0].partial
+        begun.append(PartialCheckpoint.begin(run, step, model, keep=keep, discard_later=discard_later))
+        return begun[0].folder
+
+    def publish(sums: dict[str, files.FileSum]) -> Path:
+        if packed is not None:
+            sums[EXTRA] = files.write_summed(begun[0].folder / EXTRA, packed)
+        hook_states = run_folder.HookStates(ranks.size, tuple(one.name for one in hooks)) if hooks else None
+        return begun[0].publish(Manifest(step, sums, names, hook_states))
 
     partial = _on_first(ranks, begin, f"cannot write to {folder}")
-    writers = ranks if not asynchronous else _writers(ranks, previous)
-    hook_states = HookStates(ranks.size, tuple(one.name for one in hooks)) if hooks else None
-    place = begun[0] if begun else None
-    work = _Save(writers, partial, step, state, names, packed, hook_states, hook_data, place)
-    handle = SaveHandle(work, ranks)
+    writers = _writers(ranks, previous) if asynchronous else ranks
+
+    def write() -> Path:
+        try:
+            return _write(writers, partial, state, hook_data, publish)
+        except BaseException as error:
+            for one in begun:
+                # After an error no rank writes any more: all have told how it went.
+                one.leave(remove=isinstance(error, Exception))
+            raise
+
+    handle = SaveHandle(writers, ranks, f"the save of step {step} to {run}")
     if asynchronous:
         _PENDING[model] = handle
-        handle._write_in_background(work)
+        handle._run_in_background(write)
     else:
-        handle._result.set_result(work.run())
+        handle._result.set_result(write())
     return handle
 
 
@@ -257,8 +249,8 @@ def find_checkpoint(path: str | PathLike[str]) -> SavedCheckpoint:
     Raises:
         ConfigError: There is no checkpoint, it does not describe itself readably, or ``extra`` is damaged or no data.
     """
-    folder = find_folder(as_path("path", path))
-    return _read(folder, read_manifest(folder))
+    folder = run_folder.find_folder(as_path("path", path))
+    return _read(folder, run_folder.read_manifest(folder))
 
 
 def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> SavedCheckpoint:
@@ -288,182 +280,45 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
     ranks, optimizers = _checked(model, optimizer)
     with ranks.agreed():
         _settle(model)
-    folder, manifest = _on_first(ranks, lambda: _found(as_path("path", path)), f"cannot read {path}")
+
+    def find() -> tuple[Path, Manifest]:
+        found = run_folder.find_folder(as_path("path", path))
+        return found, run_folder.read_manifest(found)
+
+    folder, manifest = _on_first(ranks, find, f"cannot read {path}")
     _verify(ranks, folder, manifest)
     failure = f"{folder} was not loaded to its end"
-    with ranks.agreed():
-        names = describe_optimizers(model, optimizers)
-    parts = find_parts(model, ranks)
-    _check_groups(ranks, parts.shared_of(names))
-    names = parts.merged(names, ranks)
+    names, elsewhere = contents.names_on_all(ranks, model, optimizers)
     with ranks.agreed(), _as_ours(failure):
-        metadata = read_metadata(folder / METADATA, {name: saved.bytes for name, saved in manifest.files.items()})
+        metadata = files.read_metadata(
+            folder / run_folder.METADATA, {name: saved.bytes for name, saved in manifest.files.items()}
+        )
         with located(f"{place_of_rank()}, {folder}"):
-            check_places(metadata, manifest.optimizers)
-        differences = find_differences(metadata, manifest.optimizers, model, names, parts.elsewhere)
+            contents.check_places(metadata, manifest.optimizers)
+        differences = contents.find_differences(metadata, manifest.optimizers, model, names, elsewhere)
         if differences:
             raise ConfigError(
                 "\n  - ".join([f"{folder} does not fit:", *differences]),
                 fix="make model and optimizer as they were; without the optimizer, the model is loaded alone",
             )
-        hooks, _ = find_hook_states(model)
-        hook_load = plan_hook_load(folder, manifest, hooks, ranks)
-        flat = targets(metadata, model, optimizers)
+        hooks, _ = contents.find_hook_states(model)
+        flat = contents.targets(metadata, model, optimizers)
         checkpoint = _read(folder, manifest)
-    if manifest.hook_states is not None:
-        # What one rank leaves alone all do.
-        hook_load = hook_load.together_with(ranks.objects(replace(hook_load, loads={})), folder)
-    with _as_ours(failure), _alone_is_fine():
-        load(flat, storage_reader=CheckedReader(folder, metadata), planner=DataPlanner(folder))
+    with _as_ours(failure):
+        hook_loads, notices = contents.plan_hook_load(folder, manifest.hook_states, hooks, ranks)
+        with warnings.catch_warnings():
+            # There may be no process group: a single process is meant.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            load(flat, storage_reader=files.CheckedReader(folder, metadata), planner=contents.DataPlanner(folder))
     try:
-        apply(flat, metadata, model, optimizers)
+        contents.apply(flat, metadata, model, optimizers)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise UsageError(failure, at=f"{place_of_rank()}: {type(error).__name__}: {error}") from error
     with ranks.agreed():
-        for load_hook in hook_load.loads.values():
+        for load_hook in hook_loads:
             load_hook()
-    notice_hook_states(hook_load.notices.values(), ranks)
+    notice_hook_states(notices, ranks)
     return checkpoint
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a save writes to; on the first rank."""
-
-    owner: Owner
-    partial: Path
-    keep: int
-    discard_later: bool
-
-    @staticmethod
-    def begin(run: Path, step: int, model: nn.Module, *, keep: int, discard_later: bool) -> "_Place":
-        owner = own(run)
-        with owner.lock:
-            try:
-                check_step(run, step, discard_later=discard_later)
-                partial = new_partial(run, step, owner.partials)
-            except BaseException:
-                owner.leave()
-                raise
-            owner.keep(model)
-            owner.partials.add(partial)
-        return _Place(owner, partial, keep, discard_later)
-
-    def publish(self, manifest: Manifest) -> Path:
-        with self.owner.lock:
-            self.owner.check()
-            whole = publish(
-                self.partial, manifest, keep=self.keep, discard_later=self.discard_later, in_use=self.owner.partials
-            )
-            self.owner.partials.discard(self.partial)
-        return whole
-
-    def leave(self, *, remove: bool) -> None:
-        with self.owner.lock:
-            self.owner.partials.discard(self.partial)
-            if remove:
-                abandon(self.partial)
-
-
-@dataclass(frozen=True)
-class _Save:
-    """The part of a save that may run in the background."""
-
-    ranks: Ranks
-    partial: Path
-    step: int
-    state: dict[str, Any]
-    optimizers: tuple[OptimizerNames, ...]
-    extra: bytes | None
-    hook_states: HookStates | None
-    hook_data: dict[str, Any] | None
-    place: _Place | None
-
-    def run(self) -> Path:
-        """Write this rank's part; return when the checkpoint of all ranks has its final name."""
-        try:
-            return self._write()
-        except BaseException as error:
-            if self.place is not None:
-                # After an error no rank writes any more: all have told how it went.
-                self.place.leave(remove=isinstance(error, Exception))
-            raise
-
-    def _write(self) -> Path:
-        what = f"{self.partial} was not written to its end; earlier checkpoints are as they were"
-        with _as_ours(what):
-            files = SummedFiles()
-            writer = FileSystemWriter(self.partial)
-            writer.fs = files
-            if self.ranks.group is None:
-                _write_alone(self.state, writer)
-            else:
-                save(self.state, storage_writer=writer, process_group=self.ranks.group)
-            if self.hook_data is not None:
-                # All ranks have some, or none.
-                path = self.partial / hook_file(self.ranks.rank)
-                with self.ranks.agreed(), _as_ours(what), files.create_stream(path, "wb") as file:
-                    torch.save(self.hook_data, file)
-            sums = {name: saved for part in self.ranks.objects(files.sums) for name, saved in part.items()}
-            return _on_first(self.ranks, lambda: self._publish(sums), what)
-
-    def _publish(self, sums: dict[str, Any]) -> Path:
-        if self.extra is not None:
-            sums[EXTRA] = write_summed(self.partial / EXTRA, self.extra)
-        assert self.place is not None, "the first rank has it"
-        return self.place.publish(Manifest(self.step, sums, self.optimizers, self.hook_states))
-
-
-def _check_groups(ranks: Ranks, optimizers: Sequence[OptimizerNames]) -> None:
-    """Raise where ranks have other optimizers."""
-    lines = []
-    for index, names in enumerate(optimizers):
-        lines.append(f"optimizer {index} is {names.kind}, of {len(names.groups)} groups")
-        lines += [f"a group of optimizer {index}: {group}" for group in names.groups]
-    _compare(ranks, lines)
-
-
-def _check_equal(ranks: Ranks, hooks: Sequence[HookState], **arguments: object) -> None:
-    """Raise where ranks were called with different arguments."""
-    lines = [f"{name}={value!r}" for name, value in arguments.items()]
-    _compare(ranks, [*lines, *(f"{one.name} has a state" for one in hooks)])
-
-
-def _compare(ranks: Ranks, lines: Sequence[str]) -> None:
-    text = "\n".join(lines)
-    ranks.compare(
-        text,
-        shown=text,
-        what="the ranks call save_checkpoint with different arguments",
-        fix="call save_checkpoint with equal arguments on all ranks",
-    )
-
-
-def _on_first(ranks: Ranks, call: Callable[[], T], failure: str) -> T:
-    """Return what ``call`` gives on the first rank; ``failure`` says what an error of the system means."""
-    result: Any = None
-    with ranks.agreed(), _as_ours(failure):
-        if ranks.rank == 0:
-            result = call()
-    first: T = ranks.object_of(0, result)
-    return first
-
-
-def _writers(ranks: Ranks, previous: SaveHandle | None) -> Ranks:
-    """Return the same ranks on a group of their own, the one of ``previous`` where it still serves."""
-    if ranks.group is None:
-        return ranks
-    if previous is not None and previous._beside == ranks and previous._writers != ranks:
-        return previous._writers
-    return make_host_ranks()
-
-
-def _settle(model: nn.Module) -> SaveHandle | None:
-    """Wait for a save of ``model`` in the background; return it. Raises only where nobody waited for it before."""
-    previous = _PENDING.get(model)
-    if previous in _OPEN:
-        previous.wait()
-    return previous
 
 
 def _checked(model: nn.Module, optimizer: Optimizers) -> tuple[Ranks, tuple[torch.optim.Optimizer, ...]]:
@@ -481,32 +336,52 @@ def _checked(model: nn.Module, optimizer: Optimizers) -> tuple[Ranks, tuple[torc
     return ranks, optimizers
 
 
-def _found(path: Path) -> tuple[Path, Manifest]:
-    folder = find_folder(path)
-    return folder, read_manifest(folder)
+def _on_first(ranks: Ranks, call: Callable[[], T], failure: str) -> T:
+    """Return what ``call`` gives on the first rank; ``failure`` says what an error of the system means."""
+    result: Any = None
+    with ranks.agreed(), _as_ours(failure):
+        if ranks.rank == 0:
+            result = call()
+    first: T = ranks.object_of(0, result)
+    return first
 
 
-def _read(folder: Path, manifest: Manifest) -> SavedCheckpoint:
-    extra = None
-    if EXTRA in manifest.files:
-        damage = find_damage(folder, {EXTRA: manifest.files[EXTRA]})
-        if damage:
-            raise _damaged(folder, damage, older_whole(folder))
-        extra = read_data(folder / EXTRA, str(folder / EXTRA), device="cpu")
-    return SavedCheckpoint(folder, manifest.step, extra)
+# -- writing
 
 
-def _verify(ranks: Ranks, folder: Path, manifest: Manifest) -> None:
-    """Read all files, each on one rank, and raise on every rank where one is not what was written."""
-    mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
-    damage = [line for lines in ranks.objects(find_damage(folder, mine)) for line in lines]
-    if damage:
-        raise _damaged(folder, damage, _on_first(ranks, lambda: older_whole(folder), f"cannot read {folder.parent}"))
+def _writers(ranks: Ranks, previous: SaveHandle | None) -> Ranks:
+    """Return the same ranks on a group of their own, the one of ``previous`` where it still serves."""
+    if ranks.group is None:
+        return ranks
+    if previous is not None and previous._beside == ranks and previous._writers != ranks:
+        return previous._writers
+    return make_host_ranks()
 
 
-def _damaged(folder: Path, damage: list[str], older: Path | None) -> ConfigError:
-    fix = f"load {older} instead: it is whole" if older else "restore it from a copy: no older checkpoint is whole"
-    return ConfigError("\n  - ".join([f"{folder} is damaged:", *damage]), fix=fix)
+def _write(
+    ranks: Ranks,
+    partial: Path,
+    state: dict[str, Any],
+    hook_data: bytes | None,
+    publish: Callable[[dict[str, files.FileSum]], Path],
+) -> Path:
+    """Write this rank's part; return when the checkpoint of all ranks has its final name. Collective."""
+    what = f"{partial} was not written to its end; earlier checkpoints are as they were"
+    with _as_ours(what):
+        written = files.SummedFiles()
+        writer = FileSystemWriter(partial)
+        writer.fs = written
+        if ranks.group is None:
+            _write_alone(state, writer)
+        else:
+            save(state, storage_writer=writer, process_group=ranks.group)
+        if hook_data is not None:
+            # All ranks have some, or none.
+            path = partial / run_folder.hook_file(ranks.rank)
+            with ranks.agreed(), _as_ours(what), written.create_stream(path, "wb") as file:
+                file.write(hook_data)
+        sums = {name: saved for part in ranks.objects(written.sums) for name, saved in part.items()}
+        return _on_first(ranks, lambda: publish(sums), what)
 
 
 def _write_alone(state: dict[str, Any], writer: FileSystemWriter) -> None:
@@ -518,6 +393,34 @@ def _write_alone(state: dict[str, Any], writer: FileSystemWriter) -> None:
     plans, metadata = planner.create_global_plan([plan])
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
     writer.finish(metadata, [writer.write_data(plan, planner).wait()])
+
+
+# -- reading
+
+
+def _verify(ranks: Ranks, folder: Path, manifest: Manifest) -> None:
+    """Read all files, each on one rank, and raise on every rank where one is not what was written."""
+    mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
+    damage = [line for lines in ranks.objects(files.find_damage(folder, mine)) for line in lines]
+    if damage:
+        raise _damaged(
+            folder, damage, _on_first(ranks, lambda: run_folder.older_whole(folder), f"cannot read {folder.parent}")
+        )
+
+
+def _read(folder: Path, manifest: Manifest) -> SavedCheckpoint:
+    extra = None
+    if EXTRA in manifest.files:
+        damage = files.find_damage(folder, {EXTRA: manifest.files[EXTRA]})
+        if damage:
+            raise _damaged(folder, damage, run_folder.older_whole(folder))
+        extra = files.read_data(folder / EXTRA, str(folder / EXTRA), to=torch.device("cpu"))
+    return SavedCheckpoint(folder, manifest.step, extra)
+
+
+def _damaged(folder: Path, damage: list[str], older: Path | None) -> ConfigError:
+    fix = f"load {older} instead: it is whole" if older else "restore it from a copy: no older checkpoint is whole"
+    return ConfigError("\n  - ".join([f"{folder} is damaged:", *damage]), fix=fix)
 
 
 @contextmanager
@@ -541,11 +444,3 @@ def _failure(what: str, place: str, cause: BaseException) -> UsageError:
     # Of torch's text about a pickle, the part that advises to trust it is left out.
     text = "it holds what is no data" if isinstance(cause, pickle.UnpicklingError) else str(cause)
     return UsageError(what, at=f"{place}: {type(cause).__name__}: {text}", fix=fix)
-
-
-@contextmanager
-def _alone_is_fine() -> Iterator[None]:
-    """Hide the warning that there is no process group: a single process is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield

@@ -1,21 +1,24 @@
-"""What of a model and its optimizers goes into a checkpoint, and how it comes back; all by FQN.
+"""What of a model, its optimizers and its communication hooks goes into a checkpoint, and how it comes back; by FQN.
 
 The layout is that of torch's ``get_state_dict`` in ``torch.distributed.checkpoint``, so either side
 reads what the other wrote: ``model.FQN``, ``optimizer.state.FQN.NAME``, ``optimizer.param_groups``.
 Unlike there, an optimizer that has not stepped is saved without state and loaded without a step,
-and so is a parameter that has had no gradient.
+and so is a parameter that has had no gradient. A name means one thing in a checkpoint, whichever rank wrote it: ranks
+may have different parts of a model, such as experts.
 
-Nothing here communicates.
+The state of a hook, such as the part of the gradients that it has not sent yet, belongs to one rank and to its place
+among the others: each rank has a file of data, and it comes back only where ranks, cuts and buckets are those that
+were saved. Elsewhere the hook goes on with what it has, and the user is told.
 """
 
+import hashlib
 import io
-import pickle
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -25,26 +28,49 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
-from composable.errors import ComposableError, ConfigError, UsageError
-from composable.optim import OptimizerNames, describe_optimizer, group_differences, names_of_params
-from composable.torch_private import tree_map
+from composable.collectives import Ranks
+from composable.contract import get_registry
+from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
+from composable.optim import (
+    GroupNames,
+    OptimizerNames,
+    describe_optimizer,
+    group_differences,
+    names_of_params,
+    ranks_of_param,
+)
+from composable.ragged import RaggedDTensor
+from composable.replication import Reducer, ReplicateState
+from composable.runtime import handle_of_module
+from composable.saving.files import DISTRUST, as_data, read_data
+from composable.saving.run_folder import HookName, HookStates, hook_file
+from composable.storage import Handle, Registration
+from composable.torch_private import tree_leaves, tree_map
+from composable.wording import list_text, plain_fqn
 
 __all__ = [
     "DataPlanner",
     "apply",
-    "as_data",
     "check_places",
-    "describe_optimizers",
+    "compare_calls",
     "find_differences",
-    "read_data",
+    "find_hook_states",
+    "names_on_all",
+    "pack_hook_states",
+    "plan_hook_load",
     "staged",
     "state_to_save",
     "targets",
 ]
 
 Optimizers = Sequence[torch.optim.Optimizer]
+_Unit: TypeAlias = Handle | Reducer
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+class _Leaf:
+    """Marks a place in a tree of places as that of a value."""
 
 
 class DataPlanner(DefaultLoadPlanner):
@@ -57,65 +83,59 @@ class DataPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value that is no tensor in its place."""
         fqn = read_item.dest_index.fqn
-        self.state_dict[fqn] = read_data(value, f"{self._folder}, {fqn}")
+        self.state_dict[fqn] = read_data(value, f"{self._folder}, {fqn}", to=torch.device("cpu"))
 
 
-def as_data(value: object, name: str) -> bytes:
-    """Return ``value`` as ``torch.load(weights_only=True)`` reads it.
+# -- names, on all ranks
 
-    Raises:
-        ConfigError: That would not read it; ``name`` says in the message what it is.
+
+def compare_calls(ranks: Ranks, lines: Sequence[str]) -> None:
+    """Raise on every rank where ranks have different lines."""
+    text = "\n".join(lines)
+    ranks.compare(
+        text,
+        shown=text,
+        what="the ranks call save_checkpoint with different arguments",
+        fix="call save_checkpoint with equal arguments on all ranks",
+    )
+
+
+def names_on_all(
+    ranks: Ranks, model: nn.Module, optimizers: Optimizers
+) -> tuple[tuple[OptimizerNames, ...], frozenset[str]]:
+    """Describe the optimizers with the parameters that any rank has; also return the names that only other ranks have.
+
+    Collective. Raises where ranks have other optimizers, or a name has several values.
     """
-    packed = io.BytesIO()
-    try:
-        torch.save(value, packed)
-        packed.seek(0)
-        torch.load(packed, weights_only=True)
-    except (pickle.PickleError, RuntimeError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"{name} is more than data: {_without_advice(error)}",
-            fix="use tensors, numbers, strings, and lists, tuples and dicts of them",
-        ) from None
-    return packed.getvalue()
+    with ranks.agreed():
+        mine = _describe_optimizers(model, optimizers)
+        homes = _homes(model)
+    is_alike = ranks.are_alike("\n".join(f"{name} {home}" for name, home in homes.items()))
+    every = [homes] if is_alike else ranks.objects(homes)
+    _check_one_each(every)
+    shared = frozenset.intersection(*map(frozenset, every))
+    elsewhere = frozenset().union(*every) - homes.keys()
+    lines = []
+    for index, one in enumerate(mine):
+        lines.append(f"optimizer {index} is {one.kind}, of {len(one.groups)} groups")
+        for group in one.groups:
+            params = tuple(name for name in group.params if is_alike or name in shared)
+            lines.append(f"a group of optimizer {index}: {GroupNames(params, group.settings)}")
+    compare_calls(ranks, lines)
+    if is_alike:
+        return mine, elsewhere
+    merged = []
+    for told in zip(*ranks.objects(mine), strict=True):
+        of_groups = zip(*(one.groups for one in told), strict=True)
+        groups = [
+            replace(of_ranks[0], params=tuple(dict.fromkeys(name for one in of_ranks for name in one.params)))
+            for of_ranks in of_groups
+        ]
+        merged.append(OptimizerNames(told[0].kind, tuple(groups)))
+    return tuple(merged), elsewhere
 
 
-def read_data(source: Path | io.BytesIO, name: str, *, device: str | None = None) -> Any:
-    """Return what ``as_data`` packed. Whatever ``source`` holds, no code of its is run.
-
-    Raises:
-        ConfigError: It holds something else; ``name`` says in the message where it is from.
-        OSError: It cannot be read.
-    """
-    try:
-        return torch.load(source, map_location=device, weights_only=True)
-    except OSError:
-        raise
-    # Whatever a broken archive or pickle makes torch raise.
-    except Exception as error:
-        raise ConfigError(
-            f"{name} cannot be read as data: {_without_advice(error)}",
-            fix="load another checkpoint, and do not trust where this one is from",
-        ) from None
-
-
-def _without_advice(error: Exception) -> str:
-    """Return what is wrong with a pickle; torch goes on to advise how to run the code in it."""
-    named = re.search(r"GLOBAL (\S+)", str(error))
-    if named is not None:
-        return f"it names {named[1]}"
-    if isinstance(error, pickle.UnpicklingError):
-        return "it holds what is no data"
-    if isinstance(error, ComposableError):
-        return error.what
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def describe_optimizers(model: nn.Module, optimizers: Optimizers) -> tuple[OptimizerNames, ...]:
-    """Describe the optimizers of ``model``.
-
-    Raises:
-        ConfigError: A parameter is not the model's, or in two places.
-    """
+def _describe_optimizers(model: nn.Module, optimizers: Optimizers) -> tuple[OptimizerNames, ...]:
     # Modules that were unsharded by hand show their sharded parameters again, which the optimizers hold.
     model.state_dict(keep_vars=True)
     names = names_of_params(model)
@@ -127,17 +147,50 @@ def describe_optimizers(model: nn.Module, optimizers: Optimizers) -> tuple[Optim
     return described
 
 
+def _homes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return for each name in the model the ranks that have pieces or copies of what it names, where those are few."""
+    homes: dict[str, tuple[int, ...]] = dict.fromkeys(get_model_state_dict(model), ())
+    named = {name: param for param, name in names_of_params(model).items() if name in homes}
+    layouts = [param._spec.layout for param in named.values() if isinstance(param, RaggedDTensor)]
+    # Beside what tensor parallelism has split, plain parameters are the same along its dims.
+    joined = {layout.ranks.numbers: layout.mesh for layout in layouts if layout.mesh.ndim > 1}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, param in named.items():
+        ranks = ranks_of_param(param)
+        mesh = param.device_mesh if isinstance(param, DTensor) and param.device_mesh.ndim > 1 else None
+        if isinstance(param, RaggedDTensor):
+            mesh = joined.get(param._spec.layout.ranks.numbers, mesh)
+        whole_mesh = () if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
+        found[name] = whole_mesh or (() if ranks is None else ranks.numbers)
+    whole = max(map(set, found.values()), key=len, default=set())
+    # Alone, equal groups may be those that tensor parallelism leaves for data.
+    return homes | {name: home for name, home in found.items() if set(home) < whole}
+
+
+def _check_one_each(every: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
+    places: dict[str, dict[tuple[int, ...], None]] = {}
+    for homes in every:
+        for name, home in homes.items():
+            if home:
+                places.setdefault(name, {})[home] = None
+    twice = [name for name, homes in places.items() if len(homes) > 1]
+    if twice:
+        groups = " and ".join(str(list(home)) for home in places[twice[0]])
+        raise ConfigError(
+            f"a checkpoint has one value for each name, and ranks {groups} have parameters of their own "
+            f"of the names {list_text(twice)}",
+            at=place_of_rank(),
+            fix="name experts by their number in the whole model, such as nn.ModuleDict({'6': ..., '7': ...})",
+        )
+
+
+# -- saving
+
+
 def state_to_save(model: nn.Module, optimizers: Optimizers, names_of_all: Sequence[OptimizerNames]) -> dict[str, Any]:
     """Return the state of both as ``torch.distributed.checkpoint.save`` takes it; tensors are not copied.
 
-    Args:
-        model: Whose parameters the optimizers step.
-        optimizers: Of this rank.
-        names_of_all: The same with the parameters that any rank has.
-
-    Raises:
-        UsageError: A parameter has no values yet.
-        ConfigError: A value is neither a tensor nor plain data.
+    Raises where a parameter has no values yet, or a value is neither a tensor nor plain data.
     """
     _check_materialized(model)
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
@@ -160,129 +213,9 @@ def state_to_save(model: nn.Module, optimizers: Optimizers, names_of_all: Sequen
 
 def staged(state: Any) -> Any:
     """Return a copy of ``state`` on the host that later steps leave alone."""
-    return tree_map(_copied, state)
-
-
-def find_differences(
-    metadata: Metadata,
-    saved: Sequence[OptimizerNames],
-    model: nn.Module,
-    optimizers: Sequence[OptimizerNames],
-    elsewhere: Collection[str],
-) -> list[str]:
-    """Return a line for each kind of thing in which a checkpoint differs from what it is to be loaded into.
-
-    Args:
-        metadata: Of the checkpoint.
-        saved: The optimizers in it.
-        model: What it is to be loaded into.
-        optimizers: What it is to be loaded into, with the parameters that any rank has; none: theirs is left out.
-        elsewhere: Names of what only other ranks have.
-
-    Raises:
-        UsageError: A parameter has no values yet.
-    """
-    _check_materialized(model)
-    sizes: dict[str, torch.Size | None] = {}
-    for key, path in metadata.planner_data.items():
-        entry = metadata.state_dict_metadata[key]
-        if path[0] == "model":
-            sizes[path[1]] = entry.size if isinstance(entry, TensorStorageMetadata) and len(path) == 2 else None
-    state = get_model_state_dict(model)
-    lines = []
-    missing, unexpected = sorted(state.keys() - sizes.keys()), sorted(sizes.keys() - state.keys() - set(elsewhere))
-    if missing:
-        lines.append(f"only in the model: {', '.join(missing)}")
-    if unexpected:
-        lines.append(f"only in the checkpoint: {', '.join(unexpected)}")
-    for name in sorted(state.keys() & sizes.keys()):
-        here, there = getattr(state[name], "shape", None), sizes[name]
-        if here != there:
-            lines.append(f"{name} is {_shape(there)} in the checkpoint, {_shape(here)} in the model")
-    return lines + (_optimizer_differences(saved, optimizers) if optimizers else [])
-
-
-def check_places(metadata: Metadata, saved: Sequence[OptimizerNames]) -> None:
-    """Raise unless the values of a checkpoint make a model's state and the optimizers ``saved`` when put together.
-
-    Raises:
-        ConfigError: They do not.
-    """
-    paths = list(metadata.planner_data.values())
-    groups = sum(len(optimizer.groups) for optimizer in saved)
-    nested: dict[str, Any] = {"model": {}, "optimizer": {"state": {}, "param_groups": []}}
-    try:
-        # Sorted, what lies at a path or below it follows it.
-        ordered = sorted(paths, key=lambda path: [(type(part) is int, part) for part in path])
-        for path, following in pairwise(ordered):
-            if following[: len(path)] == path:
-                raise ValueError(f"two of them share the place {path!r:.80}")
-        for path in paths:
-            is_state = path[0] == "optimizer" and path[1] == "state" and len(path) > 3
-            is_setting = path[:2] == ("optimizer", "param_groups") and len(path) > 3 and path[2] in range(groups)
-            if not (path[0] == "model" or is_state or is_setting) or type(path[1]) is not str:
-                raise ValueError(path)
-            if is_state and type(path[2]) is not str:
-                raise ValueError(path)
-            if any(type(part) is int and not 0 <= part < len(paths) for part in path):
-                raise ValueError(path)
-            _place(nested, path, None)
-        found = nested["optimizer"]["param_groups"]
-        if len(found) != groups or not all(isinstance(one, dict) for one in found):
-            raise ValueError("its groups are not those that it names")
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise ConfigError(
-            f"the values of the checkpoint do not make a model and its optimizers: {error}",
-            fix="load another checkpoint, and do not trust where this one is from",
-        ) from None
-
-
-def targets(metadata: Metadata, model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
-    """Return what a checkpoint's flat names are read into: the model's own tensors, fresh ones for optimizer state."""
-    model_state = get_model_state_dict(model)
-    params = {name: param for param, name in names_of_params(model).items()}
-    flat: dict[str, Any] = {}
-    for key, path in metadata.planner_data.items():
-        entry = metadata.state_dict_metadata[key]
-        if (path[0] == "model" and path[1] not in model_state) or (
-            path[:2] == ("optimizer", "state") and path[2] not in params
-        ):
-            continue  # What only other ranks have.
-        if path[0] == "model" and isinstance(model_state[path[1]], torch.Tensor):
-            flat[key] = model_state[path[1]]
-        elif path[0] == "model" or (path[0] == "optimizer" and optimizers):
-            like = params.get(path[2]) if path[:2] == ("optimizer", "state") and path[3:] != ("step",) else None
-            flat[key] = _empty(entry, like) if isinstance(entry, TensorStorageMetadata) else None
-    return flat
-
-
-def apply(flat: Mapping[str, Any], metadata: Metadata, model: nn.Module, optimizers: Optimizers) -> None:
-    """Give what was read into ``targets`` to the model and the optimizers."""
-    nested: dict[str, Any] = {"model": {}, "optimizer": {}}
-    for key, value in flat.items():
-        _place(nested, metadata.planner_data[key], value)
-    set_model_state_dict(model, nested["model"])
-    state, groups = nested["optimizer"].get("state", {}), iter(nested["optimizer"].get("param_groups", []))
-    names = names_of_params(model)
-    for optimizer in optimizers:
-        fqns = [names[param] for group in optimizer.param_groups for param in group["params"]]
-        # Their order within the optimizer's groups, which need not be that of the saved ones.
-        own_groups = [{**group, **next(groups), "params": group["params"]} for group in _packed_groups(optimizer)]
-        own_state = {index: state[name] for index, name in enumerate(fqns) if name in state}
-        optimizer.load_state_dict({"state": own_state, "param_groups": own_groups})
-
-
-def _optimizer_differences(saved: Sequence[OptimizerNames], current: Sequence[OptimizerNames]) -> list[str]:
-    if len(saved) != len(current):
-        kinds = ", ".join(optimizer.kind for optimizer in saved) or "no optimizer"
-        return [f"the checkpoint holds {kinds}; here: {', '.join(optimizer.kind for optimizer in current)}"]
-    lines = []
-    for index, (there, here) in enumerate(zip(saved, current, strict=True)):
-        name = "optimizer" if len(current) == 1 else f"optimizer {index}"
-        if there.kind != here.kind:
-            lines.append(f"{name} is {there.kind} in the checkpoint, {here.kind} here")
-        lines += [f"{name}, {line}" for line in group_differences(there.groups, here.groups, "the checkpoint")]
-    return lines
+    return tree_map(
+        lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else deepcopy(leaf), state
+    )
 
 
 def _check_materialized(model: nn.Module) -> None:
@@ -303,19 +236,99 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else deepcopy(value)
+# -- loading
 
 
-def _shape(size: torch.Size | None) -> str:
-    return "no tensor" if size is None else str(list(size))
+def check_places(metadata: Metadata, saved: Sequence[OptimizerNames]) -> None:
+    """Raise unless the values of a checkpoint make a model's state and the optimizers ``saved`` when put together."""
+    paths = list(metadata.planner_data.values())
+    groups = sum(len(optimizer.groups) for optimizer in saved)
+    nested: dict[str, Any] = {"model": {}, "optimizer": {"state": {}, "param_groups": []}}
+    try:
+        for path in paths:
+            match path:
+                case ("model", str(), *_) | ("optimizer", "state", str(), _, *_):
+                    pass
+                case ("optimizer", "param_groups", int(index), _, *_) if index < groups:
+                    pass
+                case _:
+                    raise ValueError(path)
+            if not all(type(part) is str or (type(part) is int and 0 <= part < len(paths)) for part in path):
+                raise ValueError(path)
+            _place(nested, path, _Leaf())
+        found = nested["optimizer"]["param_groups"]
+        if len(found) != groups or not all(isinstance(one, dict) for one in found):
+            raise ValueError("its groups are not those that it names")
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        what = f"the values of the checkpoint do not make a model and its optimizers: {error}"
+        raise ConfigError(what, fix=DISTRUST) from None
 
 
-def _empty(entry: TensorStorageMetadata, like: torch.Tensor | None) -> torch.Tensor:
-    """Return room for a tensor, cut and placed as the parameter ``like`` where it has its shape.
+def find_differences(
+    metadata: Metadata,
+    saved: Sequence[OptimizerNames],
+    model: nn.Module,
+    current: Sequence[OptimizerNames],
+    elsewhere: Collection[str],
+) -> list[str]:
+    """Return a line for each kind of thing in which a checkpoint differs from what it is to be loaded into.
 
-    Of another shape, as the rows of Adafactor, it is whole on every rank, and beside a DTensor one too.
+    Args:
+        metadata: Of the checkpoint.
+        saved: The optimizers in it.
+        model: Has values.
+        current: The optimizers to be loaded, with the parameters that any rank has; none: the model alone counts.
+        elsewhere: Names of what only other ranks have.
     """
+    _check_materialized(model)
+    sizes: dict[str, torch.Size | None] = {}
+    for key, path in metadata.planner_data.items():
+        entry = metadata.state_dict_metadata[key]
+        if path[0] == "model":
+            sizes[path[1]] = entry.size if isinstance(entry, TensorStorageMetadata) and len(path) == 2 else None
+    state = get_model_state_dict(model)
+    missing, unexpected = sorted(state.keys() - sizes.keys()), sorted(sizes.keys() - state.keys() - set(elsewhere))
+    lines = [f"only in the model: {', '.join(missing)}"] if missing else []
+    lines += [f"only in the checkpoint: {', '.join(unexpected)}"] if unexpected else []
+    for name in sorted(state.keys() & sizes.keys()):
+        shapes = [
+            "no tensor" if size is None else str(list(size))
+            for size in (sizes[name], getattr(state[name], "shape", None))
+        ]
+        if shapes[0] != shapes[1]:
+            lines.append(f"{name} is {shapes[0]} in the checkpoint, {shapes[1]} in the model")
+    if current and len(saved) != len(current):
+        kinds = [", ".join(one.kind for one in each) or "no optimizer" for each in (saved, current)]
+        return [*lines, f"the checkpoint holds {kinds[0]}; here: {kinds[1]}"]
+    for index, (there, here) in enumerate(zip(saved, current)):
+        name = "optimizer" if len(current) == 1 else f"optimizer {index}"
+        if there.kind != here.kind:
+            lines.append(f"{name} is {there.kind} in the checkpoint, {here.kind} here")
+        lines += [f"{name}, {line}" for line in group_differences(there.groups, here.groups, "the checkpoint")]
+    return lines
+
+
+def targets(metadata: Metadata, model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
+    """Return what a checkpoint's flat names are read into: the model's own tensors, fresh ones for optimizer state."""
+    model_state = get_model_state_dict(model)
+    params = {name: param for param, name in names_of_params(model).items()}
+    flat: dict[str, Any] = {}
+    for key, path in metadata.planner_data.items():
+        entry = metadata.state_dict_metadata[key]
+        is_state = path[:2] == ("optimizer", "state")
+        # What only other ranks have is left out.
+        if path[0] == "model" and path[1] in model_state:
+            held = model_state[path[1]]
+            flat[key] = held if isinstance(held, torch.Tensor) else _room_for(entry, None)
+        elif path[0] == "optimizer" and optimizers and (not is_state or path[2] in params):
+            flat[key] = _room_for(entry, params[path[2]] if is_state and path[3:] != ("step",) else None)
+    return flat
+
+
+def _room_for(entry: Any, like: torch.Tensor | None) -> torch.Tensor | None:
+    """Return room for a tensor, cut and placed as a parameter, or whole if of another shape, as Adafactor's rows."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
     if like is None:
         return torch.empty(entry.size, dtype=entry.properties.dtype)
     if isinstance(like, DTensor) and like.shape == entry.size:
@@ -326,17 +339,31 @@ def _empty(entry: TensorStorageMetadata, like: torch.Tensor | None) -> torch.Ten
     return room
 
 
-def _packed_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
-    return groups
+def apply(flat: Mapping[str, Any], metadata: Metadata, model: nn.Module, optimizers: Optimizers) -> None:
+    """Give what was read into ``targets`` to the model and the optimizers."""
+    nested: dict[str, Any] = {"model": {}, "optimizer": {}}
+    for key, value in flat.items():
+        _place(nested, metadata.planner_data[key], value)
+    set_model_state_dict(model, nested["model"])
+    state, groups = nested["optimizer"].get("state", {}), iter(nested["optimizer"].get("param_groups", []))
+    names = names_of_params(model)
+    for optimizer in optimizers:
+        fqns = [names[param] for group in optimizer.param_groups for param in group["params"]]
+        packed: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
+        # Their order within the optimizer's groups, which need not be that of the saved ones.
+        own_groups = [{**group, **next(groups), "params": group["params"]} for group in packed]
+        own_state = {index: state[name] for index, name in enumerate(fqns) if name in state}
+        optimizer.load_state_dict({"state": own_state, "param_groups": own_groups})
 
 
 def _place(root: Any, path: Sequence[str | int], value: Any) -> None:
     """Put ``value`` where ``path`` leads: a string into a dict, a number into a list."""
     for key, following in pairwise(path):
         root = _at(root, key, {} if isinstance(following, str) else [])
-    _at(root, path[-1], None)
-    root[path[-1]] = value
+        if isinstance(root, _Leaf):
+            break
+    if isinstance(root, _Leaf) or _at(root, path[-1], value) is not value:
+        raise ValueError(f"two of them share the place {path!r:.80}")
 
 
 def _at(container: Any, key: Any, default: Any) -> Any:
@@ -346,3 +373,183 @@ def _at(container: Any, key: Any, default: Any) -> Any:
     if container[key] is None:
         container[key] = default
     return container[key]
+
+
+# -- communication hooks
+
+
+@dataclass(frozen=True)
+class HookState:
+    """A state of a hook that is registered in a model.
+
+    Attributes:
+        name: The module that it is registered on, and what messages call the hook.
+        state: The object.
+        units: What calls the hook, by the FQN of its first module, with the ranks that it averages over.
+    """
+
+    name: HookName
+    state: Any
+    units: tuple[tuple[str, _Unit, Ranks], ...]
+
+    def reducers(self) -> list[tuple[Reducer, Ranks]]:
+        """Return those of the units whose buckets follow the order of gradients."""
+        return [(unit, ranks) for _, unit, ranks in self.units if isinstance(unit, Reducer)]
+
+    def layout(self) -> str:
+        """Return a digest of all that decides what the hook is called with on this rank."""
+        lines = []
+        for fqn, unit, ranks in self.units:
+            lines.append(f"{fqn!r} {type(unit).__name__} rank {ranks.rank} of {ranks.numbers}")
+            if isinstance(unit, Reducer):
+                params = [f"{item.fqn} {list(item.param.shape)} {item.param.dtype}" for item in unit.params]
+                lines += [f"buckets of {unit.options.cap_bytes}", *params]
+                continue
+            for flat in unit.buffers:
+                cut = flat.plan.layout
+                spans = [f"{span.fqn} {span.start} {list(span.shape)}" for span in cut.spans]
+                lines += [f"{flat.plan.reduce_dtype} {cut.numel} {cut.shard_numel}", *spans]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def packed(self) -> dict[str, Any]:
+        """Return what is saved of it; tensors may be those of the state."""
+
+        def checked(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.layout is not torch.strided or leaf.is_meta:
+                raise ConfigError(
+                    f"the state of {self.name} holds a {type(leaf).__name__} on {leaf.device.type}, {leaf.layout}",
+                    at=place_of_rank(),
+                    fix="let its state_dict() return plain tensors, each with this rank's values",
+                )
+            # A view would be saved with all of its storage.
+            return leaf.detach().clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf.detach()
+
+        orders = [reducer.arrival_order for reducer, _ in self.reducers()]
+        return {"layout": self.layout(), "orders": orders, "content": tree_map(checked, self.state.state_dict())}
+
+    def loader(self, packed: Any) -> Callable[[], None]:
+        """Return what loads what ``packed()`` gave; raises ``ValueError`` and the like where it did not give that."""
+        content, orders, reducers = packed["content"], packed["orders"], self.reducers()
+        for order, (reducer, _) in zip(orders, reducers, strict=True):
+            indices = list(range(len(reducer.params)))
+            if order is not None and (not all(type(index) is int for index in order) or sorted(order) != indices):
+                raise ValueError("an order of gradients has other parameters")
+
+        def load() -> None:
+            try:
+                self.state.load_state_dict(content)
+            except ComposableError:
+                raise
+            # Whatever the user's code raises, the other ranks are to hear of it.
+            except Exception as error:
+                raise UsageError(
+                    f"the state of {self.name} was not loaded: {type(error).__name__}: {error}",
+                    at=place_of_rank(),
+                    fix="let its load_state_dict() take what its state_dict() returned",
+                ) from error
+            for order, (reducer, _) in zip(orders, reducers, strict=True):
+                if order is not None:
+                    reducer.expect_order(order)
+
+        return load
+
+
+def find_hook_states(model: nn.Module) -> tuple[list[HookState], list[str]]:
+    """Return the states to be saved of hooks registered in ``model``, and what to tell of those that cannot be.
+
+    They are in ``named_modules()`` order. A state of several hooks is there once, with the first. What is registered
+    on a module outside of ``model`` is left out.
+    """
+    names: dict[nn.Module, str] = {}
+    reached: dict[Registration, dict[_Unit, tuple[str, _Unit, Ranks]]] = {}
+    for fqn, module in model.named_modules():
+        names[module] = fqn
+        handle = handle_of_module(module)
+        units: list[tuple[_Unit, Ranks]] = [] if handle is None else [(handle, handle.grid.everyone)]
+        annotations = [one.state for one in get_registry(module).values()]
+        units += [(one.reducer, one.grid.everyone) for one in annotations if isinstance(one, ReplicateState)]
+        for unit, ranks in units:
+            for one in unit.comm_hooks:
+                reached.setdefault(one, {}).setdefault(unit, (plain_fqn(fqn), unit, ranks))
+    found: dict[int, HookState] = {}
+    notices: dict[int, str] = {}
+    taken: set[str] = set()
+    for module, one in ((module, one) for module in names for one in reached if one.module is module):
+        # A wrapper of torch and what is in it may both have a hook: the second has the longer name.
+        fqn = names[module] if plain_fqn(names[module]) in taken else plain_fqn(names[module])
+        taken.add(fqn)
+        name, state = HookName(fqn, one.name), one.state
+        attributes = {*getattr(state, "__slots__", ()), *getattr(state, "__dict__", ())}
+        held = [state, *(getattr(state, attribute, None) for attribute in attributes)]
+        # A class is no state, and neither is what answers to every name.
+        if all(callable(getattr(type(state), method, None)) for method in ("state_dict", "load_state_dict")):
+            found.setdefault(id(state), HookState(name, state, tuple(reached[one].values())))
+        elif any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(held)):
+            fix = "\n  fix: give its class state_dict() and load_state_dict()"
+            notices[id(state)] = f"the state of {name} holds tensors that are not in checkpoints{fix}"
+    return list(found.values()), list(notices.values())
+
+
+def pack_hook_states(states: Collection[HookState]) -> bytes | None:
+    """Return what this rank writes of ``states``, which later steps leave alone; ``None``: there are none."""
+    packed = {one.name.module: one.packed() for one in states}
+    for one in states:
+        # Tensors are large, and known to be data.
+        rest = tree_map(lambda leaf: None if isinstance(leaf, torch.Tensor) else leaf, packed[one.name.module])
+        as_data(rest, f"the state of {one.name}")
+    file = io.BytesIO()
+    torch.save(packed, file)
+    return file.getvalue() if states else None
+
+
+def plan_hook_load(
+    folder: Path, saved: HookStates | None, states: Collection[HookState], ranks: Ranks
+) -> tuple[list[Callable[[], None]], list[str]]:
+    """Return what loads the states of hooks from a checkpoint whose files are whole, and what to tell of the others.
+
+    Changes nothing. Collective: what one rank leaves alone all do. Raises on every rank where the file of one holds
+    what was not saved so, or ranks would reduce the gradients of a module in different orders.
+    """
+    saved = saved or HookStates()
+    here = {one.name: one for one in states}
+    notices: dict[HookName, str] = {}
+    loads: dict[HookName, Callable[[], None]] = {}
+    orders: dict[tuple[HookName, int, tuple[int, ...]], Any] = {}
+    path = folder / hook_file(ranks.rank)
+    with ranks.agreed():
+        is_read = saved.ranks == ranks.size and any(name in here for name in saved.hooks)
+        packed = read_data(path, str(path), to=ranks.device) if is_read else {}
+        for name in dict.fromkeys([*saved.hooks, *here]):
+            if name not in here:
+                notices[name] = f"{folder} holds the state of {name}, which is not registered here: it is left out"
+                continue
+            why = None
+            if name not in saved.hooks:
+                why = f"{folder} holds no state of {name}"
+            elif saved.ranks != ranks.size:
+                why = f"the state of {name} is for {saved.ranks} ranks in {folder}, and {ranks.size} load it"
+            else:
+                try:
+                    if packed[name.module]["layout"] != here[name].layout():
+                        why = f"the state of {name} is for other ranks, cuts or buckets in {folder}"
+                    else:
+                        loads[name] = here[name].loader(packed[name.module])
+                        for index, (_, members) in enumerate(here[name].reducers()):
+                            orders[name, index, members.numbers] = packed[name.module]["orders"][index]
+                except (ValueError, TypeError, LookupError, AttributeError) as error:
+                    what = f"{path} does not hold the state of {name}: {error}"
+                    raise ConfigError(what, at=place_of_rank(), fix=DISTRUST) from None
+            if why is not None:
+                notices[name] = f"{why}: the hook goes on with what it has"
+    agreed: dict[Any, Any] = {}
+    told = ranks.objects((notices, orders)) if saved.hooks else []
+    for others, _ in told:
+        notices = {**others, **notices}
+    for _, orders_there in told:
+        for key, order in orders_there.items():
+            if key[0] not in notices and agreed.setdefault(key, order) != order:
+                what = f"{folder} does not hold the state of {key[0]}: ranks have different orders of gradients"
+                raise ConfigError(what, at=place_of_rank(), fix=DISTRUST)
+    return [load for name, load in loads.items() if name not in notices], list(notices.values())

@@ -1,18 +1,21 @@
-"""The parts of a model that a full state dict is made of, and which ranks share them.
+"""The parts of a model that a full state dict is made of, which ranks share them, and which a call is about.
 
 A model's *entries* are what ``state_dict()`` lists: key and tensor, ties and shared buffers under every
-name. Ragged tensors among them are gathered or filled in *batches* of bounded size.
+name. Ragged tensors among them are gathered or filled in *batches* of bounded size. A call that moves full values
+starts here: all ranks find out whether they ask for the same.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.arguments import check_module
+from composable.arguments import check_module, described
 from composable.collectives import ModelRanks, Ranks
 from composable.contract import get_registry, managing_state
 from composable.errors import ConfigError, UsageError, place_of_rank
@@ -20,11 +23,27 @@ from composable.fqns import describe_module
 from composable.optim import ranks_of_param
 from composable.replication import ReplicateState
 from composable.runtime import FullyShardState, handle_of_module, sharded_state_of
-from composable.saving.selection import Names, pick
 from composable.storage import META_FIX, handle_of
 from composable.wording import list_text
 
-__all__ = ["Entries", "batches", "entries_now", "entries_of", "has_meta", "largest_handle_bytes", "ranks_of"]
+__all__ = [
+    "Entries",
+    "Names",
+    "agreed_by",
+    "batches",
+    "check_bytes",
+    "check_float",
+    "entries_now",
+    "largest_handle_bytes",
+    "meet_for_entries",
+    "ranks_along",
+    "ranks_of",
+]
+
+# Which entries a call is about, its option ``names``: FQNs, or a function that says of an FQN whether it is wanted.
+Names = Callable[[str], object] | Collection[str]
+# Small tensors travel together up to this many bytes, also where every handle is smaller.
+_LEAST_BATCH_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -49,32 +68,127 @@ class Entries:
         """Return what values may be loaded into: the tensors, and parameters that no entry has."""
         return {**self.tensors(), **self.unlisted}
 
-    def picked(self, names: Names | None) -> "Entries":
-        """Return those that ``names`` wants.
+    def on_meta(self) -> list[str]:
+        """Return the keys of what is on the meta device."""
+        return [key for key, value in self.tensors().items() if value.is_meta]
 
-        Raises:
-            ConfigError: ``names`` makes no sense, or wants none.
-        """
-        wanted = pick(names, {**self.values, **self.unlisted})
+    def batch_bytes(self) -> int:
+        """Return how many bytes of full values may be under way at once; the same on all ranks with these entries."""
+        return max(largest_handle_bytes(self.settable().values()), _LEAST_BATCH_BYTES)
+
+    def picked(self, names: Names | None) -> "Entries":
+        """Return those that ``names`` wants; raises where it makes no sense, or wants none."""
+        wanted = _pick(names, {**self.values, **self.unlisted})
         values, unlisted = (
             {key: value for key, value in one.items() if key in wanted} for one in (self.values, self.unlisted)
         )
         return Entries(values, self.metadata, unlisted)
 
+    def described(self, wanted: Collection[str]) -> Iterator[str]:
+        """Yield a line for each: what it is, and whether it is among the keys ``wanted``."""
+        for key, value in {**self.values, **self.unlisted}.items():
+            kind = "no tensor"
+            if isinstance(value, torch.Tensor):
+                name = type(value).__name__ if isinstance(value, DTensor) else "tensor"
+                kind = f"{name} {list(value.shape)} {value.dtype}"
+            yield f"{key}: {kind}{'' if key in wanted else ', not picked'}"
+
+
+def _pick(names: Names | None, known: Collection[str]) -> set[str]:
+    if names is None:
+        return set(known)
+    if callable(names) and not isinstance(names, type | nn.Module):
+        picked = {fqn for fqn in known if names(fqn)}
+    elif isinstance(names, Collection) and not isinstance(names, str | bytes):
+        for name in names:
+            if not isinstance(name, str):
+                _refuse_names(name)
+        picked = set(names)
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ConfigError(
+                f"names has what the model does not have: {list_text(unknown)}",
+                at=place_of_rank(),
+                fix="pass FQNs as the model's state_dict() has them",
+            )
+    else:
+        _refuse_names(names)
+    if not picked:
+        fix = f"pick some of its entries: {list_text(known)}" if known else "leave names out: it has no entries"
+        raise ConfigError("names picks nothing of the model", at=place_of_rank(), fix=fix)
+    return picked
+
+
+def _refuse_names(value: object) -> NoReturn:
+    raise ConfigError(
+        f"names is or holds {described(value)}",
+        at=place_of_rank(),
+        fix="pass a function of an FQN, such as lambda fqn: 'lora_' in fqn, or a list or set of FQNs",
+    )
+
+
+def entries_now(model: nn.Module) -> Entries:
+    """Return the entries of ``model`` as they are; compares nothing."""
+    values = model.state_dict(keep_vars=True)
+    listed = {id(value) for value in values.values()}
+    unlisted: dict[str, torch.Tensor] = {
+        fqn: param for fqn, param in model.named_parameters() if id(param) not in listed
+    }
+    return Entries(dict(values), getattr(values, "_metadata", None), unlisted)
+
+
+def meet_for_entries(
+    model: nn.Module,
+    names: Names | None,
+    *options: object,
+    check: Callable[[Ranks], object],
+    permits_meta: bool = False,
+) -> tuple[ModelRanks, Entries]:
+    """Return who shares ``model``, and its entries, once all ranks are known to have the same ones and to pick alike.
+
+    Collective: all ranks that share the model, between steps. What an earlier forward left unsharded is resharded.
+
+    Args:
+        model: Annotated.
+        names: Which entries; default: all.
+        *options: What else has to be the same on all ranks; compared by its ``repr``.
+        check: Raises where another argument is wrong; called first, with all ranks.
+        permits_meta: Entries on the meta device will do.
+    """
+    model_ranks = ranks_of(model, names)
+    ranks = model_ranks.everyone
+    with ranks.agreed():
+        check(ranks)
+        _check_moment(model)
+        everything = entries_now(model)
+        entries = everything.picked(names)
+        on_meta = entries.on_meta()
+        if on_meta and not permits_meta:
+            raise UsageError(
+                "full values are asked for, and there are none on the meta device",
+                at=f"{place_of_rank()}, {list_text(on_meta)}",
+                fix=META_FIX,
+            )
+    homes = map(ranks_of_param, everything.settable().values())
+    has_others = any(home is not None and home.numbers != ranks.numbers for home in homes)
+    # What is on other ranks, such as experts, may have other names on each of these.
+    compared = entries if has_others else everything
+    lines = compared.described({*entries.values, *entries.unlisted})
+    text = "\n".join([f"options {options!r}", *lines])
+    ranks.compare(
+        text,
+        shown=text,
+        what="the ranks ask for full values of different models or with different arguments",
+        fix="make the same call on the same model on every rank",
+    )
+    return model_ranks, entries
+
 
 def ranks_of(model: nn.Module, names: Names | None = None) -> ModelRanks:
     """Return the ranks that share ``model``: those of the annotations on it and below it, and of its DTensors.
 
-    Collective over them where there are DTensors of tensor parallelism.
-
-    Args:
-        model: Annotated.
-        names: Of a model that is annotated on different ranks: what the question is about.
-
-    Raises:
-        UsageError: There is no annotation.
-        ConfigError: ``model`` is no module, annotations are on different ranks and what is asked for is too,
-            ``names`` makes no sense, or the ranks of annotations and DTensors are no grid.
+    Collective over them where there are DTensors of tensor parallelism. Of a model that is annotated on different ranks
+    ``names`` says what the question is about.
     """
     check_module("model", model)
     found: dict[tuple[int, ...], Ranks] = {}
@@ -102,71 +216,25 @@ def ranks_of(model: nn.Module, names: Names | None = None) -> ModelRanks:
             at=f"{place_of_rank()}, {describe_module(model)}",
             fix="call this on each part of the model that is on one set of ranks, or pick it by names=",
         )
-    return ModelRanks.of(next(iter(found.values())), list(_mesh_dims(tensors)))
+    meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
+    others = ranks_along((mesh, dim) for mesh in meshes for dim in range(mesh.ndim))
+    return ModelRanks.of(next(iter(found.values())), others)
 
 
-def _mesh_dims(tensors: Iterable[torch.Tensor]) -> Iterable[Ranks]:
-    """Return the ranks along each mesh dim that something of ``tensors`` is split or replicated over."""
-    found: dict[tuple[int, int], Ranks] = {}
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            for dim in range(mesh.ndim):
-                if (id(mesh), dim) not in found:
-                    found[id(mesh), dim] = Ranks.of_mesh(mesh, dim)
-    return {ranks.numbers: ranks for ranks in found.values()}.values()
+def ranks_along(mesh_dims: Iterable[tuple[DeviceMesh, int]]) -> list[Ranks]:
+    """Return the ranks along dims of meshes that this rank is in, each set of ranks once."""
+    unique = {(id(mesh), dim): (mesh, dim) for mesh, dim in mesh_dims}
+    found = [Ranks.of_mesh(mesh, dim) for mesh, dim in unique.values()]
+    return list({ranks.numbers: ranks for ranks in found}.values())
 
 
-def entries_of(
-    model: nn.Module, ranks: Ranks, options: object, *, names: Names | None = None, permits_meta: bool = False
-) -> Entries:
-    """Return the entries of ``model``, sharded, once all ranks are known to have the same ones and to pick alike.
-
-    Collective: all ranks of ``ranks``.
-
-    Args:
-        model: Annotated; between steps. What an earlier forward left unsharded is resharded.
-        ranks: Who shares it.
-        options: What else has to be the same on all ranks; compared by its ``repr``.
-        names: Which of them; default: all.
-        permits_meta: Entries on the meta device will do.
-
-    Raises:
-        UsageError: In a forward or backward, inside ``unshard_params``, or parameters are on the meta device.
-        ConfigError: ``names`` makes no sense, or picks none.
-        DesyncError: Another rank has other entries or options, or picks others; what ``names`` raised on another rank.
-    """
-    with ranks.agreed():
-        _check_moment(model)
-        everything = entries_now(model)
-        entries = everything.picked(names)
-        on_meta = [key for key, value in entries.values.items() if _is_meta(value)]
-        if on_meta and not permits_meta:
-            raise UsageError(
-                "full values are asked for, and there are none on the meta device",
-                at=f"{place_of_rank()}, {list_text(on_meta)}",
-                fix=META_FIX,
-            )
-    homes = map(ranks_of_param, everything.settable().values())
-    has_others = any(home is not None and home.numbers != ranks.numbers for home in homes)
-    # What is on other ranks, such as experts, may have other names on each of these.
-    _compare(entries if has_others else everything, entries, ranks, options)
-    return entries
-
-
-def entries_now(model: nn.Module) -> Entries:
-    """Return the entries of ``model`` as they are; compares nothing."""
-    values = model.state_dict(keep_vars=True)
-    listed = {id(value) for value in values.values()}
-    unlisted: dict[str, torch.Tensor] = {
-        fqn: param for fqn, param in model.named_parameters() if id(param) not in listed
-    }
-    return Entries(dict(values), getattr(values, "_metadata", None), unlisted)
-
-
-def has_meta(values: Iterable[Any]) -> bool:
-    """Say whether some tensor is on the meta device."""
-    return any(map(_is_meta, values))
+@contextmanager
+def agreed_by(groups: Iterable[Ranks]) -> Iterator[None]:
+    """Run a block that may raise on some ranks, and raise on every rank of these groups if it did on any."""
+    with ExitStack() as stack:
+        for ranks in groups:
+            stack.enter_context(ranks.agreed())
+        yield
 
 
 def largest_handle_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -197,23 +265,16 @@ def batches(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iter
         yield batch
 
 
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
-
-
 def _check_moment(model: nn.Module) -> None:
     for module in model.modules():
-        state = sharded_state_of(module)
-        if state is None:
-            continue
-        handle = handle_of_module(module)
-        if state.root is not None and not state.root.scheduler.is_idle:
+        state, handle = sharded_state_of(module), handle_of_module(module)
+        if state is not None and state.root is not None and not state.root.scheduler.is_idle:
             raise UsageError(
                 "full values are asked for in the middle of a forward or backward",
                 at=f"{place_of_rank()}, {describe_module(model)}",
                 fix="ask for them between steps",
             )
-        if handle is not None and handle.held_with is not None:
+        if state is not None and handle is not None and handle.held_with is not None:
             raise UsageError(
                 "full values are asked for while unshard_params shows the parameters",
                 at=f"{place_of_rank()}, {handle.described}",
@@ -221,22 +282,15 @@ def _check_moment(model: nn.Module) -> None:
             )
 
 
-def _compare(everything: Entries, picked: Entries, ranks: Ranks, options: object) -> None:
-    """Raise on every rank unless all have the same entries and options, and picked the same."""
-    wanted = {*picked.values, *picked.unlisted}
-    text = "\n".join([f"options {options!r}", *_describe({**everything.values, **everything.unlisted}, wanted)])
-    ranks.compare(
-        text,
-        shown=text,
-        what="the ranks ask for full values of different models or with different arguments",
-        fix="make the same call on the same model on every rank",
-    )
+def check_float(dtype: torch.dtype | None) -> None:
+    """Raise unless ``dtype`` is one that weights are cast to."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        fix = "pass a floating-point torch.dtype, or None to keep each tensor's own"
+        raise ConfigError(f"dtype is {dtype!r}", fix=fix)
 
 
-def _describe(values: Mapping[str, Any], wanted: Collection[str]) -> Iterator[str]:
-    for key, value in values.items():
-        kind = "no tensor"
-        if isinstance(value, torch.Tensor):
-            name = type(value).__name__ if isinstance(value, DTensor) else "tensor"
-            kind = f"{name} {list(value.shape)} {value.dtype}"
-        yield f"{key}: {kind}{'' if key in wanted else ', not picked'}"
+def check_bytes(name: str, value: object, *, or_none: bool = False) -> None:
+    """Raise unless ``value`` is a positive number."""
+    if not (value is None and or_none) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        fix = f"pass a positive number of bytes{', or None' if or_none else ''}"
+        raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix=fix)

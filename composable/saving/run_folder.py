@@ -1,4 +1,4 @@
-"""The folder that a run's checkpoints lie in: whole or invisible at every moment, and checked to the byte.
+"""The folder that a run's checkpoints lie in: whole or invisible at every moment, and written by one process at a time.
 
 A checkpoint is written under a name that readers ignore, synced, and only then renamed to
 ``step-NNNNNN``: the name is the promise that it is whole. The ``latest`` pointer is replaced by a
@@ -9,145 +9,422 @@ A folder is ours if its ``checkpoint.json`` says so, whatever its name, and only
 removed. Nothing here communicates: one process writes the names, all may read.
 """
 
-import io
+import errno
+import fcntl
+import json
 import os
 import re
 import secrets
 import shutil
+import socket
+import time
 import zlib
-from collections.abc import Collection, Generator
-from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Lock
 from typing import Any
+from weakref import WeakSet, finalize
 
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch import nn
 
-from composable.errors import ConfigError, place_of_rank
-from composable.saving.manifest import (
-    MANIFEST,
-    UNREADABLE,
-    FileSum,
-    Manifest,
-    check_inside,
-    find_damage,
-    manifest_bytes,
-    parse_manifest,
-)
+from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.optim import GroupNames, OptimizerNames
+from composable.saving.files import FileSum, check_inside, file_name, find_damage, sync_folder, write_summed
 
 __all__ = [
     "EXTRA",
-    "SummedFiles",
-    "abandon",
-    "check_step",
+    "METADATA",
+    "HookName",
+    "HookStates",
+    "Manifest",
+    "PartialCheckpoint",
     "find_folder",
-    "new_partial",
+    "hook_file",
     "older_whole",
-    "publish",
     "read_manifest",
-    "sync_folder",
-    "write_summed",
 ]
 
 EXTRA = "extra.pt"
-_WHOLE = re.compile(r"step-(\d{6,})")
-# Stands in for step-NNNNNN while another checkpoint of the same step takes its place.
-_REPLACED = re.compile(r"\.replaced-(\d{6,})(-[0-9a-f]{8})?")
-_REMOVED = re.compile(r"\.removed-(\d{6,})(-[0-9a-f]{8})?")
-# With what nobody else has in a name, so that it says who wrote it.
-_PARTIAL = re.compile(r"\.partial-(\d{6,})-[0-9a-f]{8}")
-# From here on a checksum in a second thread costs less than it saves.
-_PARALLEL_BYTES = 1 << 20
+METADATA = ".metadata"
+_MANIFEST = "checkpoint.json"
+_LOCK = "writer.lock"
+_FORMAT = 1
+# What a file that is no manifest makes Python raise.
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+# Names of a whole checkpoint, of one that is being written, of one that another of its step replaces, of one that goes.
+# What readers do not see has in its name what nobody else has, so that it says who wrote it.
+_NAME = re.compile(r"(?P<kind>step)-(?P<step>\d{6,})|\.(?P<hidden>partial|replaced|removed)-(?P<of>\d{6,})-[0-9a-f]{8}")
 
 
-class SummedFiles(FileSystem):
-    """The file system of a ``FileSystemWriter``: notes length and CRC-32 of what it writes, and syncs it.
+# -- what a checkpoint says about itself
+
+
+@dataclass(frozen=True)
+class HookName:
+    """A communication hook: the FQN of the module that it is registered on, and its own name."""
+
+    module: str
+    hook: str
+
+    def __str__(self) -> str:
+        return f"communication hook {self.hook} on {f'module {self.module!r}' if self.module else 'the model'}"
+
+
+@dataclass(frozen=True)
+class HookStates:
+    """The states of hooks in a checkpoint: a file for each of ``ranks``."""
+
+    ranks: int = 0
+    hooks: tuple[HookName, ...] = ()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says about itself.
 
     Attributes:
-        sums: Of every file written, by name.
+        step: Optimizer steps done.
+        files: Every other file, by name.
+        optimizers: What was saved of them, in order.
+        hook_states: Of communication hooks, if any.
     """
 
-    def __init__(self) -> None:
-        self.sums: dict[str, FileSum] = {}
+    step: int
+    files: dict[str, FileSum]
+    optimizers: tuple[OptimizerNames, ...]
+    hook_states: HookStates | None = None
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
-        """Open a file; only whole writes are summed."""
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        raw = _SummedFile(os.fspath(path), "w")
+    def as_bytes(self) -> bytes:
+        body = {"format": _FORMAT, **asdict(self)}
+        return json.dumps({"crc32": zlib.crc32(_canonical(body)), "checkpoint": body}, indent=1).encode()
+
+
+def hook_file(rank: int) -> str:
+    """Return the name of the file with the states of the hooks of a rank."""
+    return f"hooks-{rank:05d}.pt"
+
+
+def _canonical(body: Any) -> bytes:
+    return json.dumps(body, sort_keys=True).encode()
+
+
+def _parse_manifest(folder: Path) -> Manifest:
+    """Return what ``folder`` says of itself; raises one of ``_UNREADABLE`` where it cannot be believed."""
+    path = folder / _MANIFEST
+    check_inside(folder, path)
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    document = json.loads(path.read_bytes())
+    body = document["checkpoint"]
+    if document["crc32"] != zlib.crc32(_canonical(body)):
+        raise ValueError("its contents changed after it was written")
+    if body["format"] != _FORMAT:
+        raise ValueError(f"it has format {body['format']}, this version reads {_FORMAT}")
+    files = {file_name(name): FileSum(**saved) for name, saved in body["files"].items()}
+    if METADATA not in files or _MANIFEST in files:
+        raise ValueError(f"it lists no {METADATA}, or itself")
+    _each(int, [body["step"], *(number for saved in files.values() for number in (saved.bytes, saved.crc32))])
+    optimizers = []
+    for saved in body["optimizers"]:
+        groups = [GroupNames(_each(str, one["params"]), _each(str, one["settings"])) for one in saved["groups"]]
+        (kind,) = _each(str, [saved["kind"]])
+        optimizers.append(OptimizerNames(kind, tuple(groups)))
+    hook_states = body.get("hook_states")
+    if hook_states is not None:
+        (ranks,) = _each(int, [hook_states["ranks"]])
+        if not all(hook_file(rank) in files for rank in range(ranks)):
+            raise ValueError("it lists no states of hooks for each rank")
+        hooks = [HookName(*_each(str, [one["module"], one["hook"]])) for one in hook_states["hooks"]]
+        hook_states = HookStates(ranks, tuple(hooks))
+    return Manifest(body["step"], files, tuple(optimizers), hook_states)
+
+
+def _each(kind: type[str] | type[int], values: Any) -> tuple[Any, ...]:
+    """Return a list of names, or of numbers that are not negative, as a tuple."""
+    is_list = type(values) is list and all(type(one) is kind for one in values)
+    if not is_list or (kind is int and any(one < 0 for one in values)):
+        raise ValueError(f"{values!r:.80} is no list of {'names' if kind is str else 'numbers of steps or bytes'}")
+    return tuple(values)
+
+
+# -- reading
+
+
+def find_folder(path: Path) -> Path:
+    """Return the checkpoint that ``path`` is, or the latest one in the run that it is; raises where there is none."""
+    if _kind_of(path) == "step" or (path / _MANIFEST).is_file():
+        if path.is_dir():
+            return path
+        raise ConfigError(f"there is no checkpoint {path}", fix=_instead(path))
+    pointer = path / "latest"
+    if pointer.is_file():
+        latest = path / pointer.read_text(errors="replace").strip()
+        if _kind_of(latest) == "step" and latest.parent == path and latest.is_dir():
+            return latest
+    whole = _readable(path)
+    if not whole:
+        raise ConfigError(f"no checkpoint in {path}", fix="pass a run's folder or one of its step-NNNNNN folders")
+    return whole[-1]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return what the checkpoint ``folder`` says about itself; raises where that is nothing to be believed."""
+    try:
+        return _parse_manifest(folder)
+    except FileNotFoundError:
+        reason = "is missing: the checkpoint was not written to its end, or not by save_checkpoint"
+    except _UNREADABLE as error:
+        reason = f"cannot be read: {getattr(error, 'what', error)}"
+    raise ConfigError(f"{folder / _MANIFEST} {reason}", fix=_instead(folder))
+
+
+def older_whole(folder: Path) -> Path | None:
+    """Return the newest checkpoint before ``folder`` whose files are all as written; reads them."""
+    for candidate in reversed(_readable(folder.parent)):
+        if candidate == folder or 0 <= _step_of(folder) <= _step_of(candidate):
+            continue
         try:
-            with io.BufferedWriter(raw) as file:
-                yield file
-                if not file.closed:
-                    file.flush()
-                    os.fsync(file.fileno())
-        except Exception as error:
-            if raw.failure is None:
-                raise
-            # torch says instead what became of its archive.
-            raise OSError(raw.failure.errno, raw.failure.strerror, os.fspath(path)) from error
-        self.sums[Path(path).name] = FileSum(raw.written_bytes, raw.crc32)
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file that was written here."""
-        super().rename(path, new_path)
-        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+            # Not read_manifest, which would look for an older one for each that cannot be read.
+            manifest = _parse_manifest(candidate)
+        except _UNREADABLE:
+            continue
+        if not find_damage(candidate, manifest.files):
+            return candidate
+    return None
 
 
-class _SummedFile(io.FileIO):
-    written_bytes = 0
-    crc32 = 0
-    failure: OSError | None = None
+def _instead(folder: Path) -> str:
+    older = older_whole(folder)
+    if older is None:
+        return f"there is no older whole checkpoint in {folder.parent}: restore this one from a copy"
+    return f"load {older} instead: it is whole"
 
-    def write(self, data: Any) -> int:
+
+def _kind_of(path: Path) -> str | None:
+    match = _NAME.fullmatch(path.name)
+    return None if match is None else match["kind"] or match["hidden"]
+
+
+def _step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    return -1 if match is None else int(match["step"] or match["of"])
+
+
+def _named(run: Path, *kinds: str) -> list[Path]:
+    """Return what has a name of these kinds in ``run``, lowest step first."""
+    return sorted((path for path in run.iterdir() if _kind_of(path) in kinds), key=_step_of) if run.is_dir() else []
+
+
+def _readable(run: Path) -> list[Path]:
+    """Return what claims to be a checkpoint of ``run``, oldest step first."""
+    claims = [*_named(run, "replaced"), *_named(run, "step")]  # the final name wins
+    by_step = {_step_of(path): path for path in claims if (path / _MANIFEST).is_file()}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _own_manifest(folder: Path) -> Manifest | None:
+    """Return what ``folder`` says about itself if ``save_checkpoint`` wrote it, as its name says."""
+    if folder.is_symlink():
+        return None
+    try:
+        manifest = _parse_manifest(folder)
+    except _UNREADABLE:
+        return None
+    return manifest if manifest.step == _step_of(folder) else None
+
+
+# -- who may write
+
+
+class _RunLock:
+    """The right of this process to write to one folder, for as long as a model that it saved there is alive.
+
+    The system lets go of the lock on ``writer.lock`` when the process ends, however it ends, so a run that was killed
+    stops nobody. Where a disk keeps no locks, the file still says who wrote last, and a run that finds another there
+    knows at its next save.
+
+    Attributes:
+        models: Those that were saved.
+        partials: Folders that saves of this process are writing now.
+    """
+
+    def __init__(self, run: Path, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.models: WeakSet[nn.Module] = WeakSet()
+        self.partials: set[Path] = set()
+        self._run = run
+        self._token = secrets.token_hex(8)
+        holder = {"host": socket.gethostname(), "process": os.getpid(), "since": time.ctime(), "token": self._token}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+    def check(self) -> None:
+        """Raise if another run has begun to write here, which can happen only where a disk keeps no locks."""
+        if _holder(self.descriptor).get("token") != self._token:
+            raise _another(self._run, self.descriptor)
+
+
+# By the process, since a fork has a copy of the table but not the lock, and by the file, which may have many names. A
+# process has one descriptor of a file: to close any ends its lock.
+_LOCKS: dict[tuple[int, int, int], _RunLock] = {}
+# Held by who reads or changes locks or names in the folder of a run: saves of several models may end at once.
+_GUARD = Lock()
+
+
+def _acquire(run: Path) -> _RunLock:
+    """Return this process's right to write to ``run``, which is made if need be; raises where another run has it."""
+    run.mkdir(parents=True, exist_ok=True)
+    path = run / _LOCK
+    held = _LOCKS.get(_key(os.stat(path, follow_symlinks=False))) if path.exists() else None
+    if held is not None:
+        held.check()
+        return held
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
         try:
-            return self._write(data)
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            self.failure = error
-            raise
-
-    def _write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        if view.nbytes < _PARALLEL_BYTES:
-            written = super().write(view)
-            self.crc32 = zlib.crc32(view[:written], self.crc32)
-        else:
-            # Both let go of the interpreter: the sum is ready when the write is.
-            whole: list[int] = []
-            summing = Thread(target=lambda: whole.append(zlib.crc32(view, self.crc32)))
-            summing.start()
-            try:
-                written = super().write(view)
-            finally:
-                summing.join()  # the caller may free the memory after this
-            self.crc32 = whole[0] if written == view.nbytes else zlib.crc32(view[:written], self.crc32)
-        self.written_bytes += written
-        return written
+            # Else this disk keeps no locks: the signature has to do.
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise _another(run, descriptor) from None
+        if os.fstat(descriptor).st_size and not _holder(descriptor):
+            raise ConfigError(f"{path} was not written by save_checkpoint", fix="move it away")
+        lock = _RunLock(run, descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return _LOCKS.setdefault(_key(os.fstat(descriptor)), lock)
 
 
-def write_summed(path: Path, content: bytes) -> FileSum:
-    """Write and sync a file."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileSum(len(content), zlib.crc32(content))
+def _key(found: os.stat_result) -> tuple[int, int, int]:
+    return os.getpid(), found.st_dev, found.st_ino
 
 
-def check_step(run: Path, step: int, *, discard_later: bool) -> None:
-    """Raise unless a checkpoint of ``step`` may be written to ``run`` without taking anything from anybody.
+def _another(run: Path, descriptor: int) -> UsageError:
+    there = _holder(descriptor)
+    who = f"process {there['process']} on {there['host']}, since {there['since']}" if there else "nobody says who"
+    fix = "save to another folder, or end the other run first"
+    return UsageError(f"another run writes to {run}", at=f"{place_of_rank()}; there: {who}", fix=fix)
 
-    Raises:
-        ConfigError: There are checkpoints of later steps; or what has this one's name was not written here, or holds
-            files that were not.
+
+def _holder(descriptor: int) -> dict[str, object]:
+    """Return what the file says of who holds it; empty if that is not readable."""
+    try:
+        found = json.loads(os.pread(descriptor, 4096, 0))
+    except (OSError, ValueError):
+        return {}
+    is_ours = isinstance(found, dict) and {"host", "process", "since", "token"} <= found.keys()
+    return found if is_ours else {}
+
+
+def _let_go() -> None:
+    """Give up folders of which no model is alive that was saved there, and to which nothing is being written."""
+    for key, lock in list(_LOCKS.items()):
+        if key[0] == os.getpid() and not list(lock.models) and not lock.partials:
+            os.close(_LOCKS.pop(key).descriptor)
+
+
+def _a_model_is_gone() -> None:
+    # The collector may call this in a thread that has the guard; then whoever saves next lets go.
+    if _GUARD.acquire(blocking=False):
+        try:
+            _let_go()
+        finally:
+            _GUARD.release()
+
+
+# -- writing
+
+
+@dataclass(frozen=True)
+class PartialCheckpoint:
+    """A checkpoint that is being written, under a name that readers ignore.
+
+    Attributes:
+        folder: Where its files go.
+        keep: Checkpoints to leave once it is whole, it and those of later steps included.
+        discard_later: Remove checkpoints of later steps then.
     """
-    later = [one for one in _own_checkpoints(run) if (_step_of(one) or 0) > step]
+
+    folder: Path
+    keep: int
+    discard_later: bool
+    lock: _RunLock
+
+    @staticmethod
+    def begin(run: Path, step: int, model: nn.Module, *, keep: int, discard_later: bool) -> "PartialCheckpoint":
+        """Make an empty folder in that of the run, and tidy up there what a kill has left.
+
+        Raises where another run writes here, or the checkpoint would take something from somebody.
+        """
+        with _GUARD:
+            _let_go()
+            lock = _acquire(run)
+            try:
+                _check_step(run, step, discard_later=discard_later)
+                for path in _named(run, "replaced"):
+                    # A kill came between the two renames of `publish`.
+                    whole = run / f"step-{_step_of(path):06d}"
+                    if _own_manifest(path) is not None and not whole.exists():
+                        path.rename(whole)
+                _tidy(run, lock.partials)
+                folder = _hidden(run, "partial", step)
+                folder.mkdir()
+            except BaseException:
+                _let_go()
+                raise
+            if model not in lock.models:
+                lock.models.add(model)
+                finalize(model, _a_model_is_gone)
+            lock.partials.add(folder)
+        return PartialCheckpoint(folder, keep, discard_later, lock)
+
+    def publish(self, manifest: Manifest) -> Path:
+        """Give the folder, whose files are written and synced, its final name, then remove what is older."""
+        run, whole = self.folder.parent, self.folder.parent / f"step-{manifest.step:06d}"
+        with _GUARD:
+            self.lock.check()
+            gone = [name for name, saved in manifest.files.items() if _length(self.folder / name) != saved.bytes]
+            if gone:
+                raise ConfigError(
+                    f"{self.folder} lacks what other ranks wrote: {', '.join(sorted(gone))}",
+                    fix="save to a folder that all ranks see under one name",
+                )
+            write_summed(self.folder / _MANIFEST, manifest.as_bytes())
+            sync_folder(self.folder)
+            # All bytes are written before the first name changes: a full disk stops nothing half-way.
+            write_summed(run / ".latest", whole.name.encode())
+            if whole.exists():
+                whole.rename(_hidden(run, "replaced", manifest.step))
+            self.folder.rename(whole)
+            os.replace(run / ".latest", run / "latest")
+            sync_folder(run)
+            others = [path for path in _named(run, "step") if path != whole and _own_manifest(path) is not None]
+            earlier = [path for path in others if _step_of(path) < manifest.step]
+            later = [path for path in others if _step_of(path) > manifest.step]
+            # A name that promises a whole checkpoint goes before its files do.
+            for path in earlier[: max(0, len(earlier) - (self.keep - 1))] + (later if self.discard_later else []):
+                path.rename(_hidden(run, "removed", _step_of(path)))
+            self.lock.partials.discard(self.folder)
+            _tidy(run, self.lock.partials)
+            _let_go()
+        return whole
+
+    def leave(self, *, remove: bool) -> None:
+        """End a save that did not come to its end."""
+        with _GUARD:
+            self.lock.partials.discard(self.folder)
+            if remove:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            _let_go()
+
+
+def _check_step(run: Path, step: int, *, discard_later: bool) -> None:
+    """Raise unless a checkpoint of ``step`` may be written to ``run`` without taking anything from anybody."""
+    later = [path.name for path in _named(run, "step") if _step_of(path) > step and _own_manifest(path) is not None]
     if later and not discard_later:
         raise ConfigError(
-            f"{run} holds checkpoints of later steps than {step}: {', '.join(one.name for one in later)}",
+            f"{run} holds checkpoints of later steps than {step}: {', '.join(later)}",
             at=place_of_rank(),
             fix="load_checkpoint first, to go on from the latest; save to another folder, to begin anew; or pass "
             "discard_later=True, to remove them",
@@ -160,7 +437,8 @@ def check_step(run: Path, step: int, *, discard_later: bool) -> None:
             at=place_of_rank(),
             fix="move it away, or save to another folder",
         )
-    others = _others_in(whole, manifest) if manifest is not None else []
+    listed = {*manifest.files, _MANIFEST} if manifest is not None else set()
+    others = sorted(path.name for path in whole.iterdir() if path.name not in listed) if manifest is not None else []
     if others:
         raise ConfigError(
             f"{whole} would be replaced, and holds what save_checkpoint did not write: {', '.join(others)}",
@@ -169,221 +447,27 @@ def check_step(run: Path, step: int, *, discard_later: bool) -> None:
         )
 
 
-def new_partial(run: Path, step: int, in_use: Collection[Path] = ()) -> Path:
-    """Make an empty folder for a checkpoint to be written in, and tidy up what a kill has left.
-
-    Args:
-        run: The run's folder.
-        step: Of the checkpoint.
-        in_use: Such folders that are being written now.
-    """
-    for path in _named(run, _REPLACED):
-        # A kill came between the two renames of `publish`.
-        whole = run / f"step-{_step_of(path):06d}"
-        if _own_manifest(path) is not None and not whole.exists():
-            path.rename(whole)
-    _tidy(run, in_use)
-    partial = _hidden(run, "partial", step)
-    partial.mkdir()
-    return partial
-
-
-def abandon(partial: Path) -> None:
-    """Remove a folder from ``new_partial`` that was not written to its end."""
-    shutil.rmtree(partial, ignore_errors=True)
-
-
-def publish(
-    partial: Path, manifest: Manifest, *, keep: int, discard_later: bool = False, in_use: Collection[Path] = ()
-) -> Path:
-    """Give a folder whose files are written and synced its final name, then remove what is older.
-
-    Args:
-        partial: From ``new_partial``.
-        manifest: What is in it.
-        keep: Checkpoints to leave, this one and those of later steps included.
-        discard_later: Remove checkpoints of later steps.
-        in_use: Folders from ``new_partial`` that are being written now.
-
-    Raises:
-        ConfigError: A file of ``manifest`` is not there: another process wrote it elsewhere.
-    """
-    run, whole = partial.parent, partial.parent / f"step-{manifest.step:06d}"
-    gone = [name for name, saved in manifest.files.items() if _length(partial / name) != saved.bytes]
-    if gone:
-        raise ConfigError(
-            f"{partial} lacks what other ranks wrote: {', '.join(sorted(gone))}",
-            fix="save to a folder that all ranks see under one name",
-        )
-    write_summed(partial / MANIFEST, manifest_bytes(manifest))
-    sync_folder(partial)
-    # All bytes are written before the first name changes: a full disk stops nothing half-way.
-    write_summed(run / ".latest", whole.name.encode())
-    if whole.exists():
-        whole.rename(_hidden(run, "replaced", manifest.step))
-    partial.rename(whole)
-    os.replace(run / ".latest", run / "latest")
-    sync_folder(run)
-    _prune(run, whole, keep, discard_later=discard_later)
-    _tidy(run, in_use)
-    return whole
-
-
-def find_folder(path: Path) -> Path:
-    """Return the checkpoint that ``path`` is, or the latest one in the run that it is.
-
-    Raises:
-        ConfigError: There is no whole checkpoint.
-    """
-    if _WHOLE.fullmatch(path.name) or (path / MANIFEST).is_file():
-        if path.is_dir():
-            return path
-        raise ConfigError(f"there is no checkpoint {path}", fix=_instead(path))
-    pointer = path / "latest"
-    if pointer.is_file():
-        latest = path / pointer.read_text(errors="replace").strip()
-        if _WHOLE.fullmatch(latest.name) and latest.parent == path and latest.is_dir():
-            return latest
-    whole = _whole_checkpoints(path)
-    if not whole:
-        raise ConfigError(f"no checkpoint in {path}", fix="pass a run's folder or one of its step-NNNNNN folders")
-    return whole[-1]
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Return what the checkpoint ``folder`` says about itself.
-
-    Raises:
-        ConfigError: It does not, or not readably, or names files outside of it.
-    """
-    try:
-        return _parsed(folder)
-    except FileNotFoundError:
-        reason = "is missing: the checkpoint was not written to its end, or not by save_checkpoint"
-    except UNREADABLE as error:
-        reason = f"cannot be read: {getattr(error, 'what', error)}"
-    raise ConfigError(f"{folder / MANIFEST} {reason}", fix=_instead(folder))
-
-
-def older_whole(folder: Path) -> Path | None:
-    """Return the newest checkpoint before ``folder`` whose files are all as written; reads them."""
-    step = _step_of(folder)
-    for candidate in reversed(_whole_checkpoints(folder.parent)):
-        if candidate == folder or (step is not None and (_step_of(candidate) or 0) >= step):
-            continue
-        try:
-            # Not read_manifest, which would look for an older one for each that cannot be read.
-            manifest = _parsed(candidate)
-        except UNREADABLE:
-            continue
-        if not find_damage(candidate, manifest.files):
-            return candidate
-    return None
-
-
-def _parsed(folder: Path) -> Manifest:
-    """Return what the checkpoint ``folder`` says about itself; raises one of ``UNREADABLE`` where it does not."""
-    path = folder / MANIFEST
-    check_inside(folder, path)
-    if not path.is_file():
-        raise FileNotFoundError(path)
-    return parse_manifest(path)
-
-
-def _instead(folder: Path) -> str:
-    older = older_whole(folder)
-    if older is None:
-        return f"there is no older whole checkpoint in {folder.parent}: restore this one from a copy"
-    return f"load {older} instead: it is whole"
-
-
-def _whole_checkpoints(run: Path) -> list[Path]:
-    """Return what claims to be a checkpoint of ``run``, oldest step first."""
-    by_step: dict[int, Path] = {}
-    for pattern in (_REPLACED, _WHOLE):  # the final name wins
-        for path in _named(run, pattern):
-            if (path / MANIFEST).is_file():
-                by_step[_step_of(path) or 0] = path
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def _own_checkpoints(run: Path) -> list[Path]:
-    """Return the checkpoints that were written here and still have their names, oldest step first."""
-    found = [path for path in _named(run, _WHOLE) if _own_manifest(path) is not None]
-    return sorted(found, key=lambda path: _step_of(path) or 0)
-
-
-def _own_manifest(folder: Path) -> Manifest | None:
-    """Return what ``folder`` says about itself if ``save_checkpoint`` wrote it, as its name says."""
-    if folder.is_symlink() or not (folder / MANIFEST).is_file():
-        return None
-    try:
-        manifest = parse_manifest(folder / MANIFEST)
-    except UNREADABLE:
-        return None
-    return manifest if manifest.step == _step_of(folder) else None
-
-
-def _others_in(folder: Path, manifest: Manifest) -> list[str]:
-    """Return the names in ``folder`` that its manifest does not list."""
-    return sorted(path.name for path in folder.iterdir() if path.name not in {*manifest.files, MANIFEST})
-
-
 def _hidden(run: Path, kind: str, step: int) -> Path:
     return run / f".{kind}-{step:06d}-{secrets.token_hex(4)}"
 
 
-def _named(run: Path, pattern: re.Pattern[str]) -> list[Path]:
-    return [path for path in run.iterdir() if pattern.fullmatch(path.name)] if run.is_dir() else []
-
-
-def _step_of(folder: Path) -> int | None:
-    matches = (pattern.fullmatch(folder.name) for pattern in (_WHOLE, _REPLACED, _REMOVED))
-    return next((int(match[1]) for match in matches if match), None)
-
-
-def _prune(run: Path, newest: Path, keep: int, *, discard_later: bool) -> None:
-    step = _step_of(newest) or 0
-    others = [path for path in _own_checkpoints(run) if path != newest]
-    earlier = [path for path in others if (_step_of(path) or 0) < step]
-    later = [path for path in others if (_step_of(path) or 0) > step]
-    # A name that promises a whole checkpoint goes before its files do.
-    for path in earlier[: max(0, len(earlier) - (keep - 1))] + (later if discard_later else []):
-        path.rename(_hidden(run, "removed", _step_of(path) or 0))
-
-
-def _tidy(run: Path, in_use: Collection[Path]) -> None:
-    """Remove what is under names that nobody reads, as far as it was written here."""
-    for path in [*_named(run, _REMOVED), *_named(run, _REPLACED)]:
-        _discard(path)
-    for path in _named(run, _PARTIAL):
-        if path not in in_use:
-            shutil.rmtree(path)
-
-
-def _discard(hidden: Path) -> None:
-    """Remove the files that the manifest of a checkpoint lists, then it; others stay, under the name they had."""
-    manifest = _own_manifest(hidden)
-    is_ours = manifest is not None or hidden.name.count("-") == 2
-    if hidden.is_symlink() or not hidden.is_dir() or not is_ours:
-        return
-    for name in [*manifest.files, MANIFEST] if manifest is not None else []:
-        (hidden / name).unlink(missing_ok=True)
-    whole = hidden.with_name(f"step-{_step_of(hidden):06d}")
-    if not any(hidden.iterdir()):
-        hidden.rmdir()
-    elif not whole.exists():
-        hidden.rename(whole)
+def _tidy(run: Path, in_use: set[Path]) -> None:
+    """Remove what is under names that nobody reads, as far as it was written here; other files get their name back."""
+    for hidden in _named(run, "removed", "replaced"):
+        if hidden.is_symlink() or not hidden.is_dir():
+            continue
+        manifest = _own_manifest(hidden)
+        for name in [*manifest.files, _MANIFEST] if manifest is not None else []:
+            (hidden / name).unlink(missing_ok=True)
+        whole = hidden.with_name(f"step-{_step_of(hidden):06d}")
+        if not any(hidden.iterdir()):
+            hidden.rmdir()
+        elif not whole.exists():
+            hidden.rename(whole)
+    for partial in _named(run, "partial"):
+        if partial not in in_use:
+            shutil.rmtree(partial)
 
 
 def _length(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder last through a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

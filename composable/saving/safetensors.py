@@ -23,17 +23,18 @@ from torch import nn
 from composable.arguments import as_path, check_bool
 from composable.errors import ConfigError, place_of_rank
 from composable.ragged import cast_dtype
-from composable.saving.entries import Entries, batches, entries_now, entries_of, ranks_of
-from composable.saving.full_state import (
-    IncompatibleKeys,
+from composable.saving.entries import (
+    Entries,
+    Names,
+    batches,
+    check_bytes,
     check_float,
-    gather_values,
-    load_full_state_dict,
-    max_bytes_of,
+    entries_now,
+    meet_for_entries,
+    ranks_of,
 )
-from composable.saving.manifest import check_inside, file_name
-from composable.saving.run_folder import sync_folder
-from composable.saving.selection import Names
+from composable.saving.files import check_inside, file_name, sync_folder
+from composable.saving.full_values import IncompatibleKeys, gather_values, load_full_state_dict
 
 __all__ = ["load_safetensors", "save_safetensors"]
 
@@ -70,7 +71,8 @@ def save_safetensors(
     """Write the full weights of ``model``, from the first rank that shares it.
 
     Collective: all ranks that share the model, between steps. The first rank allocates at most as much as for
-    ``full_state_dict`` beside its result, and no result.
+    ``full_state_dict`` beside its result, and no result. Parameters and persistent buffers are written, in their full
+    shapes; of several names for one tensor only the first that is wanted, with the others in the file's metadata.
 
     Args:
         model: Annotated by ``fully_shard`` or ``replicate``, or with annotated modules below it.
@@ -78,11 +80,7 @@ def save_safetensors(
             ``model.safetensors``, or several files and ``model.safetensors.index.json``.
         max_shard_bytes: Of values in one file of a folder; a larger value gets a file of its own.
         dtype: Of floating-point values; default: their own.
-        names: Which entries, such as adapters alone: a function that says of each FQN, as in ``state_dict()``,
-            whether it is wanted, or a list or set of them. All ranks alike. Default: all.
-
-    Parameters and persistent buffers are written; of several names for one tensor only the first that is wanted, with
-    the others in the file's metadata.
+        names: Which entries, such as adapters alone; as for ``full_state_dict``.
 
     Raises:
         ConfigError: The folder holds weights already; an entry is no tensor or of a dtype that the format does not
@@ -91,13 +89,13 @@ def save_safetensors(
         DesyncError: The ranks made different calls, ``names`` wants other entries on other ranks, or writing failed on
             the first rank, which raises what happened.
     """
-    model_ranks = ranks_of(model, names)
-    ranks = model_ranks.everyone
-    with ranks.agreed():
+
+    def check(_: object) -> None:
         check_float(dtype)
-        if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
-            raise ConfigError(f"max_shard_bytes is {max_shard_bytes!r}", fix="pass a positive number of bytes")
-    entries = entries_of(model, ranks, ("save_safetensors", max_shard_bytes, dtype), names=names)
+        check_bytes("max_shard_bytes", max_shard_bytes)
+
+    model_ranks, entries = meet_for_entries(model, names, "save_safetensors", max_shard_bytes, dtype, check=check)
+    ranks = model_ranks.everyone
     values, aliases = _split_ties(entries)
     with ExitStack() as stack:
         writer: _Writer | None = None
@@ -107,13 +105,12 @@ def save_safetensors(
                 target = as_path("path", path)
                 limit = None if target.suffix == ".safetensors" else max_shard_bytes
                 writer = stack.enter_context(_writing(target, _plan_files(values, aliases, dtype, limit)))
-        for batch in batches(values.items(), max_bytes_of(entries)):
+        for batch in batches(values.items(), entries.batch_bytes()):
             cpu = torch.device("cpu")
             fulls = gather_values([tensor for _, tensor in batch], model_ranks, 0, dtype=dtype, device=cpu)
             with ranks.agreed(), _telling(path):
-                for (key, _), full in zip(batch, fulls or ()):
-                    assert writer is not None, "the first rank writes"
-                    writer.write(key, full)
+                if writer is not None:
+                    writer.write(dict(zip([key for key, _ in batch], fulls or (), strict=True)))
             # Before the next ones are gathered.
             del fulls
         with ranks.agreed(), _telling(path):
@@ -134,8 +131,7 @@ def load_safetensors(
         model: Annotated by ``fully_shard`` or ``replicate``, or with annotated modules below it.
         path: On the first rank: a file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json``.
         strict: Every key of the model has to be there, and no other.
-        names: Load a part of the model, such as adapters, and let that stand for the model in ``strict``: a function
-            that says of each FQN whether it is part of it, or a list or set of them. All ranks alike. Default: all.
+        names: Load a part of the model, such as adapters; as for ``load_full_state_dict``.
 
     Returns:
         The missing and unexpected keys, on every rank; empty if ``strict``.
@@ -152,71 +148,122 @@ def load_safetensors(
         with ranks.agreed():
             check_bool("strict", strict)
             if ranks.rank == 0:
-                files = _Files.open(as_path("path", path), stack, entries_now(model).picked(names))
+                files = _open_files(as_path("path", path), stack, entries_now(model).picked(names))
         return load_full_state_dict(model, files, strict=strict, names=names)
 
 
 # -- writing
 
 
-@dataclass
+@dataclass(frozen=True)
 class _File:
-    """One file that is planned: where each value's bytes go, counted from the end of the header."""
+    """One file that is planned: where each value's bytes go, counted from its begin, and what is before them."""
 
     name: str
     spans: dict[str, tuple[int, int]]
     header: bytes
 
 
+def _plan_files(
+    values: Mapping[str, torch.Tensor], aliases: Mapping[str, str], dtype: torch.dtype | None, max_bytes: int | None
+) -> list[_File]:
+    """Say which value goes where; ``max_bytes`` of ``None``: all into one file."""
+    groups: list[list[str]] = [[]]
+    total = 0
+    for key, tensor in values.items():
+        size = tensor.numel() * cast_dtype(tensor, dtype).itemsize
+        if max_bytes is not None and groups[-1] and total + size > max_bytes:
+            groups.append([])
+            total = 0
+        groups[-1].append(key)
+        total += size
+    count = len(groups)
+    names = [_SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    files = []
+    for name, keys in zip(names, groups, strict=True):
+        others = {alias: key for alias, key in aliases.items() if key in keys}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"} | others}
+        stop = 0
+        # Widest elements first, so that every value is aligned when the file is mapped.
+        for key in sorted(keys, key=lambda key: -cast_dtype(values[key], dtype).itemsize):
+            tensor, kind = values[key], cast_dtype(values[key], dtype)
+            start, stop = stop, stop + tensor.numel() * kind.itemsize
+            header[key] = {"dtype": _DTYPES[kind], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        begin = 8 + len(text)
+        spans = {key: (begin + header[key]["data_offsets"][0], begin + header[key]["data_offsets"][1]) for key in keys}
+        files.append(_File(name, spans, len(text).to_bytes(8, "little") + text))
+    return files
+
+
+@contextmanager
+def _writing(target: Path, files: list[_File]) -> "Iterator[_Writer]":
+    """Give a writer whose temporary files are gone afterwards, whatever happens."""
+    held = sorted(map(str, target.glob("model*.safetensors*"))) if target.suffix != ".safetensors" else []
+    if held:
+        raise ConfigError(f"{target} holds weights already: {held[0]}", fix="pass a new folder, or remove them")
+    folder = target.with_name(f".partial-{target.name}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    writer = _Writer(folder, target, files)
+    try:
+        for file in files:
+            writer.opened[file.name] = (folder / file.name).open("wb")
+            writer.opened[file.name].write(file.header)
+        yield writer
+    finally:
+        writer.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
 class _Writer:
-    """Writes values into files under temporary names."""
+    """Writes values into files of a hidden folder, which get their names at the end."""
 
-    def __init__(self, folder: Path, files: list[_File], final: Path, index: bytes | None) -> None:
-        self.folder = folder
-        self._files = files
-        self._final = final
-        self._index = index
-        self._open: dict[str, Any] = {}
-        self._file_of = {key: file for file in files for key in file.spans}
+    folder: Path
+    target: Path
+    files: list[_File]
+    opened: dict[str, Any] = field(default_factory=dict)
 
-    def start(self) -> None:
-        for file in self._files:
-            handle = (self.folder / file.name).open("wb")
-            self._open[file.name] = handle
-            handle.write(len(file.header).to_bytes(8, "little") + file.header)
-
-    def write(self, key: str, value: torch.Tensor) -> None:
-        file = self._file_of[key]
-        handle = self._open[file.name]
-        handle.seek(8 + len(file.header) + file.spans[key][0])
-        if value.nbytes:
-            # The format knows no strides. Through its address: numpy, torch's other way to the bytes, may be missing.
-            value = value.contiguous()
-            handle.write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
+    def write(self, values: Mapping[str, torch.Tensor]) -> None:
+        for file in self.files:
+            for key in file.spans.keys() & values.keys():
+                self.opened[file.name].seek(file.spans[key][0])
+                if values[key].nbytes:
+                    # The format knows no strides. By address: numpy, torch's other way to the bytes, may be missing.
+                    value = values[key].contiguous()
+                    self.opened[file.name].write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
 
     def close(self) -> None:
-        for handle in self._open.values():
+        for file in self.opened.values():
             with suppress(OSError):  # What was published is on disk: this is a disk that has refused before.
-                handle.close()
+                file.close()
 
     def publish(self) -> None:
         """Make the files durable, then visible under their names."""
-        for handle in self._open.values():
-            handle.flush()
-            os.fsync(handle.fileno())
+        for file in self.opened.values():
+            file.flush()
+            os.fsync(file.fileno())
         self.close()
-        if self._final.suffix == ".safetensors":
-            (self.folder / self._files[0].name).replace(self._final)
-        else:
-            self._final.mkdir(parents=True, exist_ok=True)
-            for file in self._files:
-                (self.folder / file.name).rename(self._final / file.name)
-            if self._index is not None:
-                # Last: a folder without it is no checkpoint.
-                partial = self.folder / _INDEX
-                partial.write_bytes(self._index)
-                partial.rename(self._final / _INDEX)
-        sync_folder(self._final.parent if self._final.suffix == ".safetensors" else self._final)
+        if self.target.suffix == ".safetensors":
+            (self.folder / _SINGLE).replace(self.target)
+            sync_folder(self.target.parent)
+            return
+        self.target.mkdir(parents=True, exist_ok=True)
+        names = [file.name for file in self.files]
+        if len(names) > 1:
+            spans = [span for file in self.files for span in file.spans.values()]
+            content = {
+                "metadata": {"total_size": sum(stop - start for start, stop in spans)},
+                "weight_map": {key: file.name for file in self.files for key in file.spans},
+            }
+            (self.folder / _INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+            # Last: a folder without it is no checkpoint.
+            names.append(_INDEX)
+        for name in names:
+            (self.folder / name).rename(self.target / name)
+        sync_folder(self.target)
 
 
 @contextmanager
@@ -230,89 +277,14 @@ def _telling(path: str | os.PathLike[str]) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
-@contextmanager
-def _writing(target: Path, files: list[_File]) -> Iterator[_Writer]:
-    """Give a writer whose temporary files are gone afterwards, whatever happens."""
-    index = None
-    if target.suffix != ".safetensors":
-        held = sorted(str(found) for found in target.glob("model*.safetensors*"))
-        if held:
-            raise ConfigError(f"{target} holds weights already: {held[0]}", fix="pass a new folder, or remove them")
-        if len(files) > 1:
-            weight_map = {key: file.name for file in files for key in file.spans}
-            total = sum(stop - start for file in files for start, stop in file.spans.values())
-            content = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            index = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-    folder = target.with_name(f".partial-{target.name}")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    writer = _Writer(folder, files, target, index)
-    try:
-        writer.start()
-        yield writer
-    finally:
-        writer.close()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _plan_files(
-    values: Mapping[str, torch.Tensor], aliases: Mapping[str, str], dtype: torch.dtype | None, max_bytes: int | None
-) -> list[_File]:
-    """Say which value goes where; ``max_bytes`` of ``None``: all into one file."""
-    groups: list[dict[str, torch.Tensor]] = [{}]
-    total = 0
-    for key, tensor in values.items():
-        size = _nbytes(tensor, dtype)
-        if max_bytes is not None and groups[-1] and total + size > max_bytes:
-            groups.append({})
-            total = 0
-        groups[-1][key] = tensor
-        total += size
-    count = len(groups)
-    names = [_SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    return [_plan_file(name, group, aliases, dtype) for name, group in zip(names, groups, strict=True)]
-
-
-def _plan_file(
-    name: str, values: Mapping[str, torch.Tensor], aliases: Mapping[str, str], dtype: torch.dtype | None
-) -> _File:
-    # Widest elements first, so that every value is aligned when the file is mapped.
-    order = sorted(values, key=lambda key: -cast_dtype(values[key], dtype).itemsize)
-    spans: dict[str, tuple[int, int]] = {}
-    stop = 0
-    for key in order:
-        start, stop = stop, stop + _nbytes(values[key], dtype)
-        spans[key] = (start, stop)
-    header: dict[str, Any] = {
-        "__metadata__": {"format": "pt"} | {alias: key for alias, key in aliases.items() if key in values}
-    }
-    for key, span in spans.items():
-        tensor = values[key]
-        header[key] = {
-            "dtype": _DTYPES[cast_dtype(tensor, dtype)],
-            "shape": list(tensor.shape),
-            "data_offsets": list(span),
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return _File(name, spans, text + b" " * (-len(text) % 8))
-
-
-def _nbytes(tensor: torch.Tensor, dtype: torch.dtype | None) -> int:
-    return tensor.numel() * cast_dtype(tensor, dtype).itemsize
-
-
 def _split_ties(entries: Entries) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors under their first names, and for each other name the first one."""
     first: dict[int, str] = {}
-    values: dict[str, torch.Tensor] = {}
-    aliases: dict[str, str] = {}
     for key, tensor in entries.tensors().items():
-        name = first.setdefault(id(tensor), key)
-        if name == key:
-            values[key] = tensor
-        else:
-            aliases[key] = name
-    return values, aliases
+        first.setdefault(id(tensor), key)
+    names = {key: first[id(tensor)] for key, tensor in entries.tensors().items()}
+    values = {key: tensor for key, tensor in entries.tensors().items() if names[key] == key}
+    return values, {key: name for key, name in names.items() if name != key}
 
 
 def _check_entries(entries: Entries, values: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:
@@ -332,54 +304,42 @@ def _check_entries(entries: Entries, values: Mapping[str, torch.Tensor], dtype: 
 # -- reading
 
 
-@dataclass
-class _Files(Mapping[str, torch.Tensor]):
+class _Files(dict[str, Any]):
     """The values of one or several files, read on demand.
 
-    Attributes:
-        path_of: The file of each key.
-        aliases: Other names of tied tensors, and under which one the files have them.
+    Holds for each key the file, what has that open, and the name there, which may be another one of a tied tensor.
     """
 
-    path_of: dict[str, Path]
-    handles: dict[Path, Any]
-    aliases: dict[str, str] = field(default_factory=dict)
-
-    @staticmethod
-    def open(path: Path, stack: ExitStack, entries: Entries) -> "_Files":
-        try:
-            library: Any = importlib.import_module("safetensors")
-        except ImportError as error:
-            raise ConfigError(
-                "the safetensors library is not installed", fix="pip install 'torch-composable[safetensors]'"
-            ) from error
-        paths = _find_files(path)
-        handles = {}
-        for one in paths:
-            with _naming(one):
-                handles[one] = stack.enter_context(library.safe_open(str(one), framework="pt", device="cpu"))
-        path_of = {key: one for one, handle in handles.items() for key in handle.keys()}  # noqa: SIM118  # no mapping
-        found = _Files(path_of, handles)
-        found.aliases = _missing_names(entries, path_of)
-        return found
-
     def shape_of(self, key: str) -> torch.Size:
-        name = self.aliases.get(key, key)
-        with _naming(self.path_of[name]):
-            return torch.Size(self.handles[self.path_of[name]].get_slice(name).get_shape())
+        path, file, name = super().__getitem__(key)
+        with _naming(path):
+            return torch.Size(file.get_slice(name).get_shape())
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        name = self.aliases.get(key, key)
-        with _naming(self.path_of[name]):
-            value: torch.Tensor = self.handles[self.path_of[name]].get_tensor(name)
+        path, file, name = super().__getitem__(key)
+        with _naming(path):
+            value: torch.Tensor = file.get_tensor(name)
         return value
 
-    def __iter__(self) -> Iterator[str]:
-        yield from self.path_of
-        yield from self.aliases
 
-    def __len__(self) -> int:
-        return len(self.path_of) + len(self.aliases)
+def _open_files(path: Path, stack: ExitStack, entries: Entries) -> _Files:
+    """Open what is at ``path`` until ``stack`` ends, with names for all of what is tied in ``entries``."""
+    try:
+        library: Any = importlib.import_module("safetensors")
+    except ImportError as error:
+        raise ConfigError(
+            "the safetensors library is not installed", fix="pip install 'torch-composable[safetensors]'"
+        ) from error
+    places: dict[str, tuple[Path, Any, str]] = {}
+    for one in _find_files(path):
+        with _naming(one):
+            file = stack.enter_context(library.safe_open(str(one), framework="pt", device="cpu"))
+            places |= {key: (one, file, key) for key in file.keys()}  # noqa: SIM118  # no mapping
+    held = {id(tensor): key for key, tensor in reversed(entries.tensors().items()) if key in places}
+    for key, tensor in entries.tensors().items():
+        if key not in places and id(tensor) in held:
+            places[key] = places[held[id(tensor)]]
+    return _Files(places)
 
 
 def _find_files(path: Path) -> list[Path]:
@@ -401,15 +361,6 @@ def _find_files(path: Path) -> list[Path]:
         for one in paths:
             check_inside(path, one)
     return paths
-
-
-def _missing_names(entries: Entries, known: Mapping[str, Path]) -> dict[str, str]:
-    """Return the names of tied tensors that the files lack, each with one that they have."""
-    names: dict[int, list[str]] = {}
-    for key, tensor in entries.tensors().items():
-        names.setdefault(id(tensor), []).append(key)
-    ties = [(key, next((k for k in tied if k in known), None)) for tied in names.values() for key in tied]
-    return {key: name for key, name in ties if name is not None and key not in known}
 
 
 @contextmanager

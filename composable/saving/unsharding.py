@@ -6,7 +6,7 @@ are computed with in another dtype, they are copies, of which one handle passes 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -21,6 +21,7 @@ from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.ragged import RaggedDTensor, hand_over_grad, slice_block
 from composable.runtime import Scheduler
+from composable.saving.entries import agreed_by, ranks_along
 from composable.storage import Handle, ShardedParam, collect_at, spread_from, waits_for_copies
 
 __all__ = ["unshard_params"]
@@ -88,55 +89,28 @@ def unshard_params(
     if with_grads:
         _check_gradients(found)
     shown = [_Shown(handle, scheduler, options) for handle, scheduler in found]
-    entered: list[_Shown] = []
     try:
-        for one in shown:
-            entered.append(one)
-            one.show()
-        yield
-    except BaseException as error:
-        for one in entered:
-            one.restore()
-        if options.writeback and shown and isinstance(error, Exception):
-            # The other ranks are about to write back.
-            _raise_together([one.handle for one in shown], error)
-        raise
-    _leave(shown, options)
-
-
-def _raise_together(handles: Sequence[Handle], failure: Exception | None) -> None:
-    """Raise on all ranks if one has a failure: also on those beside, which have other blocks."""
-    groups = {handles[0].grid.everyone.numbers: handles[0].grid.everyone}
-    for layout in [param.layout for one in handles for param in one.params]:
-        for dim in range(layout.mesh.ndim):
-            if dim != layout.mesh_dim:
-                ranks = Ranks.of_mesh(layout.mesh, dim)
-                groups.setdefault(ranks.numbers, ranks)
-    with ExitStack() as stack:
-        for ranks in groups.values():
-            stack.enter_context(ranks.agreed())
-        if failure is not None:
-            raise failure
-
-
-def _leave(shown: Sequence["_Shown"], options: _Options) -> None:
-    """End the block: write back, then restore, whatever happens."""
-    failure: Exception | None = None
-    try:
-        for one in shown:
-            one.check()
-    except UsageError as error:
-        failure = error
-    try:
-        if options.writeback and shown:
-            # What one rank must not write back, none does: a rank may own nothing of what was changed.
-            _raise_together([one.handle for one in shown], failure)
+        # What one rank must not write back, none does: a rank may own nothing of what was changed.
+        with agreed_by(_all_ranks([handle for handle, _ in found] if writeback else [])):
             for one in shown:
-                one.write_back()
-                one.restore()
+                one.show()
+            yield
+            for one in shown if writeback else ():
+                one.check()
+        for one in shown if writeback else ():
+            one.write_back()
+            one.restore()
     finally:
         for one in shown:
             one.restore()
+
+
+def _all_ranks(handles: Sequence[Handle]) -> list[Ranks]:
+    """Return the ranks of the handles, and those beside them, which have other blocks."""
+    layouts = [param.layout for one in handles for param in one.params]
+    beside = [(layout.mesh, dim) for layout in layouts for dim in range(layout.mesh.ndim) if dim != layout.mesh_dim]
+    found = [one.grid.everyone for one in handles[:1]] + ranks_along(beside)
+    return list({ranks.numbers: ranks for ranks in found}.values())
 
 
 def _find(module: nn.Module, *, recurse: bool, options: _Options) -> list[tuple[Handle, Scheduler]]:
@@ -157,14 +131,14 @@ def _find(module: nn.Module, *, recurse: bool, options: _Options) -> list[tuple[
             found[handle] = root.scheduler
     _check_owners(module, found, recurse=recurse)
     for handle in found:
-        held = handle.held_with
-        if held is not None and held != options:
-            raise UsageError(
-                "unshard_params is entered again with other options",
-                at=f"{place_of_rank()}, {handle.described}",
-                fix="use the options of the outer block, or leave it first",
-            )
+        if handle.held_with not in (None, options):
+            what = "unshard_params is entered again with other options"
+            raise _refusal(handle, what, "use the options of the outer block, or leave it first")
     return [(handle, scheduler) for handle, scheduler in found.items() if handle.held_with is None]
+
+
+def _refusal(handle: Handle, what: str, fix: str) -> UsageError:
+    return UsageError(what, at=f"{place_of_rank()}, {handle.described}", fix=fix)
 
 
 def _check_owners(module: nn.Module, handles: Iterable[Handle], *, recurse: bool) -> None:
@@ -185,42 +159,31 @@ def _check_gradients(found: Sequence[tuple[Handle, Scheduler]]) -> None:
     members: dict[Ranks, list[tuple[str, ShardedParam]]] = {}
     for handle, scheduler in found:
         if scheduler.is_deferred:
-            raise UsageError(
-                "gradients that wait for the last backward cannot be shown",
-                at=f"{place_of_rank()}, {handle.described}",
-                fix="call finalize_backward() before",
-            )
+            what = "gradients that wait for the last backward cannot be shown"
+            raise _refusal(handle, what, "call finalize_backward() before")
         if handle.has_unsynced_gradients:
-            raise UsageError(
-                "gradients that no_sync left on their ranks cannot be shown",
-                at=f"{place_of_rank()}, {handle.described}",
-                fix="run a backward outside of no_sync first",
-            )
+            what = "gradients that no_sync left on their ranks cannot be shown"
+            raise _refusal(handle, what, "run a backward outside of no_sync first")
         if handle.waits_for_copies:
             raise waits_for_copies("unshard_params(with_grads=True)", handle.described)
         for param in handle.params:
             members.setdefault(handle.grid.everyone, []).append((handle.fqn_of(param), param))
-    failure: DesyncError | None = None
+    torn: list[str] = []
     for ranks, named in members.items():
         mine = torch.tensor([param.sharded.grad is not None for _, param in named], dtype=torch.uint8)
         both = ranks.reduce(torch.stack([mine, 1 - mine]).to(ranks.device), ReduceOp.MAX)
-        torn = [fqn for (fqn, _), is_torn in zip(named, (both.sum(0) == 2).tolist(), strict=True) if is_torn]
-        if torn and failure is None:
-            failure = DesyncError(
+        torn += [fqn for (fqn, _), is_torn in zip(named, (both.sum(0) == 2).tolist(), strict=True) if is_torn]
+    with agreed_by(_all_ranks([handle for handle, _ in found])):
+        if torn:
+            raise DesyncError(
                 f"{len(torn)} parameters have a gradient on some ranks only: {', '.join(torn[:5])}",
                 at=place_of_rank(),
                 fix="set and clear gradients alike on every rank",
             )
-    if found:
-        _raise_together([handle for handle, _ in found], failure)
 
 
 class _Shown:
-    """One handle in the block.
-
-    Attributes:
-        ranks: All that hold its shards, or copies of them.
-    """
+    """One handle in the block; ``ranks`` are all that hold its shards, or copies of them."""
 
     def __init__(self, handle: Handle, scheduler: Scheduler, options: _Options) -> None:
         self.handle = handle
@@ -228,56 +191,42 @@ class _Shown:
         self.options = options
         self.params = handle.params
         self.ranks = handle.grid.everyone
-        self.is_first = self.ranks.rank == 0
         # The handle's unsharded parameters would have lost what the cast drops.
         self.is_copied = options.copies or handle.casts_params
-        self._placed: list[nn.Parameter] | None = None
+        self._device = torch.device("cpu") if options.offload_to_cpu else self.ranks.device
+        self._placed: list[nn.Parameter] = []  # Where this rank shows them.
         self._grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []  # Before the block.
         self._before = self._versions()
 
     def show(self) -> None:
         """Gather, and let the modules hold the full parameters. Collective."""
-        options, handle, scheduler = self.options, self.handle, self.scheduler
+        options, handle = self.options, self.handle
         grads = self._gather_grads() if options.with_grads else None
         # What an earlier forward left unsharded may be older than the shard.
-        scheduler.reshard(handle)
+        self.scheduler.reshard(handle)
         handle.attach()
-        if not self.is_copied:
-            scheduler.shards_written()
-            scheduler.unshard(handle)
-            self._placed = [param.leaf() for param in self.params]
+        if self.is_copied:
+            self._placed = [param.make_stand_in(copy) for param, copy in zip(self.params, self._copy() or ())]
+            for param, stand_in in zip(self.params, self._placed):
+                param.place(stand_in)
         else:
-            copies = self._copy()
-            if copies is not None:
-                self._placed = [param.make_stand_in(copy) for param, copy in zip(self.params, copies, strict=True)]
-                for param, stand_in in zip(self.params, self._placed, strict=True):
-                    param.place(stand_in)
+            self._placed = self._unshard()
         handle.held_with = options
         handle.is_lent = self.is_copied or options.with_grads
         handle.is_shown_whole = not options.copies and not options.with_grads
-        if self._placed is not None and grads is not None:
-            for param, placed, grad in zip(self.params, self._placed, grads, strict=True):
-                self._grad_dtypes.append((placed, placed.grad_dtype))
-                if placed.grad_dtype != param.grad_spec.dtype:
-                    # Gradients may stay in another dtype than parameters; leaves sum up in that of the reduction.
-                    placed.grad_dtype = param.grad_spec.dtype
-                placed.grad = None if grad is None else param.around_grad(grad)
+        for param, placed, grad in zip(self.params, self._placed, grads or ()):
+            self._grad_dtypes.append((placed, placed.grad_dtype))
+            if placed.grad_dtype != param.grad_spec.dtype:
+                # Gradients may stay in another dtype than parameters; leaves sum up in that of the reduction.
+                placed.grad_dtype = param.grad_spec.dtype
+            placed.grad = None if grad is None else param.around_grad(grad)
 
     def check(self) -> None:
-        """Raise if what the block did cannot be written back.
-
-        Raises:
-            UsageError: Sharded parameters were changed too, or full ones were replaced.
-        """
-        if not self.options.writeback:
-            return
+        """Raise if sharded parameters were changed too, or full ones were replaced: that cannot be written back."""
         if self._versions() != self._before:
-            raise UsageError(
-                "sharded parameters were changed while unshard_params showed full ones, which would overwrite them",
-                at=f"{place_of_rank()}, {self.handle.described}",
-                fix="step the optimizer outside of the block, or pass writeback=False",
-            )
-        for param, placed in zip(self.params, self._placed or ()):
+            what = "sharded parameters were changed while unshard_params showed full ones, which would overwrite them"
+            raise _refusal(self.handle, what, "step the optimizer outside of the block, or pass writeback=False")
+        for param, placed in zip(self.params, self._placed):
             value = param.storage_of(placed)
             if not param.is_placed(placed) or value.shape != param.shape or value.dtype != param.sharded.dtype:
                 raise UsageError(
@@ -289,15 +238,16 @@ class _Shown:
     def write_back(self) -> None:
         """Take over what the block changed. Collective with ``rank0_only``."""
         if not self.options.copies:
-            for param, placed in zip(self.params, self._placed or ()):
+            for param, placed in zip(self.params, self._placed):
                 param.sharded.requires_grad_(placed.requires_grad)
         if not self.is_copied:
             for flat in self.handle.buffers:
                 flat.write_back()
         elif self.options.rank0_only:
-            self._spread([param.ragged for param in self.params], self._placed_at)
+            ragged = [param.ragged for param in self.params]
+            self._spread(ragged, lambda index: self.params[index].storage_of(self._placed[index]))
         else:
-            for param, placed in zip(self.params, self._placed or ()):
+            for param, placed in zip(self.params, self._placed):
                 param.ragged._local_tensor.data.copy_(slice_block(param.storage_of(placed), param.layout))
         if self.options.with_grads:
             self._write_grads_back()
@@ -306,15 +256,14 @@ class _Shown:
         """Let the modules hold sharded parameters again; nothing if they do."""
         self.handle.held_with = None
         self.handle.is_lent = self.handle.is_shown_whole = False
-        for param, placed in zip(self.params, self._placed or ()):
+        for param, placed in zip(self.params, self._placed):
             if self.options.with_grads:
                 placed.grad = None
             param.place(param.sharded)
         for placed, dtype in self._grad_dtypes:
             if placed.grad_dtype != dtype:
                 placed.grad_dtype = dtype
-        self._grad_dtypes = []
-        self._placed = None
+        self._grad_dtypes, self._placed = [], []
         if self.handle.is_unsharded:
             for flat in self.handle.buffers:
                 flat.mend_leaves()
@@ -325,58 +274,51 @@ class _Shown:
         shards = [flat.shard._version for flat in self.handle.buffers]
         return shards + [param.sharded._version for param in self.params]
 
-    def _placed_at(self, index: int) -> torch.Tensor:
-        assert self._placed is not None, "the first rank holds them"
-        return self.params[index].storage_of(self._placed[index])
-
-    def _copy(self) -> list[torch.Tensor] | None:
-        device = torch.device("cpu") if self.options.offload_to_cpu else self.ranks.device
-        if self.options.rank0_only or self.handle.casts_params:
-            return self._collect([param.ragged for param in self.params], device)
+    def _unshard(self) -> list[nn.Parameter]:
         self.scheduler.shards_written()
         self.scheduler.unshard(self.handle)
-        leaves = [param.leaf() for param in self.params]
-        copies = [leaf.detach().to(device, copy=True) for leaf in leaves]
+        return [param.leaf() for param in self.params]
+
+    def _copy(self) -> list[torch.Tensor] | None:
+        if self.options.rank0_only or self.handle.casts_params:
+            return self._collect([param.ragged for param in self.params])
+        copies = [leaf.detach().to(self._device, copy=True) for leaf in self._unshard()]
         self.scheduler.reshard(self.handle)
         return copies
 
-    def _gather_grads(self) -> list[torch.Tensor | None] | None:
-        """Return the full gradients, where this rank is to show them."""
+    def _gather_grads(self) -> list[torch.Tensor | None]:
+        """Return the full gradient of each parameter that has one, where this rank is to show them."""
         held = [param.sharded.grad for param in self.params]
-        ragged = [grad for grad in held if grad is not None]
-        device = torch.device("cpu") if self.options.offload_to_cpu else self.ranks.device
-        fulls = self._collect(ragged, device)  # type: ignore[arg-type]
-        if fulls is None:
-            return [None] * len(held) if self.is_first or not self.options.rank0_only else None
-        remaining = iter(fulls)
-        return [None if grad is None else next(remaining) for grad in held]
+        fulls = iter(self._collect([grad for grad in held if grad is not None]) or ())  # type: ignore[misc]
+        return [None if grad is None else next(fulls, None) for grad in held]
 
     def _write_grads_back(self) -> None:
-        grads = [placed.grad for placed in self._placed] if self._placed is not None else [None] * len(self.params)
-        if not self.options.rank0_only:
-            for param, grad in zip(self.params, grads, strict=True):
-                param.sharded.grad = None
-                if grad is not None:
-                    local = param.ragged._local_tensor
-                    block = param.block_of_grad(grad)
-                    piece = slice_block(block, param.layout).to(local.device, param.grad_spec.dtype, copy=True)
-                    hand_over_grad(param.sharded, RaggedDTensor.wrap(piece, param.grad_spec))
-            return
-        is_there = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8, device=self.ranks.device)
-        self.ranks.broadcast(is_there, 0)
+        """Take over the gradients that the block left: each rank its piece, with ``rank0_only`` of the first rank's."""
+        grads = [placed.grad for placed in self._placed] or [None] * len(self.params)
+        has_grad = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8, device=self.ranks.device)
+        if self.options.rank0_only:
+            self.ranks.broadcast(has_grad, 0)
         filled: list[Any] = []
-        for param, has_grad in zip(self.params, is_there.tolist(), strict=True):
+        for param, grad, is_there in zip(self.params, grads, has_grad.tolist(), strict=True):
             param.sharded.grad = None
-            if has_grad:
-                piece = torch.empty_like(param.ragged._local_tensor, dtype=param.grad_spec.dtype)
-                hand_over_grad(param.sharded, RaggedDTensor.wrap(piece, param.grad_spec))
-                filled.append(param.sharded.grad)
-        full = [param.block_of_grad(grad) for param, grad in zip(self.params, grads, strict=True) if grad is not None]
-        self._spread(filled, full.__getitem__)
+            if not is_there:
+                continue
+            local = param.ragged._local_tensor
+            if self.options.rank0_only or grad is None:
+                piece = torch.empty_like(local, dtype=param.grad_spec.dtype)
+            else:
+                block = param.block_of_grad(grad)
+                piece = slice_block(block, param.layout).to(local.device, param.grad_spec.dtype, copy=True)
+            hand_over_grad(param.sharded, RaggedDTensor.wrap(piece, param.grad_spec))
+            filled.append(param.sharded.grad)
+        if self.options.rank0_only:
+            pairs = zip(self.params, grads, strict=True)
+            full = [param.block_of_grad(grad) for param, grad in pairs if grad is not None]
+            self._spread(filled, full.__getitem__)
 
-    def _collect(self, tensors: Sequence[RaggedDTensor], device: torch.device) -> list[torch.Tensor] | None:
+    def _collect(self, tensors: Sequence[RaggedDTensor]) -> list[torch.Tensor] | None:
         taker = self.ranks.numbers[0] if self.options.rank0_only else None
-        return collect_at(tensors, self.handle.grid, taker, device=device)
+        return collect_at(tensors, self.handle.grid, taker, device=self._device)
 
     def _spread(self, tensors: Sequence[RaggedDTensor], values: Callable[[int], torch.Tensor]) -> None:
         spread_from(tensors, self.handle.grid, self.ranks.numbers[0], values)

@@ -30,7 +30,7 @@ from composable.errors import ComposableError, ConfigError, DesyncError, UsageEr
 from composable.ragged.fallback_log import fallback_counts
 from composable.ragged.tensor import RaggedDTensor
 from composable.saving.checkpoint import SavedCheckpoint, find_checkpoint, load_checkpoint, save_checkpoint
-from composable.saving.run_folder import SummedFiles
+from composable.saving.files import SummedFiles
 from tests.world import run_ranks, run_threads, told
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from composable import find_checkpoint, load_checkpoint
-from composable.saving.manifest import find_damage
+from composable.saving.files import find_damage
 from composable.saving.run_folder import read_manifest
 
 ROOT = Path(__file__).parents[2]

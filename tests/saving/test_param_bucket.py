@@ -22,8 +22,7 @@ from composable import (
     save_safetensors,
 )
 from composable.saving.entries import largest_handle_bytes
-from composable.saving.param_bucket import plan_buckets
-from tests.counting import counting_ranks
+from composable.saving.full_values import plan_buckets
 from tests.live_bytes import LiveBytes
 from tests.models import Block, TinyGPT, make_model, random_tokens, seeded
 from tests.saving.test_full_state import sharded
@@ -80,33 +79,6 @@ def test_a_layout_makes_views_of_bytes_and_can_be_pickled() -> None:
 # -- buckets of a sharded model
 
 
-def pack(names: list[str]) -> None:
-    rank = dist.get_rank()
-    for name in names:
-        model, plain = sharded(name, 1), dict(make_model(name, 1).named_parameters())
-        for bucket_bytes in (1, 500, 10**6):
-            buckets = list(iter_full_params(model, bucket_bytes=bucket_bytes, max_bytes=700))
-            pairs = [pair for bucket in buckets for pair in bucket.tensors().items()]
-            assert [fqn for fqn, _ in pairs] == list(plain)
-            assert all(bits(value) == bits(plain[fqn]) for fqn, value in pairs)
-            assert all(one.layout.nbytes <= bucket_bytes or len(one.layout.slots) == 1 for one in buckets)
-            for bucket in buckets:
-                assert bucket.buffer is not None and bucket.buffer.untyped_storage().nbytes() == bucket.layout.nbytes
-                # The same bytes everywhere, those between tensors too.
-                everyone: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(everyone, bytes(bucket.buffer.tolist()))
-                assert len(set(everyone)) == 1
-        for bucket in iter_full_params(model, bucket_bytes=500, rank0_only=True, dtype=torch.bfloat16):
-            assert (bucket.buffer is None) is (rank != 0) and (rank == 0 or bucket.tensors() == {})
-            for fqn, value in bucket.tensors().items():
-                assert bits(value) == bits(plain[fqn].to(torch.bfloat16))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_buckets_hold_the_plain_models_parameters(world_size: int) -> None:
-    run_threads(pack, world_size, ["gpt_tied", "mixed_dtypes", "scalars", "empty_params", "uneven"])
-
-
 def pack_other_orders() -> None:
     plain = make_model_in_other_orders()
     model = fully_shard(make_model_in_other_orders())
@@ -146,33 +118,6 @@ def count_bytes() -> None:
 
 def test_no_more_than_a_bucket_and_a_handle_is_allocated() -> None:
     run_threads(count_bytes, 2)
-
-
-def count_messages() -> None:
-    with counting_ranks() as counts:
-        model = sharded("gpt", 1)
-        (bucket,) = iter_full_params(model, bucket_bytes=10**6)
-        assert len(bucket.layout.slots) > 20 and counts["messages"] == 2
-
-
-def test_small_parameters_of_a_bucket_share_a_message() -> None:
-    run_ranks(count_messages, 2)
-
-
-def stop_early() -> None:
-    model, plain = sharded("gpt", 1), make_model("gpt", 1)
-    tokens = random_tokens(0, 4, 8)
-    for bucket in iter_full_params(model, bucket_bytes=2000):
-        # The model may run between the steps, and with gradients.
-        assert torch.is_grad_enabled() and torch.equal(model(tokens), plain(tokens))
-        assert not any(value.requires_grad for value in bucket.tensors().values())
-        if "blocks.0.mlp.0.weight" in bucket.tensors():
-            break
-    assert len(list(iter_full_params(model, bucket_bytes=10**6))) == 1
-
-
-def test_all_ranks_may_stop_at_a_bucket() -> None:
-    run_threads(stop_early, 2)
 
 
 def disagree() -> None:
@@ -307,6 +252,11 @@ def compare_with_plain(seed: int, folder: str) -> None:
         slots += bucket.layout.slots
         assert (bucket.buffer is not None) is has_values
         if bucket.buffer is not None:
+            # The same bytes everywhere, those between tensors too.
+            everyone: list[Any] = [None] * (dist.get_world_size() if not rank0_only else 0)
+            if everyone:
+                dist.all_gather_object(everyone, bytes(bucket.buffer.tolist()))
+                assert len(set(everyone)) == 1
             received |= pickle.loads(pickle.dumps(bucket.layout)).views(bucket.buffer.clone())
     assert [(slot.fqn, slot.shape, slot.dtype) for slot in slots] == [(f, p.shape, p.dtype) for f, p in wanted.items()]
     assert not has_values or {f: bits(v) for f, v in received.items()} == {f: bits(p) for f, p in wanted.items()}

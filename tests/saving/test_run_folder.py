@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -37,10 +37,9 @@ from composable import (
     save_checkpoint,
     save_safetensors,
 )
-from composable.saving import checkpoint, run_folder
-from composable.saving.manifest import MANIFEST, FileSum, parse_manifest
-from composable.saving.run_folder import SummedFiles, new_partial, write_summed
-from composable.saving.run_owner import Owner, own
+from composable.saving import files, run_folder
+from composable.saving.files import FileSum, SummedFiles, write_summed
+from composable.saving.run_folder import PartialCheckpoint
 from tests.world import run_ranks, run_threads, told
 
 
@@ -282,14 +281,20 @@ class WatchedLock:
     def __init__(self, is_found_taken: threading.Event) -> None:
         self._lock = threading.Lock()
         self._is_found_taken = is_found_taken
+        self.release = self._lock.release
+
+    def acquire(self, blocking: bool = True) -> bool:
+        is_ours = self._lock.acquire(blocking=False)
+        if not is_ours and blocking:
+            self._is_found_taken.set()
+            return self._lock.acquire()
+        return is_ours
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            self._is_found_taken.set()
-            self._lock.acquire()
+        self.acquire()
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self.release()
 
 
 class EndOfSave:
@@ -298,7 +303,7 @@ class EndOfSave:
     def __init__(self, run: Path, keeper: nn.Module) -> None:
         save_checkpoint(run, 0, keeper)
         self.is_there, self.is_met = threading.Event(), threading.Event()
-        own(run).lock = WatchedLock(self.is_met)  # type: ignore[assignment]
+        self.lock = WatchedLock(self.is_met)
 
     def write(self, path: Path, content: bytes) -> FileSum:
         written = write_summed(path, content)
@@ -308,6 +313,14 @@ class EndOfSave:
             self.is_there.set()
             assert self.is_met.wait()
         return written
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        with (
+            mock.patch.object(run_folder, "write_summed", self.write),
+            mock.patch.object(run_folder, "_GUARD", self.lock),
+        ):
+            yield
 
 
 def assert_whole(run: Path, saved: dict[int, nn.Module]) -> None:
@@ -327,36 +340,14 @@ def test_saves_of_two_models_may_end_at_once(tmp_path: Path) -> None:
         return write_summed(path, content)
 
     with (
-        mock.patch.object(checkpoint, "write_summed", at_once),
-        mock.patch.object(run_folder, "write_summed", end.write),
+        mock.patch.object(files, "write_summed", at_once),
+        end.watched(),
     ):
         handles = [
             save_checkpoint(tmp_path, step, model, extra=step, keep=3, asynchronous=True)
             for step, model in ((1, first), (2, second))
         ]
         assert [handle.wait().name for handle in handles] == ["step-000001", "step-000002"]
-    assert_whole(tmp_path, {1: first, 2: second})
-
-
-def test_a_save_may_begin_while_that_of_another_model_ends(tmp_path: Path) -> None:
-    first, second = make_model(1), make_model(2)
-    end = EndOfSave(tmp_path, first)
-    with mock.patch.object(run_folder, "write_summed", end.write):
-        handle = save_checkpoint(tmp_path, 1, first, keep=3, asynchronous=True)
-        assert end.is_there.wait()
-
-        left: list[bool] = []
-
-        def while_it_ends(run: Path, step: int, in_use: Collection[Path]) -> Path:
-            made = new_partial(run, step, in_use)
-            end.is_met.set()
-            handle.wait()
-            left.append(made.is_dir())
-            return made
-
-        with mock.patch.object(checkpoint, "new_partial", while_it_ends):
-            save_checkpoint(tmp_path, 2, second, keep=3)
-    assert left == [True]
     assert_whole(tmp_path, {1: first, 2: second})
 
 
@@ -369,7 +360,7 @@ def test_a_save_that_is_about_to_end_is_left_alone_by_that_of_another_model(tmp_
         return write_summed(path, content)
 
     first, second = make_model(1), make_model(2)
-    with mock.patch.object(checkpoint, "write_summed", held_back):
+    with mock.patch.object(files, "write_summed", held_back):
         handle = save_checkpoint(tmp_path, 1, first, extra=1, asynchronous=True)
         try:
             assert is_at_end.wait()
@@ -392,29 +383,28 @@ def test_a_refused_save_takes_no_right(tmp_path: Path) -> None:
     assert caught.value is not None and refused is not None  # neither holds it, alive
 
 
-def test_threads_that_begin_at_once_have_one_right(tmp_path: Path) -> None:
-    begin, lockf = threading.Barrier(4), fcntl.lockf
+def test_saves_that_begin_at_once_have_one_right(tmp_path: Path) -> None:
+    begin, lockf, found = threading.Barrier(4), fcntl.lockf, []
 
-    def own_at_once() -> Owner:
+    def begin_at_once(step: int) -> None:
         begin.wait()
-        return own(tmp_path)
+        model = make_model()
+        found.append((PartialCheckpoint.begin(tmp_path, step, model, keep=9, discard_later=False), model))
 
     def lock_slowly(*args: int) -> None:
         time.sleep(0.05)  # others come in meanwhile
         lockf(*args)
 
     with mock.patch.object(fcntl, "lockf", lock_slowly), ThreadPoolExecutor(4) as threads:
-        found = [future.result() for future in [threads.submit(own_at_once) for _ in range(4)]]
-    assert len({*map(id, found)}) == 1
-
-
-def test_a_right_that_one_save_gives_up_stays_with_another_that_has_begun(tmp_path: Path) -> None:
-    kept, refused = own(tmp_path), own(tmp_path)
-    refused.leave()
-    kept.check()
-    [message] = run_ranks(meet_another_run, 1, tmp_path)[0]
-    assert "another run writes to" in message
-    kept.leave()
+        for future in [threads.submit(begin_at_once, step) for step in range(4)]:
+            future.result()
+    assert len({id(one.lock) for one, _ in found}) == 1
+    # Who gives up leaves it to the others.
+    found.pop()[0].leave(remove=True)
+    assert "another run writes to" in run_ranks(meet_another_run, 1, tmp_path)[0][0]
+    while found:
+        found.pop()[0].leave(remove=True)
+    gc.collect()
     assert run_ranks(meet_another_run, 1, tmp_path)[0] == ["no error"]
 
 
@@ -456,9 +446,9 @@ def test_each_manifest_that_cannot_be_read_is_tried_once(tmp_path: Path) -> None
     for step in range(1, 11):
         folder = tmp_path / f"step-{step:06d}"
         folder.mkdir()
-        (folder / MANIFEST).write_text("{")
+        (folder / "checkpoint.json").write_text("{")
     with (
-        mock.patch.object(run_folder, "parse_manifest", wraps=parse_manifest) as parsed,
+        mock.patch.object(run_folder, "_parse_manifest", wraps=run_folder._parse_manifest) as parsed,
         pytest.raises(
             ConfigError, match=r"step-000010/checkpoint.json cannot be read: .*\n.*no older whole checkpoint"
         ),

@@ -93,20 +93,6 @@ def close(got: Any, expected: Any) -> None:
 # -- full values
 
 
-def gather_full_state(sizes: Sizes) -> None:
-    mesh = mesh_of(*sizes)
-    model = annotated(mesh)
-    for dst in {0, mesh.size() - 1}:
-        state = full_state_dict(model, dst=dst)
-        same(state, plain().state_dict() if dist.get_rank() == dst else {})
-        assert all(type(value) is torch.Tensor for value in state.values())
-
-
-@pytest.mark.parametrize("sizes", MESHES)
-def test_a_full_state_dict_is_that_of_the_plain_model_on_one_rank(sizes: Sizes) -> None:
-    run_threads(gather_full_state, ranks_in(sizes), sizes)
-
-
 def gather_and_load_at_last(numel: int) -> None:
     mesh = mesh_of(2, 2)
     model = nn.ModuleList(nn.Linear(numel, 1, bias=False) for _ in range(4))
@@ -174,7 +160,7 @@ def go_in_and_out_in_batches() -> None:
 
 
 def test_ranks_with_larger_blocks_take_no_larger_batches() -> None:
-    with mock.patch("composable.saving.full_state._LEAST_BATCH_BYTES", 1):
+    with mock.patch("composable.saving.entries._LEAST_BATCH_BYTES", 1):
         run_threads(go_in_and_out_in_batches, 2)
 
 

@@ -1,6 +1,5 @@
 """Ragged tensors saved at one world size and read at another, bit for bit."""
 
-import copy
 from pathlib import Path
 from unittest import mock
 
@@ -11,12 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from composable.errors import ConfigError, UsageError
 from composable.planning.cut import RaggedShard
 from composable.planning.layout import plan_layout
-from composable.ragged.fallback_log import fallback_counts, strict_mode
+from composable.ragged.fallback_log import strict_mode
 from composable.ragged.spec import ragged_spec
 from composable.ragged.tensor import RaggedDTensor
 from tests.world import run_ranks
@@ -140,34 +134,6 @@ def test_training_goes_on_to_the_bit_at_another_world_size(
         run_ranks(load, loaded_at, str(tmp_path), other)
 
 
-def save_plain(path: str) -> None:
-    model, _ = reference(2)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=path)
-
-
-def load_model(path: str) -> None:
-    model = make("element")
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    assert_same(model, None, 2)
-
-
-def load_into_plain(path: str) -> None:
-    model = Model()
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    expected, _ = reference(2)
-    for (name, param), (_, plain) in zip(named_parameters(model), named_parameters(expected), strict=True):
-        assert torch.equal(param, plain), name
-
-
-def test_checkpoints_of_plain_tensors_are_read_and_written(tmp_path: Path) -> None:
-    run_ranks(save_plain, 1, str(tmp_path / "plain"))
-    run_ranks(load_model, 3, str(tmp_path / "plain"))
-    run_ranks(save, 3, str(tmp_path / "ragged"), "element")
-    run_ranks(load_into_plain, 2, str(tmp_path / "ragged"))
-
-
 def read_in_place() -> None:
     spec = ragged_spec(init_device_mesh("cpu", (2,)), (4, 3), torch.float32, (0, 5, 12))
     ragged = RaggedDTensor.from_full(torch.arange(12.0).view(4, 3), spec)
@@ -188,53 +154,6 @@ def read_in_place() -> None:
 
 def test_boxes_are_views_of_the_piece() -> None:
     run_ranks(read_in_place, 2)
-
-
-def use_full_states(cut: str) -> None:
-    fallback_counts(reset=True)
-    expected, expected_optimizer = reference(2)
-    full_states = {name: value.detach().clone() for name, value in expected.state_dict().items()}
-    is_first = dist.get_rank() == 0
-
-    # get: the whole, on the host.
-    model = make(cut)
-    optimizer = adamw(model)
-    train(model, optimizer, range(2))
-    gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    assert gathered.keys() == full_states.keys()
-    assert all(torch.equal(gathered[name], value) for name, value in full_states.items())
-    on_host = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    offloaded = get_model_state_dict(model, options=on_host)
-    optimizer_states = get_optimizer_state_dict(model, optimizer, options=on_host)
-    # torch gives the whole to the first rank only.
-    assert bool(offloaded) == is_first and bool(optimizer_states.get("state")) == is_first
-    whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    for name, plain in expected.named_parameters():
-        for key, value in expected_optimizer.state[plain].items():
-            assert torch.equal(whole["state"][name][key], value)  # type: ignore[index]
-
-    # set: from the whole on every rank, and from rank 0's.
-    for broadcast in (False, True):
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-        fresh = make(cut)
-        fresh_optimizer = adamw(fresh)
-        with torch.no_grad():
-            for param in fresh.parameters():
-                param.zero_()
-        params = list(fresh.parameters())
-        has_values = is_first or not broadcast
-        set_model_state_dict(fresh, copy.deepcopy(gathered) if has_values else {}, options=options)
-        set_optimizer_state_dict(fresh, fresh_optimizer, copy.deepcopy(whole) if has_values else {}, options=options)
-        assert all(a is b for a, b in zip(params, fresh.parameters(), strict=True))
-        assert_same(fresh, fresh_optimizer, 2)
-        train(fresh, fresh_optimizer, range(2, 3))
-        assert_same(fresh, fresh_optimizer, 3)
-    assert fallback_counts(reset=True) == {}
-
-
-@pytest.mark.parametrize(("world_size", "cut"), [(1, "row"), (2, "row"), (3, "element")])
-def test_full_state_dicts_are_given_and_taken(world_size: int, cut: str) -> None:
-    run_ranks(use_full_states, world_size, cut)
 
 
 def cut_by_idiom() -> None:

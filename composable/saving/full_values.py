@@ -1,0 +1,600 @@
+"""Full values out of an annotated model and into it: state dicts, parameter by parameter, or packed in buckets.
+
+One rank, or all, get them a handle at a time; one rank gives them, batch by batch, straight into the shards of all.
+Small parameters share one exchange. Trainers that send weights to other processes pack them, one message each: here
+they are gathered into the message's own buffer. Sharded state dicts are torch's own ``model.state_dict()``.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from composable.arguments import check_bool, check_device, described
+from composable.collectives import ModelRanks, Ranks
+from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.ragged import RaggedDTensor, cast_dtype
+from composable.saving.entries import (
+    Entries,
+    Names,
+    batches,
+    check_bytes,
+    check_float,
+    entries_now,
+    meet_for_entries,
+)
+from composable.saving.loads import Differences, find_differences, make_room
+from composable.storage import by_grid, collect_whole, spread_whole
+from composable.wording import bytes_text
+
+__all__ = [
+    "BucketLayout",
+    "IncompatibleKeys",
+    "ParamBucket",
+    "full_state_dict",
+    "gather_values",
+    "iter_full_params",
+    "load_full_params",
+    "load_full_state_dict",
+    "plan_buckets",
+]
+
+# A cache line, and more than what vector loads and NCCL's fast path want.
+_ALIGN_BYTES = 64
+
+
+class IncompatibleKeys(NamedTuple):
+    """Keys that did not match, as ``torch.nn.Module.load_state_dict`` returns them.
+
+    Attributes:
+        missing_keys: The model has them, the state dict did not.
+        unexpected_keys: The state dict had them, the model does not.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+# -- state dicts
+
+
+@torch.no_grad()
+def full_state_dict(
+    model: nn.Module,
+    *,
+    dst: int = 0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    names: Names | None = None,
+) -> dict[str, Any]:
+    """Return on one rank what ``state_dict()`` of the plain model would be, with full plain tensors.
+
+    Collective: all ranks that share the model, between steps; also before the first forward. Beside the result at most
+    the bytes of the largest handle are allocated, on any rank.
+
+    Args:
+        model: Annotated by ``fully_shard`` or ``replicate``, or with annotated modules below it.
+        dst: Which of the ranks gets the values: of the shard group, or of all mesh dims under tensor parallelism.
+        dtype: Of floating-point tensors in the result; default: their own.
+        device: Of the tensors in the result.
+        names: Which entries: a function that says of each FQN, as in ``state_dict()``, whether it is wanted, or a
+            list or set of them. All ranks alike. Default: all.
+
+    Returns:
+        On ``dst`` an ordered dict with the keys, order, module versions and shapes of the plain model. Tensors are
+        fresh; names that share one in the model share it here. Buffers, and parameters that are not sharded, are those
+        of ``dst``. On other ranks an empty dict.
+
+    Raises:
+        UsageError: The model is not annotated, a forward or backward runs, or parameters are on the meta device.
+        ConfigError: ``dst`` is no rank of the group, ``dtype`` no floating-point type; ``names`` is neither a function
+            nor FQNs of the model, or wants none.
+        DesyncError: The ranks made different calls, or ``names`` wants other entries on other ranks.
+    """
+
+    def check(ranks: Ranks) -> None:
+        check_device("device", device)
+        ranks.check_member("dst", dst)
+        check_float(dtype)
+
+    ranks, entries = meet_for_entries(model, names, "full_state_dict", dst, dtype, check=check)
+    fulls: dict[int, torch.Tensor] = {}
+    unique = {id(tensor): tensor for tensor in entries.tensors().values()}
+    for batch in batches((("", tensor) for tensor in unique.values()), entries.batch_bytes()):
+        tensors = [tensor for _, tensor in batch]
+        values = gather_values(tensors, ranks, dst, dtype=dtype, device=torch.device(device))
+        fulls |= {id(tensor): value for tensor, value in zip(tensors, values or ())}
+    if ranks.rank != dst:
+        return OrderedDict()
+    whole = ((key, fulls.get(id(value), value)) for key, value in entries.values.items())
+    return _as_state_dict(whole, entries)
+
+
+def _as_state_dict(values: Iterable[tuple[str, Any]], entries: Entries) -> "OrderedDict[str, Any]":
+    state = OrderedDict(values)
+    if entries.metadata is not None:
+        state._metadata = entries.metadata  # type: ignore[attr-defined]  # where torch keeps it
+    return state
+
+
+@torch.no_grad()
+def load_full_state_dict(
+    model: nn.Module,
+    state_dict: Mapping[str, Any] | None,
+    *,
+    src: int = 0,
+    strict: bool = True,
+    names: Names | None = None,
+) -> IncompatibleKeys:
+    """Load a full state dict that only one rank has, into the shards of every rank.
+
+    Collective: all ranks that share the model, between steps; also before the first forward, and onto a model
+    on the meta device, of which shards and buffers get memory as far as there are values. Every key is
+    checked before anything is changed. Values go in batches no larger than the largest handle; no other rank ever holds
+    a full copy. Other dtypes are cast. Buffers and parameters that are not sharded are broadcast.
+
+    Args:
+        model: As for ``full_state_dict``.
+        state_dict: On ``src``: full tensors by key, on any device, also memory-mapped, or a mapping that reads
+            values on demand. Of such a mapping ``keys()`` is used, ``[key]`` once for each key, and ``shape_of(key)``,
+            which gives a shape without reading; one without that method is asked for each value twice.
+            On other ranks it is not used; ``None`` will do.
+        src: Which of the ranks has the state dict, as ``dst`` of ``full_state_dict``.
+        strict: Every key of the model has to be there, and no other.
+        names: Load a part of the model, such as adapters, and let that stand for the model in ``strict``; otherwise
+            as for ``full_state_dict``.
+
+    Returns:
+        The missing and unexpected keys, on every rank; empty if ``strict``.
+
+    Raises:
+        StateDictError: On every rank: keys are missing, unexpected or of another shape, all in one error; nothing was
+            changed.
+        DesyncError: Reading a value failed on ``src``, which raises what happened; batches before it are loaded.
+        ConfigError, UsageError, DesyncError: As for ``full_state_dict``.
+    """
+
+    def check(ranks: Ranks) -> None:
+        ranks.check_member("src", src)
+        check_bool("strict", strict)
+
+    ranks, entries = meet_for_entries(model, names, "load_full_state_dict", src, strict, check=check, permits_meta=True)
+    held = state_dict if ranks.rank == src else None
+    differences = Differences()
+    with ranks.everyone.agreed():
+        if ranks.rank == src:
+            differences = _differences_from(entries, held)
+            differences.check(strict=strict)
+    differences = ranks.everyone.object_of(src, differences)
+    missing = set(differences.missing)
+    given = [key for key in entries.values if key not in missing]
+    limit = entries.batch_bytes()
+    if entries.on_meta():
+        for name, module in model.named_modules():
+            make_room(module, dict.fromkeys(given), f"{name}." if name else "", {})
+        # The modules hold other buffers now.
+        entries = entries_now(model)
+    # Of several names for one tensor the last counts, as in torch.
+    last = {id(value): key for key in given if isinstance(value := entries.values[key], torch.Tensor)}
+    for batch in batches([(key, entries.values[key]) for key in last.values()], limit):
+        with ranks.everyone.agreed():
+            values = None if held is None else [_read(held, key, tensor) for key, tensor in batch]
+        _spread_values([tensor for _, tensor in batch], values, ranks, src)
+    _load_the_rest(model, entries, given, held, ranks.everyone, src)
+    return IncompatibleKeys(list(differences.missing), list(differences.unexpected))
+
+
+def _differences_from(entries: Entries, state_dict: Mapping[str, Any] | None) -> Differences:
+    if not isinstance(state_dict, Mapping):
+        raise ConfigError(
+            f"state_dict is a {type(state_dict).__name__}, not a mapping, on the rank that should have it",
+            at=place_of_rank(),
+            fix="pass the full state dict on rank src",
+        )
+    shape_of = getattr(state_dict, "shape_of", None)
+    expected = {key: value if isinstance(value, torch.Tensor) else None for key, value in entries.values.items()}
+    return find_differences(expected, list(state_dict.keys()), shape_of or state_dict.__getitem__)
+
+
+def _read(state_dict: Mapping[str, Any], key: str, target: torch.Tensor) -> torch.Tensor:
+    value = state_dict[key]
+    # Also of a mapping that had promised it: a wrong shape must not reach the exchange.
+    if not isinstance(value, torch.Tensor) or value.numel() != target.numel():
+        raise UsageError(f"the value of {key!r} changed after it was checked", at=place_of_rank())
+    if isinstance(value, DTensor):
+        raise ConfigError(f"the value of {key!r} is a DTensor", at=place_of_rank(), fix="pass full plain tensors")
+    return value
+
+
+def _load_the_rest(
+    model: nn.Module, entries: Entries, given: list[str], held: Mapping[str, Any] | None, ranks: Ranks, src: int
+) -> None:
+    """Load what is no tensor, such as extra state, through torch, which also runs the modules' own hooks."""
+    others = [key for key in given if not isinstance(entries.values[key], torch.Tensor)]
+    with ranks.agreed():
+        extras = {} if held is None else {key: held[key] for key in others}
+    if others:
+        extras = ranks.object_of(src, extras)
+    # Tensors are copied onto themselves, which moves nothing.
+    state = _as_state_dict(((key, extras.get(key, entries.values[key])) for key in given), entries)
+    model.load_state_dict(state, strict=False)
+
+
+# -- values, gathered and spread
+
+
+def gather_values(
+    tensors: Sequence[torch.Tensor],
+    ranks: ModelRanks,
+    dst: int | None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    out: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor] | None:
+    """Return full values on rank ``dst``, or on every rank where that is ``None``: fresh, or in ``out``. Collective."""
+    into = {} if out is None else {id(tensor): target for tensor, target in zip(tensors, out, strict=True)}
+    whole: dict[int, torch.Tensor] = {}
+    for grid, alike in by_grid(tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)):
+        targets = [into[id(tensor)] for tensor in alike] if out is not None else None
+        fulls = collect_whole(alike, grid, ranks, dst, dtype=dtype, device=device, out=targets)
+        whole.update(zip(map(id, alike), fulls or ()))
+    has_values = dst in (None, ranks.rank)
+    for tensor in tensors:
+        if isinstance(tensor, RaggedDTensor):
+            continue
+        value = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+        if out is not None:
+            whole[id(tensor)] = into[id(tensor)].copy_(value)
+        elif has_values:
+            # Not preserving strides: what a view leaves out would be kept alive.
+            whole[id(tensor)] = value.to(
+                device or value.device, cast_dtype(value, dtype), copy=True, memory_format=torch.contiguous_format
+            )
+    return [whole.pop(id(tensor)) for tensor in tensors] if has_values else None
+
+
+def _spread_values(tensors: list[torch.Tensor], values: list[torch.Tensor] | None, ranks: ModelRanks, src: int) -> None:
+    """Overwrite ``tensors``, ragged or not, with full values that only ``src`` has. Collective."""
+    value_of = {} if values is None else dict(zip(map(id, tensors), values, strict=True))
+    for grid, alike in by_grid(tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)):
+        own = None if values is None else [value_of[id(tensor)] for tensor in alike]
+        spread_whole(alike, grid, ranks, src, None if own is None else own.__getitem__)
+        increment_version([tensor._local_tensor for tensor in alike])
+    for tensor in tensors:
+        if not isinstance(tensor, RaggedDTensor):
+            _broadcast_into(tensor, value_of.get(id(tensor)), ranks.everyone, src)
+
+
+def _broadcast_into(target: torch.Tensor, value: torch.Tensor | None, ranks: Ranks, src: int) -> None:
+    """Overwrite a tensor that every rank has whole, or a DTensor of torch's own."""
+    is_direct = not isinstance(target, DTensor) and target.is_contiguous() and target.device.type == ranks.device.type
+    # `.data` leaves the version counter alone: nothing that autograd saved is changed.
+    full = target.data if is_direct else torch.empty(target.shape, dtype=target.dtype, device=ranks.device)
+    if value is not None:
+        full.copy_(value.reshape(target.shape))
+    ranks.broadcast(full, src)
+    if isinstance(target, DTensor):
+        target.copy_(distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None))
+    elif not is_direct:
+        target.data.copy_(full)
+
+
+# -- parameter by parameter
+
+
+@overload
+def iter_full_params(
+    model: nn.Module,
+    *,
+    max_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    rank0_only: bool = False,
+    names: Names | None = None,
+    bucket_bytes: None = None,
+) -> Iterator[tuple[str, torch.Tensor | None]]: ...
+@overload
+def iter_full_params(
+    model: nn.Module,
+    *,
+    max_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    rank0_only: bool = False,
+    names: Names | None = None,
+    bucket_bytes: int,
+) -> "Iterator[ParamBucket]": ...
+def iter_full_params(
+    model: nn.Module,
+    *,
+    max_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    rank0_only: bool = False,
+    names: Names | None = None,
+    bucket_bytes: int | None = None,
+) -> Iterator[Any]:
+    """Yield every parameter by FQN, in full, in the order of the plain model's ``named_parameters()``.
+
+    Collective: the call, and each step of the iteration, by all ranks that share the model. Ranks may stop
+    early, all at the same parameter; of a rank that stops alone the others are told when it waits for them elsewhere.
+    Between steps of the iteration the model may be used; values are those of the time when their batch was gathered.
+
+    Args:
+        model: As for ``full_state_dict``.
+        max_bytes: How much may be allocated at once beside what the caller keeps, or one parameter where
+            that is larger. Parameters share exchanges up to half of it. Default: twice the largest handle.
+        dtype: Of floating-point values; default: each parameter's own.
+        device: Of the values; default: each parameter's own, and of buckets the mesh's.
+        rank0_only: Only the first rank gets values; the others get ``None`` with each FQN, or
+            buckets whose buffer is ``None``.
+        names: Which parameters, as for ``full_state_dict``. Asked at the call, before anything is gathered.
+        bucket_bytes: Yield buckets of at most this many bytes; a larger parameter, which is never split, gets a
+            bucket of its own. Beside the bucket that is filled, and those that the caller keeps, at most half of
+            ``max_bytes`` is allocated, by default the bytes of the largest handle. The variable of a ``for`` loop
+            keeps a bucket until the next one is there, unless it is deleted.
+
+    Yields:
+        FQN, as in ``state_dict()``, and a fresh tensor of the parameter's shape that nobody else holds. A tied
+        parameter comes once, under the first of its FQNs that ``names`` wants. With ``bucket_bytes`` a ``ParamBucket``
+        of them, in the same order.
+
+    Raises:
+        ConfigError, UsageError, DesyncError: As for ``full_state_dict``, all of them at the call.
+    """
+
+    def check(_: Ranks) -> None:
+        check_float(dtype)
+        check_bytes("max_bytes", max_bytes, or_none=True)
+        check_bytes("bucket_bytes", bucket_bytes, or_none=True)
+        check_bool("rank0_only", rank0_only)
+        check_device("device", device, or_none=True)
+
+    options = ("iter_full_params", max_bytes, dtype, rank0_only, bucket_bytes)
+    ranks, entries = meet_for_entries(model, names, *options, check=check)
+    limit = entries.batch_bytes() if max_bytes is None else max(max_bytes // 2, 1)
+    target = None if device is None else torch.device(device)
+    dst = 0 if rank0_only else None
+    params = _named_params(model, entries)
+    if bucket_bytes is None:
+        return _iterate(params, ranks, limit, dtype, target, dst)
+    layouts = plan_buckets([(fqn, cast_dtype(param, dtype), param.shape) for fqn, param in params], bucket_bytes)
+    device_of_buckets = target or ranks.everyone.device
+    # Nothing here holds a bucket that was handed out.
+    return (_fill_bucket(layout, dict(params), ranks, limit, device_of_buckets, dst) for layout in layouts)
+
+
+def _named_params(model: nn.Module, entries: Entries) -> list[tuple[str, torch.Tensor]]:
+    """Return each parameter once, by the first name that a state dict has for it: without the parts of wrappers."""
+    names: dict[int, str] = {}
+    for key, tensor in entries.settable().items():
+        names.setdefault(id(tensor), key)
+    return [(names[id(param)], param) for param in model.parameters() if id(param) in names]
+
+
+def _iterate(
+    named: Sequence[tuple[str, torch.Tensor]],
+    ranks: ModelRanks,
+    max_bytes: int,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    dst: int | None,
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    for batch in batches(named, max_bytes):
+        with torch.no_grad():
+            fulls = gather_values([param for _, param in batch], ranks, dst, dtype=dtype, device=device)
+        for fqn, _ in batch:
+            # Popped: what the caller drops is free at once.
+            yield fqn, None if fulls is None else fulls.pop(0)
+
+
+@torch.no_grad()
+def load_full_params(
+    model: nn.Module,
+    pairs: Iterable[tuple[str, torch.Tensor]] | None,
+    *,
+    src: int = 0,
+    strict: bool = True,
+    names: Names | None = None,
+) -> IncompatibleKeys:
+    """Load pairs of FQN and full tensor that one rank produces, in any order: the inverse of ``iter_full_params``.
+
+    Collective: all ranks that share the model, between steps. ``src`` holds no more values at once than the
+    largest handle has, or one; the other ranks never hold a full value of a sharded parameter.
+
+    Args:
+        model: As for ``full_state_dict``.
+        pairs: On ``src``: FQNs, any of those of a tied parameter, also of persistent buffers, and values of their
+            shapes. Values of other dtypes are cast. On other ranks it is not used; ``None`` will do.
+        src: Which of the ranks has the pairs, as ``dst`` of ``full_state_dict``.
+        strict: Every parameter has to come, and nothing that the model does not have.
+        names: Load a part of the model, as for ``load_full_state_dict``.
+
+    Returns:
+        FQNs of parameters that did not come and FQNs that the model does not have, on every rank; empty if ``strict``.
+
+    Raises:
+        ConfigError: On every rank: a value has another shape than its parameter, an FQN comes twice; with
+            ``strict`` also an unknown FQN, and at the end missing ones. Each pair is checked before it is
+            written, but a stream cannot be checked ahead: what came in batches before is loaded.
+        DesyncError: The iteration failed on ``src``, which raises what happened.
+        ConfigError, UsageError, DesyncError: As for ``full_state_dict``.
+    """
+
+    def check(ranks: Ranks) -> None:
+        ranks.check_member("src", src)
+        check_bool("strict", strict)
+
+    ranks, entries = meet_for_entries(model, names, "load_full_params", src, strict, check=check)
+    settable = entries.settable()
+    is_source = ranks.rank == src
+    unexpected: list[str] = []
+    read = _checked_batches(pairs if is_source and pairs is not None else (), entries, unexpected, strict=strict)
+    arrived: set[int] = set()
+    while True:
+        with ranks.everyone.agreed():
+            batch = next(read, [])
+        keys = ranks.everyone.object_of(src, [key for key, _ in batch])
+        if not keys:
+            break
+        targets = [settable[key] for key in keys]
+        _spread_values(targets, [value for _, value in batch] if is_source else None, ranks, src)
+        arrived |= set(map(id, targets))
+    missing = [fqn for fqn, param in _named_params(model, entries) if id(param) not in arrived]
+    Differences(missing=tuple(missing)).check(strict=strict, loaded="what came was loaded")
+    return IncompatibleKeys(missing, ranks.everyone.object_of(src, unexpected))
+
+
+def _checked_batches(
+    pairs: Iterable[tuple[str, torch.Tensor]], entries: Entries, unexpected: list[str], *, strict: bool
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yield pairs that fit, in batches; of two names of one tensor in a batch the later pair counts.
+
+    ``unexpected`` gets the names of those that fit nowhere; with ``strict`` they are an error.
+    """
+    targets, max_bytes = entries.settable(), entries.batch_bytes()
+    seen: set[str] = set()
+    batch: dict[int, tuple[str, torch.Tensor]] = {}
+    total = 0
+    for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
+        key, value = _checked_pair(pair)
+        if key in seen:
+            raise ConfigError(f"{key!r} comes twice", at=place_of_rank(), fix="give each FQN once")
+        seen.add(key)
+        expected = {key: targets[key]} if key in targets else {}
+        differences = find_differences(expected, [key], {key: value}.__getitem__)
+        differences.check(strict=strict, loaded="only what came before was loaded")
+        if differences.unexpected:
+            unexpected.append(key)
+            continue
+        batch[id(targets[key])] = (key, value)
+        total += value.nbytes
+        if total >= max_bytes:
+            yield list(batch.values())
+            batch, total = {}, 0
+    yield list(batch.values())
+
+
+def _checked_pair(pair: object) -> tuple[str, torch.Tensor]:
+    match pair:
+        case (str(key), torch.Tensor() as value):
+            return key, value
+    fix = "pass (FQN, tensor) pairs, as dict.items() has"
+    raise ConfigError(f"pairs is or holds {described(pair)}", at=place_of_rank(), fix=fix)
+
+
+# -- packed in buckets
+
+
+class BucketSlot(NamedTuple):
+    """Where one tensor lies: in row-major order from byte ``offset``, a multiple of 64."""
+
+    fqn: str
+    dtype: torch.dtype
+    shape: torch.Size
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        """The byte after the last one."""
+        return self.offset + self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """What is where in a flat buffer of bytes; the bytes between are zeros. Plain data, which can be pickled.
+
+    Attributes:
+        slots: The tensors, in order of their offsets: ``fqn``, ``dtype``, ``shape`` and ``offset`` of each.
+        nbytes: Of the buffer.
+    """
+
+    slots: tuple[BucketSlot, ...]
+    nbytes: int
+
+    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors by FQN, as views of ``buffer`` in their dtypes and shapes. Not collective.
+
+        Args:
+            buffer: Bytes as ``ParamBucket.buffer`` has them: ``[nbytes]``, uint8, contiguous, on any device. A slice
+                of a larger buffer will do, if it starts at a multiple of 16 elements.
+
+        Raises:
+            ConfigError: ``buffer`` is something else.
+        """
+        is_tensor = isinstance(buffer, torch.Tensor)
+        if (
+            not is_tensor
+            or buffer.dtype != torch.uint8
+            or buffer.shape != (self.nbytes,)
+            or not buffer.is_contiguous()
+            or buffer.storage_offset() % 16
+        ):
+            what = f"a tensor {list(buffer.shape)} {buffer.dtype} of {bytes_text(buffer.nbytes)}" if is_tensor else None
+            raise ConfigError(
+                f"buffer is {what or described(buffer)}, and the bucket has {self.nbytes} bytes",
+                at=place_of_rank(),
+                fix="pass a contiguous uint8 tensor of the layout's nbytes, cut at a multiple of 16",
+            )
+        return {slot.fqn: buffer[slot.offset : slot.stop].view(slot.dtype).view(slot.shape) for slot in self.slots}
+
+
+@dataclass(frozen=True)
+class ParamBucket:
+    """Some of a model's parameters in one buffer, as ``iter_full_params`` yields them.
+
+    Attributes:
+        layout: What is where; on every rank.
+        buffer: ``[layout.nbytes]`` uint8, which nobody else holds; ``None`` on ranks that get no values.
+    """
+
+    layout: BucketLayout
+    buffer: torch.Tensor | None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the parameters by FQN, as views of the buffer; none on ranks that get no values. Not collective."""
+        return {} if self.buffer is None else self.layout.views(self.buffer)
+
+
+def plan_buckets(tensors: Iterable[tuple[str, torch.dtype, torch.Size]], bucket_bytes: int) -> list[BucketLayout]:
+    """Pack tensors in order into buckets of at most ``bucket_bytes``, or of one tensor that is larger."""
+    buckets: list[list[BucketSlot]] = []
+    for fqn, dtype, shape in tensors:
+        stop = buckets[-1][-1].stop if buckets else 0
+        slot = BucketSlot(fqn, dtype, shape, -(-stop // _ALIGN_BYTES) * _ALIGN_BYTES)
+        if not buckets or slot.stop > bucket_bytes:
+            buckets.append([slot._replace(offset=0)])
+        else:
+            buckets[-1].append(slot)
+    return [BucketLayout(tuple(slots), slots[-1].stop) for slots in buckets]
+
+
+@torch.no_grad()
+def _fill_bucket(
+    layout: BucketLayout,
+    params: Mapping[str, torch.Tensor],
+    ranks: ModelRanks,
+    max_bytes: int,
+    device: torch.device,
+    dst: int | None,
+) -> ParamBucket:
+    buffer: torch.Tensor | None = None
+    views: dict[str, torch.Tensor] = {}
+    if dst in (None, ranks.rank):
+        buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        # The same bytes on every rank, and nothing of what the memory held before.
+        for slot, following in pairwise(layout.slots):
+            if slot.stop < following.offset:
+                buffer[slot.stop : following.offset].zero_()
+        views = layout.views(buffer)
+    for batch in batches([(slot.fqn, params[slot.fqn]) for slot in layout.slots], max_bytes):
+        out = None if buffer is None else [views[fqn] for fqn, _ in batch]
+        gather_values([param for _, param in batch], ranks, dst, out=out)
+    return ParamBucket(layout, buffer)

@@ -1,0 +1,404 @@
+"""What happens around a load of a state dict: checks before anything is copied, and room for what comes.
+
+torch copies what fits and reports the rest afterwards, which leaves a model half-loaded. The check here runs first,
+and one error lists every key that is missing, unexpected or of another shape. torch's own functions for full state
+dicts, ``set_model_state_dict`` and its kin, learn to check as well, and to cut values as our parameters are cut.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from composable.collectives import Ranks
+from composable.contract import get_registry
+from composable.errors import ConfigError, StateDictError, UsageError, located, place_of_rank
+from composable.frames import is_strict_load
+from composable.optim import GroupNames, describe_optimizer, group_differences, names_by_alias, names_of_params
+from composable.ragged import RaggedDTensor, slice_full
+from composable.runtime import handle_of_module, sharded_state_of
+from composable.saving.entries import agreed_by, ranks_along
+from composable.storage import mark_unfilled
+from composable.torch_hooks import around_state_dict
+from composable.torch_private import dcp_state_dict, module_load, state_dict_utils
+from composable.wording import dtype_text, join_fqn, list_text, plain_fqn
+
+__all__ = [
+    "Differences",
+    "find_differences",
+    "make_room",
+    "register_load_check",
+    "register_room",
+    "teach_torch_to_load",
+]
+
+_MAX_SHOWN = 20
+# On the last function of torch that is replaced.
+_MARK = "_composable_taught"
+
+
+# -- what does not fit
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Keys of a state dict that do not fit a model.
+
+    Attributes:
+        missing: The model has them, the state dict does not.
+        unexpected: The state dict has them, the model does not.
+        unfit: In both, with what is wrong.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()
+
+    def check(self, *, strict: bool, loaded: str = "nothing was loaded") -> None:
+        """Raise the one error that lists them all; without ``strict`` only what fits nowhere counts."""
+        lists = {"Of the wrong kind or shape": self.unfit}
+        if strict:
+            # In torch's words, which trainers look for.
+            names = {"Missing key(s) in state_dict": self.missing, "Unexpected key(s) in state_dict": self.unexpected}
+            lists = {name: tuple(f'"{key}"' for key in keys) for name, keys in names.items()} | lists
+        lines = [f"\n    {name}: {list_text(keys, _MAX_SHOWN, write=str)}" for name, keys in lists.items() if keys]
+        if lines:
+            raise StateDictError(
+                f"the state dict does not fit the model, and {loaded}{''.join(lines)}",
+                at=place_of_rank(),
+                fix="give each key its full tensor; strict=False permits missing and unexpected keys",
+            )
+
+
+def find_differences(
+    expected: Mapping[str, Any],
+    given: Collection[str],
+    value_of: Callable[[str], Any],
+    *,
+    opaque: Collection[str] = (),
+    is_sharded: bool = False,
+) -> Differences:
+    """Compare the entries of a model with the keys and values of a state dict.
+
+    Args:
+        expected: The model's tensors by key; ``None`` for what is no tensor.
+        given: The keys of the state dict.
+        value_of: Gives a tensor, or a ``torch.Size``, for a key that is in both.
+        opaque: Prefixes of modules that load in a way of their own: only shapes are compared there.
+        is_sharded: Values may be DTensors.
+    """
+    keys, prefixes = set(given), tuple(opaque)
+    return Differences(
+        missing=tuple(key for key in expected if key not in keys and not key.startswith(prefixes)),
+        unexpected=tuple(key for key in given if key not in expected and not key.startswith(prefixes)),
+        unfit=tuple(
+            f"{plain_fqn(key)} {problem}"
+            for key, target in expected.items()
+            if target is not None and key in keys and (problem := _misfit(target, value_of(key), is_sharded))
+        ),
+    )
+
+
+def _misfit(target: torch.Tensor, value: Any, is_sharded: bool) -> str:
+    """Say why ``value`` cannot be copied into ``target``; empty if it can."""
+    if not isinstance(value, torch.Tensor | torch.Size):
+        return f"is a {type(value).__name__}, not a tensor"
+    shape = value.shape if isinstance(value, torch.Tensor) else value
+    # torch takes a one-element tensor for a scalar, as old checkpoints have it.
+    if shape != target.shape and not (target.dim() == 0 and shape == (1,)):
+        return f"has shape {list(shape)}, not {list(target.shape)}"
+    if not isinstance(value, torch.Tensor):
+        return ""
+    if value.is_meta and not target.is_meta:
+        return "is on the meta device"
+    if isinstance(value, DTensor) and not is_sharded:
+        return "is a DTensor, not a full tensor"
+    if not is_sharded and value.is_floating_point() != target.is_floating_point():
+        return f"is {dtype_text(value.dtype)}, not {dtype_text(target.dtype)}"
+    if isinstance(value, DTensor) and not (isinstance(target, DTensor) and value.device_mesh == target.device_mesh):
+        return "is a DTensor of another mesh"
+    return ""
+
+
+def _entries_to_load(module: nn.Module, prefix: str = "") -> tuple[dict[str, torch.Tensor | None], list[str]]:
+    """Return what ``module`` loads by key, on whatever device, and the prefixes of modules that do it their own way."""
+    entries: dict[str, torch.Tensor | None] = {}
+    opaque: list[str] = []
+    for name, owner in module.named_modules(remove_duplicate=False):
+        path = f"{prefix}{name}." if name else prefix
+        tensors = {**owner._parameters, **owner._buffers}
+        unsaved = owner._non_persistent_buffers_set
+        entries |= {path + key: value for key, value in tensors.items() if value is not None and key not in unsaved}
+        entries |= {path + key: tensor for key, tensor in _state_of_bytes(owner)}
+        if type(owner).get_extra_state is not nn.Module.get_extra_state:
+            entries[f"{path}_extra_state"] = None
+        # torch keeps each hook in a wrapper that tells where it comes from.
+        sources = [str(getattr(hook, "__module__", "")) for hook in owner._load_state_dict_pre_hooks.values()]
+        has_own_load = type(owner)._load_from_state_dict is not module_load
+        if has_own_load or any(not source.startswith("composable.") for source in sources):
+            opaque.append(path)
+    return entries, opaque
+
+
+# -- hooks of annotated modules
+
+
+def register_load_check(module: nn.Module) -> list[RemovableHandle]:
+    """Refuse a state dict that does not fit before anything of it is copied into an annotated module."""
+    return around_state_dict(module, before_load=[_check_before_load])
+
+
+def _check_before_load(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
+    """Refuse a ``load_state_dict`` that would stop half-way. Not collective: equal state dicts raise alike."""
+    if metadata.get("assign_to_params_buffers") and any("replicate" in get_registry(one) for one in module.modules()):
+        raise UsageError(
+            "load_state_dict with assign=True would replace parameters that replicate and the optimizer hold",
+            at=place_of_rank(),
+            fix="leave assign out: values are copied into them",
+        )
+    expected, opaque = _entries_to_load(module, prefix)
+    given = [key for key in state_dict if key.startswith(prefix)]
+    differences = find_differences(expected, given, state_dict.__getitem__, opaque=opaque, is_sharded=True)
+    differences.check(strict=is_strict_load())
+
+
+def register_room(module: nn.Module) -> list[RemovableHandle]:
+    """Let ``state_dict()`` and ``load_state_dict()`` of a sharded module meet sharded parameters with memory."""
+    has_state = any(True for _ in _state_of_bytes(module))
+    return around_state_dict(
+        module,
+        before_save=[_reshard],
+        after_save=[_add_state] if has_state else [],
+        before_load=[_reshard, make_room, *([_load_state] if has_state else [])],
+        after_load=[_bring_back],
+    )
+
+
+def _reshard(module: nn.Module, *_: Any) -> None:
+    state, handle = sharded_state_of(module), handle_of_module(module)
+    if state is not None and handle is not None and state.root is not None and state.root.scheduler.is_idle:
+        state.root.scheduler.reshard(handle)
+
+
+def make_room(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
+) -> None:
+    """Give memory to what is on the meta device and about to be loaded; torch would skip it with a warning."""
+    state = sharded_state_of(module)
+    if state is None or local_metadata.get("assign_to_params_buffers", False):
+        return
+    device = state.grid.shard.device
+    handle = state._module_to_handle.get(module)
+    params = {id(param.sharded): param for param in handle.params if param.ragged.is_meta} if handle else {}
+    buffers: dict[int, torch.Tensor] = {}
+    for fqn, submodule in module.named_modules(prefix=prefix.rstrip(".")):
+        for name, tensor in [*submodule._parameters.items(), *submodule._buffers.items()]:
+            # Wrappers below add their part to the keys only when their turn comes.
+            key = join_fqn(fqn, name)
+            if tensor is None or not tensor.is_meta or (key not in state_dict and plain_fqn(key) not in state_dict):
+                continue
+            if id(tensor) in params:
+                params[id(tensor)].make_room()
+                state.mark_handles()
+            elif name in submodule._buffers:
+                if id(tensor) not in buffers:
+                    buffers[id(tensor)] = torch.empty_like(tensor, device=device)
+                    mark_unfilled(buffers[id(tensor)])
+                submodule._buffers[name] = buffers[id(tensor)]
+                state.marked_buffers.append((submodule, name))
+
+
+def _bring_back(module: nn.Module, _: Any) -> None:
+    """Move what was loaded into the shards, and put parameters that the load replaced back."""
+    handle = handle_of_module(module)
+    if handle is not None:
+        with located(f"{place_of_rank()}, {handle.described}"):
+            handle.attach()
+
+
+def _state_of_bytes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what parameters that are sharded as bytes have inside of their wrappers, such as scales, by key.
+
+    Attributes of a parameter are saved and loaded by its module, as without shards.
+    """
+    handle = handle_of_module(module)
+    for param in handle.params if handle is not None else ():
+        if handle is None or param.form is None or param.form.kind != "bytes":
+            continue
+        position, _, fqn = param.fqn.partition(".") if len(handle.modules) > 1 else ("0", "", param.fqn)
+        if handle.modules[int(position)] is module:
+            for path, tensor in param.form.state_tensors():
+                yield f"{fqn}.{path}", tensor
+
+
+def _add_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Put the state of quantised parameters beside their bytes, which are of no use without it."""
+    state_dict |= {prefix + key: tensor for key, tensor in _state_of_bytes(module)}
+
+
+@torch.no_grad()
+def _load_state(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any, __: bool, missing: list[str], *lists: list[str]
+) -> None:
+    """Load what ``_add_state`` gave; torch knows no such keys. ``lists`` are those of unexpected keys and of errors."""
+    for key, tensor in _state_of_bytes(module):
+        if prefix + key not in state_dict:
+            missing.append(prefix + key)
+            continue
+        value = state_dict.pop(prefix + key)
+        if value.shape != tensor.shape:
+            lists[-1].append(f"size mismatch for {prefix + key}: {list(value.shape)} for {list(tensor.shape)}.")
+        else:
+            tensor.copy_(value)
+
+
+# -- torch's loading of full state dicts
+
+
+def teach_torch_to_load() -> None:
+    """Make torch's loading of full state dicts cut ``RaggedDTensor``s, and check before it loads; once.
+
+    It loads optimizers whose groups differ in part, or wrongly. Models without such parameters are loaded as before.
+    """
+    if not hasattr(dcp_state_dict._load_model_state_dict, _MARK):
+        state_dict_utils._distribute_tensors = _with_ragged_values(state_dict_utils._distribute_tensors)
+        for name in ("_distribute_state_dict", "_broadcast_state_dict"):
+            setattr(dcp_state_dict, name, _with_ragged_scalars(getattr(dcp_state_dict, name)))
+        dcp_state_dict._load_optim_state_dict = _with_compared_groups(dcp_state_dict._load_optim_state_dict)
+        dcp_state_dict._load_model_state_dict = _with_check(dcp_state_dict._load_model_state_dict)
+        setattr(dcp_state_dict._load_model_state_dict, _MARK, True)
+
+
+def _with_check(original: Any) -> Any:
+    """Wrap what would take a full state dict with missing keys, or find other keys after writing some."""
+
+    @wraps(original)
+    def load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
+        is_given = bool(state_dict) or info.broadcast_from_rank0
+        if info.handle_model and is_given and (info.full_state_dict or info.broadcast_from_rank0):
+            named, opaque = _entries_to_load(model)
+            # As torch names what torch.compile wraps.
+            expected = {key.replace("_orig_mod.", ""): value for key, value in named.items()}
+            if any(isinstance(value, RaggedDTensor) for value in expected.values()):
+                ranks = Ranks.of_world()
+                with ranks.agreed():
+                    if not info.broadcast_from_rank0 or ranks.rank == 0:
+                        differences = find_differences(expected, state_dict, state_dict.__getitem__, opaque=opaque)
+                        differences.check(strict=info.strict)
+        return original(model, state_dict, info)
+
+    return load_model_state_dict
+
+
+def _with_ragged_values(original: Any) -> Any:
+    """Wrap what cuts full tensors into rows."""
+
+    @wraps(original)
+    def distribute_tensors(local: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None) -> None:
+        # torch marks what is still to be cut as (local DTensor, full tensor).
+        pairs = {key: local.get(key) for key in keys}
+        ours = {key: pair for key, pair in pairs.items() if isinstance(pair, tuple) and type(pair[0]) is RaggedDTensor}
+        local.update({key: _cut_into(*pair) for key, pair in ours.items()})
+        original(local, [key for key in keys if key not in ours], device, pg)
+
+    return distribute_tensors
+
+
+def _with_ragged_scalars(original: Any) -> Any:
+    """Wrap what leaves every scalar a plain one: right for step counters, not for a scalar parameter's state."""
+
+    @wraps(original)
+    def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        scalars = {key: value for key, value in local.items() if type(value) is RaggedDTensor and value.dim() == 0}
+        original(full, local, *args, **kwargs)
+        for key, target in scalars.items():
+            value = local.get(key)
+            if type(value) is torch.Tensor:
+                local[key] = _cut_into(target, value)
+
+    return distribute_state_dict
+
+
+def _cut_into(target: Any, full: torch.Tensor) -> Any:
+    if full.shape != target.shape:
+        raise ConfigError(f"a full tensor of shape {list(full.shape)} for one of shape {list(target.shape)}")
+    piece = slice_full(full, target._spec.layout)
+    if target.is_meta:
+        return RaggedDTensor.wrap(piece.detach().clone(), target._spec.cast(piece.dtype))
+    target._local_tensor.detach().copy_(piece)
+    return target
+
+
+def _with_compared_groups(original: Any) -> Any:
+    """Wrap what loads optimizer state by FQN. Without ``strict`` and without ragged parameters it is torch's own."""
+
+    @wraps(original)
+    def load_optim_state_dict(
+        model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state_dict: dict[str, Any], info: Any
+    ) -> None:
+        meshes = [param.device_mesh for param in model.parameters() if isinstance(param, RaggedDTensor)]
+        if info.handle_optim and info.strict and meshes:
+            # With `broadcast_from_rank0` torch talks to all ranks, and the dict is on the first.
+            is_sent = info.broadcast_from_rank0
+            dims = [(mesh, dim) for mesh in meshes for dim in range(mesh.ndim)]
+            with agreed_by([Ranks.of_world()] if is_sent else ranks_along(dims)):
+                lines = _optimizer_differences(model, optimizers, state_dict) if state_dict else []
+                if lines:
+                    raise ConfigError(
+                        "\n  - ".join(["the optimizer state dict does not fit:", *lines]),
+                        fix="make the optimizer as it was, or pass StateDictOptions(strict=False)",
+                    )
+        original(model, optimizers, state_dict, info)
+
+    return load_optim_state_dict
+
+
+def _optimizer_differences(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state_dict: Mapping[str, Any]
+) -> list[str]:
+    """Return a line for each thing in which ``optimizers`` differ from a state dict of torch, keyed by FQN.
+
+    Args:
+        model: Has the parameters.
+        optimizers: Of which ``state_dict`` may hold more: groups of other parameters of the model are left alone.
+        state_dict: Nested or flattened.
+    """
+    names, aliases = names_of_params(model), names_by_alias(model)
+    lines = []
+    for optimizer in optimizers:
+        current = describe_optimizer(optimizer, names).groups
+        own = {name for group in current for name in group.params}
+        saved: list[GroupNames] = []
+        if "state" not in state_dict:
+            with_state = {key.rpartition(".")[0].removeprefix("state.") for key in state_dict} & own
+            for group in current:
+                # It does not say how its own groups were cut: of each of ours, what it has.
+                has = {
+                    name: [key for key in group.settings if f"param_groups.{name}.{key}" in state_dict]
+                    for name in group.params
+                }
+                params = [name for name in group.params if has[name] or not group.settings]
+                settings = [key for key in group.settings if all(key in has[name] for name in params)]
+                saved.append(GroupNames(tuple(params), tuple(settings)))
+        elif all(isinstance(key, int) for key in state_dict["state"]) and state_dict["state"]:
+            continue  # by position, not by FQN
+        else:
+            with_state = {aliases.get(name, name) for name in state_dict["state"]}
+            for group in state_dict["param_groups"]:
+                params = [aliases.get(name, name) for name in group["params"]]
+                is_of_another = params and all(name in aliases and name not in own for name in params)
+                saved += [] if is_of_another else [GroupNames.of(group, params)]
+        lines += group_differences(saved, current, "the state dict")
+        trained = [name for param, name in names.items() if name in own and param.requires_grad]
+        without = [name for name in trained if name not in with_state] if with_state else []
+        strangers = sorted(with_state - set(names.values()))
+        lines += [f"no state for: {', '.join(without)}"] if without else []
+        lines += [f"state for what is not in the model: {', '.join(strangers)}"] if strangers else []
+    return lines
