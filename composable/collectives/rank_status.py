@@ -87,7 +87,7 @@ class Started:
         transport: That started it.
         tag: Twice the key of the buffer; one more for a reduce-scatter.
         number: Which of its kind it is on this rank, from 1 on: of its tag where messages have tags, else of the group.
-        waiter: The thread that waits for it; 0: none does.
+        waiter: The thread that waits for it; 0: none does any more; ``None``: none has so far.
         has_tag: Messages are matched by their tag, not by the order of all collectives of the group.
         nbytes: What travels, at most; infinite where nobody knows, or the host does not wait for it alone.
     """
@@ -99,7 +99,7 @@ class Started:
     transport: Any
     tag: int
     number: int
-    waiter: int
+    waiter: int | None
 
 
 class Meeting:
@@ -338,8 +338,8 @@ def _wait_of(found: Waiting, told: Mapping[int, Told], lane: str, *, is_overdue:
             number, kind = started_in(group), _COLLECTIVES[found.frame.f_code]
         sequence = number
         named = found.around or record
-        what = (named.what if named is not None else "") or ("a communication hook" if tree is not None else "")
-        what = f"the other ranks in {what or call_around(found.frame)}"
+        own = f"torch.distributed.{kind}" if tree is not None and kind else call_around(found.frame)
+        what = f"the other ranks in {(named.what if named is not None else '') or own}"
     known = group if number else None
     return Wait(
         lane,

@@ -247,7 +247,7 @@ class Messages(Started):
         DesyncError: The transport is closed.
     """
 
-    __slots__ = ("_has_begun", "works")
+    __slots__ = ("works",)
 
     def __init__(self, transport: Transport, tag: int, number: int) -> None:
         if transport.closed_because:
@@ -255,9 +255,8 @@ class Messages(Started):
         self.transport = transport
         self.tag = tag
         self.number = number
-        self.waiter = 0
+        self.waiter = None
         self.works: list[dist.Work] = []
-        self._has_begun = False
         transport.in_flight[self] = None
 
     def finish(self) -> None:
@@ -265,10 +264,9 @@ class Messages(Started):
         works = self.works
         if not works:
             return
-        if self._has_begun:
+        if self.waiter is not None:
             # One that was waited for is complete; to wait again for a message is to wait for another one.
             works = [work for work in works if not work.is_completed()]
-        self._has_begun = True
         self.waiter = get_ident()
         try:
             for work in works:
