@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from composable.collectives.choose import make_transport
+from composable.collectives.transport import transport_class
 from tests.hosts import WIRE, two_hosts
 
 TRANSPORTS = ("point_to_point", "process_group")
@@ -37,7 +37,7 @@ def measure(kib: int) -> None:
     buffer, shard = torch.ones(numel * size), torch.ones(numel)
     for name in TRANSPORTS:
         assert dist.group.WORLD is not None
-        transport = make_transport(name, dist.group.WORLD)
+        transport = transport_class(name)(dist.group.WORLD)
         slices, milliseconds = [], []
         for is_gather in (True, False):
             rounds = 10 if kib >= 1024 else 50

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -43,7 +44,10 @@ __all__ = [
     "is_load",
     "is_strict_load",
     "modules_in_call",
+    "outwards",
+    "place_in",
     "run_as_call",
+    "runs_backward",
     "will_get_gradient",
 ]
 
@@ -56,6 +60,31 @@ _AVERAGER = "torch.distributed.algorithms.model_averaging.utils"
 def in_backward() -> bool:
     """Say whether autograd is running a backward on this thread."""
     return current_graph_task_id() != -1
+
+
+def runs_backward(frame: FrameType) -> bool:
+    """Say whether autograd is running a backward on the thread whose innermost frame is ``frame``."""
+    return next(_frames_of(backward_code, frame=frame), None) is not None
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield ``frame``, and those that have called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def place_in(frame: FrameType | None, not_the_users: tuple[str, ...]) -> str:
+    """Return where in the user's code a thread is: "train.py:20, in run"; empty: nowhere in it.
+
+    Args:
+        frame: The innermost of the thread.
+        not_the_users: How the paths of files begin that are not the user's.
+    """
+    for each in outwards(frame):
+        if not each.f_code.co_filename.startswith(not_the_users):
+            return f"{Path(each.f_code.co_filename).name}:{each.f_lineno}, in {each.f_code.co_name}"
+    return ""
 
 
 def in_backward_of_function() -> bool:
@@ -150,12 +179,7 @@ def in_split_backward() -> bool:
 
 def is_in_model_averager() -> bool:
     """Say whether an averager of torch, for models that ranks train apart, is at work."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _AVERAGER:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_globals.get("__name__") == _AVERAGER for frame in outwards(sys._getframe(1)))
 
 
 def is_asked_by_pipeline() -> bool:
@@ -168,7 +192,7 @@ def is_asked_by_pipeline() -> bool:
 
 def _frames_of(*codes: CodeType, frame: FrameType | None = None) -> Iterator[FrameType]:
     frame = frame or inspect.currentframe()
-    while frame is not None:
+    while frame is not None:  # in place of `outwards`: some of it is asked in every call of a module
         if frame.f_code in codes:
             yield frame
         frame = frame.f_back

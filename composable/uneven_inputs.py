@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from composable.arguments import check_bool, check_module, described
-from composable.collectives import annotating, wait_for_work
+from composable.collectives import annotating, calling, wait_for_work
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
 from composable.uneven_parts import Part, check_shares, find_parts, ranks_of
 from composable.uneven_steps import STEP, Steps
@@ -139,6 +139,7 @@ class UnevenInputs(Joinable):
                     "optimizer.step(), optimizer.zero_grad()",
                 )
 
+    @calling("Join")
     def _notify(self) -> bool:
         """Let ``Join`` know that this rank has inputs; false: the context is over. Collective.
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from composable.collectives import Ranks
+from composable.collectives import Ranks, calling
 from composable.errors import DesyncError, place_of_rank
 from composable.frames import in_backward
 from composable.storage import FlatBuffer
@@ -197,6 +197,7 @@ class Steps:
         return texts.get(what, "has ended the step")
 
 
+@calling("Join")
 def meet_in_join(ranks: Ranks, told: Told | None) -> list[Told | None]:
     """Return what each rank tells: one collective where all of it is short. Collective."""
     if ranks.is_alone:

@@ -8,8 +8,7 @@ from unittest import mock
 
 import torch
 
-from composable.collectives import Ranks
-from composable.collectives.base import Pending, Transport
+from composable.collectives import Pending, Ranks, Transport
 from composable.runtime.state import Root
 
 __all__ = ["Collective", "CountingTransport", "counting_ranks"]

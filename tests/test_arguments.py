@@ -63,7 +63,7 @@ from composable import (
     unshard_params,
     update_process_group,
 )
-from composable.collectives.choose import TRANSPORTS, choose_transport
+from composable.collectives.transport import choose_transport, transport_names
 from composable.planning.options import ShardOptions
 from tests.models import MLPBlock
 from tests.parity import assert_equal_runs, train_annotated, train_reference
@@ -527,7 +527,7 @@ def test_no_public_name_is_forgotten() -> None:
 
 
 def test_planning_knows_the_names_of_all_transports() -> None:
-    for name in ("auto", *(one.name for one in TRANSPORTS)):
+    for name in ("auto", *transport_names()):
         ShardOptions(1, transport=name)
         choose_transport("cpu", "gloo", (0, 0), name)
 

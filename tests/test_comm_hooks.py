@@ -37,7 +37,7 @@ from composable import (
     set_divergence_timeout,
     unannotate,
 )
-from composable.collectives.watch import explained
+from composable.collectives.hang_watchdog import explained
 from tests.counting import CountingTransport
 from tests.models import BATCH, DIM, MLPBlock, random_input, seeded
 from tests.parity import full

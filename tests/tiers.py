@@ -112,7 +112,9 @@ PROMISES: Mapping[str, tuple[str, ...]] = {
         *proved("ragged/test_tensor.py", "test_a_placement_is_its_bounds"),
     ),
     "`strict_mode`": proved("ragged/test_tensor.py", "test_strict_mode_ends_with_its_block"),
-    "`explain_waits`": proved("collectives/test_watch.py", "test_a_wait_that_the_group_ends_says_who_was_waited_for"),
+    "`explain_waits`": proved(
+        "collectives/test_hang_watchdog.py", "test_a_wait_that_the_group_ends_says_who_was_waited_for"
+    ),
     "`set_divergence_timeout`": proved(
         "test_divergence.py", "test_a_rank_that_is_merely_slow_is_no_error_and_is_logged"
     ),

@@ -1,29 +1,36 @@
 """How bytes move between ranks, and how ranks agree: the only folder that calls ``torch.distributed``."""
 
-from composable.collectives.base import Pending, Started, Transport
-from composable.collectives.choose import (
-    choose_transport_for,
-    host_transport_of,
-    settle_transport_for,
-    transport_of,
+from composable.collectives.hang_diagnosis import Tree
+from composable.collectives.hang_watchdog import (
+    annotating,
+    calling,
+    explain_waits,
+    set_divergence_timeout,
+    watch_ranks,
 )
-from composable.collectives.group_calls import all_reduce_in, reduce_scatter_in, wait_for_work
 from composable.collectives.mesh import (
     DataParallelMeshDims,
     Grid,
     GroupOrPair,
+    ModelRanks,
     check_inside,
     joined_mesh,
     resolve_grid,
     resolve_ranks,
 )
-from composable.collectives.model_ranks import ModelRanks
-from composable.collectives.own_groups import OwnTransport, call_before_destroy, make_host_ranks, part_of
-from composable.collectives.places import Told, described, notice_tree
-from composable.collectives.process_group import DONE
-from composable.collectives.ranks import Ranks, compare_in_each
-from composable.collectives.verdict import Tree
-from composable.collectives.watch import annotating, explain_waits, set_divergence_timeout, watch_ranks
+from composable.collectives.own_groups import (
+    OwnTransport,
+    call_before_destroy,
+    choose_transport_for,
+    host_transport_of,
+    make_host_ranks,
+    part_of,
+    settle_transport_for,
+    transport_of,
+)
+from composable.collectives.rank_status import Started, Told, described, notice_tree
+from composable.collectives.ranks import Ranks, all_reduce_in, compare_in_each, reduce_scatter_in, wait_for_work
+from composable.collectives.transport import DONE, Pending, Transport
 
 __all__ = [
     "DONE",
@@ -41,6 +48,7 @@ __all__ = [
     "all_reduce_in",
     "annotating",
     "call_before_destroy",
+    "calling",
     "check_inside",
     "choose_transport_for",
     "compare_in_each",

@@ -1,12 +1,11 @@
-"""Which ranks share a shard, which hold copies of it, and all of them together."""
+"""Which ranks share a shard, which hold copies of it, all of them together, and those of tensor parallelism beside."""
 
 import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,10 +13,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable.arguments import described
-from composable.collectives.hosts import hosts_of, known_hosts, rows_of_hosts
-from composable.collectives.new_groups import make_group
-from composable.collectives.ranks import Ranks, device_for
-from composable.collectives.timeouts import wait_like_the_world
+from composable.collectives.ranks import (
+    Ranks,
+    device_for,
+    hosts_of,
+    kept_with,
+    known_hosts,
+    make_group,
+    rows_of_hosts,
+    wait_like_the_world,
+)
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.torch_private import joined_meshes, root_mesh
 
@@ -25,6 +30,7 @@ __all__ = [
     "DataParallelMeshDims",
     "Grid",
     "GroupOrPair",
+    "ModelRanks",
     "check_inside",
     "group_of_rows",
     "joined_mesh",
@@ -34,16 +40,6 @@ __all__ = [
 
 # The ranks that share parameters; of two groups the second holds copies of their shards.
 GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
-
-# Groups of all ranks of a mesh of two dims, by the world and the ranks: every annotation on the mesh takes the same.
-_EVERYONE: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]" = WeakKeyDictionary()
-
-# Meshes of a dim for data parallelism and others, by the group of the first, and names and ranks of the others.
-_JOINED: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[str, ...], str], weakref.ref[DeviceMesh]]]"
-_JOINED = WeakKeyDictionary()
-
-# Meshes with a replica on each host, by the world and the device type.
-_OF_HOSTS: "WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -119,10 +115,9 @@ class Grid:
         )
         told = shard.objects((replicas.numbers, sorted(rows), fits))
         if not all(fits and others == sorted(rows) for _, others, fits in told):
-            raise ConfigError(
+            raise _refusal(
                 f"shard groups {list(rows)} and copies on ranks {[numbers for numbers, *_ in told]} are no grid",
-                at=place_of_rank(),
-                fix="pass a mesh of two dims: init_device_mesh('cpu', (2, 2), mesh_dim_names=('replicate', 'shard'))",
+                "pass a mesh of two dims: init_device_mesh('cpu', (2, 2), mesh_dim_names=('replicate', 'shard'))",
             )
         if replicas.size == 1:
             return Grid(shard, None, shard, is_hybrid=True)
@@ -207,15 +202,16 @@ def check_inside(below: Grid, around: Grid, place: Callable[[], str]) -> None:
 
 def group_of_rows(rows: Iterable[Sequence[int]], device: torch.device) -> Ranks:
     """Return all ranks in ``rows``, ascending; one group for all that ask. Collective over them at first."""
-    numbers = tuple(sorted(number for row in rows for number in row))
+    return Ranks.of(_group_of(sorted(number for row in rows for number in row)), device)
+
+
+def _group_of(numbers: Sequence[int]) -> dist.ProcessGroup:
+    """Return the group of ranks in this order; one for all that ask. Collective over them at first."""
     world = dist.group.WORLD
     assert world is not None, "checked by who made the mesh"
-    if numbers == tuple(dist.get_process_group_ranks(world)):
-        return Ranks.of(world, device)
-    made = _EVERYONE.setdefault(world, {})
-    if numbers not in made:
-        made[numbers] = make_group(numbers, world)
-    return Ranks.of(made[numbers], device)
+    if list(numbers) == dist.get_process_group_ranks(world):
+        return world
+    return kept_with(world, ("ranks", *numbers), lambda: make_group(numbers, world))
 
 
 def _ordered(numbers: tuple[int, ...], ranks: Ranks) -> dist.ProcessGroup:
@@ -227,12 +223,7 @@ def _ordered(numbers: tuple[int, ...], ranks: Ranks) -> dist.ProcessGroup:
             "HYBRID_SHARD_OPTIM needs process groups in an order of their own, which this torch does not make",
             fix="install torch 2.13 or newer, or pass HYBRID_SHARD",
         )
-    world = dist.group.WORLD
-    assert world is not None, "checked by who made the mesh"
-    made = _EVERYONE.setdefault(world, {})
-    if numbers not in made:
-        made[numbers] = make_group(numbers, world)
-    return made[numbers]
+    return _group_of(numbers)
 
 
 def resolve_grid(
@@ -262,54 +253,46 @@ def resolve_grid(
         UsageError: No process group is initialised.
         ConfigError: They do not fit.
     """
-    mesh, grid = _find_grid(mesh, dims, groups, list(params), is_hybrid=is_hybrid, caller=caller)
+    _check_world(caller)
+    params = list(params)
+    if groups is None:
+        mesh, grid = _of_mesh(mesh, dims, params, is_hybrid, caller)
+    elif mesh is not None or dims is not None:
+        raise _refusal("both mesh and process_group are given", "pass one of them")
+    else:
+        mesh, grid = _of_groups(groups, params, is_hybrid)
     wait_like_the_world(ranks for ranks in (grid.shard, grid.replicas, grid.everyone) if ranks is not None)
     return mesh, grid
 
 
-def _find_grid(
-    mesh: DeviceMesh | None,
-    dims: DataParallelMeshDims | None,
-    groups: GroupOrPair | None,
-    params: Sequence[nn.Parameter],
-    *,
-    is_hybrid: bool | None,
-    caller: str,
+def _of_mesh(
+    mesh: DeviceMesh | None, dims: object, params: Sequence[nn.Parameter], is_hybrid: bool | None, caller: str
 ) -> tuple[DeviceMesh, Grid]:
-    _check_world(caller)
-    if groups is not None:
-        if mesh is not None or dims is not None:
-            raise ConfigError("both mesh and process_group are given", at=place_of_rank(), fix="pass one of them")
-        return _of_groups(groups, params, is_hybrid)
-    dims = None if dims is None else _as_dims(dims)
-    if mesh is None and dims is not None:
-        raise ConfigError("dp_mesh_dims names dims of no mesh", at=place_of_rank(), fix="pass the mesh too")
+    given = None if dims is None else _as_dims(dims)
+    if mesh is None and given is not None:
+        raise _refusal("dp_mesh_dims names dims of no mesh", "pass the mesh too")
     if mesh is None and is_hybrid:
         mesh = _mesh_of_hosts(params)
-    if not isinstance(mesh, DeviceMesh) or (dims is None and mesh.ndim != 2):
+    if not isinstance(mesh, DeviceMesh) or (given is None and mesh.ndim != 2):
         shard_mesh = _resolve_mesh(mesh, params, caller=caller)
         if is_hybrid:
-            raise ConfigError(
+            raise _refusal(
                 f"a hybrid strategy on a mesh of one dim {tuple(shard_mesh.mesh.shape)}",
-                at=place_of_rank(),
-                fix="pass a mesh of two dims, replicas first; or leave it out: one replica on each host",
+                "pass a mesh of two dims, replicas first; or leave it out: one replica on each host",
             )
         _check_order(shard_mesh, 0)
         return shard_mesh, Grid.of(shard_mesh)
-    chosen = _dims_of(mesh) if dims is None else dims
+    chosen = _dims_of(mesh) if given is None else given
     names = mesh.mesh_dim_names or ()
     for name in filter(None, (chosen.replicate, chosen.shard)):
         if name not in names:
-            raise ConfigError(
-                f"the mesh has no dim {name!r}, but {names}", at=place_of_rank(), fix="name dims that the mesh has"
-            )
+            raise _refusal(f"the mesh has no dim {name!r}, but {names}", "name dims that the mesh has")
     shard_mesh = _resolve_mesh(mesh[chosen.shard], params, caller=caller)
     _check_order(mesh, names.index(chosen.shard))
     if (chosen.replicate is None) is bool(is_hybrid) and is_hybrid is not None:
-        raise ConfigError(
+        raise _refusal(
             f"a {'hybrid ' * is_hybrid}strategy on a mesh {'without' if is_hybrid else 'with'} a dim for replicas",
-            at=place_of_rank(),
-            fix="pass HYBRID_SHARD or HYBRID_SHARD_ZERO2 with a mesh of two dims, FULL_SHARD or SHARD_GRAD_OP with one",
+            "pass HYBRID_SHARD or HYBRID_SHARD_ZERO2 with a mesh of two dims, FULL_SHARD or SHARD_GRAD_OP with one",
         )
     if chosen.replicate is None:
         return shard_mesh, Grid.of(shard_mesh)
@@ -321,10 +304,9 @@ def _check_order(mesh: DeviceMesh, dim: int) -> None:
     rows = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim]).tolist()
     mixed = [row for row in rows if row != sorted(row)]
     if mixed:
-        raise ConfigError(
+        raise _refusal(
             f"the mesh has the ranks that share parameters in the order {mixed[0]}, process groups have them ascending",
-            at=place_of_rank(),
-            fix="list them in ascending order, as init_device_mesh does",
+            "list them in ascending order, as init_device_mesh does",
         )
 
 
@@ -332,11 +314,8 @@ def _as_dims(dims: object) -> DataParallelMeshDims:
     if isinstance(dims, DataParallelMeshDims):
         return dims
     if type(dims).__name__ != DataParallelMeshDims.__name__:
-        raise ConfigError(
-            f"dp_mesh_dims is {described(dims)}",
-            at=place_of_rank(),
-            fix="pass DataParallelMeshDims(shard='shard', replicate='replicate')",
-        )
+        fix = "pass DataParallelMeshDims(shard='shard', replicate='replicate')"
+        raise _refusal(f"dp_mesh_dims is {described(dims)}", fix)
     # That of torch, where each may be a tuple of names.
     names: list[Any] = [getattr(dims, name, None) for name in ("shard", "replicate")]
     shard, copies = (name[0] if isinstance(name, tuple) and len(name) == 1 else name for name in names)
@@ -346,10 +325,9 @@ def _as_dims(dims: object) -> DataParallelMeshDims:
 def _dims_of(mesh: DeviceMesh) -> DataParallelMeshDims:
     names = mesh.mesh_dim_names
     if names is None:
-        raise ConfigError(
+        raise _refusal(
             f"a mesh of 2 dims {tuple(mesh.mesh.shape)} without names",
-            at=place_of_rank(),
-            fix="name them: init_device_mesh(..., mesh_dim_names=('replicate', 'shard')); replicas come first",
+            "name them: init_device_mesh(..., mesh_dim_names=('replicate', 'shard')); replicas come first",
         )
     return DataParallelMeshDims(shard=names[1], replicate=names[0])
 
@@ -359,12 +337,13 @@ def _mesh_of_hosts(params: Iterable[nn.Parameter]) -> DeviceMesh:
     world = dist.group.WORLD
     assert world is not None, "checked above"
     kind = _default_type(params)
-    made = _OF_HOSTS.setdefault(world, {})
-    if kind not in made:
+
+    def make() -> DeviceMesh:
         # By where ranks are, not by their numbers: a launcher may count across hosts.
         rows = rows_of_hosts(hosts_of(Ranks.of(world, device_for(kind))))
-        made[kind] = DeviceMesh(kind, torch.tensor(rows, device="cpu"), mesh_dim_names=("replicate", "shard"))
-    return made[kind]
+        return DeviceMesh(kind, torch.tensor(rows, device="cpu"), mesh_dim_names=("replicate", "shard"))
+
+    return kept_with(world, ("mesh of hosts", kind), make)
 
 
 def _ranks_per_host() -> int | None:
@@ -377,16 +356,14 @@ def _ranks_per_host() -> int | None:
 def _of_groups(groups: object, params: Iterable[nn.Parameter], is_hybrid: bool | None) -> tuple[DeviceMesh, Grid]:
     pair = groups if isinstance(groups, tuple) else (groups,)
     if not all(isinstance(group, dist.ProcessGroup) for group in pair) or len(pair) not in (1, 2):
-        raise ConfigError(
+        raise _refusal(
             f"process_group is {described(groups)}",
-            at=place_of_rank(),
-            fix="pass a ProcessGroup that this rank is in; or two: who shares parameters, and who has copies of shards",
+            "pass a ProcessGroup that this rank is in; or two: who shares parameters, and who has copies of shards",
         )
     if is_hybrid is not None and is_hybrid is not (len(pair) == 2):
-        raise ConfigError(
+        raise _refusal(
             f"a {'hybrid ' * is_hybrid}strategy with {len(pair)} process groups",
-            at=place_of_rank(),
-            fix="pass two groups with HYBRID_SHARD or HYBRID_SHARD_ZERO2, one with FULL_SHARD or SHARD_GRAD_OP",
+            "pass two groups with HYBRID_SHARD or HYBRID_SHARD_ZERO2, one with FULL_SHARD or SHARD_GRAD_OP",
         )
     shard_mesh = DeviceMesh.from_group(pair[0], _default_type(params))
     if len(pair) == 1:
@@ -416,7 +393,8 @@ def joined_mesh(mesh: DeviceMesh, other: DeviceMesh) -> tuple[DeviceMesh, int]:
         )
     root, names = root_mesh(mesh), (*(mesh.mesh_dim_names or ()), *(other.mesh_dim_names or ()))
     # A mesh holds its groups: what keeps one for a group would keep both for good.
-    known, key = _JOINED.setdefault(mesh.get_group(), {}), (names, str(other.mesh.tolist()))
+    known: dict[Any, weakref.ref[DeviceMesh]] = kept_with(mesh.get_group(), "joined", dict)
+    key = names, str(other.mesh.tolist())
     found = known[key]() if key in known else None
     if found is not None and root_mesh(found) is root:
         return found, (found.mesh_dim_names or ()).index(names[0])
@@ -449,6 +427,10 @@ def _is_part(mesh: DeviceMesh, root: DeviceMesh) -> bool:
         return False
 
 
+def _refusal(what: str, fix: str) -> ConfigError:
+    return ConfigError(what, at=place_of_rank(), fix=fix)
+
+
 def _check_world(caller: str) -> None:
     """Raise ``UsageError`` unless a process group is initialised."""
     if not dist.is_available() or not dist.is_initialized():
@@ -459,42 +441,25 @@ def _check_world(caller: str) -> None:
 
 
 def _resolve_mesh(mesh: DeviceMesh | None, params: Iterable[nn.Parameter], *, caller: str) -> DeviceMesh:
-    """Check the mesh that the user gave, or make one over all ranks.
-
-    Args:
-        mesh: 1-D mesh of the ranks that share the parameters, or ``None``: all ranks.
-        params: What will be sharded; decides the device type of the default mesh.
-        caller: The public function, for error messages.
-
-    Raises:
-        UsageError: No process group is initialised.
-        ConfigError: ``mesh`` is no mesh, not 1-D, or of another device type than the parameters.
-    """
+    """Return the mesh of one dim that the user gave, checked, or one over all ranks. Raises as ``resolve_grid``."""
     _check_world(caller)
     params = list(params)
     if mesh is None:
         return init_device_mesh(_default_type(params), (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(
-            f"mesh is a {type(mesh).__name__}, not a DeviceMesh", at=place_of_rank(), fix="pass init_device_mesh(...)"
-        )
+        raise _refusal(f"mesh is a {type(mesh).__name__}, not a DeviceMesh", "pass init_device_mesh(...)")
     if mesh.ndim != 1:
-        raise ConfigError(
+        raise _refusal(
             f"mesh has {mesh.ndim} dims {tuple(mesh.mesh.shape)}; {caller} shards over exactly one",
-            at=place_of_rank(),
-            fix="pass one dim of it, such as mesh['dp']",
+            "pass one dim of it, such as mesh['dp']",
         )
     if mesh.get_coordinate() is None:
-        raise ConfigError(
-            "this rank is not in the mesh",
-            at=place_of_rank(),
-            fix=f"call {caller} only on the ranks of the mesh {mesh.mesh.tolist()}",
-        )
+        fix = f"call {caller} only on the ranks of the mesh {mesh.mesh.tolist()}"
+        raise _refusal("this rank is not in the mesh", fix)
     if mesh.device_type == "cpu" and any(param.device.type == "cuda" for param in params):
-        raise ConfigError(
+        raise _refusal(
             "the mesh is on cpu and a parameter on cuda",
-            at=place_of_rank(),
-            fix="pass a mesh of device type 'cuda', or move the module to the CPU first",
+            "pass a mesh of device type 'cuda', or move the module to the CPU first",
         )
     return mesh
 
@@ -532,8 +497,93 @@ def resolve_ranks(
 
 
 def _default_type(params: Iterable[nn.Parameter]) -> str:
-    return "cuda" if any(param.device.type == "cuda" for param in params) or _has_nccl() else "cpu"
+    has_nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+    return "cuda" if has_nccl or any(param.device.type == "cuda" for param in params) else "cpu"
 
 
-def _has_nccl() -> bool:
-    return torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+@dataclass(frozen=True)
+class ModelRanks:
+    """All ranks that hold parts or copies of one model, each named by its place in ``everyone``.
+
+    Ranks that average gradients know each other by their *data place*. Tensor parallelism gives each of them peers with
+    the same data place and other blocks: a *team*. Seen from any rank, a team has one member in each *column*, the
+    ranks that have the same blocks between them.
+
+    Attributes:
+        everyone: All of them.
+        others: Those along each mesh dim of tensor parallelism; mostly none.
+        places: Of each of ``everyone`` its data place, and the places along ``others``; empty where there are none.
+    """
+
+    everyone: Ranks
+    others: tuple[Ranks, ...] = ()
+    places: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+
+    @staticmethod
+    def of(data: Ranks, others: Sequence[Ranks]) -> "ModelRanks":
+        """Return the ranks of both. Collective over all of them, unless ``others`` adds none.
+
+        Raises:
+            ConfigError: On every rank: they are no grid, of columns with the same number of ranks.
+        """
+        inside = set(data.numbers)
+        others = [ranks for ranks in others if not inside.issuperset(ranks.numbers)]
+        if not others:
+            return ModelRanks(data)
+        rows = [data.numbers]
+        for ranks in others:
+            rows = sorted({row for told in ranks.objects(rows) for row in told})
+        everyone = group_of_rows(rows, data.device)
+        places = tuple(everyone.objects((data.rank, *(ranks.rank for ranks in others))))
+        teams = [place[0] for place in places]
+        if len(set(places)) < len(places) or {teams.count(team) for team in set(teams)} != {len(rows)}:
+            raise _refusal(
+                f"the ranks that average gradients, {', '.join(str(list(row)) for row in rows)}, and those of tensor "
+                "parallelism are no grid",
+                "make one mesh of both: init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))",
+            )
+        return ModelRanks(everyone, tuple(others), places)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in ``everyone``."""
+        return self.everyone.rank
+
+    @property
+    def column(self) -> list[int]:
+        """The ranks that have the same blocks as this one between them."""
+        if not self.others:
+            return list(range(self.everyone.size))
+        return [index for index, place in enumerate(self.places) if place[1:] == self.places[self.rank][1:]]
+
+    def team_of(self, rank: int) -> list[int]:
+        """Return the ranks with the data place of ``rank``; it is one of them."""
+        if not self.others:
+            return [rank]
+        return [index for index, place in enumerate(self.places) if place[0] == self.places[rank][0]]
+
+    def in_column(self, rank: int) -> int:
+        """Return which of the team of ``rank`` is in this rank's column."""
+        if not self.others:
+            return rank
+        return next(one for one in self.team_of(rank) if self.places[one][1:] == self.places[self.rank][1:])
+
+    def places_along(self, splits: Sequence[Ranks], rank: int) -> tuple[int, ...]:
+        """Return where a rank is along groups that this rank is in; the rank itself may be in others along the same."""
+        known = {ranks.numbers: index for index, ranks in enumerate(self.others, 1)}
+        return tuple(self.places[rank][known[ranks.numbers]] if ranks.numbers in known else 0 for ranks in splits)
+
+    def givers(self, splits: Sequence[Ranks], rank: int) -> dict[tuple[int, ...], int]:
+        """Return who in the team of ``rank`` gives it each block of a tensor, by its places along ``splits``.
+
+        Itself where it has the block, else one that is near.
+        """
+        own = self.places[rank] if self.others else ()
+
+        def distance(other: int) -> tuple[int, int]:
+            return sum(a != b for a, b in zip(own, self.places[other] if self.others else ())), other
+
+        found: dict[tuple[int, ...], int] = {}
+        for other in sorted(self.team_of(rank), key=distance):
+            found.setdefault(self.places_along(splits, other), other)
+        return found

@@ -1,48 +1,96 @@
-"""Process groups that an annotation makes for itself, where no other collective can come between.
+"""The transport that serves a group, and the groups that annotations make for themselves.
 
-Two annotations that share a group would have to agree on whose buckets come first. A copied model
-may never train, so the group, which all ranks make together, waits until it is needed.
+Two annotations that share a group would have to agree on whose buckets come first: an ``OwnTransport`` has a group in
+which no other collective can come between. A copied model may never train, so the group, which all ranks make
+together, waits until it is needed.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from composable.collectives.base import Pending, Started, Transport
-from composable.collectives.new_groups import make_group
-from composable.collectives.process_group import ProcessGroupTransport
-from composable.collectives.ranks import Ranks
+from composable.collectives import point_to_point  # noqa: F401  # registers itself
+from composable.collectives.rank_status import Started
+from composable.collectives.ranks import Ranks, hosts_of, kept_with, make_group
+from composable.collectives.transport import (
+    Pending,
+    ProcessGroupTransport,
+    Transport,
+    choose_transport,
+    transport_class,
+)
 from composable.torch_private import replace_body
 
-__all__ = ["OwnTransport", "call_before_destroy", "make_host_ranks", "make_host_transport", "part_of"]
+__all__ = [
+    "OwnTransport",
+    "call_before_destroy",
+    "choose_transport_for",
+    "host_transport_of",
+    "make_host_ranks",
+    "part_of",
+    "settle_transport_for",
+    "transport_of",
+]
 
-# Groups that were made and are no longer needed, by number, under the group they were made for.
-_IDLE: "WeakKeyDictionary[dist.ProcessGroup, dict[int, _OwnGroup]]" = WeakKeyDictionary()
-_MADE: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
 
-# Groups of a few of the ranks of another one, under the default group: by their ranks, backend and device type.
-_PARTS: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]]" = WeakKeyDictionary()
+def choose_transport_for(ranks: Ranks, name: str = "auto") -> str:
+    """Return the name of the transport for these ranks, as it is if they all share a host. Not collective.
 
-
-class _OwnGroup:
-    """A group that was made for others.
-
-    Attributes:
-        made: The group.
-        number: How many were made before it for the same ranks: equal on all of them.
-        device_type: Of the tensors it talks in.
+    Raises:
+        ConfigError: As ``choose_transport``.
     """
+    return choose_transport(ranks.device.type, dist.get_backend(ranks.process_group), (0,) * ranks.size, name)
 
-    __slots__ = ("device_type", "made", "number")
 
-    def __init__(self, made: dist.ProcessGroup, number: int, device_type: str) -> None:
-        self.made = made
-        self.number = number
-        self.device_type = device_type
+def settle_transport_for(ranks: Ranks, name: str) -> str:
+    """Return the name of the transport for these ranks, wherever they are. Collective if that makes a difference.
+
+    Where ranks have not yet compared what they do, one that waits here for another's host may meet a collective of
+    another size, which ends the process.
+
+    Args:
+        ranks: Who talks.
+        name: The user's choice, which has been checked.
+    """
+    on_one_host = choose_transport_for(ranks, name)
+    if name != "auto" or not transport_class(on_one_host).asks_hosts:
+        return on_one_host
+    return choose_transport(ranks.device.type, dist.get_backend(ranks.process_group), hosts_of(ranks), name)
+
+
+def transport_of(group: dist.ProcessGroup, name: str) -> Transport:
+    """Return the transport of ``group`` for whoever may share one. Collective over ``group`` on the first call.
+
+    Raises:
+        ConfigError: ``name`` is unknown.
+    """
+    transport = transport_class(name)
+    if not transport.is_shared:
+        return transport(group)
+    # It lives as long as the group, like the groups of torch.distributed themselves, and has other ones of its own.
+    shared: dict[str, Transport] = kept_with(group, name, dict)
+    if not shared or shared[name].closed_because:
+        shared[name] = transport(group)
+    return shared[name]
+
+
+def host_transport_of(ranks: Ranks, name: str) -> Transport:
+    """Return what moves tensors in host memory between ``ranks``, for whoever may share it. Collective at first use.
+
+    Args:
+        ranks: Who talks.
+        name: Of the transport that they have for parameters, which serves where those are in host memory.
+    """
+    group = ranks.process_group
+    if ranks.device.type == "cpu":
+        return transport_of(group, name)
+    backend = "fake" if dist.get_backend(group) == "fake" else "gloo"
+    numbers = sorted(ranks.numbers)
+    return kept_with(group, "host", lambda: ProcessGroupTransport(make_group(numbers, group, backend=backend)))
 
 
 class OwnTransport(Transport):
@@ -58,20 +106,20 @@ class OwnTransport(Transport):
         self.ranks = ranks
         self.rank = sorted(ranks.numbers).index(ranks.numbers[ranks.rank])
         self.world_size = ranks.size
-        self._group: _OwnGroup | None = None
         self._made: Transport | None = None
-        self._finalizer: weakref.finalize[..., OwnTransport] | None = None
+        self._finalize: Callable[[], object] = lambda: None
 
     def connect(self) -> Transport:
         """Make the group, if that is still to do. Collective."""
         if self._made is None:
-            self._group = _take(self.ranks)
-            self._made = ProcessGroupTransport(self._group.made)
+            number, group = _take(self.ranks)
+            self._made = ProcessGroupTransport(group)
             self.groups = self._made.groups
             # A replicated model that is dropped leaves its group to the next one.
-            ranks = weakref.ref(self.ranks.process_group)
-            self._finalizer = weakref.finalize(self, _leave, ranks, self._group, self._made)
-            self._finalizer.atexit = False
+            idle = _idle_of(self.ranks)
+            finalizer = weakref.finalize(self, _leave, idle, number, self._made)
+            finalizer.atexit = False
+            self._finalize = finalizer
         return self._made
 
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
@@ -96,41 +144,39 @@ class OwnTransport(Transport):
             self._made.settle()
 
     def close(self) -> None:
-        """Leave the group to who needs one next. Collective: it is made if it was not."""
-        self.connect().close()
-        assert self._finalizer is not None, "connected above"
-        self._finalizer()
-        self._group = self._made = self._finalizer = None
-        self.groups = ()
+        """Leave the group to who needs one next, once nothing is in flight. Collective: it is made if it was not."""
+        self.connect()
+        self._finalize()
+        self._made, self.groups = None, ()
 
 
-def _leave(ranks: "weakref.ref[dist.ProcessGroup]", own: _OwnGroup, transport: Transport) -> None:
-    """Offer a group to who needs one next, unless a peer may still take part in something that never ended here."""
-    group = ranks()
-    if group is not None and not transport.in_flight:
-        _IDLE.setdefault(group, {})[own.number] = own
-
-
-def _take(ranks: Ranks) -> _OwnGroup:
-    """Return a group of the same ranks that nothing else uses. Collective over them."""
+def _take(ranks: Ranks) -> tuple[int, dist.ProcessGroup]:
+    """Return a group of the same ranks that nothing else uses, and its number. Collective over them."""
     group = ranks.process_group
-    idle = _IDLE.setdefault(group, {})
     # Each rank collects its garbage when it likes: a group is free once all of them say so.
-    offered = {own.number for own in list(idle.values()) if own.device_type == ranks.device.type}
-    free = set.intersection(*ranks.objects(offered))
+    idle = _idle_of(ranks)
+    free = set.intersection(*ranks.objects(set(idle)))
     if free:
-        return idle.pop(min(free))
-    made = _make(ranks.numbers, ranks)
-    number = _MADE[group] = _MADE.get(group, 0) + 1
-    return _OwnGroup(made, number, ranks.device.type)
+        return min(free), idle.pop(min(free))
+    return next(kept_with(group, ("own", ranks.device.type), itertools.count)), _make_like(ranks.numbers, ranks)
 
 
-def _make(numbers: Sequence[int], ranks: Ranks) -> dist.ProcessGroup:
+def _idle_of(ranks: Ranks) -> dict[int, dist.ProcessGroup]:
+    """Return the groups of the same ranks that were made and are no longer needed, by number."""
+    return kept_with(ranks.process_group, ("idle", ranks.device.type), dict)
+
+
+def _leave(idle: dict[int, dist.ProcessGroup], number: int, transport: Transport) -> None:
+    """Offer a group to who needs one next, unless a peer may still take part in something that never ended here."""
+    if not transport.in_flight:
+        idle[number] = transport.groups[0]
+
+
+def _make_like(numbers: Sequence[int], ranks: Ranks) -> dist.ProcessGroup:
     """Return a new group of the ranks with these global numbers, like that of ``ranks``. Collective over them."""
-    group = ranks.process_group
-    backend = dist.get_backend(group)
+    backend = dist.get_backend(ranks.process_group)
     # A group that was made without naming a backend has one for each device type, as the default one has.
-    return make_group(sorted(numbers), group, backend=None if backend == "undefined" else backend)
+    return make_group(sorted(numbers), ranks.process_group, backend=None if backend == "undefined" else backend)
 
 
 def part_of(ranks: Ranks, size: int) -> Ranks:
@@ -144,20 +190,10 @@ def part_of(ranks: Ranks, size: int) -> Ranks:
     """
     start = ranks.rank - ranks.rank % size
     numbers = ranks.numbers[start : start + size]
+    key = (numbers, dist.get_backend(ranks.process_group), ranks.device.type)
     world = dist.group.WORLD
     assert world is not None, "there are ranks to take a part of"
-    made = _PARTS.setdefault(world, {})
-    key = (numbers, dist.get_backend(ranks.process_group), ranks.device.type)
-    if key not in made:
-        made[key] = _make(numbers, ranks)
-    return Ranks.of(made[key], ranks.device)
-
-
-def make_host_transport(ranks: Ranks) -> Transport:
-    """Return a transport of the same ranks, in a group of its own that talks in host memory. Collective over them."""
-    group = ranks.process_group
-    backend = "fake" if dist.get_backend(group) == "fake" else "gloo"
-    return ProcessGroupTransport(make_group(sorted(ranks.numbers), group, backend=backend))
+    return Ranks.of(kept_with(world, key, lambda: _make_like(numbers, ranks)), ranks.device)
 
 
 def make_host_ranks() -> Ranks:

@@ -13,26 +13,27 @@ gloo matches messages first in, first out per (peer, tag). Tags come from the bu
 the process group is the transport's own, so neither user traffic nor another buffer can match.
 """
 
+import os
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import chain, repeat
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from composable.collectives.base import Pending
-from composable.collectives.in_flight import Messages
-from composable.collectives.loop_threads import never_preempt, threads_of_process
-from composable.collectives.new_groups import make_group
-from composable.collectives.process_group import ProcessGroupTransport
+from composable.collectives.ranks import make_group
+from composable.collectives.transport import Messages, Pending, ProcessGroupTransport, register_transport
 
-__all__ = ["MAX_RANKS", "PointToPointTransport"]
+__all__ = ["MAX_RANKS", "PointToPointTransport", "never_preempt", "threads_of_process"]
 
 # Each peer costs the host one send and one receive, 10 us together; gloo's own all-gather
 # costs it 12 us whatever the number of peers.
 MAX_RANKS = 8
 
 _LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
+_TASKS = Path("/proc/self/task")
 
 
 class _Gather(Messages):
@@ -130,6 +131,7 @@ def _spares_the_wire(hosts: Sequence[int]) -> bool:
     return direct <= 4 * (size - 1) * max(steps_out.values(), default=0)
 
 
+@register_transport
 class PointToPointTransport(ProcessGroupTransport):
     """Moves slices between every pair of ranks; other collectives are those of the process group.
 
@@ -141,6 +143,9 @@ class PointToPointTransport(ProcessGroupTransport):
 
     name = "point_to_point"
     moves = "CPU tensors over gloo"
+    cost = 1
+    is_shared = True
+    asks_hosts = True
 
     @classmethod
     def serves(cls, device_type: str, backend: str) -> bool:
@@ -231,3 +236,30 @@ class PointToPointTransport(ProcessGroupTransport):
 
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
         return super().begin_broadcast(tensor, self._addresses[source_rank], key)
+
+
+def threads_of_process() -> set[int]:
+    """Return the ids of the threads of this process; none where the system does not tell."""
+    with suppress(OSError):
+        return {int(entry.name) for entry in _TASKS.iterdir()}
+    return set()
+
+
+def never_preempt(threads: Iterable[int], *, name: str) -> list[int]:
+    """Give those of ``threads`` that are called ``name`` the batch policy; returns their ids.
+
+    A loop thread of gloo wakes for every message. If it wakes on the core of the thread that is sending, which holds
+    the connection's lock, it takes the core and then polls for the lock. With the batch policy it waits for its turn
+    instead: see sched(7). Linux only; elsewhere, where it is not allowed, and where gloo gives its loop
+    threads no name of their own (torch 2.11), nothing happens.
+    """
+    changed: list[int] = []
+    if not hasattr(os, "SCHED_BATCH"):
+        return changed
+    for thread in threads:
+        # A thread may have ended, and a sandbox may refuse: slower, not wrong.
+        with suppress(OSError):
+            if (_TASKS / str(thread) / "comm").read_text().strip() == name:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+                changed.append(thread)
+    return changed

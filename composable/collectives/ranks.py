@@ -1,54 +1,85 @@
-"""Ranks that talk to each other, outside the hot path: agree on errors, compare, exchange.
+"""Ranks that talk to each other outside the hot path: agree on errors, compare, exchange; their hosts and their groups.
 
 A rank that raises alone leaves the others waiting in the next collective. Code that may fail on
 some ranks only (reading a file, checking what rank 0 was given) runs in ``agreed``, and what
 follows is reached by all ranks or by none.
 
-Everything here is collective over the ranks, in the same order on all of them. Ranks in
+Methods of ``Ranks`` are collective over them, in the same order on all of them, unless they say otherwise. Ranks in
 messages are global ones: what the launcher, the logs and ``dist.get_rank()`` call them.
 """
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import itertools
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ReduceScatterOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.collectives.watch import explained
+from composable.collectives.hang_watchdog import meeting
 from composable.errors import ComposableError, ConfigError, DesyncError, place_of_rank
-from composable.torch_private import is_tracing, traceable_collectives
+from composable.torch_private import (
+    default_timeout_of,
+    is_tracing,
+    new_named_group,
+    real_backend,
+    reduce_scatter_into,
+    set_timeout,
+    timeout_of,
+    traceable_collectives,
+)
+from composable.wording import count_text
 
-__all__ = ["Ranks", "compare_in_each", "device_for", "device_of"]
+__all__ = [
+    "Ranks",
+    "all_reduce_in",
+    "compare_in_each",
+    "device_for",
+    "hosts_of",
+    "kept_with",
+    "known_hosts",
+    "make_group",
+    "number_hosts",
+    "reduce_scatter_in",
+    "rows_of_hosts",
+    "told_timeout",
+    "wait_for_work",
+    "wait_like_the_world",
+]
 
 _T = TypeVar("_T")
-_P = ParamSpec("_P")
 _NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
-# Messages of `confirm` travel under a tag that nothing else here uses.
+# Messages of `are_alike` travel under a tag that nothing else here uses.
 _CONFIRM_TAG = 0x5EED
-# How many numbers each group has given out.
-_NUMBERS_TAKEN: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
+_HOOK = "a communication hook"
+# What objects of all ranks have at most, where it matters how long they take.
+_OBJECTS_NBYTES = 1e8
+# Says which host a process is on, in place of what the system says.
+HOST_VARIABLE = "COMPOSABLE_HOST"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK = Path("/proc/self/ns/net")
+
+_KEPT: "WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]]" = WeakKeyDictionary()
 
 
-def _watched(method: "Callable[Concatenate[Ranks, _P], _T]") -> "Callable[Concatenate[Ranks, _P], _T]":
-    """Let a method say what the watch of ranks that wait has found, if its wait ends by an error."""
-
-    @functools.wraps(method)
-    def call(ranks: "Ranks", *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        try:
-            return method(ranks, *args, **kwargs)
-        except ComposableError:
-            raise
-        except RuntimeError as error:
-            raise explained(error, ranks.group) from error
-
-    return cast("Callable[Concatenate[Ranks, _P], _T]", call)
+def kept_with(group: dist.ProcessGroup, key: Hashable, make: Callable[[], _T]) -> _T:
+    """Return what ``make`` has made at first, kept as long as ``group`` lives, which it must not hold."""
+    kept = _KEPT.setdefault(group, {})
+    if key not in kept:
+        kept[key] = make()
+    found: _T = kept[key]
+    return found
 
 
 @dataclass(frozen=True)
@@ -81,7 +112,7 @@ class Ranks:
     @staticmethod
     def of_mesh(mesh: DeviceMesh, mesh_dim: int = 0) -> "Ranks":
         """Return the ranks along one dim of a mesh that this rank is in."""
-        return Ranks.of(mesh.get_group(mesh_dim), device_of(mesh))
+        return Ranks.of(mesh.get_group(mesh_dim), device_for(mesh.device_type))
 
     @staticmethod
     def of_world() -> "Ranks":
@@ -139,7 +170,6 @@ class Ranks:
         if failure is not None:
             raise failure
 
-    @_watched
     def compare(self, text: str, failure: Exception | None = None, *, shown: str, what: str, fix: str) -> None:
         """Raise on every rank unless all have equal texts and no failure.
 
@@ -163,7 +193,8 @@ class Ranks:
         digest = hashlib.sha256(text.encode()).digest()
         mine = torch.tensor([failure is not None, *digest], dtype=torch.uint8, device=self.device)
         every = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(every, mine, group=self.group)
+        with meeting(self.group, "compare", nbytes=mine.nbytes * self.size):
+            dist.all_gather(every, mine, group=self.group)
         found = torch.stack(every).tolist()
         if any(one[0] for one in found):
             self.raise_together(failure)
@@ -219,24 +250,20 @@ class Ranks:
         talks_on_host = self.device.type == "cpu" or "cpu:" in str(dist.get_backend_config(self.group))
         return torch.device("cpu") if talks_on_host else self.device
 
-    @_watched
     def _swap(self, sent: torch.Tensor, to: int, got: torch.Tensor, source: int) -> None:
         if sent.device.type != "cpu":
             # Both at once: on a stream a receive would wait for ever for the send behind it.
             self.exchange([(sent, to)], [(got, source)])
             return
         group = self.process_group
-        works = group.recv([got], source, _CONFIRM_TAG), group.send([sent], to, _CONFIRM_TAG)
-        for work in works:
-            work.wait()
+        # The first of the two messages is in the place of a collective.
+        with meeting(group, "swap", nbytes=2 * sent.nbytes):
+            for work in (group.recv([got], source, _CONFIRM_TAG), group.send([sent], to, _CONFIRM_TAG)):
+                work.wait()
 
     def take_number(self) -> int:
         """Return how often this was called for the group; all ranks in the same order. Not collective."""
-        if self.group is None:
-            return 0
-        number = _NUMBERS_TAKEN.get(self.group, 0)
-        _NUMBERS_TAKEN[self.group] = number + 1
-        return number
+        return 0 if self.group is None else next(kept_with(self.group, "numbers", itertools.count))
 
     def check_member(self, name: str, rank: int) -> None:
         """Raise unless ``rank`` is a rank within the group. Not collective.
@@ -249,29 +276,29 @@ class Ranks:
 
     # Values
 
-    @_watched
     def objects(self, value: _T) -> list[_T]:
         """Return every rank's ``value``, which can be pickled."""
         if self.is_alone:
             return [value] * self.size
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with meeting(self.group, "objects", nbytes=_OBJECTS_NBYTES):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
-    @_watched
     def object_of(self, source: int, value: _T | None) -> _T:
         """Return on every rank the object that ``source``, a rank within the group, has."""
         box = [value]
         if not self.is_alone:
-            dist.broadcast_object_list(box, group=self.group, group_src=source, device=self.device)
+            with meeting(self.group, "object_of", nbytes=_OBJECTS_NBYTES):
+                dist.broadcast_object_list(box, group=self.group, group_src=source, device=self.device)
         return box[0]  # type: ignore[return-value]  # the source gives one
 
-    @_watched
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrite ``tensor``, contiguous and on ``device``, with that of ``source``, a rank within the group."""
+        """Overwrite ``tensor``, of any shape and dtype, contiguous and on ``device``, with that of rank ``source``."""
         if tensor.numel() and not self.is_alone:
-            # As bytes: not every backend knows every dtype.
-            dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.group, group_src=source)
+            with meeting(self.group, "broadcast", nbytes=_nbytes(tensor)):
+                # As bytes: not every backend knows every dtype.
+                dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.group, group_src=source)
 
     def reduce(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> torch.Tensor:
         """Reduce a small tensor over the ranks; may change it in place, the result counts. Can be compiled."""
@@ -283,42 +310,37 @@ class Ranks:
         if is_tracing():
             moved = traceable_collectives.all_reduce(moved, _NAMES[op], self.group)
         else:
-            self._all_reduce(moved, op)
+            with meeting(self.group, "reduce", nbytes=_nbytes(moved)):
+                dist.all_reduce(moved, op=op, group=self.group)
         return moved.to(tensor.device)
 
-    @_watched
-    def _all_reduce(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> None:
-        dist.all_reduce(tensor, op=op, group=self.group)
-
-    @_watched
     def gather_ragged(self, full: torch.Tensor, bounds: Sequence[int]) -> None:
         """Complete ``full`` [bytes], of which each rank has its own range ``[bounds[rank], bounds[rank + 1])``."""
-        sizes = [stop - start for start, stop in pairwise(bounds)]
+        sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
         own = slice(bounds[self.rank], bounds[self.rank + 1])
         if self.size == 1 or not full.numel():
             return
-        if max(sizes) * self.size <= 2 * sum(sizes):
-            # Near equal pieces: one call, at the price of padding.
-            padded = full.new_zeros(max(sizes))
-            padded[: sizes[self.rank]].copy_(full[own])
-            gathered = full.new_empty(self.size, max(sizes)).unbind()
-            dist.all_gather(list(gathered), padded, group=self.group)
-            for start, size, got in zip(bounds, sizes, gathered):
-                full[start : start + size].copy_(got[:size])
-            return
-        # Few owners, the common case: every byte is sent once and lands in place.
-        works = [
-            dist.broadcast(full[bounds[rank] : bounds[rank + 1]], group=self.group, group_src=rank, async_op=True)
-            for rank, size in enumerate(sizes)
-            if size
-        ]
-        for work in works:
-            if work is not None:
-                work.wait()
+        with meeting(self.group, "gather", nbytes=2 * _nbytes(full)):
+            if max(sizes) * self.size <= 2 * sum(sizes):
+                # Near equal pieces: one call, at the price of padding.
+                padded = full.new_zeros(max(sizes))
+                padded[: sizes[self.rank]].copy_(full[own])
+                gathered = full.new_empty(self.size, max(sizes)).unbind()
+                dist.all_gather(list(gathered), padded, group=self.group)
+                for start, size, got in zip(bounds, sizes, gathered):
+                    full[start : start + size].copy_(got[:size])
+                return
+            # Few owners, the common case: every byte is sent once and lands in place.
+            pieces = [
+                (rank, full[start : start + size]) for rank, (start, size) in enumerate(zip(bounds, sizes)) if size
+            ]
+            works = [dist.broadcast(piece, group=self.group, group_src=rank, async_op=True) for rank, piece in pieces]
+            for work in works:
+                if work is not None:
+                    work.wait()
 
-    @_watched
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
-        """Send and receive tensors of bytes; of a pair of ranks, messages keep their order.
+        """Send and receive tensors [bytes]; of a pair of ranks, messages keep their order.
 
         Args:
             sends: Message and the rank within the group that gets it.
@@ -326,13 +348,15 @@ class Ranks:
         """
         ops = [dist.P2POp(dist.isend, message, group=self.group, group_peer=peer) for message, peer in sends]
         ops += [dist.P2POp(dist.irecv, message, group=self.group, group_peer=peer) for message, peer in receives]
-        for work in dist.batch_isend_irecv(ops) if ops else ():
-            work.wait()
+        # How many messages each rank has is its own affair.
+        with meeting(self.group, "exchange", ahead=None):
+            for work in dist.batch_isend_irecv(ops) if ops else ():
+                work.wait()
 
 
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return the device of this rank in the mesh."""
-    return device_for(mesh.device_type)
+def _nbytes(tensor: torch.Tensor) -> float:
+    """Return for how many bytes the host waits; infinite where a device moves them."""
+    return tensor.nbytes if tensor.device.type == "cpu" else float("inf")
 
 
 def device_for(device_type: str) -> torch.device:
@@ -380,3 +404,169 @@ def compare_in_each(texts: Mapping[Ranks, str], failure: ComposableError | None 
             failure = error
     if failure is not None:
         raise failure
+
+
+# In a group of the user's choice
+
+
+def all_reduce_in(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+    """Replace ``tensor``, of any shape, by its sum over the ranks, as communication hooks do. Collective.
+
+    Streams: on a device it runs on the current one; on the CPU the thread waits. So does ``reduce_scatter_in``.
+    """
+    with meeting(group, "all_reduce", _HOOK, nbytes=_nbytes(tensor), is_hook=True):
+        dist.all_reduce(_real(tensor), group=group)
+
+
+def reduce_scatter_in(group: dist.ProcessGroup, source: torch.Tensor, shard: torch.Tensor) -> None:
+    """Write the sum over ranks of slice ``rank`` of ``source`` [W * S] to ``shard`` [S], of one dtype. Collective."""
+    options = ReduceScatterOptions()
+    options.asyncOp = False
+    with meeting(group, "reduce_scatter", _HOOK, nbytes=_nbytes(source), is_hook=True):
+        # torch's own function has one name in some versions, another in others.
+        work = reduce_scatter_into(group)(_real(shard), _real(source), options)
+        if work is not None:
+            work.wait()
+
+
+def wait_for_work(work: object, group: dist.ProcessGroup, what: str = "") -> None:
+    """Wait for what a collective of others has returned; ``None``: it is over.
+
+    Args:
+        work: What it has returned.
+        group: Its ranks.
+        what: The call that has started it; empty: a hook of the user's.
+    """
+    if work is not None:
+        # It is the last that was started.
+        with meeting(group, "work", what or _HOOK, ahead=0, is_hook=not what):
+            work.wait()  # type: ignore[attr-defined]  # a work
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+# Their hosts
+
+
+def hosts_of(ranks: Ranks) -> tuple[int, ...]:
+    """Return the number of each rank's host, in the order of the group: 0 is the host of the first rank.
+
+    Collective over ``ranks`` on the first call for their group. Two processes share a host if they agree in three
+    things, which no launcher has to tell: the name of the host, the boot of its kernel, and the network namespace.
+    Containers on one machine with networks of their own are hosts of their own: what travels between them takes the
+    network (docs/notes/transport.md). The environment variable ``COMPOSABLE_HOST`` names the host of a rank where the
+    system's view is not the one that counts: one name for all hosts that share fast links.
+    """
+    group = ranks.group
+    if group is None or ranks.size == 1:
+        return (0,) * ranks.size
+    return kept_with(group, "hosts", lambda: number_hosts(_names_of_hosts(ranks, group)))
+
+
+def known_hosts(ranks: Ranks) -> tuple[int, ...]:
+    """Return what ``hosts_of`` has found before for the group of ``ranks``; empty: nobody has asked. Not collective."""
+    found: tuple[int, ...] = () if ranks.group is None else _KEPT.get(ranks.group, {}).get("hosts", ())
+    return found
+
+
+def number_hosts(names: Sequence[str]) -> tuple[int, ...]:
+    """Return a number for each name: equal for equal ones, from 0 on in the order in which they first appear."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
+
+
+def rows_of_hosts(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host, in ascending order.
+
+    Args:
+        hosts: The number of the host of each rank, as ``hosts_of`` gives them.
+
+    Raises:
+        ConfigError: Hosts have different numbers of ranks.
+    """
+    rows = tuple(tuple(rank for rank, own in enumerate(hosts) if own == host) for host in sorted(set(hosts)))
+    found = Counter(len(row) for row in rows)
+    if len(found) > 1:
+        counts = ", ".join(f"{size} on {count_text(found[size], 'host')}" for size in sorted(found, reverse=True))
+        raise ConfigError(
+            f"a hybrid strategy without a mesh, and hosts have different numbers of ranks: {counts}",
+            at=place_of_rank(),
+            fix="start as many ranks on every host; or pass a mesh of two dims",
+        )
+    return rows
+
+
+def _names_of_hosts(ranks: Ranks, group: dist.ProcessGroup) -> Sequence[str]:
+    simulated = getattr(group, "hosts", None)
+    if simulated is not None:
+        return tuple(simulated)
+    if ranks.is_alone:
+        # A group that only pretends: nobody can be asked, so this is all that is known.
+        count = os.environ.get("LOCAL_WORLD_SIZE", "")
+        on_each = int(count) if count.isdigit() and int(count) else dist.get_world_size()
+        return [str(number // on_each) for number in ranks.numbers]
+    return ranks.objects(_own_host())
+
+
+def _own_host() -> str:
+    given = os.environ.get(HOST_VARIABLE, "")
+    if given:
+        return given
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        # Machines made from one image may have one name.
+        parts.append(_BOOT.read_text().strip())
+    with suppress(OSError):
+        parts.append(os.readlink(_NETWORK))
+    # As short however long the name, since each rank gets all.
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+
+
+# Their groups
+
+
+def make_group(
+    numbers: Sequence[int], like: dist.ProcessGroup | None, *, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Return a new group of the ranks with these global numbers, in this order. Collective over them.
+
+    torch names a new group after how many this process is in: ranks that are in different numbers of groups, as after
+    a mesh of one rank, would wait for each other under different names, and after a group was destroyed a name comes
+    twice. Here ranks count the groups that were made of just them, which they make together in any case.
+
+    Args:
+        numbers: This rank's among them.
+        like: The group whose timeout it gets.
+        backend: As ``new_group`` takes it; ``None``: that of the default group.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "there are ranks to make a group of"
+    # Counted before the attempt: ranks of which one fails still count alike.
+    number = next(kept_with(world, ("made", *numbers), lambda: itertools.count(1)))
+    # Without spaces: diagnoses of the watch list names between them.
+    name = f"composable:{number}:{'-'.join(map(str, numbers))}"
+    return new_named_group(name, tuple(numbers), backend, told_timeout(like))
+
+
+def told_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Return the timeout that ``group`` was told; ``None``: it has torch's default, or it only pretends."""
+    if group is None or not real_backend(group):
+        return None
+    timeout = timeout_of(group)
+    return None if timeout == default_timeout_of(group) else timeout
+
+
+def wait_like_the_world(every: Iterable[Ranks]) -> None:
+    """Give groups without a timeout of their own that of the default process group. Each rank for itself.
+
+    torch gives such groups, as those of a mesh, its default of 10 or 30 minutes, whatever the default group was told:
+    a rank that waits there for a host that is gone would be there long after all others have given up.
+    """
+    timeout = told_timeout(dist.group.WORLD)
+    if timeout is None:
+        return
+    for ranks in every:
+        if ranks.group is not None and real_backend(ranks.group) and told_timeout(ranks.group) is None:
+            set_timeout(ranks.group, timeout)

@@ -41,7 +41,7 @@ class Standing:
         own_round = reducer.round
         is_backward = own_round.is_open
         is_last = is_backward or reducer.rounds > self._rounds_before
-        tree = Tree.of(
+        tree = Tree(
             self._name,
             self._forwards,
             reducer.rounds,
@@ -58,7 +58,3 @@ class Standing:
         if reducer is None or transport is None or not transport.groups or started.transport.groups != transport.groups:
             return None
         return reducer.name_of(started.tag // 2)
-
-    def is_run_by(self, runner: object) -> bool:
-        """Say whether ``runner`` is the reducer."""
-        return runner is self._reducer

@@ -36,7 +36,7 @@ class Standing:
         forwards, backwards, failure = step.forward_id, step.backward_id, step.failure
         is_backward = step.is_backward
         is_last = is_backward or backwards > step.backwards_before
-        tree = Tree.of(
+        tree = Tree(
             self._name,
             forwards,
             backwards,
@@ -77,11 +77,6 @@ class Standing:
                     what = "all-gather of secondary shards"
                 return f"the {what} of {handle.described}"
         return None
-
-    def is_run_by(self, runner: object) -> bool:
-        """Say whether ``runner`` is the scheduler, or one of its passes."""
-        scheduler = self._scheduler
-        return runner in (scheduler, scheduler.forwards, scheduler.backwards)
 
 
 def _address(flat: FlatBuffer) -> tuple[Transport, int] | None:

@@ -20,6 +20,7 @@ from composable.collectives import (
     OwnTransport,
     Ranks,
     Transport,
+    calling,
     host_transport_of,
     notice_tree,
     part_of,
@@ -233,6 +234,7 @@ class Root:
         notice_tree(self.standing)
 
     @staticmethod
+    @calling("the comparison of plans before the first forward")
     def adopt(state: FullyShardState) -> "Root":
         """Make ``state`` the root of everything below its modules. Collective; see ``lazy_init``."""
         modules = state.modules

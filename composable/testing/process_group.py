@@ -8,6 +8,7 @@ A call deposits its tensors and returns; they move when the last rank has called
 # (of each method, the one form of its arguments that torch.distributed uses)
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -16,62 +17,55 @@ import torch
 import torch.distributed as dist
 
 from composable.errors import UsageError
-from composable.testing.baton import Baton, Player
-from composable.testing.exchange import Call, Part, describe
 from composable.testing.faults import Delay, Drop, FaultPlan, Raise
-from composable.testing.meetings import Board, GroupKey, Meeting, Transfer
+from composable.testing.rendezvous import Board, Call, GroupKey, Part, Rendezvous, Transfer
+from composable.testing.turn_scheduler import TurnScheduler
 
-__all__ = ["RankThread", "SimulatedGroup"]
+__all__ = ["SimulatedGroup", "SimulatedRank"]
 
 Tensors = Sequence[torch.Tensor]
 
 
-class RankThread:
+@dataclass(frozen=True, eq=False)
+class SimulatedRank:
     """What one rank has to do with the others.
 
     Attributes:
-        player: Its turn.
+        rank: Its global number.
         number: Differs from that of every other rank of every simulation in this process.
+        turns: Whose turn it is.
+        board: All that is under way.
+        faults: What is to go wrong.
         ranks_per_host: How many ranks share each host that is simulated.
     """
 
-    def __init__(
-        self, player: Player, number: int, baton: Baton, board: Board, faults: FaultPlan, ranks_per_host: int
-    ) -> None:
-        self.player = player
-        self.ranks_per_host = ranks_per_host
-        self.number = number
-        self.baton = baton
-        self.board = board
-        self.faults = faults
-
-    @property
-    def rank(self) -> int:
-        return self.player.rank
+    rank: int
+    number: int
+    turns: TurnScheduler
+    board: Board
+    faults: FaultPlan
+    ranks_per_host: int
 
 
 class SimulatedWork(dist.Work):
     """A call that was made: of a collective, or one end of a message."""
 
-    def __init__(self, owner: RankThread, pending: Meeting | Transfer, shown: str, results: list[torch.Tensor]) -> None:
+    def __init__(
+        self, owner: SimulatedRank, pending: Rendezvous | Transfer, shown: str, results: list[torch.Tensor]
+    ) -> None:
         super().__init__()
         self._owner = owner
         self._pending = pending
         self._shown = shown
         self._results = results
 
-    def is_over(self) -> bool:
-        return self._pending.is_over
-
     def describe(self) -> str:
+        """Return what is waited for, and who cannot come."""
         absent = ", ".join(map(str, self._owner.board.ranks_without(self._pending.group)))
         return self._shown + (f" (not made on rank {absent})" if absent else "")
 
-    def give_up(self) -> bool:
-        return False
-
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._owner.baton.wait(self)
+        self._owner.turns.wait(lambda: self._pending.is_over, self.describe)
         self._pending.raise_failure(self._owner.rank)
         return True
 
@@ -81,7 +75,7 @@ class SimulatedWork(dist.Work):
     def is_completed(self) -> bool:
         if not self._pending.is_over:
             # Who asks in a loop would otherwise ask for ever.
-            self._owner.baton.let_others_run()
+            self._owner.turns.let_others_run()
         return self._pending.is_over
 
     def is_success(self) -> bool:
@@ -105,25 +99,6 @@ class SimulatedWork(dist.Work):
     _source_rank = source_rank
 
 
-class _Held:
-    """What a rank waits for that a fault holds back."""
-
-    def __init__(self) -> None:
-        self._is_over = False
-
-    def let_go(self) -> None:
-        self._is_over = True
-
-    def is_over(self) -> bool:
-        return self._is_over
-
-    def describe(self) -> str:
-        return "the end of a delay"
-
-    def give_up(self) -> bool:
-        return False
-
-
 class SimulatedGroup(dist.ProcessGroup):
     """One rank's end of a process group.
 
@@ -135,7 +110,7 @@ class SimulatedGroup(dist.ProcessGroup):
         description: What it is for, in a few words.
     """
 
-    def __init__(self, owner: RankThread, key: GroupKey, backend: str, timeout: timedelta, description: str) -> None:
+    def __init__(self, owner: SimulatedRank, key: GroupKey, backend: str, timeout: timedelta, description: str) -> None:
         self._own = key.ranks.index(owner.rank)
         super().__init__(self._own, len(key.ranks))
         self._owner = owner
@@ -295,10 +270,10 @@ class SimulatedGroup(dist.ProcessGroup):
         owner, board = self._owner, self._owner.board
         action = self._enter(op)
         self._calls += 1
-        meeting = board.meeting(self._key, self._calls)
-        self._send(action, lambda: board.arrive(meeting, self._own, call))
-        shown = f"{describe(call)}, collective {self._calls} of {self._key}{_note(action)}"
-        return self._started(SimulatedWork(owner, meeting, shown, [out for part in parts for out in part.outputs]))
+        pending = board.rendezvous(self._key, self._calls)
+        self._send(action, lambda: board.arrive(pending, self._own, call))
+        shown = f"{call}, collective {self._calls} of {self._key}{_note(action)}"
+        return self._started(SimulatedWork(owner, pending, shown, [out for part in parts for out in part.outputs]))
 
     def _message(self, tensor: torch.Tensor, peer: int, tag: int, *, is_send: bool) -> SimulatedWork:
         board = self._owner.board
@@ -309,18 +284,18 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def _enter(self, op: str) -> Delay | Drop | None:
         owner = self._owner
-        if owner.baton.player_here() is None:
+        if owner.turns.thread_here() is None:
             raise UsageError(
                 f"{op} in a daemon thread, which takes no turns", at=f"rank {owner.rank}", fix="pass daemon=False"
             )
         action = owner.faults.take(owner.rank, op)
         if isinstance(action, Raise):
             raise action.error
-        owner.baton.maybe_let_others_run()
+        owner.turns.maybe_let_others_run()
         if isinstance(action, Delay) and action.holds_rank:
-            held = _Held()
-            owner.baton.later(action.turns, held.let_go)
-            owner.baton.wait(held)
+            over: list[bool] = []
+            owner.turns.later(action.turns, lambda: over.append(True))
+            owner.turns.wait(lambda: bool(over), lambda: "the end of a delay")
             return None
         return action
 
@@ -328,7 +303,7 @@ class SimulatedGroup(dist.ProcessGroup):
         if action is None:
             arrive()
         elif isinstance(action, Delay):
-            self._owner.baton.later(action.turns, arrive)
+            self._owner.turns.later(action.turns, arrive)
 
     def _started(self, work: SimulatedWork) -> SimulatedWork:
         if self._coalesced is not None:
@@ -336,24 +311,19 @@ class SimulatedGroup(dist.ProcessGroup):
         return work
 
     def _gathered(self, outputs: Tensors, source: torch.Tensor) -> Part:
-        if len(outputs) != self.size():
-            raise ValueError(f"all_gather into {len(outputs)} tensors among {self.size()} ranks")
-        if any(out.numel() != source.numel() or out.dtype != source.dtype for out in outputs):
-            raise ValueError(
-                f"all_gather of {list(source.shape)} {source.dtype} into "
-                f"{[list(out.shape) for out in outputs]} {outputs[0].dtype}"
-            )
+        self._check("all_gather", source, outputs)
         return Part([source], outputs, source)
 
     def _scattered(self, output: torch.Tensor, sources: Tensors) -> Part:
-        if len(sources) != self.size():
-            raise ValueError(f"reduce_scatter of {len(sources)} tensors among {self.size()} ranks")
-        if any(one.numel() != output.numel() or one.dtype != output.dtype for one in sources):
-            raise ValueError(
-                f"reduce_scatter of {[list(one.shape) for one in sources]} {sources[0].dtype} into "
-                f"{list(output.shape)} {output.dtype}"
-            )
+        self._check("reduce_scatter", output, sources)
         return Part(sources, [output], output)
+
+    def _check(self, op: str, own: torch.Tensor, slices: Tensors) -> None:
+        if len(slices) != self.size():
+            raise ValueError(f"{op} of {len(slices)} tensors among {self.size()} ranks")
+        if any(one.numel() != own.numel() or one.dtype != own.dtype for one in slices):
+            shown = [list(one.shape) for one in slices]
+            raise ValueError(f"{op} between {list(own.shape)} {own.dtype} and {shown} {slices[0].dtype}")
 
     def _slices(self, tensor: torch.Tensor) -> Tensors:
         numel, rest = divmod(tensor.numel(), self.size())

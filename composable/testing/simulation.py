@@ -10,9 +10,11 @@
 One rank runs at a time, so a run is the same every time, and one that cannot go on ends at once.
 """
 
+import ctypes
 import itertools
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,14 +23,11 @@ from typing import Any, TypeVar
 import torch
 
 from composable.errors import ConfigError, UsageError
-from composable.testing.baton import Baton, Player, Unwound
 from composable.testing.faults import Fault, FaultPlan
-from composable.testing.meetings import Board
-from composable.testing.process_group import RankThread
-from composable.testing.process_state import ProcessState
-from composable.testing.stuck import end_thread, stack_of
+from composable.testing.process_group import SimulatedRank
+from composable.testing.rendezvous import Board
 from composable.testing.torch_world import RankStore, TorchOfRanks
-from composable.testing.turns_of_threads import ThreadOfRank
+from composable.testing.turn_scheduler import ProcessState, RankThread, StartedByRank, TurnScheduler, Unwound
 
 __all__ = ["Outcome", "run", "simulate"]
 
@@ -136,7 +135,7 @@ def run(
 
 
 class _Simulation:
-    """Threads, the baton that goes round among them, and what they share."""
+    """Threads that take turns, and what they share."""
 
     def __init__(
         self,
@@ -147,30 +146,29 @@ class _Simulation:
         timeout_s: float,
         ranks_per_host: int,
     ) -> None:
-        self._world_size = world_size
         self._fn = fn
         self._timeout_s = timeout_s
-        self._baton = Baton(world_size, seed)
-        self._torch = TorchOfRanks(self._baton)
-        self._store = RankStore(self._torch)
+        self._turns = TurnScheduler(world_size, seed)
+        self._torch = TorchOfRanks(self._turns)
+        self._store = RankStore(self._turns)
         self._outcome = Outcome()
         board = Board()
         self._ranks = [
-            RankThread(player, next(_NUMBERS), self._baton, board, faults, ranks_per_host)
-            for player in self._baton.players
+            SimulatedRank(rank, next(_NUMBERS), self._turns, board, faults, ranks_per_host)
+            for rank in range(world_size)
         ]
 
     def run(self) -> Outcome:
         """Run all ranks; when this returns, no thread and no process group is left."""
         callers_state = ProcessState()
-        for rank in self._ranks:
-            rank.player.thread = ThreadOfRank(target=self._run_rank, args=(rank,), name=f"rank {rank.rank}")
+        for thread in self._turns.threads:
+            thread.thread = StartedByRank(target=self._run_rank, args=(thread,), name=f"rank {thread.rank}")
         with self._torch.installed():
             try:
-                for rank in self._ranks:
-                    _thread_of(rank.player).start()
-                self._baton.start()
-                if not self._baton.all_ended.acquire(timeout=self._timeout_s):
+                for thread in list(self._turns.threads):
+                    _python_thread(thread).start()
+                self._turns.start()
+                if not self._turns.all_ended.acquire(timeout=self._timeout_s):
                     raise self._timeout()
             except BaseException:
                 # Also Ctrl-C.
@@ -178,44 +176,51 @@ class _Simulation:
                 raise
             finally:
                 callers_state.restore()
-            for player in self._baton.players:
-                _thread_of(player).join()
+            self._join()
         return self._outcome
 
-    def _run_rank(self, rank: RankThread) -> None:
-        player = rank.player
-        self._baton.enter(player)
-        how = "returned"
+    def _run_rank(self, thread: RankThread) -> None:
+        self._turns.enter(thread)
+        rank, how = thread.rank, "returned"
         try:
             timeout = timedelta(seconds=self._timeout_s)
-            with torch.enable_grad(), self._torch.default_group(rank, self._world_size, self._store, timeout):
-                self._outcome.results[rank.rank] = self._fn(rank.rank)
+            world = self._torch.default_group(self._ranks[rank], len(self._ranks), self._store, timeout)
+            with torch.enable_grad(), world:
+                self._outcome.results[rank] = self._fn(rank)
         except Unwound:
             how = "been unwound"
         except BaseException as error:  # SystemExit and a test's own failures too
-            self._outcome.errors[rank.rank] = error
-            player.has_raised, how = True, f"raised {type(error).__name__}"
+            self._outcome.errors[rank] = error
+            thread.has_raised, how = True, f"raised {type(error).__name__}"
         finally:
-            self._baton.end(player, how)
+            self._turns.end(thread, how)
 
     def _timeout(self) -> TimeoutError:
-        holder = self._baton.holder
+        holder = self._turns.holder
+        frame = sys._current_frames().get(_python_thread(holder).ident or 0)
+        stack = "".join(traceback.format_stack(frame)) if frame else "(the thread has ended)"
         return TimeoutError(
-            f"the simulation has not ended after {self._timeout_s:g} s: rank {holder.rank} is stuck in\n"
-            f"{stack_of(_thread_of(holder))}"
+            f"the simulation has not ended after {self._timeout_s:g} s: rank {holder.rank} is stuck in\n{stack}"
         )
 
     def _unwind(self) -> None:
-        self._baton.unwind_all()
-        end_thread(_thread_of(self._baton.holder), Unwound)
-        if self._baton.all_ended.acquire(timeout=UNWIND_S):
-            for player in self._baton.players:
-                _thread_of(player).join()
+        self._turns.unwind_all()
+        thread = _python_thread(self._turns.holder)
+        if thread.ident is not None and thread.is_alive():
+            # As soon as it executes Python again.
+            ident, error = ctypes.c_ulong(thread.ident), ctypes.py_object(Unwound)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
+        if self._turns.all_ended.acquire(timeout=UNWIND_S):
+            self._join()
+
+    def _join(self) -> None:
+        for thread in self._turns.threads:
+            _python_thread(thread).join()
 
 
-def _thread_of(player: Player) -> threading.Thread:
-    assert player.thread is not None, "made before the first turn"
-    return player.thread
+def _python_thread(thread: RankThread) -> threading.Thread:
+    assert thread.thread is not None, "made before the first turn"
+    return thread.thread
 
 
 def _note(rank: int, outcome: Outcome) -> str:

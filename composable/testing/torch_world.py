@@ -10,9 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from composable.testing.baton import Baton
-from composable.testing.process_group import RankThread, SimulatedGroup
-from composable.testing.turns_of_threads import taking_turns
+from composable.testing.process_group import SimulatedGroup, SimulatedRank
+from composable.testing.turn_scheduler import TurnScheduler, taking_turns
 from composable.torch_private import (
     PrefixStore,
     Store,
@@ -41,36 +40,19 @@ class RankWorld(TorchWorld):
     pg_to_tag: Any = None
     group_count = 0
 
-    def __init__(self, owner: RankThread) -> None:
+    def __init__(self, owner: SimulatedRank) -> None:
         super().__init__()
         self.owner = owner
         self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
         self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
 
 
-@dataclass(eq=False)
-class _Keys:
-    """What somebody waits for in the store."""
-
-    held: dict[str, bytes]
-    wanted: list[str]
-
-    def is_over(self) -> bool:
-        return all(key in self.held for key in self.wanted)
-
-    def describe(self) -> str:
-        return f"the keys {', '.join(self.wanted)} of the store"
-
-    def give_up(self) -> bool:
-        return False
-
-
 class RankStore(Store):
     """A store that all ranks share. Who waits in it lets the others run."""
 
-    def __init__(self, torch_of_ranks: "TorchOfRanks") -> None:
+    def __init__(self, turns: TurnScheduler) -> None:
         super().__init__()
-        self._torch = torch_of_ranks
+        self._turns = turns
         self._held: dict[str, bytes] = {}
 
     def set(self, key: str, value: Any) -> None:
@@ -95,23 +77,21 @@ class RankStore(Store):
         return held
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        rank = self._torch.rank_here()
-        assert rank is not None, "the store belongs to the ranks"
-        rank.baton.wait(_Keys(self._held, keys))
+        self._turns.wait(lambda: self.check(keys), lambda: f"the keys {', '.join(keys)} of the store")
 
 
 @dataclass(eq=False)
 class TorchOfRanks:
     """torch.distributed as the threads of one simulation see it."""
 
-    baton: Baton
+    turns: TurnScheduler
     _here: threading.local = field(default_factory=threading.local)
 
     def world_here(self) -> RankWorld | None:
         """Return the process groups of the calling thread, if it is a rank's."""
         return getattr(self._here, "world", None)
 
-    def rank_here(self) -> RankThread | None:
+    def rank_here(self) -> SimulatedRank | None:
         """Return the rank whose thread is calling, if it is one."""
         world = self.world_here()
         return None if world is None else world.owner
@@ -122,7 +102,7 @@ class TorchOfRanks:
         number = lambda: None if (rank := self.rank_here()) is None else rank.number  # noqa: E731
         with (
             torch_keeps_groups_by_thread(self.world_here, self._new_group, number),
-            taking_turns(self.baton, self.world_here, self._adopt),
+            taking_turns(self.turns, self.world_here, self._adopt),
         ):
             try:
                 yield
@@ -136,7 +116,7 @@ class TorchOfRanks:
             register_group(name, group)
 
     @contextmanager
-    def default_group(self, rank: RankThread, world_size: int, store: Store, timeout: timedelta) -> Iterator[None]:
+    def default_group(self, rank: SimulatedRank, world_size: int, store: Store, timeout: timedelta) -> Iterator[None]:
         """Make the calling thread that of ``rank``, with a default process group."""
         self._here.world = RankWorld(rank)
         hook = sys.excepthook

@@ -1,4 +1,4 @@
-"""Tests composable/collectives/hosts.py: which ranks share a host, and the mesh that follows."""
+"""Tests composable/collectives/ranks.py, hosts: which ranks share a host, and the mesh that follows."""
 
 import os
 import random
@@ -13,7 +13,7 @@ from torch import nn
 
 from composable import ConfigError, fully_shard
 from composable.collectives import Ranks
-from composable.collectives.hosts import hosts_of, number_hosts, rows_of_hosts
+from composable.collectives.ranks import hosts_of, number_hosts, rows_of_hosts
 from composable.runtime import sharded_state_of
 from tests.hosts import why_no_hosts
 from tests.world import run_ranks, run_threads, told
@@ -88,7 +88,7 @@ def test_a_network_namespace_of_its_own_is_another_host() -> None:
     reason = why_no_hosts()
     if reason:
         pytest.skip(f"no network namespaces: {reason}")
-    command = [sys.executable, "-c", "from composable.collectives.hosts import _own_name; print(_own_name())"]
+    command = [sys.executable, "-c", "from composable.collectives.ranks import _own_host; print(_own_host())"]
     names = [
         subprocess.run([*before, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for before in ([], ["unshare", "--user", "--map-root-user", "--net"])

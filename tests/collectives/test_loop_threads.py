@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from composable.collectives.choose import make_transport
-from composable.collectives.loop_threads import never_preempt, threads_of_process
+from composable.collectives.point_to_point import PointToPointTransport, never_preempt, threads_of_process
 from tests.world import run_ranks
 
 
@@ -19,7 +18,7 @@ def name_of(thread: int) -> str:
 
 def policies() -> tuple[list[str], list[str], int]:
     """Return the names of the threads under the batch policy, those of loop threads, and this thread's policy."""
-    make_transport("point_to_point", dist.group.WORLD)
+    PointToPointTransport(dist.group.WORLD)
     threads = threads_of_process()
     batch = [name_of(thread) for thread in threads if os.sched_getscheduler(thread) == os.SCHED_BATCH]
     return batch, [name for name in map(name_of, threads) if name == "gloo_tcp_loop"], os.sched_getscheduler(0)

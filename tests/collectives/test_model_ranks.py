@@ -43,7 +43,7 @@ def test_teams_have_a_rank_in_each_column(sizes: tuple[int, ...]) -> None:
 def join_without_others() -> None:
     mesh = init_device_mesh("cpu", (2,))
     ranks = Ranks.of_mesh(mesh)
-    assert ModelRanks.of(ranks, [ranks]) == ModelRanks(ranks, ranks)
+    assert ModelRanks.of(ranks, [ranks]) == ModelRanks(ranks)
 
 
 def test_ranks_without_others_are_a_model_alone() -> None:

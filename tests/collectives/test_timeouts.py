@@ -1,4 +1,4 @@
-"""Tests composable/collectives/timeouts.py: groups without a timeout of their own have that of the default group."""
+"""Timeouts: groups without a timeout of their own have that of the default group."""
 
 from datetime import timedelta
 
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from composable import fully_shard, replicate
-from composable.collectives.timeouts import told_timeout
+from composable.collectives.ranks import told_timeout
 from composable.torch_private import groups_of_process, timeout_of
 from tests.world import GROUP_S as WORLD_S
 from tests.world import run_ranks

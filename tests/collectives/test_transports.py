@@ -7,18 +7,24 @@ import os
 import random
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from composable.collectives.base import Pending, Transport
-from composable.collectives.choose import choose_transport, make_transport, transport_of
-from composable.collectives.hosts import number_hosts
-from composable.errors import ConfigError
+from composable.collectives import Pending, Transport, transport_of
+from composable.collectives.ranks import number_hosts
+from composable.collectives.transport import (
+    _REGISTERED,
+    ProcessGroupTransport,
+    choose_transport,
+    register_transport,
+    transport_class,
+)
+from composable.errors import ConfigError, DesyncError
 from tests.ordered_groups import needs_ordered_groups
-from tests.world import RankErrors, run_ranks
+from tests.world import RankErrors, run_ranks, run_threads
 
 TRANSPORTS = ["process_group", "point_to_point"]
 WORLD_SIZES = [1, 2, 3, 4]
@@ -29,12 +35,11 @@ SMALL, LARGE = 1001, 262_147
 
 each_transport = pytest.mark.parametrize("name", TRANSPORTS)
 each_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 
 
 def make(name: str) -> Transport:
     assert dist.group.WORLD is not None
-    return make_transport(name, dist.group.WORLD)
+    return transport_class(name)(dist.group.WORLD)
 
 
 def slice_of(rank: int, numel: int, dtype: torch.dtype, *, seed: int = 0) -> torch.Tensor:
@@ -59,10 +64,8 @@ def reduced(rank: int, world_size: int, numel: int, dtype: torch.dtype, *, seed:
 # The four operations
 
 
-def gather(name: str, dtype: torch.dtype, numel: int) -> None:
-    transport = make(name)
+def gather(transport: Transport, dtype: torch.dtype, numel: int) -> None:
     rank, world_size = transport.rank, transport.world_size
-    assert (rank, world_size) == (dist.get_rank(), dist.get_world_size())
     shard = slice_of(rank, numel, dtype)
     buffer = torch.full((world_size * numel,), 99).to(dtype)
     transport.begin_all_gather(buffer, shard, transport.allocate_key()).finish()
@@ -70,36 +73,7 @@ def gather(name: str, dtype: torch.dtype, numel: int) -> None:
     torch.testing.assert_close(shard, slice_of(rank, numel, dtype), rtol=0, atol=0)
 
 
-@each_transport
-@each_world_size
-@each_dtype
-@pytest.mark.parametrize("numel", [SMALL, LARGE])
-def test_an_all_gather_fills_the_buffer_in_rank_order(
-    name: str, world_size: int, dtype: torch.dtype, numel: int
-) -> None:
-    run_ranks(gather, world_size, name, dtype, numel)
-
-
-def gather_many_dtypes(name: str) -> None:
-    for dtype in (torch.bool, torch.int8, torch.int16, torch.float16, torch.float64, torch.float8_e4m3fn):
-        gather(name, dtype, 5)
-    gather(name, torch.complex64, 5)
-
-
-@each_transport
-def test_any_dtype_can_be_gathered(name: str) -> None:
-    run_ranks(gather_many_dtypes, 2, name)
-
-
-@each_transport
-@each_world_size
-def test_an_empty_shard_needs_no_traffic(name: str, world_size: int) -> None:
-    run_ranks(gather, world_size, name, torch.float32, 0)
-    run_ranks(reduce_to_shards, world_size, name, torch.float32, 0)
-
-
-def reduce_to_shards(name: str, dtype: torch.dtype, numel: int) -> None:
-    transport = make(name)
+def reduce_to_shards(transport: Transport, dtype: torch.dtype, numel: int) -> None:
     rank, world_size = transport.rank, transport.world_size
     for scale in (1.0, 0.25, 1 / world_size):
         shard = torch.full((numel,), 99).to(dtype)
@@ -108,52 +82,43 @@ def reduce_to_shards(name: str, dtype: torch.dtype, numel: int) -> None:
         torch.testing.assert_close(shard, reduced(rank, world_size, numel, dtype) * scale)
 
 
-@each_transport
-@each_world_size
-@each_dtype
-@pytest.mark.parametrize("numel", [SMALL, LARGE])
-def test_a_reduce_scatter_gives_the_scaled_sum_of_slices(
-    name: str, world_size: int, dtype: torch.dtype, numel: int
-) -> None:
-    run_ranks(reduce_to_shards, world_size, name, dtype, numel)
-
-
-@each_transport
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])
-def test_other_dtypes_of_gradients_can_be_reduced(name: str, dtype: torch.dtype) -> None:
-    run_ranks(reduce_to_shards, 3, name, dtype, 5)
-
-
-def reduce_in_place(name: str, dtype: torch.dtype) -> None:
-    transport = make(name)
+def reduce_in_place(transport: Transport, dtype: torch.dtype, numel: int) -> None:
     for scale in (1.0, 0.5, 1 / transport.world_size):
-        tensor = slice_of(transport.rank, 101, dtype)
+        tensor = slice_of(transport.rank, numel, dtype)
         transport.begin_all_reduce(tensor, transport.allocate_key(), scale=scale).finish()
-        total = torch.stack([slice_of(rank, 101, torch.float64) for rank in range(transport.world_size)]).sum(0)
+        total = torch.stack([slice_of(rank, numel, torch.float64) for rank in range(transport.world_size)]).sum(0)
         torch.testing.assert_close(tensor, (total * scale).to(dtype))
 
 
-@each_transport
-@each_world_size
-@each_dtype
-def test_an_all_reduce_gives_every_rank_the_scaled_sum(name: str, world_size: int, dtype: torch.dtype) -> None:
-    run_ranks(reduce_in_place, world_size, name, dtype)
-
-
-def broadcast(name: str) -> None:
-    transport = make(name)
+def broadcast(transport: Transport, dtype: torch.dtype, numel: int) -> None:
     key = transport.allocate_key()
-    for dtype in (*DTYPES, torch.bool, torch.int64, torch.int16):
-        for source_rank in range(transport.world_size):
-            tensor = slice_of(transport.rank, 101, dtype)
-            transport.begin_broadcast(tensor, source_rank, key).finish()
-            torch.testing.assert_close(tensor, slice_of(source_rank, 101, dtype), rtol=0, atol=0)
+    for source_rank in range(transport.world_size):
+        tensor = slice_of(transport.rank, numel, dtype)
+        transport.begin_broadcast(tensor, source_rank, key).finish()
+        torch.testing.assert_close(tensor, slice_of(source_rank, numel, dtype), rtol=0, atol=0)
+
+
+# By operation, what it moves beside float32 and bfloat16.
+OPERATIONS: dict[Callable[[Transport, torch.dtype, int], None], tuple[torch.dtype, ...]] = {
+    gather: (torch.bool, torch.int8, torch.int16, torch.float16, torch.float8_e4m3fn, torch.complex64),
+    reduce_to_shards: (torch.float16, torch.float64, torch.complex64),
+    reduce_in_place: (torch.float64, torch.complex64),
+    broadcast: (torch.bool, torch.int64, torch.int16),
+}
+
+
+def use(name: str) -> None:
+    transport = make(name)
+    assert (transport.rank, transport.world_size) == (dist.get_rank(), dist.get_world_size())
+    for operation, others in OPERATIONS.items():
+        for dtype, numel in [*itertools.product(DTYPES, (0, SMALL, LARGE)), *itertools.product(others, [5])]:
+            operation(transport, dtype, numel)
 
 
 @each_transport
 @each_world_size
-def test_a_broadcast_gives_every_rank_the_tensor_of_its_source(name: str, world_size: int) -> None:
-    run_ranks(broadcast, world_size, name)
+def test_every_operation_gives_what_it_says_of_any_dtype_and_size(name: str, world_size: int) -> None:
+    run_ranks(use, world_size, name)
 
 
 # Many at once
@@ -181,7 +146,7 @@ class Exchange:
         torch.testing.assert_close((self.buffer, self.result), self.expected)
 
 
-def exchange_in_disorder(name: str, dtype: torch.dtype, rounds: int) -> None:
+def exchange_in_disorder(name: str, rounds: int) -> None:
     transport = make(name)
     numels = [1, LARGE, SMALL, LARGE, 17]
     keys = [transport.allocate_key() for _ in numels]
@@ -189,7 +154,7 @@ def exchange_in_disorder(name: str, dtype: torch.dtype, rounds: int) -> None:
     # Each rank computes and waits in an order of its own; collectives start in the same order on all.
     chance = random.Random(transport.rank)
     shared_chance = random.Random(0)
-    for round_ in range(rounds):
+    for round_, dtype in itertools.product(range(rounds), DTYPES):
         in_flight = []
         for key, numel in shared_chance.sample(list(zip(keys, numels, strict=True)), len(keys)):
             in_flight.append(Exchange(transport, key, numel, dtype, seed=round_))
@@ -198,7 +163,8 @@ def exchange_in_disorder(name: str, dtype: torch.dtype, rounds: int) -> None:
                 torch.mm(torch.ones(side, side), torch.ones(side, side))
             if chance.random() < 0.3:
                 chance.choice(in_flight).pendings[chance.randrange(2)].finish()
-        pendings = [pending for exchange in in_flight for pending in exchange.pendings]
+        # To finish one again changes nothing.
+        pendings = 2 * [pending for exchange in in_flight for pending in exchange.pendings]
         chance.shuffle(pendings)
         for pending in pendings:
             pending.finish()
@@ -208,9 +174,8 @@ def exchange_in_disorder(name: str, dtype: torch.dtype, rounds: int) -> None:
 
 @each_transport
 @each_world_size
-@each_dtype
-def test_collectives_in_flight_together_do_not_mix(name: str, world_size: int, dtype: torch.dtype) -> None:
-    run_ranks(exchange_in_disorder, world_size, name, dtype, 3)
+def test_collectives_in_flight_together_do_not_mix(name: str, world_size: int) -> None:
+    run_ranks(exchange_in_disorder, world_size, name, 3)
 
 
 def run_ahead(name: str, rounds: int) -> None:
@@ -233,21 +198,6 @@ def run_ahead(name: str, rounds: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_may_run_ahead_with_one_key(name: str, world_size: int) -> None:
     run_ranks(run_ahead, world_size, name, 12)
-
-
-def finish_twice(name: str, numel: int) -> None:
-    transport = make(name)
-    exchange = Exchange(transport, transport.allocate_key(), numel, torch.float32, seed=0)
-    for pending in exchange.pendings * 2:
-        pending.finish()
-    exchange.check()
-
-
-@each_transport
-@each_world_size
-def test_finishing_twice_changes_nothing(name: str, world_size: int) -> None:
-    run_ranks(finish_twice, world_size, name, SMALL)
-    run_ranks(finish_twice, world_size, name, LARGE)
 
 
 def exchange_beside_user_traffic(name: str) -> None:
@@ -281,7 +231,7 @@ def exchange_in_part_of_the_world(name: str, groups: list[list[int]]) -> tuple[i
     mine = [ranks for ranks in made if dist.get_rank() in ranks]
     if not mine:
         return None
-    transport = make_transport(name, made[mine[0]])
+    transport = transport_class(name)(made[mine[0]])
     for round_ in range(3):
         exchange = Exchange(transport, transport.allocate_key(), (SMALL, LARGE, 1)[round_], torch.float32, seed=round_)
         for pending in exchange.pendings:
@@ -310,7 +260,7 @@ def test_groups_that_are_parts_of_the_world(
 
 def exchange_in_an_unsorted_group(name: str) -> None:
     group = dist.new_group([2, 0, 1], sort_ranks=False)
-    transport = make_transport(name, group)
+    transport = transport_class(name)(group)
     assert transport.rank == [2, 0, 1].index(dist.get_rank())
     for numel in (SMALL, LARGE):
         exchange = Exchange(transport, transport.allocate_key(), numel, torch.float32, seed=0)
@@ -422,8 +372,8 @@ def test_a_mean_within_range_does_not_overflow_on_the_way(world_size: int) -> No
 # Autograd
 
 
-def gather_into_leaves(name: str, numel: int) -> None:
-    transport = make(name)
+def gather_into_leaves(name: str) -> None:
+    transport, numel = make(name), LARGE
     key = transport.allocate_key()
     shard = torch.full((numel,), 2.0)
     buffer = torch.empty(numel * transport.world_size)
@@ -446,9 +396,8 @@ def gather_into_leaves(name: str, numel: int) -> None:
 
 @each_transport
 @each_world_size
-@pytest.mark.parametrize("numel", [SMALL, LARGE])
-def test_gathering_again_does_not_count_as_a_change_of_saved_parameters(name: str, world_size: int, numel: int) -> None:
-    run_ranks(gather_into_leaves, world_size, name, numel)
+def test_gathering_again_does_not_count_as_a_change_of_saved_parameters(name: str, world_size: int) -> None:
+    run_ranks(gather_into_leaves, world_size, name)
 
 
 # Trouble
@@ -483,7 +432,7 @@ def wait_for_a_late_peer(name: str) -> float:
     # Ranks have so long to connect too, so they come together.
     dist.barrier()
     group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=LATE_S))
-    transport = make_transport(name, group)
+    transport = transport_class(name)(group)
     waited_s = 0.0
     if transport.rank == 0:
         start = time.perf_counter()
@@ -596,6 +545,77 @@ def test_a_transport_that_does_not_fit_is_an_error(device_type: str, backend: st
     with pytest.raises(ConfigError, match="moves CPU tensors over gloo") as caught:
         choose_transport(device_type, backend, (0, 0), "point_to_point")
     assert caught.value.fix == "pass transport='auto'"
+
+
+# A transport more, and one less
+
+
+@pytest.fixture
+def toy() -> Iterator[type[ProcessGroupTransport]]:
+    """A transport that only its own lines name."""
+
+    @register_transport
+    class Toy(ProcessGroupTransport):
+        name = "toy"
+        moves = "toys"
+        cost = 5
+
+        @classmethod
+        def serves(cls, device_type: str, backend: str) -> bool:
+            return backend == "gloo" and device_type == "cpu"
+
+        @classmethod
+        def fits(cls, device_type: str, backend: str, hosts: Sequence[int]) -> bool:
+            return cls.serves(device_type, backend) and len(hosts) == 9
+
+    yield Toy
+    del _REGISTERED["toy"]
+
+
+def test_a_transport_that_registers_itself_is_chosen_by_name_and_by_cost(toy: type[ProcessGroupTransport]) -> None:
+    chosen = [choose_transport("cpu", "gloo", (0,) * size) for size in (8, 9, 10)]
+    assert chosen == ["point_to_point", "toy", "process_group"]
+    assert choose_transport("cpu", "gloo", (0,), "toy") == "toy" and transport_class("toy") is toy
+    with pytest.raises(ConfigError, match="transport 'toy' moves toys"):
+        choose_transport("cuda", "nccl", (0,), "toy")
+    with pytest.raises(ConfigError) as caught:
+        choose_transport("cpu", "gloo", (0,), "pigeon")
+    assert caught.value.fix == "pass one of 'auto', 'process_group', 'toy', 'point_to_point'"
+
+
+def move_by_toy() -> str:
+    assert dist.group.WORLD is not None
+    transport = transport_of(dist.group.WORLD, "toy")
+    for operation in OPERATIONS:
+        operation(transport, torch.float32, SMALL)
+    return type(transport).__name__
+
+
+def test_a_transport_that_registers_itself_moves_bytes(toy: type[ProcessGroupTransport]) -> None:
+    assert run_threads(move_by_toy, 2) == ["Toy"] * 2
+
+
+def start_in_a_closed_one(name: str) -> str:
+    transport = make(name)
+    exchange_once(transport, transport.allocate_key())
+    transport.closed_because = ("    rank 0: is elsewhere",)
+    tensor = torch.zeros(2 * transport.world_size)
+    for begin in (
+        lambda: transport.begin_all_gather(tensor, torch.zeros(2), 0),
+        lambda: transport.begin_reduce_scatter(tensor, torch.zeros(2), 0),
+        lambda: transport.begin_all_reduce(tensor, 0),
+        lambda: transport.begin_broadcast(tensor, 0, 0),
+    ):
+        with pytest.raises(DesyncError) as caught:
+            begin()
+    assert not transport.in_flight
+    return str(caught.value)
+
+
+@each_transport
+def test_nothing_is_started_once_the_ranks_have_diverged(name: str) -> None:
+    for rank, text in enumerate(run_threads(start_in_a_closed_one, 2, name)):
+        assert "will never come\n    rank 0: is elsewhere\n" in text and f"at:  rank {rank}" in text
 
 
 # CUDA

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from composable.collectives import Grid, Ranks
-from composable.collectives.base import Pending, Transport
+from composable.collectives import Grid, Pending, Ranks, Transport
 from composable.errors import UsageError
 from composable.replication.bucket import Bucket, BucketOptions, ReducedParam, plan_buckets
 from composable.replication.reducer import Reducer

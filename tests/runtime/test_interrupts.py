@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from composable.backward_steps import BackwardSteps
 from composable.casts import CastBuffers, LentBuffers
-from composable.collectives.base import Transport
-from composable.collectives.choose import make_transport
+from composable.collectives import Transport
+from composable.collectives.transport import transport_class
 from composable.replication.bucket import Bucket
 from composable.replication.bucket_steps import step_rest
 from composable.replication.reducer import Reducer
@@ -142,7 +142,7 @@ def settle_at_every_instruction(name: str) -> int:
     """Cut each collective short at each instruction, settle, and run it again; returns how many there were."""
     default = dist.group.WORLD
     assert default is not None
-    transport = make_transport(name, default)
+    transport = transport_class(name)(default)
     world_size, rank = dist.get_world_size(), dist.get_rank()
     cuts = 0
 

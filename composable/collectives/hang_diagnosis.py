@@ -1,4 +1,4 @@
-"""Whether ranks that wait will ever go on: a pure function of where each of them is.
+"""Whether ranks that wait will ever go on: a pure function of the status of each of them.
 
 On all ranks of a group the same things are started in the same order. So a rank that waits for something
 which another has not started yet is ahead of that one. If ranks are ahead of each other in a circle, or if the
@@ -10,13 +10,12 @@ Ranks need not be asked at one moment: who waits in a circle stays where it is, 
 from different moments is a circle at the last of them.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from composable.wording import ranks_text
 
-__all__ = ["COUNTED", "MAIN_LANE", "ORDERED", "Place", "Tree", "Verdict", "Wait", "judge", "place_from", "text_of"]
+__all__ = ["COUNTED", "MAIN_LANE", "ORDERED", "Diagnosis", "RankStatus", "Tree", "Wait", "diagnose"]
 
 # Of the thread that trains. Other threads are told apart by their names, which are the same on all ranks.
 MAIN_LANE = "main"
@@ -70,104 +69,72 @@ class Tree:
     """Where the modules of one annotation are.
 
     Attributes:
+        name: What they are called.
         forwards: How many forwards they have begun.
         backwards: How many backwards.
         is_inside: The last of all these is under way.
-        has_failed: The last forward ended by an exception.
-        text: The same for people: "in forward 3 of Sequential".
+        is_backward: The last of all these is a backward.
+        was_stopped: It is one, and an exception has stopped it.
+        failure: What the last forward has raised.
         settings: What users set, of what decides when ranks communicate, by module; for people.
     """
 
+    name: str
     forwards: int
     backwards: int
-    is_inside: bool
-    has_failed: bool
-    text: str
+    is_inside: bool = False
+    is_backward: bool = False
+    was_stopped: bool = False
+    failure: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
 
-    @staticmethod
-    def of(
-        name: str,
-        forwards: int,
-        backwards: int,
-        *,
-        is_inside: bool,
-        is_backward: bool,
-        was_stopped: bool,
-        failure: str,
-        settings: Mapping[str, str] | None = None,
-    ) -> "Tree":
-        """Return where they are, in words too.
-
-        Args:
-            name: What the modules are called.
-            forwards: How many forwards they have begun.
-            backwards: How many backwards.
-            is_inside: The last of all these is under way.
-            is_backward: The last of all these is a backward.
-            was_stopped: It is one, and an exception has stopped it.
-            failure: What the last forward has raised.
-            settings: By module, what users set.
-        """
-        text = f"{'backward' if is_backward else 'forward'} {backwards if is_backward else forwards} of {name}"
-        if is_inside:
-            text = f"in {text}"
-        elif was_stopped:
-            text = f"has left {text} by an exception"
-        elif failure:
-            text = f"has left {text}: {failure}"
-        else:
-            text = f"has ended {text}" if forwards else f"has not begun a forward of {name}"
-        return Tree(
-            forwards, backwards, is_inside=is_inside, has_failed=bool(failure), text=text, settings=settings or {}
-        )
+    @property
+    def text(self) -> str:
+        """Where they are, for people: "in forward 3 of Sequential"."""
+        step = f"backward {self.backwards}" if self.is_backward else f"forward {self.forwards}"
+        if self.is_inside:
+            return f"in {step} of {self.name}"
+        if self.was_stopped:
+            return f"has left {step} of {self.name} by an exception"
+        if self.failure:
+            return f"has left {step} of {self.name}: {self.failure}"
+        return f"has ended {step} of {self.name}" if self.forwards else f"has not begun a forward of {self.name}"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank is.
+class RankStatus:
+    """What a rank waits for, and what it has started so far.
 
     Attributes:
         waits: Of each thread that waits.
-        counted: By group, how much this rank has started in it, by the count of torch.distributed.
-        ordered: By group, how much its transports have, where messages have no tags.
-        recent: By group, the kinds of the last of those.
-        started_of_tag: By group, how much has been started for each tag.
+        started: By group and tag, how much this rank has started there.
+        recent: By group, the kinds of what was started last in its order.
         trees: By the names that annotations have on all ranks.
         failed_call: What the last call that annotates has raised.
         text: What it does, for people, if it does not wait.
     """
 
     waits: tuple[Wait, ...] = ()
-    counted: Mapping[str, int] = field(default_factory=dict)
-    ordered: Mapping[str, int] = field(default_factory=dict)
+    started: Mapping[tuple[str, int], int] = field(default_factory=dict)
     recent: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    started_of_tag: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     trees: Mapping[str, Tree] = field(default_factory=dict)
     failed_call: str = ""
     text: str = ""
 
     def has_started(self, wait: Wait) -> bool:
         """Say whether this rank has started what another waits for."""
-        return self._started_like(wait) >= wait.number
+        return self.started.get((wait.group, wait.tag), 0) >= wait.number
 
     def has_started_another(self, wait: Wait) -> bool:
         """Say whether this rank, in the place of what another waits for, has started something else."""
-        back = self._started_like(wait) - wait.number
+        back = self.started.get((wait.group, wait.tag), 0) - wait.number
         recent = self.recent.get(wait.group, ()) if wait.tag == ORDERED else ()
         return 0 <= back < len(recent) and recent[-1 - back] != wait.kind
 
-    def _started_like(self, wait: Wait) -> int:
-        if wait.tag == ORDERED:
-            return self.ordered.get(wait.group, 0)
-        if wait.tag == COUNTED:
-            return self.counted.get(wait.group, 0)
-        return self.started_of_tag.get(wait.group, {}).get(wait.tag, 0)
-
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the ranks are told.
+class Diagnosis:
+    """What all ranks are told.
 
     Attributes:
         is_diverged: What is waited for will never come.
@@ -175,36 +142,41 @@ class Verdict:
         lines: Where each rank is.
     """
 
-    is_diverged: bool
-    groups: tuple[str, ...]
-    lines: tuple[str, ...]
+    is_diverged: bool = False
+    groups: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+
+    def as_text(self) -> str:
+        """Return what ``from_text`` reads."""
+        return "\n".join([str(int(self.is_diverged)), " ".join(self.groups), *self.lines])
+
+    @staticmethod
+    def from_text(text: str) -> "Diagnosis":
+        """Return what ``as_text`` wrote."""
+        is_diverged, groups, *lines = text.split("\n")
+        return Diagnosis(is_diverged == "1", tuple(groups.split()), tuple(lines))
 
 
-def judge(places: Mapping[int, Place | None]) -> Verdict:
+def diagnose(ranks: Mapping[int, RankStatus | None]) -> Diagnosis:
     """Say whether ranks wait for what will never come.
 
     Args:
-        places: Of every rank; ``None`` for one that does not answer.
+        ranks: The status of every rank; ``None`` for one that does not answer.
     """
-    doomed = _doomed(places)
-    groups = {
-        name for rank, index in doomed if (place := places[rank]) is not None for name in place.waits[index].groups
-    }
-    concerned = {
-        other for rank, index in doomed if (place := places[rank]) is not None for other in place.waits[index].ranks
-    }
-    shown = {rank: places[rank] for rank in sorted(concerned & set(places) if doomed else places)}
+    doomed = _doomed({rank: status for rank, status in ranks.items() if status is not None})
+    waits = [status.waits[index] for rank, index in doomed if (status := ranks[rank]) is not None]
+    concerned = {rank for wait in waits for rank in wait.ranks} & set(ranks) if doomed else set(ranks)
+    shown = {rank: ranks[rank] for rank in sorted(concerned)}
     differences = _settings_that_differ(shown) if doomed else ()
-    is_overdue = any(place.waits[index].is_overdue for rank, index in doomed if (place := places[rank]) is not None)
-    hint = (_HINT,) if is_overdue else ()
-    return Verdict(bool(doomed), tuple(sorted(groups)), (*_lines(shown), *differences, *hint))
+    hint = [_HINT] if any(wait.is_overdue for wait in waits) else []
+    groups = sorted({name for wait in waits for name in wait.groups})
+    return Diagnosis(bool(doomed), tuple(groups), (*_lines(shown), *differences, *hint))
 
 
-def _settings_that_differ(places: Mapping[int, Place | None]) -> Iterator[str]:
+def _settings_that_differ(ranks: Mapping[int, RankStatus | None]) -> Iterator[str]:
     """Say which module has other settings on some ranks, if one has: the first of each tree."""
-    names = dict.fromkeys(name for place in places.values() if place is not None for name in place.trees)
-    for name in names:
-        trees = {rank: tree for rank, place in places.items() if place is not None and (tree := place.trees.get(name))}
+    for name in dict.fromkeys(name for status in ranks.values() if status is not None for name in status.trees):
+        trees = {rank: tree for rank, one in ranks.items() if one is not None and (tree := one.trees.get(name))}
         for module in dict.fromkeys(module for tree in trees.values() for module in tree.settings):
             texts: dict[str, list[int]] = {}
             for rank, tree in trees.items():
@@ -218,51 +190,49 @@ def _settings_that_differ(places: Mapping[int, Place | None]) -> Iterator[str]:
 _Node = tuple[int, int]  # A rank, and which of its waits.
 
 
-def _doomed(places: Mapping[int, Place | None]) -> set[_Node]:
+def _doomed(ranks: Mapping[int, RankStatus]) -> set[_Node]:
     """Return the waits that will never end."""
     ahead_of: dict[_Node, set[_Node]] = {}
     doomed: set[_Node] = set()
-    for rank, place in places.items():
-        for index, wait in enumerate(place.waits if place is not None else ()):
+    for rank, status in ranks.items():
+        for index, wait in enumerate(status.waits):
             node = (rank, index)
             ahead_of[node] = set()
-            if wait.group and all(_is_overdue(places.get(other), wait) for other in wait.ranks):
+            if wait.group and all(_is_overdue(ranks.get(other), wait) for other in wait.ranks):
                 doomed.add(node)
             for other in wait.ranks:
-                far = places.get(other)
+                far = ranks.get(other)
                 if other == rank or far is None:
                     continue
                 lane = [number for number, own in enumerate(far.waits) if own.lane == wait.lane]
                 mixed_up = {(other, number) for number in lane if _is_mixed_up(wait, far, far.waits[number])}
                 if mixed_up or far.has_started_another(wait):
                     doomed |= {node, *mixed_up}
-                elif far.has_started(wait):
-                    continue
-                else:
+                elif not far.has_started(wait):
                     ahead_of[node] |= {(other, number) for number in lane}
-                    if place is not None and _has_left(place, far, wait):
+                    if _has_left(status, far, wait):
                         doomed.add(node)
     doomed |= {node for node in ahead_of if _reaches(ahead_of, node, {node})}
     # Who waits for one of them waits in vain too.
     return doomed | {node for node in ahead_of if doomed and _reaches(ahead_of, node, doomed)}
 
 
-def _is_overdue(place: Place | None, wait: Wait) -> bool:
+def _is_overdue(status: RankStatus | None, wait: Wait) -> bool:
     """Say whether a rank waits in the group of ``wait`` too, and has for too long."""
-    same = [one for one in place.waits if (one.group, one.lane) == (wait.group, wait.lane)] if place else []
-    return any(one.is_overdue for one in same)
+    waits = status.waits if status else ()
+    return any(one.is_overdue for one in waits if (one.group, one.lane) == (wait.group, wait.lane))
 
 
-def _is_mixed_up(wait: Wait, far: Place, other: Wait) -> bool:
+def _is_mixed_up(wait: Wait, far: RankStatus, other: Wait) -> bool:
     """Say whether ``other`` of the rank ``far`` has come in the place of ``wait``, in the order of their group."""
-    if wait.group != other.group or not wait.sequence or not other.sequence or not wait.kind or not other.kind:
+    if wait.group != other.group or not wait.sequence or not other.sequence:
         return False
     if wait.tag == ORDERED and other.tag == COUNTED:
         return not far.has_started(wait) and other.sequence >= wait.sequence
     return wait.tag == other.tag == COUNTED and wait.sequence == other.sequence and wait.kind != other.kind
 
 
-def _has_left(own: Place, far: Place, wait: Wait) -> bool:
+def _has_left(own: RankStatus, far: RankStatus, wait: Wait) -> bool:
     """Say whether ``far`` has left what ``own`` waits in."""
     if wait.is_call and far.failed_call:
         return not own.failed_call
@@ -273,8 +243,8 @@ def _has_left(own: Place, far: Place, wait: Wait) -> bool:
         return True
     if its.forwards < mine.forwards:
         return False
-    if its.has_failed:
-        return not mine.has_failed
+    if its.failure:
+        return not mine.failure
     return its.backwards == mine.backwards and not its.is_inside
 
 
@@ -291,48 +261,23 @@ def _reaches(edges: Mapping[_Node, set[_Node]], start: _Node, goals: set[_Node])
     return False
 
 
-def _lines(places: Mapping[int, Place | None]) -> Iterator[str]:
+def _lines(ranks: Mapping[int, RankStatus | None]) -> Iterator[str]:
     texts: dict[str, list[int]] = {}
-    for rank, place in places.items():
-        texts.setdefault(_text_of_place(place), []).append(rank)
-    for text, ranks in texts.items():
-        yield f"    {ranks_text(ranks)}: {'each ' if len(ranks) > 1 else ''}{text}"
+    for rank, status in ranks.items():
+        texts.setdefault(_text_of(status), []).append(rank)
+    for text, numbers in texts.items():
+        yield f"    {ranks_text(numbers)}: {'each ' if len(numbers) > 1 else ''}{text}"
 
 
-def _text_of_place(place: Place | None) -> str:
-    if place is None:
+def _text_of(status: RankStatus | None) -> str:
+    if status is None:
         return "does not answer: it has annotated nothing, or its process has ended or is stopped"
-    wait = next((wait for wait in place.waits if wait.lane == MAIN_LANE), next(iter(place.waits), None))
+    wait = next((wait for wait in status.waits if wait.lane == MAIN_LANE), next(iter(status.waits), None))
     if wait is None:
-        return place.text
-    tree = place.trees.get(wait.tree)
+        return status.text
+    tree = status.trees.get(wait.tree)
     inside = f", {tree.text}" if tree is not None else ""
     here = f", at {wait.here}" if wait.here else ""
     # Where the order decides what meets, two that are called alike may differ by their number.
     number = f", number {wait.number} of its group" if wait.tag == ORDERED else ""
     return f"waits for {wait.text}{inside}{number}{here}"
-
-
-def text_of(place: Place) -> str:
-    """Return ``place`` as text that ``place_from`` reads."""
-    return json.dumps(asdict(place))
-
-
-def place_from(text: str) -> Place:
-    """Return what ``text_of`` wrote."""
-    found = json.loads(text)
-    waits = tuple(
-        Wait(**{**wait, "ranks": tuple(wait["ranks"]), "groups": tuple(wait["groups"])}) for wait in found["waits"]
-    )
-    return Place(
-        **{
-            **found,
-            "waits": waits,
-            # JSON has no keys that are numbers.
-            "started_of_tag": {
-                group: {int(tag): number for tag, number in numbers.items()}
-                for group, numbers in found["started_of_tag"].items()
-            },
-            "trees": {name: Tree(**tree) for name, tree in found["trees"].items()},
-        }
-    )

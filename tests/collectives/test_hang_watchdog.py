@@ -1,10 +1,9 @@
-"""Tests composable/collectives/watch.py: what a wait says that the process group has ended. More: tests/test_divergence.py."""
+"""Tests composable/collectives/hang_watchdog.py: what a wait says that the process group has ended. More: tests/test_divergence.py."""
 
 import math
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from types import FrameType
 
 import pytest
 import torch
@@ -12,11 +11,10 @@ import torch.distributed as dist
 
 from composable import ConfigError, DesyncError, explain_waits
 from composable.collectives import Ranks
-from composable.collectives.base import Started
-from composable.collectives.places import Waiting
-from composable.collectives.process_group import ProcessGroupTransport
-from composable.collectives.verdict import Verdict
-from composable.collectives.watch import _Seen, _Thread, _Watch
+from composable.collectives.hang_diagnosis import Diagnosis
+from composable.collectives.hang_watchdog import _Seen, _Thread, _Watch
+from composable.collectives.rank_status import Started, Waiting
+from composable.collectives.transport import ProcessGroupTransport
 from composable.torch_private import started_in
 from tests.world import run_ranks
 
@@ -82,15 +80,15 @@ def decide_late() -> tuple[bool, bool]:
     """Return what is read of two questions: rank 0 is the first to decide one, rank 1 the other."""
     assert dist.group.WORLD is not None
     threads = [_Thread(_Watch(), dist.group.WORLD, 30.0) for _ in range(2)]
-    verdicts = []
+    found = []
     for first, thread in enumerate(threads):
         thread._question = 10**6 + first
         for turn in range(2):
             if dist.get_rank() == (first + turn) % 2:
-                thread._decide(Verdict(is_diverged=dist.get_rank() == 1, groups=(), lines=("told",)))
+                thread._decide(Diagnosis(is_diverged=dist.get_rank() == 1, lines=("told",)))
             dist.barrier()
-        verdicts.append(thread._verdict().is_diverged)
-    return verdicts[0], verdicts[1]
+        found.append(thread._read().is_diverged)
+    return found[0], found[1]
 
 
 def test_the_first_verdict_holds_for_all_ranks() -> None:
@@ -104,12 +102,9 @@ class _Sent(Started):
     __slots__ = ("has_tag", "nbytes")
 
     def __init__(self, transport: ProcessGroupTransport, nbytes: float, *, has_tag: bool = False) -> None:
-        self.transport, self.tag, self.number = transport, 0, 1
+        self.transport, self.tag, self.number, self.waiter = transport, 0, 1, 0
         self.nbytes, self.has_tag = nbytes, has_tag
         transport.in_flight[self] = None
-
-    def wait(self) -> FrameType:
-        return sys._getframe()
 
 
 def wait_for(nbytes: float, looks_s: list[float], answers: int = 3, *, has_tag: bool = False, calls: int = 0) -> bool:
@@ -117,7 +112,7 @@ def wait_for(nbytes: float, looks_s: list[float], answers: int = 3, *, has_tag: 
     group = dist.group.WORLD
     assert group is not None
     thread = _Thread(_Watch(), group, 30.0)
-    found = Waiting(0, _Sent(ProcessGroupTransport(group), nbytes, has_tag=has_tag).wait(), (), group)
+    found = Waiting(0, (), _Sent(ProcessGroupTransport(group), nbytes, has_tag=has_tag), None, sys._getframe())
     seen = _Seen((), 0.0, 30.0, answers=answers, started=started_in(group))
     is_overdue = False
     for number, look_s in enumerate(looks_s):

@@ -1,6 +1,9 @@
-"""Whose turn it is: repeatable, varied by a seed, and nothing that numbers depend on."""
+"""Whose turn it is: repeatable, varied by a seed, nothing that numbers depend on; also threads that a rank starts."""
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from composable import fully_shard
+from composable import DesyncError, UsageError, find_checkpoint, fully_shard, save_checkpoint
 from composable.testing import Delay, Fault, simulate
 
 # What torch renames, with a warning for the old name.
@@ -106,3 +109,90 @@ def test_random_programs_give_the_same_under_random_turns_and_delays(program: in
     for seed in range(3):
         faults = [Fault(rank=seed % size, op="any", nth=1 + seed, action=Delay(2 + seed, holds_rank=program % 3 == 1))]
         assert simulate(size, random_program, 2 * program, seed=seed, faults=faults) == expected
+
+
+# Threads that a rank starts
+
+
+def in_background(rank: int) -> list[float]:
+    """Communicate in a thread of an executor and in the rank's own, each in a group of its own."""
+    group = dist.new_group()
+    values = [torch.tensor(float(rank)), torch.tensor(2.0 * rank)]
+    with ThreadPoolExecutor(1) as executor:
+        background = executor.submit(dist.all_reduce, values[0], group=group)
+        dist.all_reduce(values[1])
+        background.result()
+        also = threading.Thread(target=dist.broadcast, args=(values[1], 0), kwargs={"group": group})
+        also.start()
+        also.join()
+    return [value.item() for value in values]
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_threads_of_a_rank_take_turns_and_communicate(seed: int | None) -> None:
+    assert simulate(3, in_background, seed=seed) == [[3.0, 6.0]] * 3
+
+
+def save_in_background(rank: int, folder: Path) -> int:
+    model = nn.Linear(3, 2)
+    fully_shard(model)
+    handle = save_checkpoint(folder, 1, model, asynchronous=True)
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+    handle.wait()
+    return find_checkpoint(folder).step
+
+
+def test_a_checkpoint_is_written_in_the_background(tmp_path: Path) -> None:
+    assert simulate(2, save_in_background, tmp_path) == [1, 1]
+
+
+def wait_in_vain(rank: int) -> None:
+    if rank == 0:
+        threading.Event().wait()
+    dist.barrier()
+
+
+def test_a_rank_that_waits_for_a_thread_that_never_comes_is_found_at_once() -> None:
+    with pytest.raises(DesyncError, match="rank 0 waits for another thread of its own"):
+        simulate(2, wait_in_vain)
+
+
+def let_time_pass(rank: int) -> list[Any]:
+    waited = [threading.Event().wait(timeout=1000.0)]
+    dist.barrier()
+    return [*waited, threading.Condition().acquire()]
+
+
+def test_a_wait_with_a_timeout_ends_when_nobody_can_go_on() -> None:
+    assert simulate(2, let_time_pass) == [[False, True]] * 2
+
+
+def fail_in_thread(rank: int) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(dist.barrier).result() if rank else executor.submit(lambda: 1 / 0).result()
+
+
+def test_what_a_thread_raises_reaches_its_rank_and_ends_the_run() -> None:
+    with pytest.raises(ZeroDivisionError):
+        simulate(2, fail_in_thread)
+
+
+def daemon(rank: int) -> list[str]:
+    said = []
+
+    def communicate() -> None:
+        try:
+            dist.barrier(group=group)
+        except (UsageError, ValueError) as error:
+            said.append(str(error))
+
+    group = dist.new_group()
+    thread = threading.Thread(target=communicate, daemon=True)
+    thread.start()
+    thread.join()
+    return said
+
+
+def test_a_daemon_thread_may_not_communicate() -> None:
+    assert all(len(said) == 1 for said in simulate(2, daemon))

@@ -1,12 +1,11 @@
-"""Ends waits for what will never come, and says on every rank who waits for what, and where each other rank is.
+"""Ends waits for what will never come, and says on every rank who waits for what, and what each other rank does.
 
-One thread in each process looks now and then whether a thread has waited for other ranks too long. Then it asks
-every rank, through the store in which the process group has met, where it is, and judges the answers. A rank that
-is merely slow is no error: that is logged, and asked again later. If the ranks have diverged, the process groups in
-which they wait are closed, which ends the waits, and each raises what the verdict says.
+One thread in each process looks now and then whether something was waited for too long. Then it asks every rank for its
+status, through the store in which the process group has met, and has the answers diagnosed. A rank that is merely slow
+is no error: that is logged, and asked again later. If the ranks have diverged, the process groups in which they wait
+are closed, which ends the waits, and each raises what the diagnosis says.
 
-A question has a number. Whoever is first to ask it collects the answers and writes the verdict; all ranks read it.
-
+A question has a number. Whoever is first to ask it collects the answers and writes the diagnosis; all ranks read it.
 gloo has no way to give up a wait. But where one wait of a group runs out of time, gloo closes all connections of
 the group, and every other wait in it ends: so a message that nobody sends is waited for, for a millisecond.
 """
@@ -15,34 +14,35 @@ import atexit
 import logging
 import math
 import os
+import pickle
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from composable.arguments import check_number
-from composable.collectives.base import Started, Transport
-from composable.collectives.places import (
+from composable.collectives.hang_diagnosis import Diagnosis, RankStatus, diagnose
+from composable.collectives.rank_status import (
+    Meeting,
+    Started,
     Waiting,
-    bytes_before,
-    call_in,
+    call_around,
     described,
-    frame_of_wait,
+    group_in,
+    is_torchs_wait,
+    local_status,
     name_of,
-    notice_transport,
-    place_here,
-    transports,
+    transports_of,
     waiting_threads,
 )
-from composable.collectives.verdict import Place, Verdict, judge, place_from, text_of
 from composable.errors import ComposableError, DesyncError, place_of_rank
 from composable.torch_private import (
     PrefixStore,
@@ -54,7 +54,16 @@ from composable.torch_private import (
 )
 from composable.wording import ranks_text
 
-__all__ = ["annotating", "explain_waits", "explained", "notice_transport", "set_divergence_timeout", "watch_ranks"]
+__all__ = [
+    "annotating",
+    "calling",
+    "diverged",
+    "explain_waits",
+    "explained",
+    "meeting",
+    "set_divergence_timeout",
+    "watch_ranks",
+]
 
 VARIABLE = "COMPOSABLE_DIVERGENCE_TIMEOUT"
 DEFAULT_S = 30.0
@@ -79,6 +88,97 @@ _FIX = (
 _LOG = logging.getLogger("composable")
 
 
+@contextmanager
+def meeting(group: dist.ProcessGroup | None, kind: str, what: str = "", **details: Any) -> Iterator[None]:
+    """Put a wait on record while the context lasts, and explain what torch raises there; as ``Meeting``."""
+    try:
+        with Meeting(group, kind, what, **details):
+            yield
+    except ComposableError:
+        raise
+    except RuntimeError as error:
+        raise explained(error, group, what=what or call_around(sys._getframe(2))) from error
+
+
+@contextmanager
+def calling(what: str) -> Iterator[None]:
+    """Say of what is waited for in this context that it is part of ``what``: a call in which modules are annotated."""
+    with Meeting(None, "", what):
+        yield
+
+
+@contextmanager
+def annotating(caller: str) -> Iterator[None]:
+    """Watch over the ranks from this call on, and remember for the others what it raises."""
+    _WATCH.start()
+    _WATCH.failed_call = ""
+    try:
+        with calling(caller):
+            yield
+    except BaseException as error:
+        _WATCH.failed_call = f"has left {caller} by {described(error)}"
+        raise
+
+
+@contextmanager
+def explain_waits() -> Iterator[None]:
+    """Let calls of ``torch.distributed`` in this context end as waits of this package do, if other ranks are gone.
+
+    For collectives of your own, such as a mean of losses. What torch raises while it waits, in words of its backend,
+    becomes a ``DesyncError`` that says who was waited for and, if the ranks have diverged, where each of them is.
+    Errors of anything else pass through.
+
+    Raises:
+        DesyncError: The wait has ended by an error, on this rank.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        if isinstance(error, ComposableError) or trace is None or not is_torchs_wait(trace.tb_frame):
+            raise
+        raise explained(error, group_in(trace.tb_frame), what=call_around(trace.tb_frame)) from error
+
+
+def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None, *, what: str = "") -> RuntimeError:
+    """Return the error for a wait that ended with ``error``: that of the diagnosis, if there is one.
+
+    Args:
+        error: What ended the wait.
+        waited: What was waited for, or the group in which.
+        what: The call that waited in the group.
+    """
+    groups = waited.transport.groups if isinstance(waited, Started) else (waited or dist.group.WORLD,)
+    thread = _WATCH.thread
+    if thread is not None:
+        thread.look_now()
+        for group in groups:
+            if group is not None and group in _WATCH.closed:
+                return diverged(_WATCH.closed[group])
+    what = name_of(waited)[0] if isinstance(waited, Started) else f"the other ranks in {what}"
+    others: list[int] = []
+    with suppress(KeyError, RuntimeError, ValueError):  # of a group that was destroyed
+        others = [one for one in dist.get_process_group_ranks(groups[0]) if one != dist.get_rank()]
+    first_line = str(error).partition("\n")[0]
+    return DesyncError(
+        f"the wait for {what} has ended by an error of the process group: {first_line}",
+        at=f"{place_of_rank()}, waiting for {ranks_text(others)}" if others else place_of_rank(),
+        fix="see what the other ranks say first: one has ended or cannot be reached, or was waited for longer than the "
+        "group permits; docs/cluster.md has what follows",
+    )
+
+
+def diverged(lines: Sequence[str]) -> DesyncError:
+    """Return what every rank raises that uses a group which was closed; ``lines``: of the diagnosis."""
+    return DesyncError(
+        "\n".join(["the ranks went different ways, and what one waits for will never come", *lines]),
+        at=place_of_rank(),
+        fix=_FIX,
+    )
+
+
 def set_divergence_timeout(seconds: float | None) -> None:
     """Choose how long a rank waits for others before all ranks are asked where they are.
 
@@ -99,70 +199,6 @@ def watch_ranks() -> None:
     """Watch over the ranks also where nothing was annotated: ranks that did may wait for this one."""
     if _WATCH.thread is None and not torch.compiler.is_compiling() and dist.is_available() and dist.is_initialized():
         _WATCH.start()
-
-
-@contextmanager
-def annotating(caller: str) -> Iterator[None]:
-    """Watch over the ranks from this call on, and remember for the others what it raises."""
-    _WATCH.start()
-    _WATCH.failed_call = ""
-    try:
-        yield
-    except BaseException as error:
-        _WATCH.failed_call = f"has left {caller} by {described(error)}"
-        raise
-
-
-@contextmanager
-def explain_waits() -> Iterator[None]:
-    """Let calls of ``torch.distributed`` in this context end as waits of this package do, if other ranks are gone.
-
-    For collectives of your own, such as a mean of losses. What torch raises while it waits, in words of its backend,
-    becomes a ``DesyncError`` that says who was waited for and, if the ranks have diverged, where each of them is.
-    Errors of anything else pass through.
-
-    Raises:
-        DesyncError: The wait has ended by an error, on this rank.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        frame = None if isinstance(error, ComposableError) else frame_of_wait(error)
-        if frame is None:
-            raise
-        what, group = call_in(frame)
-        raise explained(error, group, what=what) from error
-
-
-def explained(error: RuntimeError, waited: Started | dist.ProcessGroup | None, *, what: str = "") -> RuntimeError:
-    """Return the error for a wait that ended with ``error``: that of the verdict, if there is one.
-
-    Args:
-        error: What ended the wait.
-        waited: What was waited for, or the group in which.
-        what: The call that waited; empty: it is found.
-    """
-    groups = waited.transport.groups if isinstance(waited, Started) else (waited or dist.group.WORLD,)
-    thread = _WATCH.thread
-    if thread is not None:
-        thread.look_now()
-        for group in groups:
-            if isinstance(group, dist.ProcessGroup) and group in _WATCH.closed:
-                return _diverged(_WATCH.closed[group])
-    if isinstance(waited, Started):
-        what = name_of(waited)
-    else:
-        what = f"the other ranks in {what or call_in(sys._getframe(1))[0]}"
-    others: list[int] = []
-    with suppress(KeyError, RuntimeError, ValueError):  # of a group that was destroyed
-        others = [one for one in dist.get_process_group_ranks(groups[0]) if one != dist.get_rank()]
-    first_line = str(error).partition("\n")[0]
-    return DesyncError(
-        f"the wait for {what} has ended by an error of the process group: {first_line}",
-        at=f"{place_of_rank()}, waiting for {ranks_text(others)}" if others else place_of_rank(),
-        fix="see what the other ranks say first: one has ended or cannot be reached, or was waited for longer than the "
-        "group permits; docs/cluster.md has what follows",
-    )
 
 
 class _Watch:
@@ -264,7 +300,8 @@ class _Thread(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._skip_old_questions()
+            while self._in_store("check", [self._key("verdict")]):
+                self._question += 1  # An old one.
             while not self._is_ended and not self._is_over():
                 self._look()
                 with self._looked:
@@ -296,10 +333,6 @@ class _Thread(threading.Thread):
         """Say whether the process group was destroyed."""
         return self.group() is None or dist.group.WORLD is not self.group()
 
-    def _skip_old_questions(self) -> None:
-        while self._in_store("check", [self._key("verdict")]):
-            self._question += 1
-
     def _key(self, what: str) -> str:
         return f"{self._question}/{what}"
 
@@ -315,6 +348,8 @@ class _Thread(threading.Thread):
         before, self._seen = self._seen, {}
         is_too_long = False
         for found in waiting_threads():
+            if not found.is_ours:
+                continue
             seen = before.get(found.thread)
             if seen is None or seen.mark != found.mark:
                 # It may have begun just after the last look, and is seen to be over after the limit at the next.
@@ -330,59 +365,59 @@ class _Thread(threading.Thread):
 
     def _is_overdue(self, found: Waiting, seen: _Seen, passed_s: float) -> bool:
         """Say whether nothing will come if all ranks wait in the group as long; ``passed_s``: since the last look."""
-        started = 0 if found.group is None else started_in(found.group)
+        group = found.group
+        started = 0 if group is None else started_in(group)
         if started != seen.started:
             seen.started, seen.still_s, seen.answers = started, 0.0, 0
         seen.still_s += passed_s
         left_s = seen.still_s - _OVERDUE_LIMITS * self.limit_s - _OVERDUE_S
-        if found.group is None or left_s < 0 or seen.answers < _ANSWERS or real_backend(found.group) != "gloo":
+        if group is None or left_s < 0 or seen.answers < _ANSWERS or real_backend(group) != "gloo":
             return False
-        return left_s >= bytes_before(found) / _BYTES_PER_S
+        return left_s >= found.nbytes / _BYTES_PER_S
 
     def _answer(self, *, is_asker: bool) -> None:
-        """Tell where this process is, and do what the ranks are told."""
-        self._in_store("set", self._key(f"place/{self._rank}"), text_of(self._place()))
-        # By the time that the verdict is read there may be another world, whose groups have the same names.
+        """Tell the status of this process, and do what the ranks are told."""
+        for seen in self._seen.values():
+            seen.answers += 1
+        status = local_status([seen.mark for seen in self._seen.values() if seen.is_overdue])
+        if (failed := self._watch.failed_call) and not status.waits:
+            status = replace(status, failed_call=failed, text=f"{failed}; {status.text}")
+        self._in_store("set", self._key(f"place/{self._rank}"), pickle.dumps(status))
+        # By the time that the diagnosis is read there may be another world, whose groups have the same names.
         groups = groups_of_process()
         if self._is_over():
             return
         if is_asker:
-            places = self._collect()
-            self._decide(Verdict(False, (), ()) if self._is_over() else judge(places))
+            ranks = self._collect()
+            self._decide(Diagnosis() if self._is_over() else diagnose(ranks))
         elif not self._has_come(self._key("verdict"), 4 * self._patience_s):
             # Who asked has ended, or is slower than that.
-            self._decide(Verdict(False, (), ()))
-        verdict = self._verdict()
+            self._decide(Diagnosis())
+        diagnosis = self._read()
         self._question += 1
-        if verdict.is_diverged:
-            self._close(verdict, groups)
-        elif self._seen and verdict.lines:
-            _LOG.warning("a rank has waited long for others\n%s\n  at:  %s", "\n".join(verdict.lines), place_of_rank())
+        if diagnosis.is_diverged:
+            self._close(diagnosis, groups)
+        elif self._seen and diagnosis.lines:
+            _LOG.warning(
+                "a rank has waited long for others\n%s\n  at:  %s", "\n".join(diagnosis.lines), place_of_rank()
+            )
 
-    def _decide(self, verdict: Verdict) -> None:
-        """Write the verdict unless another rank has: all ranks have to read the same one."""
-        self._in_store("compare_set", self._key("verdict"), "", _written(verdict))
+    def _decide(self, diagnosis: Diagnosis) -> None:
+        """Write the diagnosis unless another rank has: all ranks have to read the same one."""
+        self._in_store("compare_set", self._key("verdict"), "", diagnosis.as_text())
 
-    def _verdict(self) -> Verdict:
-        return _read(self._in_store("get", self._key("verdict")).decode())
+    def _read(self) -> Diagnosis:
+        return Diagnosis.from_text(self._in_store("get", self._key("verdict")).decode())
 
-    def _place(self) -> Place:
-        for seen in self._seen.values():
-            seen.answers += 1
-        place = place_here([seen.mark for seen in self._seen.values() if seen.is_overdue])
-        failed = self._watch.failed_call
-        if failed and not place.waits:
-            return replace(place, failed_call=failed, text=f"{failed}; {place.text}")
-        return place
-
-    def _collect(self) -> dict[int, Place | None]:
+    def _collect(self) -> dict[int, RankStatus | None]:
         deadline = time.monotonic() + self._patience_s
-        places: dict[int, Place | None] = {}
+        found: dict[int, RankStatus | None] = {}
         for rank in range(self._size):
             key = self._key(f"place/{rank}")
             is_there = self._has_come(key, deadline - time.monotonic())
-            places[rank] = place_from(self._in_store("get", key).decode()) if is_there else None
-        return places
+            # What these ranks have written just now.
+            found[rank] = pickle.loads(self._in_store("get", key)) if is_there else None
+        return found
 
     def _has_come(self, key: str, patience_s: float) -> bool:
         deadline = time.monotonic() + patience_s
@@ -392,16 +427,15 @@ class _Thread(threading.Thread):
             time.sleep(min(self._pause_s, 0.02))
         return True
 
-    def _close(self, verdict: Verdict, known: Mapping[str, dist.ProcessGroup]) -> None:
-        """End every wait in the groups of the verdict, of those ``known``, and let nobody start anything in them."""
-        groups = {name: group for name, group in known.items() if name in verdict.groups}
-        if groups and not self._is_heard and not waiting_threads():
+    def _close(self, diagnosis: Diagnosis, known: Mapping[str, dist.ProcessGroup]) -> None:
+        """End every wait in the groups of the diagnosis, of those ``known``, and let nobody start anything in them."""
+        groups = {name: group for name, group in known.items() if name in diagnosis.groups}
+        if groups and not self._is_heard and not any(found.is_ours for found in waiting_threads()):
             # Who does not wait learns of it at the next collective.
-            _LOG.error("%s", _diverged(verdict.lines))
-        self._watch.closed.update(dict.fromkeys(groups.values(), verdict.lines))
-        for transport in transports():
-            if any(group is groups.get(group.group_name) for group in transport.groups):
-                _refuse(transport, verdict.lines)
+            _LOG.error("%s", diverged(diagnosis.lines))
+        self._watch.closed.update(dict.fromkeys(groups.values(), diagnosis.lines))
+        for transport in transports_of(groups.values()):
+            transport.closed_because = diagnosis.lines
         for group in groups.values():
             _end_waits(group)
 
@@ -415,34 +449,6 @@ def _end_waits(group: dist.ProcessGroup) -> None:
         if peer != group.rank():
             with suppress(RuntimeError):
                 group.recv([torch.zeros(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
-
-
-def _refuse(transport: Transport, lines: tuple[str, ...]) -> None:
-    """Let every call of ``transport`` raise; what shadows the methods costs nothing before."""
-
-    def refuse(*_: object, **__: object) -> NoReturn:
-        raise _diverged(lines)
-
-    transport.is_closed = True
-    for name in ("begin_all_gather", "begin_reduce_scatter", "begin_all_reduce", "begin_broadcast"):
-        setattr(transport, name, refuse)
-
-
-def _diverged(lines: tuple[str, ...]) -> DesyncError:
-    return DesyncError(
-        "\n".join(["the ranks went different ways, and what one waits for will never come", *lines]),
-        at=place_of_rank(),
-        fix=_FIX,
-    )
-
-
-def _written(verdict: Verdict) -> str:
-    return "\n".join([str(int(verdict.is_diverged)), " ".join(verdict.groups), *verdict.lines])
-
-
-def _read(text: str) -> Verdict:
-    is_diverged, groups, *lines = text.split("\n")
-    return Verdict(is_diverged == "1", tuple(groups.split()), tuple(lines))
 
 
 def _limit(value: object, name: str) -> float:

@@ -1,11 +1,12 @@
-"""Tests composable/collectives/verdict.py on programs that nobody runs: lists of what each rank starts."""
+"""Tests composable/collectives/hang_diagnosis.py on programs that nobody runs: lists of what each rank starts."""
 
+import pickle
 import random
 from dataclasses import dataclass, field
 
 import pytest
 
-from composable.collectives.verdict import COUNTED, ORDERED, Place, Tree, Wait, judge, place_from, text_of
+from composable.collectives.hang_diagnosis import COUNTED, ORDERED, Diagnosis, RankStatus, Tree, Wait, diagnose
 
 LANE = "main"
 
@@ -32,7 +33,7 @@ class Rank:
     def started_of(self, group: str, tag: int) -> list[Op]:
         return [op for op in self.started if op.group == group and (op.tag == tag if tag >= 0 else op.tag < 0)]
 
-    def place(self) -> Place:
+    def status(self) -> RankStatus:
         groups = {op.group for op in self.program}
         waits = []
         if self.is_waiting:
@@ -40,11 +41,12 @@ class Rank:
             number = len(self.started_of(op.group, op.tag))
             tag = op.tag if op.tag >= 0 else ORDERED
             waits.append(Wait(LANE, op.kind, "", op.group, op.ranks, tag, number, kind=op.kind, groups=(op.group,)))
-        return Place(
+        return RankStatus(
             tuple(waits),
-            ordered={group: len(self.started_of(group, ORDERED)) for group in groups},
+            started={
+                (group, tag): len(self.started_of(group, tag)) for group in groups for tag in [ORDERED, *range(4)]
+            },
             recent={group: [op.kind for op in self.started_of(group, ORDERED)] for group in groups},
-            started_of_tag={group: {tag: len(self.started_of(group, tag)) for tag in range(4)} for group in groups},
         )
 
 
@@ -108,11 +110,11 @@ def mutate(chance: random.Random, program: list[Op]) -> list[Op]:
     return changed
 
 
-def answers(world: World, chance: random.Random) -> dict[int, Place | None]:
+def answers(world: World, chance: random.Random) -> dict[int, RankStatus | None]:
     """Ask every rank where it is, in any order, while they go on in between."""
-    found: dict[int, Place | None] = {}
+    found: dict[int, RankStatus | None] = {}
     for rank in chance.sample(world.ranks, len(world.ranks)):
-        found[rank.number] = place_from(text_of(rank.place()))
+        found[rank.number] = pickle.loads(pickle.dumps(rank.status()))
         world.steps(chance, chance.randrange(4))
     return found
 
@@ -124,7 +126,7 @@ def test_ranks_with_one_program_have_never_diverged_wherever_they_are(world_size
         program = draw_program(chance, world_size)
         world = World([of_rank(program, rank) for rank in range(world_size)])
         while True:
-            assert not judge(answers(world, chance)).is_diverged, seed
+            assert not diagnose(answers(world, chance)).is_diverged, seed
             if not world.steps(chance, 2):
                 break
         assert all(len(rank.started) == len(rank.program) for rank in world.ranks)
@@ -142,31 +144,31 @@ def test_ranks_that_wait_for_each_other_have_diverged_and_only_they(world_size: 
             continue
         programs[culprit] = mutate(chance, programs[culprit])
         world = World(programs)
-        early = judge(answers(world, chance)).is_diverged
+        early = diagnose(answers(world, chance)).is_diverged
         world.steps(chance, 1000)
-        verdict = judge({rank.number: rank.place() for rank in world.ranks})
+        diagnosis = diagnose({rank.number: rank.status() for rank in world.ranks})
         waiting = [rank for rank in world.ranks if rank.is_waiting]
         if early:
-            assert verdict.is_diverged and waiting, seed
+            assert diagnosis.is_diverged and waiting, seed
         if waiting and len(waiting) == world_size:
             stuck += 1
-            assert verdict.is_diverged, seed
+            assert diagnosis.is_diverged, seed
             # All of them raise: whatever one of them waits in is closed.
-            assert {rank.started[-1].group for rank in waiting} == set(verdict.groups), seed
+            assert {rank.started[-1].group for rank in waiting} == set(diagnosis.groups), seed
         if not waiting:
-            assert not verdict.is_diverged, seed
+            assert not diagnosis.is_diverged, seed
     assert stuck > 50
 
 
-def waits_in(forwards: int, backwards: int, *, ranks: tuple[int, ...] = (0, 1), is_call: bool = False) -> Place:
+def waits_in(forwards: int, backwards: int, *, ranks: tuple[int, ...] = (0, 1), is_call: bool = False) -> RankStatus:
     wait = Wait(LANE, "it", "", "g", ranks, 0, 5, tree="t", groups=("g", "h"), is_call=is_call)
-    tree = Tree(forwards, backwards, is_inside=True, has_failed=False, text="in it")
-    return Place((wait,), started_of_tag={"g": {0: 5}}, trees={"t": tree})
+    tree = Tree("it", forwards, backwards, is_inside=True)
+    return RankStatus((wait,), {("g", 0): 5}, trees={"t": tree})
 
 
-def is_elsewhere(forwards: int, backwards: int, *, is_inside: bool = False, has_failed: bool = False) -> Place:
-    tree = Tree(forwards, backwards, is_inside=is_inside, has_failed=has_failed, text="elsewhere")
-    return Place((), started_of_tag={"g": {0: 4}}, trees={"t": tree}, text="is elsewhere")
+def is_elsewhere(forwards: int, backwards: int, *, is_inside: bool = False, has_failed: bool = False) -> RankStatus:
+    tree = Tree("it", forwards, backwards, is_inside=is_inside, failure="ValueError" if has_failed else "")
+    return RankStatus((), {("g", 0): 4}, trees={"t": tree}, text="is elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -181,31 +183,31 @@ def is_elsewhere(forwards: int, backwards: int, *, is_inside: bool = False, has_
         (is_elsewhere(4, 0), True),  # forward again, without backward
         (is_elsewhere(4, 1, is_inside=True), True),  # the next forward
         (is_elsewhere(3, 2, is_inside=True), True),  # the next backward
-        (Place(text="is elsewhere"), False),  # nothing is known
+        (RankStatus(text="is elsewhere"), False),  # nothing is known
     ],
 )
-def test_a_rank_that_does_not_wait_is_slow_unless_it_has_left(far: Place, has_left: bool) -> None:
-    assert judge({0: waits_in(3, 1), 1: far}).is_diverged == has_left
+def test_a_rank_that_does_not_wait_is_slow_unless_it_has_left(far: RankStatus, has_left: bool) -> None:
+    assert diagnose({0: waits_in(3, 1), 1: far}).is_diverged == has_left
 
 
 def test_a_rank_that_raised_in_the_call_that_annotates_will_not_come_to_the_comparison() -> None:
-    far = Place(failed_call="has left fully_shard by ConfigError")
-    assert judge({0: waits_in(0, 0, is_call=True), 1: far}).is_diverged
-    assert not judge({0: waits_in(0, 0), 1: far}).is_diverged
+    far = RankStatus(failed_call="has left fully_shard by ConfigError")
+    assert diagnose({0: waits_in(0, 0, is_call=True), 1: far}).is_diverged
+    assert not diagnose({0: waits_in(0, 0), 1: far}).is_diverged
 
 
 def test_who_does_not_answer_may_be_slow() -> None:
-    assert not judge({0: waits_in(3, 1), 1: None}).is_diverged
+    assert not diagnose({0: waits_in(3, 1), 1: None}).is_diverged
 
 
 def test_who_waits_for_one_that_waits_in_vain_does_so_too_and_others_are_not_told() -> None:
     behind = Wait(LANE, "another", "", "k", (0, 2), 0, 1, groups=("k",))
-    third = Place((behind,))
-    far = Place((Wait(LANE, "its own", "", "k2", (3, 4), 0, 1, groups=("k2",)),))
-    verdict = judge({0: waits_in(3, 1), 1: is_elsewhere(3, 1), 2: third, 3: far, 4: Place(text="is slow")})
-    assert verdict.groups == ("g", "h", "k")
-    assert verdict.lines == (
-        "    rank 0: waits for it, in it",
+    third = RankStatus((behind,))
+    far = RankStatus((Wait(LANE, "its own", "", "k2", (3, 4), 0, 1, groups=("k2",)),))
+    diagnosis = diagnose({0: waits_in(3, 1), 1: is_elsewhere(3, 1), 2: third, 3: far, 4: RankStatus(text="is slow")})
+    assert diagnosis.groups == ("g", "h", "k")
+    assert diagnosis.lines == (
+        "    rank 0: waits for it, in forward 3 of it",
         "    rank 1: is elsewhere",
         "    rank 2: waits for another",
     )
@@ -214,46 +216,62 @@ def test_who_waits_for_one_that_waits_in_vain_does_so_too_and_others_are_not_tol
 def test_threads_of_other_names_do_not_wait_for_each_other() -> None:
     writes = Wait("writer", "w", "", "g", (0, 1), 0, 1, groups=("g",))
     trains = Wait(LANE, "t", "", "h", (0, 1), 0, 1, groups=("h",))
-    started = {"g": {0: 1}}, {"h": {0: 1}}
-    assert not judge(
-        {0: Place((writes,), started_of_tag=started[0]), 1: Place((trains,), started_of_tag=started[1])}
-    ).is_diverged
     same_lane = Wait(LANE, "w", "", "g", (0, 1), 0, 1, groups=("g",))
-    assert judge(
-        {0: Place((same_lane,), started_of_tag=started[0]), 1: Place((trains,), started_of_tag=started[1])}
-    ).is_diverged
+    far = RankStatus((trains,), {("h", 0): 1})
+    assert not diagnose({0: RankStatus((writes,), {("g", 0): 1}), 1: far}).is_diverged
+    assert diagnose({0: RankStatus((same_lane,), {("g", 0): 1}), 1: far}).is_diverged
 
 
 def test_different_calls_that_meet_in_one_place_of_a_group_have_diverged() -> None:
-    def calls(kind: str, number: int) -> Place:
+    def calls(kind: str, number: int) -> RankStatus:
         wait = Wait(LANE, kind, "", "g", (0, 1), COUNTED, number, kind=kind, sequence=number, groups=("g",))
-        return Place((wait,), counted={"g": number})
+        return RankStatus((wait,), {("g", COUNTED): number})
 
-    assert judge({0: calls("barrier", 3), 1: calls("all_gather", 3)}).is_diverged
-    assert not judge({0: calls("barrier", 3), 1: calls("barrier", 3)}).is_diverged
-    assert not judge({0: calls("barrier", 3), 1: calls("all_gather", 4)}).is_diverged
+    assert diagnose({0: calls("barrier", 3), 1: calls("all_gather", 3)}).is_diverged
+    assert not diagnose({0: calls("barrier", 3), 1: calls("barrier", 3)}).is_diverged
+    assert not diagnose({0: calls("barrier", 3), 1: calls("all_gather", 4)}).is_diverged
 
 
 def test_ranks_that_say_the_same_share_a_line() -> None:
-    place = Place(text="is slow")
-    assert judge({0: place, 1: None, 2: place}).lines == (
+    place = RankStatus(text="is slow")
+    assert diagnose({0: place, 1: None, 2: place}).lines == (
         "    ranks 0, 2: each is slow",
         "    rank 1: does not answer: it has annotated nothing, or its process has ended or is stopped",
     )
 
 
 def test_ranks_that_all_wait_in_one_group_have_diverged_when_all_have_for_too_long() -> None:
-    def waits(rank: int, *, is_overdue: bool = True, lane: str = LANE) -> Place:
+    def waits(rank: int, *, is_overdue: bool = True, lane: str = LANE) -> RankStatus:
         wait = Wait(lane, "it", "", "g", (0, 1, 2), ORDERED, 5, groups=("g",), is_overdue=is_overdue)
-        return Place((wait,), ordered={"g": 5 + rank})
+        return RankStatus((wait,), {("g", ORDERED): 5 + rank})
 
     for places in ([waits(0), waits(1), waits(2)], [waits(2), waits(1), waits(0)]):
-        verdict = judge(dict(enumerate(places)))
-        assert verdict.is_diverged and verdict.groups == ("g",)
-        assert verdict.lines[-1].startswith("    all of them wait in one process group")
-    slow = Place(text="computes")
+        diagnosis = diagnose(dict(enumerate(places)))
+        assert diagnosis.is_diverged and diagnosis.groups == ("g",)
+        assert diagnosis.lines[-1].startswith("    all of them wait in one process group")
+    slow = RankStatus(text="computes")
     for last in (waits(2, is_overdue=False), waits(2, lane="writer"), slow, None):
-        assert not judge({0: waits(0), 1: waits(1), 2: last}).is_diverged
+        assert not diagnose({0: waits(0), 1: waits(1), 2: last}).is_diverged
     # Of a group that is not known, nothing can be said.
-    unknown = Place((Wait(LANE, "it", "", "", (), COUNTED, 0, is_overdue=True),))
-    assert not judge({0: unknown, 1: unknown}).is_diverged
+    unknown = RankStatus((Wait(LANE, "it", "", "", (), COUNTED, 0, is_overdue=True),))
+    assert not diagnose({0: unknown, 1: unknown}).is_diverged
+
+
+@pytest.mark.parametrize(
+    ("tree", "text"),
+    [
+        (Tree("it", 0, 0), "has not begun a forward of it"),
+        (Tree("it", 3, 1, is_inside=True), "in forward 3 of it"),
+        (Tree("it", 3, 2, is_inside=True, is_backward=True, was_stopped=True), "in backward 2 of it"),
+        (Tree("it", 3, 2, is_backward=True, was_stopped=True), "has left backward 2 of it by an exception"),
+        (Tree("it", 3, 2, failure="ValueError: no"), "has left forward 3 of it: ValueError: no"),
+        (Tree("it", 3, 3, is_backward=True), "has ended backward 3 of it"),
+    ],
+)
+def test_where_an_annotation_is_is_said_in_words(tree: Tree, text: str) -> None:
+    assert tree.text == text
+
+
+def test_a_diagnosis_can_be_written_down_and_read() -> None:
+    for one in (Diagnosis(), Diagnosis(True, ("g", "h"), ("    rank 0: waits", "    rank 1: is slow"))):
+        assert Diagnosis.from_text(one.as_text()) == one

@@ -1,0 +1,400 @@
+"""What this process waits for and how far its annotations are, as records say that the waiting code makes itself.
+
+A ``Started`` is there from the time when a transport starts a collective, a ``Meeting`` while a call waits for other
+ranks. The thread that watches reads them, and what annotations know of their own steps, so both may be a moment old.
+
+Frames of threads are read for two things: where in the user's code a thread is, for messages, and what users' own calls
+of ``torch.distributed`` wait for, of which there is no record.
+"""
+
+import contextlib
+import inspect
+import itertools
+import math
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from composable.collectives.hang_diagnosis import COUNTED, MAIN_LANE, ORDERED, RankStatus, Tree, Wait
+from composable.frames import outwards, place_in, runs_backward
+from composable.torch_private import groups_of_process, started_in
+
+__all__ = [
+    "Meeting",
+    "Order",
+    "Started",
+    "Told",
+    "Waiting",
+    "call_around",
+    "described",
+    "group_in",
+    "is_torchs_wait",
+    "local_status",
+    "name_of",
+    "notice_transport",
+    "notice_tree",
+    "transports_of",
+    "waiting_threads",
+]
+
+# Of what was started last, how much is kept: a rank runs ahead by a few handles at most.
+_RECENT = 64
+# With the separator: others' packages may begin with the same name.
+_OURS = str(Path(__file__).resolve().parent.parent) + os.sep
+_TORCHS_WAITS = (dist.distributed_c10d.__file__, torch.futures.__file__)
+_NOT_THE_USERS = (str(Path(torch.__file__).parent) + os.sep, _OURS, threading.__file__, contextlib.__file__)
+# torch's collectives, by what runs in a frame: the n-th of a group is the same one on all ranks, unlike messages.
+_COLLECTIVES = {
+    inspect.unwrap(getattr(dist, name)).__code__: name
+    for name in (
+        *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single"),
+        *("barrier", "broadcast", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
+    )
+    if hasattr(dist, name)
+}
+
+
+class Order:
+    """What this rank has started in one process group, where collectives have no tags and meet by their order.
+
+    Attributes:
+        count: How much.
+        recent: Tags of the last ones.
+    """
+
+    __slots__ = ("count", "recent")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.recent: deque[int] = deque(maxlen=_RECENT)
+
+
+class Started:
+    """A collective that a transport has started and nobody has waited for to the end.
+
+    Attributes:
+        transport: That started it.
+        tag: Twice the key of the buffer; one more for a reduce-scatter.
+        number: Which of its kind it is on this rank, from 1 on: of its tag where messages have tags, else of the group.
+        waiter: The thread that waits for it; 0: none does any more; ``None``: none has so far.
+        has_tag: Messages are matched by their tag, not by the order of all collectives of the group.
+        nbytes: What travels, at most; infinite where nobody knows, or the host does not wait for it alone.
+    """
+
+    __slots__ = ("number", "tag", "transport", "waiter")
+
+    has_tag = False
+    nbytes: float = math.inf
+    transport: Any
+    tag: int
+    number: int
+    waiter: int | None
+
+
+class Meeting:
+    """A call in which this rank waits for others, on record while the context lasts.
+
+    Args:
+        group: Whose ranks meet; ``None``: a call around others, which they are named after.
+        kind: Of the call: ranks that wait in the n-th collective of a group mean one kind.
+        what: For people; empty: the call of this package that the user made.
+        nbytes: What travels, at most.
+        ahead: Its first collective is that many after the last one of the group so far; ``None``: nobody knows.
+        is_hook: It is made in a hook of the user's, in a step of an annotation.
+    """
+
+    __slots__ = ("__weakref__", "group", "is_hook", "kind", "nbytes", "number", "serial", "thread", "what")
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        kind: str,
+        what: str = "",
+        *,
+        nbytes: float = math.inf,
+        ahead: int | None = 1,
+        is_hook: bool = False,
+    ) -> None:
+        self.group = group
+        self.kind = kind
+        self.what = what
+        self.nbytes = nbytes
+        self.is_hook = is_hook
+        self.serial = next(_SERIALS)
+        self.thread = threading.get_ident()
+        self.number = 0
+        if group is not None and ahead is not None:
+            with suppress(RuntimeError):  # Not every backend counts.
+                self.number = started_in(group) + ahead
+
+    def __enter__(self) -> None:
+        _MEETINGS[self.serial] = self
+
+    def __exit__(self, *_: object) -> None:
+        _MEETINGS.pop(self.serial, None)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an annotation tells of itself.
+
+    Attributes:
+        name: Equal on all ranks, and no other annotation's.
+        tree: Where its modules are.
+        transport: Of its ranks.
+        groups: Names of all process groups that it talks in: where ranks have diverged, none of them serves any more.
+    """
+
+    name: str
+    tree: Tree
+    transport: Any
+    groups: tuple[str, ...] = ()
+
+
+class Annotated(Protocol):
+    """An annotation that can be asked from another thread."""
+
+    def tell(self, *, in_backward: bool) -> Told | None:
+        """Return where it is; ``in_backward``: some thread of this process runs a backward."""
+        ...
+
+    def name_of(self, started: Started) -> str | None:
+        """Return what it calls a collective of its own; ``None`` for others'."""
+        ...
+
+
+# In the order in which they began; one that an exception has cut short is gone with its frame.
+_SERIALS = itertools.count()
+_MEETINGS: "weakref.WeakValueDictionary[int, Meeting]" = weakref.WeakValueDictionary()
+_TRANSPORTS: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_TREES: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def notice_transport(transport: Any) -> None:
+    """Put what ``transport`` starts on record, as long as it lives; see ``Transport``."""
+    _TRANSPORTS.add(transport)
+
+
+def notice_tree(tree: Annotated) -> None:
+    """Put where ``tree`` is on record, as long as it lives."""
+    _TREES.add(tree)
+
+
+def described(error: BaseException, where: str = "") -> str:
+    """Return how other ranks are told what was raised here, in one line; ``where``: by what, where that is known."""
+    where = f" in {where}" if where else ""
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}{where}{': ' if text else ''}{text}"
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A thread that waits.
+
+    Attributes:
+        mark: Differs from that of its next wait.
+        record: What it waits for; ``None``: a call that the user has made.
+        around: The call that this is a part of, if there is one on record.
+        frame: Where the thread is.
+    """
+
+    thread: int
+    mark: tuple[object, ...]
+    record: Started | Meeting | None
+    around: Meeting | None
+    frame: FrameType
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group that it waits in, where that is known."""
+        if self.record is None:
+            return group_in(self.frame)
+        return self.record.transport.groups[0] if isinstance(self.record, Started) else self.record.group
+
+    @property
+    def is_ours(self) -> bool:
+        """It waits in a call of this package."""
+        return bool(self.record or self.around) or any(
+            frame.f_code.co_filename.startswith(_OURS) for frame in outwards(self.frame)
+        )
+
+    @property
+    def nbytes(self) -> float:
+        """How many bytes travel, at most, before it ends if every rank has started what it waits for.
+
+        Infinite where messages have tags: those of all ranks meet whatever comes between.
+        """
+        if isinstance(self.record, Started):
+            in_flight = list(self.record.transport.in_flight)
+            return math.inf if self.record.has_tag else sum(one.nbytes for one in in_flight)
+        return math.inf if self.record is None else self.record.nbytes
+
+
+def waiting_threads() -> list[Waiting]:
+    """Return the threads that wait for other ranks."""
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident(), None)
+    meetings: dict[int, list[Meeting]] = {}
+    for meeting in filter(None, [reference() for reference in _MEETINGS.valuerefs()]):
+        meetings.setdefault(meeting.thread, []).append(meeting)
+    started = {one.waiter: one for transport in _all_of(_TRANSPORTS) for one in list(transport.in_flight)}
+    found = []
+    for thread, frame in frames.items():
+        own = meetings.get(thread, [])
+        around = next((one for one in own if one.group is None), None)
+        record: Started | Meeting | None = started.get(thread) or next((one for one in own[::-1] if one.group), None)
+        if isinstance(record, Started):
+            mark: tuple[object, ...] = (thread, id(record.transport), record.tag, record.number)
+        elif record is not None:
+            mark = (thread, record.serial)
+        elif is_torchs_wait(frame):
+            group = group_in(frame)
+            mark = (thread, id(frame), frame.f_lasti, 0 if group is None else started_in(group))
+        else:
+            continue
+        found.append(Waiting(thread, mark, record, around, frame))
+    return found
+
+
+def local_status(overdue: Collection[tuple[object, ...]] = ()) -> RankStatus:
+    """Return what this process does; ``overdue``: marks of waits that have lasted longer than any transfer does."""
+    groups = groups_of_process()
+    talking = [one for one in _all_of(_TRANSPORTS) if _is_alive(one, groups)]
+    in_backward = any(map(runs_backward, sys._current_frames().values()))
+    told: dict[int, Told] = {}
+    for tree in _all_of(_TREES):
+        one = tree.tell(in_backward=in_backward)
+        if one is not None and _is_alive(one.transport, groups):
+            told[id(tree)] = one
+    started = {(name, COUNTED): started_in(group) for name, group in groups.items()}
+    for one in talking:
+        started[one.groups[0].group_name, ORDERED] = one.order.count
+        started |= {(one.groups[0].group_name, tag): number for tag, number in dict(one.begun).items()}
+    # Threads that Python has not started, as those of autograd, have names of their own on each rank.
+    lanes = {one.ident: one.name for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
+    lanes[threading.main_thread().ident] = MAIN_LANE
+    return RankStatus(
+        waits=tuple(
+            _wait_of(found, told, lanes.get(found.thread, MAIN_LANE), is_overdue=found.mark in overdue)
+            for found in waiting_threads()
+        ),
+        started=started,
+        recent={one.groups[0].group_name: [str(tag) for tag in one.order.recent.copy()] for one in talking},
+        trees={one.name: one.tree for one in told.values()},
+        text=_doing([one.tree for one in told.values()]),
+    )
+
+
+def _is_alive(transport: Any, groups: Mapping[str, dist.ProcessGroup]) -> bool:
+    """Say whether the groups of ``transport`` are: those of a world that was destroyed have the same names."""
+    return any(groups.get(group.group_name) is group for group in transport.groups[:1])
+
+
+def _doing(trees: Sequence[Tree]) -> str:
+    main = threading.main_thread().ident or 0
+    # What is under way says more than what has ended, and that more than what never began.
+    last = max(trees, key=lambda tree: (tree.is_inside, tree.forwards + tree.backwards), default=None)
+    text = "has nothing annotated that has run" if last is None else last.text
+    # A triple before Python 3.12.
+    handled = sys._current_exceptions().get(main)
+    error = handled[1] if isinstance(handled, tuple) else handled
+    if isinstance(error, BaseException):
+        text = f"{text}; handles {described(error)}"
+    here = place_in(sys._current_frames().get(main), _NOT_THE_USERS)
+    return f"{text}; now at {here}" if here else text
+
+
+def _wait_of(found: Waiting, told: Mapping[int, Told], lane: str, *, is_overdue: bool) -> Wait:
+    record, group = found.record, found.group
+    tree: Told | None = None
+    tag, number, kind, sequence = COUNTED, 0, "", 0
+    groups = [] if group is None else [group.group_name]
+    if isinstance(record, Started):
+        what, owner = name_of(record)
+        tree = told.get(id(owner))
+        tag, number, kind = record.tag if record.has_tag else ORDERED, record.number, str(record.tag)
+        groups = [each.group_name for each in record.transport.groups] + list(tree.groups if tree is not None else ())
+        if group is not None and not record.has_tag:
+            # Of those that were started since, the group has counted as many as the transport has, or more.
+            sequence = started_in(group) - (record.transport.order.count - number)
+    else:
+        is_hook = record.is_hook if record is not None else found.is_ours and found.around is None
+        # What users put in place of a transport runs in a step of the annotation that calls it.
+        tree = next((one for one in told.values() if is_hook and one.tree.is_inside), None)
+        if record is not None:
+            number, kind = record.number, record.kind
+        elif group is not None:
+            number, kind = started_in(group), _COLLECTIVES[found.frame.f_code]
+        sequence = number
+        named = found.around or record
+        own = f"torch.distributed.{kind}" if tree is not None and kind else call_around(found.frame)
+        what = f"the other ranks in {(named.what if named is not None else '') or own}"
+    known = group if number else None
+    return Wait(
+        lane,
+        what,
+        place_in(found.frame, _NOT_THE_USERS),
+        "" if known is None else known.group_name,
+        () if known is None else tuple(dist.get_process_group_ranks(known)),
+        tag,
+        number,
+        kind=kind,
+        sequence=sequence,
+        tree="" if tree is None else tree.name,
+        groups=tuple(dict.fromkeys(groups)),
+        is_call=found.around is not None,
+        is_overdue=is_overdue,
+    )
+
+
+def name_of(started: Started) -> tuple[str, object]:
+    """Return what ``started`` is, for messages, and the annotation that it belongs to, if it is one's."""
+    for one in _all_of(_TREES):
+        name = one.name_of(started)
+        if name is not None:
+            return name, one
+    return f"an exchange of {started.transport.world_size} ranks", None
+
+
+def call_around(frame: FrameType | None) -> str:
+    """Return the call of this package that a frame is part of, for messages; else that of torch which it is."""
+    names = [each.f_code.co_name for each in outwards(frame) if each.f_code.co_filename.startswith(_OURS)]
+    name = next((name for name in reversed(names) if not name.startswith("_")), "")
+    return name or ("a collective" if frame is None else f"torch.distributed.{frame.f_code.co_name}")
+
+
+def group_in(frame: FrameType) -> dist.ProcessGroup | None:
+    """Return the group that a collective of torch was called for; ``None``: ``frame`` is none of a collective."""
+    if frame.f_code not in _COLLECTIVES:
+        return None
+    return frame.f_locals.get("group") or dist.group.WORLD
+
+
+def is_torchs_wait(frame: FrameType) -> bool:
+    """Say whether a thread whose innermost frame this is waits in a call of torch's, or has raised there."""
+    return frame.f_code.co_filename in _TORCHS_WAITS
+
+
+def transports_of(groups: Iterable[dist.ProcessGroup]) -> list[Any]:
+    """Return the transports that talk in any of ``groups``."""
+    found = list(groups)
+    return [one for one in _all_of(_TRANSPORTS) if any(group in found for group in one.groups)]
+
+
+def _all_of(found: Any) -> list[Any]:
+    # Another thread may add one meanwhile.
+    for _ in range(10):
+        with suppress(RuntimeError):
+            return list(found)
+    return []

@@ -1,0 +1,455 @@
+"""The calls every transport offers, and the one that makes them collectives of a process group.
+
+A transport belongs to one shard group. ``begin_*`` starts a collective and returns a ``Pending``; ``finish`` makes its
+result readable by the current stream (CUDA) or by the calling thread (CPU). All ranks of the group call ``begin_*`` in
+the same order with equal shapes and the same ``key``. On CUDA, all-gathers and reduce-scatters run on the stream that
+is current in ``begin_*``; the others run beside it.
+
+Buffers are one-dimensional and contiguous. ``W`` is the group size, ``S`` the shard numel.
+
+A transport registers itself: ``register_transport`` on its class is all that lets plans and users choose it by name.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from itertools import starmap
+from threading import get_ident
+from types import MappingProxyType
+from typing import Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceScatterOptions
+
+from composable.collectives.hang_watchdog import diverged, explained
+from composable.collectives.rank_status import Order, Started, notice_transport
+from composable.errors import ConfigError
+from composable.torch_private import AllgatherOptions, all_gather_into, reduce_scatter_into
+
+__all__ = [
+    "DONE",
+    "Messages",
+    "Pending",
+    "ProcessGroupTransport",
+    "Transport",
+    "choose_transport",
+    "register_transport",
+    "transport_class",
+    "transport_names",
+]
+
+# What every backend can gather and broadcast. Others travel as bytes.
+_CARRIED = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+)
+_ORDERS: "WeakKeyDictionary[dist.ProcessGroup, Order]" = WeakKeyDictionary()
+
+
+class Pending(Protocol):
+    """A collective that was started."""
+
+    def finish(self) -> None:
+        """Wait until the result may be read and every buffer may be reused. Idempotent."""
+        ...
+
+    def is_over(self) -> bool:
+        """Say whether ``finish`` would return without waiting for other ranks."""
+        ...
+
+
+class Transport(ABC):
+    """Moves bytes between the ranks of one group.
+
+    Attributes:
+        name: The name the plan prints and ``transport=`` accepts.
+        moves: What it can move, for messages.
+        cost: Of those that fit a group the one that costs least is taken.
+        is_shared: It has connections of its own, so all annotations on a group share one.
+        asks_hosts: Whether it fits depends on which ranks share a host.
+        rank: This rank within the group.
+        world_size: Ranks in the group.
+        groups: The process groups it talks in; empty until it talks.
+        begun: By tag, how many collectives whose messages have tags this rank has started.
+        closed_because: What every rank was told where the ranks have diverged, after which nothing can be started.
+        has_nccl: CUDA tensors travel by NCCL: to finish a collective lets a stream wait, and the thread goes on.
+        in_flight: What was started and nobody has waited for.
+        order: Of all others in the group; shared by all transports of the group.
+    """
+
+    name: str
+    moves: str = "tensors of any device"
+    cost: int = 0
+    is_shared: bool = False
+    asks_hosts: bool = False
+    rank: int
+    world_size: int
+    groups: "tuple[dist.ProcessGroup, ...]" = ()
+    begun: Mapping[int, int] = MappingProxyType({})
+    order: Order
+    closed_because: tuple[str, ...] = ()
+    has_nccl: bool = False
+    in_flight: "dict[Started, None]"
+    _keys_taken: int = 0
+
+    @classmethod
+    def serves(cls, device_type: str, backend: str) -> bool:
+        """Say whether this transport can move tensors of ``device_type`` over a group of ``backend``."""
+        return True
+
+    @classmethod
+    def fits(cls, device_type: str, backend: str, hosts: Sequence[int]) -> bool:
+        """Say whether this transport is the one to take, if none of lower cost is.
+
+        Args:
+            device_type: Of what it would move.
+            backend: Of the group.
+            hosts: The number of the host of each rank.
+        """
+        return cls.serves(device_type, backend)
+
+    def allocate_key(self) -> int:
+        """Return a key that no other buffer of this transport has; all ranks in the same order."""
+        key = self._keys_taken
+        self._keys_taken = key + 1
+        return key
+
+    @abstractmethod
+    def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
+        """Fill ``buffer`` [W * S] with every rank's ``shard`` [S], in rank order.
+
+        ``shard`` does not overlap ``buffer``, or is its slice of this rank; both stay untouched by the caller until
+        ``finish``.
+        """
+
+    @abstractmethod
+    def begin_reduce_scatter(
+        self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
+    ) -> Pending:
+        """Write ``scale`` times the sum over ranks of slice ``rank`` of ``source`` [W * S] to ``shard`` [S].
+
+        ``shard`` may be of another dtype than ``source``, which is then the one that travels; the sum runs in the
+        wider of the two where that costs no further rounding. ``source`` may be overwritten. Both stay untouched by
+        the caller until ``finish``.
+        """
+
+    @abstractmethod
+    def begin_all_reduce(self, tensor: torch.Tensor, key: int, *, scale: float = 1.0) -> Pending:
+        """Replace ``tensor`` of any shape by ``scale`` times its sum over ranks."""
+
+    @abstractmethod
+    def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
+        """Replace ``tensor`` of any shape on every rank by that of ``source_rank`` (a rank within the group)."""
+
+    def empty(self, numel: int, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return [numel] of undefined content where this transport wants what it moves; else as ``like``.
+
+        What ``begin_reduce_scatter`` reads and writes comes from here. On a device it is allocated on
+        the current stream.
+        """
+        return like.new_empty(numel) if dtype is None else like.new_empty(numel, dtype=dtype)
+
+    def has_started(self, started: Started) -> bool:
+        """Say whether a collective is one of this transport's."""
+        return started.transport is self
+
+    def settle(self) -> None:
+        """Wait for all that was started and not finished, also by a ``begin_*`` that an exception cut short."""
+
+
+# Which there are
+
+_T = TypeVar("_T", bound="type[ProcessGroupTransport]")
+_REGISTERED: "dict[str, type[ProcessGroupTransport]]" = {}
+
+
+def register_transport(transport: _T) -> _T:
+    """Let plans and users choose a transport, which is made of a process group, by its name."""
+    _REGISTERED[transport.name] = transport
+    return transport
+
+
+def transport_names() -> list[str]:
+    """Return the names of all transports, those that cost most, and fit most, first."""
+    return [one.name for one in sorted(_REGISTERED.values(), key=lambda one: -one.cost)]
+
+
+def transport_class(name: str, *others: str) -> "type[ProcessGroupTransport]":
+    """Return the transport of this name.
+
+    Args:
+        name: The name.
+        *others: What a user may write beside the names that there are, for the message.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if not isinstance(name, str) or name not in _REGISTERED:
+        known = ", ".join(map(repr, [*others, *transport_names()]))
+        raise ConfigError(f"transport is {name!r}", fix=f"pass one of {known}")
+    return _REGISTERED[name]
+
+
+def choose_transport(device_type: str, backend: str, hosts: Sequence[int], name: str = "auto") -> str:
+    """Return the name of the transport for a shard group: a pure function of what all its ranks know.
+
+    Args:
+        device_type: Where the parameters live.
+        backend: Backend of the shard group, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
+        hosts: The number of the host of each of its ranks, as ``hosts_of`` gives them.
+        name: The user's choice; ``auto``: of those that fit, the one of least cost.
+
+    Raises:
+        ConfigError: ``name`` is unknown, or does not fit device and backend.
+    """
+    by_device = dict(part.split(":", 1) for part in backend.split(",") if ":" in part)
+    own_backend = by_device.get(device_type, "") if by_device else backend
+    if name == "auto":
+        fitting = [one for one in _REGISTERED.values() if one.fits(device_type, own_backend, hosts)]
+        return min(fitting, key=lambda one: one.cost).name
+    chosen = transport_class(name, "auto")
+    if not chosen.serves(device_type, own_backend):
+        raise ConfigError(
+            f"transport {name!r} moves {chosen.moves}; the group is {backend} on {device_type}",
+            fix="pass transport='auto'",
+        )
+    return name
+
+
+# What is under way
+
+
+class _Done:
+    """A collective that has happened."""
+
+    __slots__ = ()
+
+    def finish(self) -> None:
+        pass
+
+    def is_over(self) -> bool:
+        return True
+
+
+DONE = _Done()
+
+
+class Messages(Started):
+    """The works of one collective, kept by the transport until somebody has waited for them.
+
+    Whoever was to wait may have been stopped by an exception, in the middle of starting one as well. A work that
+    nobody holds frees what gloo still needs, and memory that is freed before its work is over gets written to. So
+    this is made before the works are posted, by one call of ``works.extend``: Python runs no handler of a signal
+    inside it, and what was posted is always known.
+
+    Raises:
+        DesyncError: The transport is closed.
+    """
+
+    __slots__ = ("works",)
+
+    def __init__(self, transport: Transport, tag: int, number: int) -> None:
+        if transport.closed_because:
+            raise diverged(transport.closed_because)
+        self.transport = transport
+        self.tag = tag
+        self.number = number
+        self.waiter = None
+        self.works: list[dist.Work] = []
+        transport.in_flight[self] = None
+
+    def finish(self) -> None:
+        """Wait for the works. Idempotent, also where an exception came between two of them."""
+        works = self.works
+        if not works:
+            return
+        if self.waiter is not None:
+            # One that was waited for is complete; to wait again for a message is to wait for another one.
+            works = [work for work in works if not work.is_completed()]
+        self.waiter = get_ident()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self.waiter = 0
+            raise explained(error, self) from error
+        finally:
+            self.waiter = 0
+        self.works = []
+        self.transport.in_flight.pop(self, None)
+
+    def is_over(self) -> bool:
+        """Say whether ``finish`` would return at once."""
+        return all(work.is_completed() for work in self.works)
+
+
+class _Running(Messages):
+    """A collective of the process group, then the scaling of its result, and the cast.
+
+    Args:
+        transport: That starts it.
+        tag: Twice the key of the buffer; one more for a reduce-scatter.
+        call: Starts the collective.
+        args: Of the call.
+        result: What it fills.
+        factor: What the result is multiplied with, if anything.
+        cast: Where the result goes then, in another dtype, if anywhere.
+    """
+
+    __slots__ = ("_cast", "_factor", "_result")
+
+    def __init__(
+        self,
+        transport: "ProcessGroupTransport",
+        tag: int,
+        call: Callable[..., dist.Work],
+        args: Sequence[object],
+        result: torch.Tensor,
+        factor: torch.Tensor | float | None,
+        cast: torch.Tensor | None = None,
+    ) -> None:
+        order = transport.order
+        order.count = number = order.count + 1
+        order.recent.append(tag)
+        Messages.__init__(self, transport, tag, number)  # super() costs as much again
+        self._result = result
+        self._factor = factor
+        self._cast = cast
+        self.works.extend(starmap(call, (args,)))
+
+    @property
+    def nbytes(self) -> float:  # type: ignore[override]  # asked while others wait, so it is not stored
+        size = self._result.nbytes * (self.transport.world_size if self.tag % 2 else 1)
+        return size if self._result.device.type == "cpu" else math.inf
+
+    def finish(self) -> None:
+        Messages.finish(self)
+        if self._factor is not None:
+            self._result.mul_(self._factor)
+            self._factor = None
+        if self._cast is not None:
+            self._cast.copy_(self._result)
+            self._cast = None
+
+    def is_over(self) -> bool:
+        # NCCL lets the stream wait, and the thread goes on.
+        return (self._result.is_cuda and self.transport.has_nccl) or Messages.is_over(self)
+
+
+@register_transport
+class ProcessGroupTransport(Transport):
+    """Moves bytes with the collectives of one process group: NCCL, gloo beyond a few ranks, the fake backend.
+
+    The calls go to the process group itself: the functions of ``torch.distributed`` cost half as much host time again,
+    in checks that planning has made already.
+
+    Args:
+        group: The shard group.
+    """
+
+    name = "process_group"
+    cost = 10
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self._group = group
+        self.groups = (group,)
+        self.order = _ORDERS.setdefault(group, Order())
+        notice_transport(self)
+        self.in_flight = {}
+        self._all_gather = all_gather_into(group)
+        self._reduce_scatter = reduce_scatter_into(group)
+        # NCCL averages in the collective itself, which saves a kernel.
+        self._mean_scale = 1.0 / self.world_size
+        # To multiply with a number, torch makes this of it each time, which takes longer than a small product.
+        self._mean_factor = torch.tensor(self._mean_scale, dtype=torch.float64, device="cpu")
+        self.has_nccl = "cuda:nccl" in dist.get_backend_config(group)
+
+        # Gathers and reduce-scatters on CUDA run on the caller's stream, which is one for
+        # communication: no second stream and no events between the two. Reductions in place
+        # may be started from the stream that computes, so they run beside it, on NCCL's own.
+        self._gather = AllgatherOptions()
+        self._gather_here = AllgatherOptions()
+        self._gather_here.asyncOp = False
+        self._scatter = ReduceScatterOptions()
+        self._scatter_here = ReduceScatterOptions()
+        self._scatter_here.asyncOp = False
+        self._scatter_mean = ReduceScatterOptions()
+        self._scatter_mean.asyncOp = False
+        self._scatter_mean.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+        self._sum = AllreduceOptions()
+        self._mean = AllreduceOptions()
+        self._mean.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+
+    def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
+        # The collective marks its output as modified. Through `data` the mark misses the
+        # parameters that view the buffer: autograd saved them, and gathering restores their values.
+        buffer = buffer.data
+        if self.world_size == 1 or not shard.numel():
+            if buffer.data_ptr() != shard.data_ptr():
+                buffer.copy_(shard)
+            return DONE
+        options = self._gather_here if buffer.is_cuda else self._gather
+        if shard.dtype not in _CARRIED:
+            buffer, shard = buffer.view(torch.uint8), shard.view(torch.uint8)
+        return _Running(self, 2 * key, self._all_gather, (buffer, shard, options), buffer, None)
+
+    def begin_reduce_scatter(
+        self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
+    ) -> Pending:
+        if self.world_size == 1 or not shard.numel():
+            torch.mul(source, scale, out=shard) if source.dtype is shard.dtype else shard.copy_(source.mul_(scale))
+            return DONE
+        dtype, cast = source.dtype, None
+        if shard.dtype is not dtype:
+            cast, shard = shard, source.new_empty(shard.numel())
+        result = shard
+        if shard.is_complex():
+            source, shard = torch.view_as_real(source).view(-1), torch.view_as_real(shard).view(-1)
+        if not shard.is_cuda:
+            options = self._scatter
+        elif self.has_nccl and scale == self._mean_scale:
+            options, scale = self._scatter_mean, 1.0
+        else:
+            options = self._scatter_here
+        if dtype is torch.float16 and options is not self._scatter_mean:
+            # The sum may be more than this type holds, where the mean is not. A power of two costs no rounding.
+            before = math.ldexp(1.0, min(math.frexp(scale)[1] - 1, 0))
+            if before != 1.0:
+                source.mul_(before)
+                scale /= before
+        factor = self._factor(scale)
+        return _Running(self, 2 * key + 1, self._reduce_scatter, (shard, source, options), result, factor, cast)
+
+    def begin_all_reduce(self, tensor: torch.Tensor, key: int, *, scale: float = 1.0) -> Pending:
+        if self.world_size == 1 or not tensor.numel():
+            if scale != 1.0:
+                tensor.mul_(scale)
+            return DONE
+        parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if tensor.is_cuda and self.has_nccl and scale == self._mean_scale:
+            return _Running(self, 2 * key, self._group.allreduce, ([parts], self._mean), tensor, None)
+        return _Running(self, 2 * key, self._group.allreduce, ([parts], self._sum), tensor, self._factor(scale))
+
+    def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
+        if self.world_size == 1 or not tensor.numel():
+            return DONE
+        options = BroadcastOptions()
+        options.rootRank = source_rank
+        parts = tensor if tensor.dtype in _CARRIED else tensor.view(torch.uint8)
+        return _Running(self, 2 * key, self._group.broadcast, ([parts], options), tensor, None)
+
+    def _factor(self, scale: float) -> torch.Tensor | float | None:
+        """Return what ``mul_`` takes for ``scale``; ``None``: there is nothing to multiply."""
+        if scale == self._mean_scale:
+            return self._mean_factor
+        return None if scale == 1.0 else scale
+
+    def settle(self) -> None:
+        for started in list(self.in_flight):
+            # What is done with the results is left to those who finish the collectives, if anybody does.
+            if isinstance(started, Messages):
+                Messages.finish(started)
+        self.in_flight.clear()

@@ -1,0 +1,299 @@
+"""Where ranks meet, and what each collective does to their tensors.
+
+Collectives meet by number within their group: the last rank to arrive carries them out for all. Messages meet by
+sender, receiver and tag: one moves when both ends are there. Sums run in rank order, in the dtype of the tensors, and
+are the same on every rank.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+
+import torch
+
+from composable.errors import DesyncError
+from composable.torch_private import without_modes
+
+__all__ = ["Board", "Call", "GroupKey", "Part", "Rendezvous", "Transfer"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tensors of one rank in one collective; a coalesced one has several parts.
+
+    Where there is one tensor per rank, they are in the order of the group.
+    """
+
+    inputs: Sequence[torch.Tensor] = ()
+    outputs: Sequence[torch.Tensor] = ()
+    # The tensor whose shape and dtype all ranks have to share.
+    shared: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's call of a collective."""
+
+    op: str
+    parts: Sequence[Part] = ()
+    reduction: str = ""
+    root: int = -1
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Return what has to be equal on all ranks."""
+        shared = [None if part.shared is None else (part.shared.shape, part.shared.dtype) for part in self.parts]
+        return self.op, self.reduction, self.root, shared
+
+    def __str__(self) -> str:
+        words = [self.op]
+        if self.reduction:
+            words.append(f"({self.reduction})")
+        if self.root >= 0:
+            words.append(f"root {self.root}")
+        words += [_shown(part.shared) for part in self.parts if part.shared is not None]
+        return " ".join(words)
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _exchange(calls: Sequence[Call]) -> None:
+    """Carry out a collective in which all ranks have arrived, with calls that fit each other.
+
+    Raises:
+        ValueError: Tensors that do not fit in an all-to-all.
+    """
+    with torch.no_grad(), without_modes():
+        for index in range(len(calls[0].parts)):
+            _BODIES[calls[0].op]([call.parts[index] for call in calls], calls[0])
+
+
+def _move(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source`` to ``target`` without a trace in autograd, as a process group does."""
+    with torch.no_grad(), without_modes():
+        _copy(target, source)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    # The counter that tells autograd of changes is shared with `detach`: as after a real collective.
+    with torch.inference_mode(target.is_inference()):
+        target = target.detach()
+        target.copy_(source if source.shape == target.shape else source.reshape(target.shape))
+
+
+def _reduced(tensors: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
+    total = reduce(_REDUCTIONS[reduction], tensors[1:], tensors[0].detach().clone())
+    if reduction != "avg":
+        return total
+    exact = total.is_floating_point() or total.is_complex()
+    return total.div_(len(tensors)) if exact else total.div_(len(tensors), rounding_mode="trunc")
+
+
+def _all_reduce(parts: Sequence[Part], call: Call) -> None:
+    total = _reduced([part.inputs[0] for part in parts], call.reduction)
+    for part in parts:
+        _copy(part.outputs[0], total)
+
+
+def _reduce(parts: Sequence[Part], call: Call) -> None:
+    _copy(parts[call.root].outputs[0], _reduced([part.inputs[0] for part in parts], call.reduction))
+
+
+def _all_gather(parts: Sequence[Part], call: Call) -> None:
+    for part in parts:
+        for output, source in zip(part.outputs, parts):
+            _copy(output, source.inputs[0])
+
+
+def _reduce_scatter(parts: Sequence[Part], call: Call) -> None:
+    # The result may lie within the source, so all sums come before the first result is written.
+    totals = [_reduced([part.inputs[rank] for part in parts], call.reduction) for rank in range(len(parts))]
+    for part, total in zip(parts, totals):
+        _copy(part.outputs[0], total)
+
+
+def _broadcast(parts: Sequence[Part], call: Call) -> None:
+    for rank, part in enumerate(parts):
+        if rank != call.root:
+            _copy(part.outputs[0], parts[call.root].inputs[0])
+
+
+def _gather(parts: Sequence[Part], call: Call) -> None:
+    for output, part in zip(parts[call.root].outputs, parts):
+        _copy(output, part.inputs[0])
+
+
+def _scatter(parts: Sequence[Part], call: Call) -> None:
+    for part, source in zip(parts, parts[call.root].inputs):
+        _copy(part.outputs[0], source)
+
+
+def _all_to_all(parts: Sequence[Part], call: Call) -> None:
+    for receiver, part in enumerate(parts):
+        for sender, output in enumerate(part.outputs):
+            source = parts[sender].inputs[receiver]
+            if source.numel() != output.numel() or source.dtype != output.dtype:
+                raise ValueError(
+                    f"group rank {sender} sends {list(source.shape)} {source.dtype} to group rank {receiver}, "
+                    f"which expects {list(output.shape)} {output.dtype}"
+                )
+            _copy(output, source)
+
+
+_BODIES: dict[str, Callable[[Sequence[Part], Call], None]] = {
+    "all_gather": _all_gather,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "barrier": lambda parts, call: None,
+    "broadcast": _broadcast,
+    "gather": _gather,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "scatter": _scatter,
+}
+
+_REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.Tensor.add_,
+    "avg": torch.Tensor.add_,
+    "product": torch.Tensor.mul_,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.Tensor.bitwise_and_,
+    "bor": torch.Tensor.bitwise_or_,
+    "bxor": torch.Tensor.bitwise_xor_,
+}
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """A process group, the same on all its ranks.
+
+    Attributes:
+        name: As torch.distributed calls it.
+        ranks: Global ranks, in the order of the group.
+        nth: How many groups of that name and those ranks there were before.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    nth: int
+
+    def __str__(self) -> str:
+        return f"group {self.name!r} of ranks {', '.join(map(str, self.ranks))}"
+
+
+@dataclass(eq=False)
+class Rendezvous:
+    """A collective that some ranks have called."""
+
+    group: GroupKey
+    number: int
+    calls: dict[int, Call] = field(default_factory=dict)
+    is_over: bool = False
+    failure: str = ""
+
+    def arrive(self, group_rank: int, call: Call) -> None:
+        """Add a rank's call; the last one carries out the collective."""
+        self.calls[group_rank] = call
+        if len(self.calls) < len(self.group.ranks):
+            return
+        calls = [self.calls[rank] for rank in range(len(self.group.ranks))]
+        if any(call.fingerprint() != calls[0].fingerprint() for call in calls):
+            self.failure = "ranks meet in different collectives"
+        else:
+            try:
+                _exchange(calls)
+            except (RuntimeError, ValueError) as error:
+                self.failure = str(error)
+        self.is_over = True
+
+    def raise_failure(self, rank: int) -> None:
+        """Raise on ``rank`` what is wrong with the collective, if anything is."""
+        if self.failure:
+            lines = [f"    rank {self.group.ranks[at]}: {call}" for at, call in sorted(self.calls.items())]
+            raise DesyncError(
+                "\n".join([self.failure, *lines]),
+                at=f"rank {rank}, collective {self.number} of {self.group}",
+                fix="make all ranks of a group call the same collectives in the same order, with equal shapes",
+            )
+
+
+@dataclass(eq=False)
+class Transfer:
+    """One end of a message; ``peer`` is a group rank, -1 for any."""
+
+    group: GroupKey
+    own: int
+    peer: int
+    tag: int
+    tensor: torch.Tensor
+    is_send: bool
+    is_over: bool = False
+    failure: str = ""
+
+    def describe(self) -> str:
+        peer = "any rank" if self.peer < 0 else f"rank {self.group.ranks[self.peer]}"
+        op = f"send to {peer}" if self.is_send else f"recv from {peer}"
+        tag = f" with tag {self.tag}" if self.tag else ""
+        return f"{op} of {_shown(self.tensor)}{tag} in {self.group}"
+
+    def fits(self, other: "Transfer") -> bool:
+        """Say whether ``other`` is the far end."""
+        return (
+            other.is_send != self.is_send
+            and other.group == self.group
+            and other.tag == self.tag
+            and other.peer in (self.own, -1)
+            and self.peer in (other.own, -1)
+        )
+
+    def raise_failure(self, rank: int) -> None:
+        """Raise on ``rank`` what is wrong with the message, if anything is."""
+        if self.failure:
+            raise DesyncError(self.failure, at=f"rank {rank}", fix="send and receive equal numbers of equal dtype")
+
+
+class Board:
+    """All that is under way between the ranks of one simulation."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[GroupKey, int], Rendezvous] = {}
+        self._transfers: list[Transfer] = []
+        self._groups: Counter[tuple[int, str, tuple[int, ...]]] = Counter()
+
+    def key_of_new_group(self, rank: int, name: str, ranks: Sequence[int]) -> GroupKey:
+        """Return the key of a group that ``rank`` makes; equal on all ranks that make it."""
+        nth = self._groups[rank, name, tuple(ranks)]
+        self._groups[rank, name, tuple(ranks)] += 1
+        return GroupKey(name, tuple(ranks), nth)
+
+    def ranks_without(self, group: GroupKey) -> list[int]:
+        """Return the ranks of ``group`` that have not made it: with names that differ, ranks never meet."""
+        return [rank for rank in group.ranks if self._groups[rank, group.name, group.ranks] <= group.nth]
+
+    def rendezvous(self, group: GroupKey, number: int) -> Rendezvous:
+        """Return the collective with that number in ``group``."""
+        return self._open.setdefault((group, number), Rendezvous(group, number))
+
+    def arrive(self, rendezvous: Rendezvous, group_rank: int, call: Call) -> None:
+        """Add a rank's call to a rendezvous, which is forgotten here once all are there."""
+        rendezvous.arrive(group_rank, call)
+        if rendezvous.is_over:
+            del self._open[rendezvous.group, rendezvous.number]
+
+    def post(self, transfer: Transfer) -> None:
+        """Add an end of a message; the second end moves it. First posted, first served."""
+        far = next((other for other in self._transfers if transfer.fits(other)), None)
+        if far is None:
+            self._transfers.append(transfer)
+            return
+        self._transfers.remove(far)
+        send, recv = (transfer, far) if transfer.is_send else (far, transfer)
+        if send.tensor.numel() != recv.tensor.numel() or send.tensor.dtype != recv.tensor.dtype:
+            send.failure = recv.failure = f"a message does not fit: {send.describe()} meets {recv.describe()}"
+        else:
+            _move(recv.tensor, send.tensor)
+        recv.peer = send.own
+        send.is_over = recv.is_over = True

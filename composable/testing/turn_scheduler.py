@@ -1,0 +1,403 @@
+"""Whose turn it is: of all threads of all ranks one runs, the others wait.
+
+A thread gives its turn away when it waits for something that has not come, and when it ends. Next is the
+following one that can go on, or one drawn from ``seed``: never chance, so that a run can be repeated.
+When no thread can go on, all of them learn at once what each is waiting for.
+
+Threads that a rank starts (a checkpoint written in the background, an executor) belong to it and take turns too.
+While a simulation runs, what waits in Python's own way (conditions, and with them events, futures and queues; joins)
+lets others run instead of blocking the thread whose turn it is. Daemon threads are left alone: they run at any time,
+wait as ever, and may not communicate.
+
+What a rank in a process would have for itself, and threads of one process share, is exchanged with the turn: random
+generators of torch and Python, default dtype, deterministic algorithms, warning filters and where ``print`` goes. Grad
+mode, autocast and the like are a thread's own in torch already.
+"""
+
+import queue
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composable.errors import DesyncError
+from composable.frames import place_in
+
+__all__ = ["ProcessState", "RankThread", "StartedByRank", "TurnScheduler", "Unwound", "taking_turns"]
+
+_NOT_THE_USERS = tuple(str(Path(file).parent) for file in (torch.__file__, __file__, threading.__file__))
+
+# What `warnings.catch_warnings` replaces, and puts back.
+_WARNING_PARTS = ("filters", "showwarning", "_showwarnmsg_impl")
+
+
+class Unwound(BaseException):
+    """Ends a rank that waits for what another rank, which has raised, will never send."""
+
+
+class ProcessState:
+    """What the process had at one moment: taken when made."""
+
+    __slots__ = ("_deterministic", "_dtype", "_python", "_streams", "_torch", "_warnings")
+
+    def __init__(self) -> None:
+        self._torch = torch.default_generator.get_state()
+        self._python = random.getstate()
+        self._dtype = torch.get_default_dtype()
+        self._deterministic = _deterministic()
+        self._warnings = [getattr(warnings, part, None) for part in _WARNING_PARTS]
+        self._streams = sys.stdout, sys.stderr
+
+    def restore(self) -> None:
+        """Give the process back what it had."""
+        torch.default_generator.set_state(self._torch)
+        random.setstate(self._python)
+        if torch.get_default_dtype() != self._dtype:
+            torch.set_default_dtype(self._dtype)
+        if _deterministic() != self._deterministic:
+            is_on, warns = self._deterministic
+            torch.use_deterministic_algorithms(is_on, warn_only=warns)
+        self._restore_warnings()
+        sys.stdout, sys.stderr = self._streams
+
+    def _restore_warnings(self) -> None:
+        is_changed = False
+        for part, value in zip(_WARNING_PARTS, self._warnings):
+            if value is not None and getattr(warnings, part) is not value:
+                setattr(warnings, part, value)
+                is_changed = True
+        if is_changed:
+            # Modules remember by version of the filters what they have warned of.
+            forget = getattr(warnings, "_filters_mutated", None) or getattr(
+                warnings, "_filters_mutated_lock_held", None
+            )
+            if forget is not None:
+                with getattr(warnings, "_lock", nullcontext()):
+                    forget()
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+class StartedByRank(threading.Thread):
+    """A rank's own thread: does not keep the process alive, but what it starts is no daemon for that."""
+
+    _runs = False
+
+    def run(self) -> None:
+        self._runs = True
+        super().run()
+
+    @property
+    def daemon(self) -> bool:
+        return not self._runs
+
+    @daemon.setter
+    def daemon(self, value: bool) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """What a thread waits for.
+
+    Attributes:
+        is_over: Says whether it has come.
+        describe: Returns the same for messages.
+        give_up: Ends now what has a timeout, when no thread can go on; returns whether that is so.
+    """
+
+    is_over: Callable[[], bool]
+    describe: Callable[[], str]
+    give_up: Callable[[], bool]
+
+
+@dataclass(eq=False)
+class RankThread:
+    """A thread that takes turns.
+
+    Attributes:
+        name: Of a thread that a rank has started; empty for the rank's own.
+        turn: Locked except while it is about to run.
+        ended: How it ended, as messages say it.
+        has_raised: Others may wait for it in vain.
+        error: What it is to raise.
+    """
+
+    rank: int
+    index: int
+    name: str = ""
+    thread: threading.Thread | None = None
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    waits_for: _Wait | None = None
+    ended: str = ""
+    has_raised: bool = False
+    error: BaseException | None = None
+    is_unwinding: bool = False
+
+    def __post_init__(self) -> None:
+        self.turn.acquire()
+
+    def can_go_on(self) -> bool:
+        if self.ended:
+            return False
+        return self.waits_for is None or self.error is not None or self.is_unwinding or self.waits_for.is_over()
+
+    def raise_if_unwinding(self) -> None:
+        if self.is_unwinding:
+            raise Unwound
+
+
+class TurnScheduler:
+    """Lets one thread after the other run.
+
+    Args:
+        world_size: Ranks there are.
+        seed: Draws who is next, and gives turns away at every call. Without: in order, and only where a rank has to
+            wait.
+    """
+
+    def __init__(self, world_size: int, seed: int | None) -> None:
+        self._states = [ProcessState()] * world_size
+        self.threads = [RankThread(rank, rank) for rank in range(world_size)]
+        self.holder = self.threads[0]
+        self.all_ended = threading.Lock()
+        self.all_ended.acquire()
+        self._here = threading.local()
+        self._random = None if seed is None else random.Random(seed)
+        # What is under way: turns left, and what happens then.
+        self._late: list[tuple[int, Callable[[], None]]] = []
+        self._turns = 0
+
+    def start(self) -> None:
+        """Let the first rank run."""
+        self.holder = self._next_after(self.threads[-1]) or self.threads[0]
+        self.holder.turn.release()
+
+    def enter(self, thread: RankThread) -> None:
+        """Make ``thread`` the one that is calling, and wait for its first turn."""
+        thread.turn.acquire()
+        self._here.thread = thread
+        self._states[thread.rank].restore()
+
+    def thread_here(self) -> RankThread | None:
+        """Return which thread is calling; ``None``: one that takes no turns."""
+        return getattr(self._here, "thread", None)
+
+    def add(self, thread: threading.Thread) -> RankThread:
+        """Let a thread that the calling rank is about to start take part."""
+        added = RankThread(self._caller().rank, len(self.threads), thread.name, thread)
+        self.threads.append(added)
+        return added
+
+    def wait(
+        self,
+        is_over: Callable[[], bool],
+        describe: Callable[[], str],
+        give_up: Callable[[], bool] = bool,
+    ) -> None:
+        """Return when ``is_over`` says so; others run meanwhile.
+
+        Args:
+            is_over: Says whether what is waited for has come.
+            describe: Returns what that is, for messages.
+            give_up: Ends now what has a timeout, when no thread can go on; returns whether that is so.
+
+        Raises:
+            DesyncError: No thread can go on.
+            Unwound: Another rank has raised, and no thread can go on.
+        """
+        thread = self._caller()
+        while not is_over():
+            thread.raise_if_unwinding()
+            thread.waits_for = _Wait(is_over, describe, give_up)
+            self._hand_over(thread)
+            thread.waits_for = None
+            if thread.error is not None:
+                error, thread.error = thread.error, None
+                raise error
+        thread.raise_if_unwinding()
+
+    def let_others_run(self) -> None:
+        """Give the turn to another thread that can go on, if there is one."""
+        thread = self._caller()
+        thread.raise_if_unwinding()
+        self._hand_over(thread)
+        thread.raise_if_unwinding()
+
+    def maybe_let_others_run(self) -> None:
+        """Give the turn away if the seed says so."""
+        self._caller().raise_if_unwinding()
+        if self._random is not None and self._random.random() < 0.5:
+            self.let_others_run()
+
+    def later(self, turns: int, happen: Callable[[], None]) -> None:
+        """Call ``happen`` after so many turns, or when no thread can go on before."""
+        self._late.append((self._turns + turns, happen))
+
+    def end(self, thread: RankThread, how: str) -> None:
+        """Give the turn away for good."""
+        self._states[thread.rank] = ProcessState()
+        thread.ended = how
+        self._here.thread = None
+        self._pass_on(thread)
+
+    def unwind_all(self) -> None:
+        """End every thread at its next call or wait."""
+        for thread in self.threads:
+            thread.is_unwinding = True
+
+    def _caller(self) -> RankThread:
+        thread = self.thread_here()
+        assert thread is not None, "called in threads that take turns"
+        return thread
+
+    def _hand_over(self, thread: RankThread) -> None:
+        self._states[thread.rank] = ProcessState()
+        if self._pass_on(thread) is not thread:
+            thread.turn.acquire()
+            self._states[thread.rank].restore()
+
+    def _pass_on(self, thread: RankThread) -> RankThread | None:
+        """Let the next thread run; returns it, or nothing if all have ended."""
+        self._turns += 1
+        due = [happen for turn, happen in self._late if turn <= self._turns]
+        self._late = [(turn, happen) for turn, happen in self._late if turn > self._turns]
+        for happen in due:
+            happen()
+        following = self._next_after(thread)
+        while following is None and self._late:
+            self._late.sort(key=lambda late: late[0])
+            self._late.pop(0)[1]()
+            following = self._next_after(thread)
+        if following is None:
+            self._nobody_can_go_on()
+            following = self._next_after(thread)
+        if following is None:
+            self.all_ended.release()
+        elif following is not thread:
+            self.holder = following
+            following.turn.release()
+        return following
+
+    def _next_after(self, thread: RankThread) -> RankThread | None:
+        """Return which thread runs next; ``thread`` itself last of all."""
+        order = [*self.threads[thread.index + 1 :], *self.threads[: thread.index + 1]]
+        able = [other for other in order if other.can_go_on()]
+        if self._random is None or len(able) < 2:
+            return able[0] if able else None
+        return self._random.choice([other for other in able if other is not thread])
+
+    def _nobody_can_go_on(self) -> None:
+        waiting = [thread for thread in self.threads if not thread.ended]
+        if any(thread.waits_for is not None and thread.waits_for.give_up() for thread in waiting):
+            return
+        if any(thread.has_raised for thread in self.threads) or all(thread.name for thread in waiting):
+            for thread in waiting:
+                thread.is_unwinding = True
+            return
+        lines = [f"    {_doing(thread)}" for thread in self.threads if not (thread.name and thread.ended)]
+        for thread in waiting:
+            thread.error = DesyncError(
+                "\n".join(["every rank that is left waits for another one", *lines]),
+                at=f"rank {thread.rank}",
+                fix="make groups, and call the collectives of each, in the same order on all its ranks",
+            )
+
+
+def _doing(thread: RankThread) -> str:
+    called = f"rank {thread.rank}, thread {thread.name!r}," if thread.name else f"rank {thread.rank}"
+    if thread.waits_for is None:
+        return f"{called} has {thread.ended}"
+    frame = sys._current_frames().get(thread.thread.ident or 0) if thread.thread else None
+    here = place_in(frame, _NOT_THE_USERS)
+    return f"{called} waits for {thread.waits_for.describe()}{f', at {here}' if here else ''}"
+
+
+@contextmanager
+def taking_turns(turns: TurnScheduler, world: Callable[[], Any], adopt: Callable[[Any], None]) -> Iterator[None]:
+    """Let threads that ranks start take part in ``turns`` while the context lasts.
+
+    Args:
+        turns: Whose turn it is.
+        world: Returns what the calling thread has of torch.distributed.
+        adopt: Gives the same to a thread that it starts.
+    """
+    own_start, own_join, own_wait = threading.Thread.start, threading.Thread.join, threading.Condition.wait
+    own_queue = queue.SimpleQueue
+    starting = threading.local()
+    changed: Any = threading
+
+    def start(thread: threading.Thread) -> None:
+        if turns.thread_here() is None:
+            own_start(thread)
+            return
+        if not thread.daemon:
+            take_part(thread)
+        # The thread says that it has started before it waits for its turn.
+        starting.is_native = True
+        try:
+            own_start(thread)
+        finally:
+            starting.is_native = False
+
+    def take_part(thread: threading.Thread) -> None:
+        added, run, of_parent = turns.add(thread), thread.run, world()
+
+        def run_in_turns() -> None:
+            turns.enter(added)
+            try:
+                adopt(of_parent)
+                run()
+            except Unwound:
+                pass
+            finally:
+                turns.end(added, "ended")
+
+        thread.run = run_in_turns  # type: ignore[method-assign]
+
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        added = next((one for one in turns.threads if one.thread is thread), None)
+        if added is not None and turns.thread_here() is not None:
+            turns.wait(lambda: bool(added.ended), lambda: f"the end of thread {added.name!r}")
+        own_join(thread, timeout)
+
+    def wait(condition: Any, timeout: float | None = None) -> bool:
+        asks_only = timeout is not None and timeout <= 0
+        if asks_only or turns.thread_here() is None or getattr(starting, "is_native", False):
+            return own_wait(condition, timeout)
+        # As in Condition.wait, with turns in place of blocking; where nobody can go on, nothing but time could pass.
+        lock, passed = threading.Lock(), list[float]()
+        lock.acquire()
+        condition._waiters.append(lock)
+
+        def give_up() -> bool:
+            if timeout is not None:
+                passed.append(timeout)
+            return bool(passed)
+
+        saved = condition._release_save()
+        try:
+            turns.wait(lambda: bool(passed) or not lock.locked(), lambda: "another thread of its own", give_up)
+        finally:
+            condition._acquire_restore(saved)
+            if lock in condition._waiters:
+                condition._waiters.remove(lock)
+        return not passed
+
+    changed.Thread.start, changed.Thread.join, changed.Condition.wait = start, join, wait
+    # The one in C waits without asking anybody.
+    queue.SimpleQueue = getattr(queue, "_PySimpleQueue", own_queue)  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        changed.Thread.start, changed.Thread.join, changed.Condition.wait = own_start, own_join, own_wait
+        queue.SimpleQueue = own_queue  # type: ignore[misc]
