@@ -247,7 +247,8 @@ def contract(
 
 
 def _record_of(module: nn.Module) -> _Record:
-    return module.__dict__.get(_RECORD_KEY, _NOTHING)
+    record: _Record = module.__dict__.get(_RECORD_KEY, _NOTHING)
+    return record
 
 
 def _record_for_write(module: nn.Module) -> _Record:
