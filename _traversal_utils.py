@@ -10,31 +10,20 @@ Use it as ``import _traversal_utils``, never with ``from``: the runtime states a
 through it, and it is found through their package.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 from torch import nn
 
-from composable.contract import get_registry, managing_state
+from composable.contract import excludes, get_registry, managing_state
 
 __all__: list[str] = []
 
 _API = "fully_shard"
 
-# The states of ``fully_shard``, which lives above this file. The walks use what ``_State`` lists.
+# The states of ``fully_shard``, which lives above this file: the walks use ``_module_to_handle``, ``_is_root`` and
+# ``lazy_init()`` of them.
 FsdpState: TypeAlias = Any
-
-
-class _State(Protocol):
-    """What the walks need of a state."""
-
-    @property
-    def _module_to_handle(self) -> Mapping[nn.Module, object]: ...
-
-    @property
-    def _is_root(self) -> bool | None: ...
-
-    def lazy_init(self) -> object: ...
 
 
 def _get_modules(module: nn.Module, *, is_everywhere: bool = False) -> Iterator[nn.Module]:
@@ -46,19 +35,18 @@ def _get_modules(module: nn.Module, *, is_everywhere: bool = False) -> Iterator[
         if module in seen:
             continue
         seen.add(module)
-        if is_everywhere or _is_compatible(module):
+        if is_everywhere or not excludes(module, _API):
             yield module
             stack.extend(child for child in reversed(module._modules.values()) if child is not None)
 
 
 def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[FsdpState], list[nn.Module]]:
     """Return the states at or below ``module``, each once, and the module where each was met first."""
-    found: dict[int, tuple[_State, nn.Module]] = {}
+    found: dict[FsdpState, nn.Module] = {}
     for visited in _get_modules(module):
-        annotation = get_registry(visited).get(_API)
-        if annotation is not None:
-            found.setdefault(id(annotation.state), (annotation.state, visited))  # type: ignore[arg-type]  # object
-    return [state for state, _ in found.values()], [visited for _, visited in found.values()]
+        if _API in (annotations := get_registry(visited)):
+            found.setdefault(annotations[_API].state, visited)
+    return list(found), list(found.values())
 
 
 def _get_fsdp_states(module: nn.Module) -> list[FsdpState]:
@@ -68,13 +56,10 @@ def _get_fsdp_states(module: nn.Module) -> list[FsdpState]:
 
 def _get_fsdp_handles(module: nn.Module, *, is_everywhere: bool = False) -> list[Any]:
     """Return the handles of all fully sharded modules at or below ``module``, in the order of their modules."""
-    handles: dict[Any, None] = {}
-    for visited in _get_modules(module, is_everywhere=is_everywhere):
-        state: Any = managing_state(visited, _API)
-        handle = state._module_to_handle.get(visited) if state is not None else None
-        if handle is not None:
-            handles[handle] = None
-    return list(handles)
+    visits = _get_modules(module, is_everywhere=is_everywhere)
+    pairs: Iterator[tuple[nn.Module, Any]] = ((visited, managing_state(visited, _API)) for visited in visits)
+    found = [state._module_to_handle.get(visited) for visited, state in pairs if state is not None]
+    return list(dict.fromkeys(handle for handle in found if handle is not None))
 
 
 def _get_root_fsdp_states_with_modules(module: nn.Module) -> tuple[list[FsdpState], list[nn.Module]]:
@@ -83,15 +68,13 @@ def _get_root_fsdp_states_with_modules(module: nn.Module) -> tuple[list[FsdpStat
     Which states are roots is known after lazy init, so this runs it first, outermost state
     first. Collective where a state has not been initialised.
     """
-    states: list[FsdpState] = []
-    modules: list[nn.Module] = []
+    roots: dict[FsdpState, nn.Module] = {}
     for state, visited in zip(*_get_fsdp_states_with_modules(module), strict=True):
         if state._is_root is None:
             state.lazy_init()
         if state._is_root:
-            states.append(state)
-            modules.append(visited)
-    return states, modules
+            roots[state] = visited
+    return list(roots), list(roots.values())
 
 
 def _get_fsdp_root_states(module: nn.Module) -> list[FsdpState]:
@@ -106,7 +89,3 @@ def _get_fully_sharded_module_to_states(
     visits = _get_modules(module, is_everywhere=is_everywhere)
     states = {visited: managing_state(visited, _API) for visited in visits}
     return {visited: state for visited, state in states.items() if state is not None}
-
-
-def _is_compatible(module: nn.Module) -> bool:
-    return not any(_API in annotation.incompatible for annotation in get_registry(module).values())

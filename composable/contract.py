@@ -85,14 +85,19 @@ class AnnotationFn(Protocol[_P, _State_co]):
 
 @dataclass
 class _Record:
+    """What a module carries: annotations, and states that manage it for an ancestor, by the name of the API."""
+
     annotations: dict[str, Annotation] = field(default_factory=dict)
     members: dict[str, object] = field(default_factory=dict)
 
 
+# Of a module that carries nothing.
+_NOTHING = _Record()
+
+
 def get_registry(module: nn.Module) -> Mapping[str, Annotation]:
     """Return the APIs on ``module`` in the order they were applied; a read-only view."""
-    record = _record_of(module)
-    return MappingProxyType(record.annotations if record is not None else {})
+    return MappingProxyType(_record_of(module).annotations)
 
 
 def annotated_below(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, object]]:
@@ -127,8 +132,6 @@ def excludes(module: nn.Module, api_name: str) -> bool:
 def managing_state(module: nn.Module, api_name: str) -> object | None:
     """Return the state of ``api_name`` that manages ``module``: its own, or that of which it is a member."""
     record = _record_of(module)
-    if record is None:
-        return None
     own = record.annotations.get(api_name)
     return own.state if own is not None else record.members.get(api_name)
 
@@ -140,39 +143,28 @@ def set_member(module: nn.Module, api_name: str, state: object) -> None:
         ConfigError: ``module`` carries this API or one incompatible with it, or is a member of another state.
     """
     record = _record_of(module)
-    if record is not None:
-        for annotation in record.annotations.values():
-            if annotation.name == api_name or api_name in annotation.incompatible:
-                raise ConfigError(
-                    f"{api_name} cannot manage this module: {annotation.name} is on it", at=describe_module(module)
-                )
-        if record.members.get(api_name, state) is not state:
-            raise ConfigError(
-                f"{api_name} already manages this module for another ancestor", at=describe_module(module)
-            )
+    why = [f"{one.name} is on it" for one in record.annotations.values() if api_name in {one.name, *one.incompatible}]
+    if record.members.get(api_name, state) is not state:
+        why.append("it manages it for another ancestor")
+    if why:
+        raise ConfigError(f"{api_name} cannot manage this module: {why[0]}", at=describe_module(module))
     _record_for_write(module).members[api_name] = state
 
 
 def remove_member(module: nn.Module, api_name: str) -> None:
     """Forget that ``module`` is a member; no error if it is not one."""
-    record = _record_of(module)
-    if record is not None:
-        record.members.pop(api_name, None)
-        _drop_if_empty(module, record)
+    _remove(module, _record_of(module).members, api_name)
+
+
+def remove_annotation(module: nn.Module, api_name: str) -> None:
+    """Take ``api_name`` off ``module``'s registry; what the API did to the module is its own to undo."""
+    _remove(module, _record_of(module).annotations, api_name)
 
 
 def promote_member(module: nn.Module, annotation: Annotation) -> None:
     """Make a member of ``annotation.state`` a module that carries the annotation itself."""
     remove_member(module, annotation.name)
     _record_for_write(module).annotations[annotation.name] = annotation
-
-
-def remove_annotation(module: nn.Module, api_name: str) -> None:
-    """Take ``api_name`` off ``module``'s registry; what the API did to the module is its own to undo."""
-    record = _record_of(module)
-    if record is not None:
-        record.annotations.pop(api_name, None)
-        _drop_if_empty(module, record)
 
 
 @overload
@@ -226,18 +218,17 @@ def contract(
             _check_modules(name, rivals, modules)
             annotation = Annotation(name, state_cls(), rivals)
             before = _outermost({one: NamedTree.of(one) for one in modules})
-            roots = list(before)
             for one, tree in before.items():
                 _check_below(name, rivals, one, tree.modules)
-            for one in roots:
+            for one in before:
                 _record_for_write(one).annotations[name] = annotation
             try:
-                result = fn(target, *args, **kwargs)
-                _check_result(name, modules, result)
+                _check_result(name, modules, fn(target, *args, **kwargs))
                 for one, old in before.items():
                     check_same_fqns(name, one, old, NamedTree.of(one))
             except BaseException:
-                _forget(roots, annotation)
+                for one in before:
+                    _forget(one, annotation)
                 raise
             return target
 
@@ -255,13 +246,28 @@ def contract(
     return decorate
 
 
-def _record_of(module: nn.Module) -> _Record | None:
-    return module.__dict__.get(_RECORD_KEY)
+def _record_of(module: nn.Module) -> _Record:
+    record: _Record = module.__dict__.get(_RECORD_KEY, _NOTHING)
+    return record
 
 
 def _record_for_write(module: nn.Module) -> _Record:
     record: _Record = module.__dict__.setdefault(_RECORD_KEY, _Record())
     return record
+
+
+def _remove(module: nn.Module, held: dict[str, Any], api_name: str) -> None:
+    held.pop(api_name, None)
+    if _record_of(module) == _NOTHING:
+        module.__dict__.pop(_RECORD_KEY, None)
+
+
+def _forget(module: nn.Module, annotation: Annotation) -> None:
+    """Remove the annotation, and every membership in its state at or below ``module``."""
+    remove_annotation(module, annotation.name)
+    for below in NamedTree.of(module).modules:
+        if _record_of(below).members.get(annotation.name) is annotation.state:
+            remove_member(below, annotation.name)
 
 
 def _outermost(trees: dict[nn.Module, NamedTree]) -> dict[nn.Module, NamedTree]:
@@ -272,16 +278,10 @@ def _outermost(trees: dict[nn.Module, NamedTree]) -> dict[nn.Module, NamedTree]:
     return {module: tree for module, tree in trees.items() if module not in inside} or trees
 
 
-def _drop_if_empty(module: nn.Module, record: _Record) -> None:
-    if not record.annotations and not record.members:
-        module.__dict__.pop(_RECORD_KEY, None)
-
-
 def _as_sequence(name: str, modules: object) -> Sequence[nn.Module]:
     if not isinstance(modules, Iterable) or isinstance(modules, str | torch.Tensor):
-        raise ConfigError(
-            f"{name} got {type(modules).__name__}", fix="pass an nn.Module or a sequence of nn.Module instances"
-        )
+        fix = "pass an nn.Module or a sequence of nn.Module instances"
+        raise ConfigError(f"{name} got {type(modules).__name__}", fix=fix)
     sequence = modules if isinstance(modules, Sequence) else list(modules)
     if not sequence:
         raise ConfigError(f"{name} got an empty sequence", fix="pass at least one module")
@@ -292,73 +292,48 @@ def _check_modules(name: str, rivals: frozenset[str], modules: Sequence[object])
     seen: set[nn.Module] = set()
     for index, module in enumerate(modules):
         if not isinstance(module, nn.Module):
-            raise ConfigError(
-                f"{name} got {type(module).__name__} at index {index} of the sequence",
-                fix="pass nn.Module instances only",
-            )
+            what = f"{name} got {type(module).__name__} at index {index} of the sequence"
+            raise ConfigError(what, fix="pass nn.Module instances only")
         if module in seen:
             raise ConfigError(f"{name} got the same module twice in one sequence", at=describe_module(module))
         seen.add(module)
-        record = _record_of(module)
-        if record is None:
-            continue
+        record, what, fix = _record_of(module), "", ""
+        excluding = (one.name for one in record.annotations.values() if one.name in rivals or name in one.incompatible)
         if name in record.annotations:
-            raise ConfigError(
-                f"{name} is already on this module", at=describe_module(module), fix=f"call {name} once per module"
-            )
-        if name in record.members:
-            raise ConfigError(
-                f"{name} already manages this module: the policy of an ancestor picked it",
-                at=describe_module(module),
-                fix=f"leave it to the policy, or call {name} on this module before the ancestor",
-            )
-        for other in record.annotations.values():
-            if other.name in rivals or name in other.incompatible:
-                raise ConfigError(
-                    f"{name} and {other.name} cannot both be on one module",
-                    at=describe_module(module),
-                    fix=f"choose one of them for this module; {other.name} is on it already",
-                )
-        for member_of in record.members:
-            if member_of in rivals:
-                raise ConfigError(
-                    f"{name} cannot be on this module: the policy of a {member_of} ancestor picked it",
-                    at=describe_module(module),
-                    fix=f"call {name} on this module before {member_of} on the ancestor",
-                )
+            what, fix = f"{name} is already on this module", f"call {name} once per module"
+        elif name in record.members:
+            what = f"{name} already manages this module: the policy of an ancestor picked it"
+            fix = f"leave it to the policy, or call {name} on this module before the ancestor"
+        elif other := next(excluding, None):
+            what = f"{name} and {other} cannot both be on one module"
+            fix = f"choose one of them for this module; {other} is on it already"
+        elif other := next((one for one in record.members if one in rivals), None):
+            what = f"{name} cannot be on this module: the policy of a {other} ancestor picked it"
+            fix = f"call {name} on this module before {other} on the ancestor"
+        if what:
+            raise ConfigError(what, at=describe_module(module), fix=fix)
 
 
 def _check_below(name: str, rivals: frozenset[str], module: nn.Module, visited: Sequence[nn.Module]) -> None:
     """Refuse a module below which an annotation from further up manages modules that ``name`` would hide from it."""
-    below = [record for one in visited if (record := _record_of(one)) is not None] if rivals else []
+    below = [_record_of(one) for one in visited] if rivals else []
     own = {id(annotation.state) for record in below for annotation in record.annotations.values()}
-    for record in below:
-        for api, state in record.members.items():
-            if api in rivals and id(state) not in own:
-                raise ConfigError(
-                    f"{name} cannot be on this module: the policy of a {api} ancestor picked modules below it",
-                    at=describe_module(module),
-                    fix=f"call {name} on this module before {api} on the ancestor",
-                )
+    members = ((api, state) for record in below for api, state in record.members.items())
+    if api := next((api for api, state in members if api in rivals and id(state) not in own), None):
+        raise ConfigError(
+            f"{name} cannot be on this module: the policy of a {api} ancestor picked modules below it",
+            at=describe_module(module),
+            fix=f"call {name} on this module before {api} on the ancestor",
+        )
 
 
 def _check_result(name: str, modules: Sequence[nn.Module], result: object) -> None:
     if result is None:
         return
     returned = [result] if isinstance(result, nn.Module) else list(cast("Iterable[object]", result))
-    if len(returned) != len(modules) or any(a is not b for a, b in zip(returned, modules, strict=True)):
+    if list(map(id, returned)) != list(map(id, modules)):
         raise ConfigError(
             f"{name} returned other modules than it was given",
             at=describe_module(modules[0]),
             fix="an annotation changes its modules in place",
         )
-
-
-def _forget(modules: Sequence[nn.Module], annotation: Annotation) -> None:
-    """Remove the annotation, and every membership in its state, below ``modules``."""
-    for module in modules:
-        remove_annotation(module, annotation.name)
-        for visit in NamedTree.of(module).modules:
-            record = _record_of(visit)
-            if record is not None and record.members.get(annotation.name) is annotation.state:
-                remove_member(visit, annotation.name)

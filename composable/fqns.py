@@ -1,9 +1,9 @@
 """The names of a module tree, and in what two of them differ; the name of one module for a message."""
 
 import gc
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from typing import NamedTuple
 
 from torch import nn
@@ -125,24 +125,22 @@ class NamedTree:
             named["buffers"] += [self.fqn(index, key) for key in visit.buffers]
         return named
 
-    def tied_fqns(self) -> list[str]:
-        return [f"{self.fqn(i, key)} = {self.fqn(j, first)}" for i, key, j, first in self.ties]
+    def shared_fqns(self) -> dict[str, list[str]]:
+        ties = [f"{self.fqn(i, key)} = {self.fqn(j, first)}" for i, key, j, first in self.ties]
+        aliases = [self.fqn(index) for index, visit in enumerate(self.visits) if visit.is_alias]
+        return {"shared tensors": ties, "shared modules": aliases}
 
 
 def check_same_fqns(name: str, module: nn.Module, old: NamedTree, new: NamedTree) -> None:
     """Raise ``ConfigError`` if ``name``, an annotation of ``module``, changed a name between the two."""
     if old == new:
         return
-    old_fqns, new_fqns = old.fqns(), new.fqns()
-    differences = [
-        difference for kind in old_fqns for difference in _list_differences(kind, old_fqns[kind], new_fqns[kind])
-    ]
+    was, now = old.fqns(), new.fqns()
+    differences = [line for kind in was for line in _list_differences(kind, was[kind], now[kind])]
     if not differences:
         # The same names, but other slots share a tensor or a module than before.
-        differences = [
-            *_list_differences("shared tensors", old.tied_fqns(), new.tied_fqns()),
-            *_list_differences("shared modules", _alias_fqns(old), _alias_fqns(new)),
-        ]
+        was, now = old.shared_fqns(), new.shared_fqns()
+        differences = [line for kind in was for line in _list_differences(kind, was[kind], now[kind])]
     raise ConfigError(
         "\n    ".join([f"{name} changed the FQNs of the module it annotates", *differences]),
         at=describe_module(module),
@@ -150,34 +148,15 @@ def check_same_fqns(name: str, module: nn.Module, old: NamedTree, new: NamedTree
     )
 
 
-def _alias_fqns(snapshot: NamedTree) -> list[str]:
-    return [snapshot.fqn(index) for index, visit in enumerate(snapshot.visits) if visit.is_alias]
-
-
 def _list_differences(kind: str, old: Sequence[str], new: Sequence[str]) -> list[str]:
-    old_set, new_set = set(old), set(new)
+    """Return lines that say which names are gone, are new, or are in another place, of few that explain the order."""
+    olds, news = set(old), set(new)
+    both, both_now = [fqn for fqn in old if fqn in news], [fqn for fqn in new if fqn in olds]
+    runs = SequenceMatcher(None, both, both_now, autojunk=False).get_matching_blocks()
+    in_order = {fqn for start, _, length in runs for fqn in both[start : start + length]}
     parts = {
-        "missing": [fqn for fqn in old if fqn not in new_set],
-        "new": [fqn for fqn in new if fqn not in old_set],
-        "moved": _moved(old, [fqn for fqn in new if fqn in old_set]),
+        "missing": [fqn for fqn in old if fqn not in news],
+        "new": [fqn for fqn in new if fqn not in olds],
+        "moved": [fqn for fqn in both_now if fqn not in in_order],
     }
     return [f"{kind} {what}: {list_text(fqns, _MAX_NAMES_SHOWN)}" for what, fqns in parts.items() if fqns]
-
-
-def _moved(old: Sequence[str], new: Sequence[str]) -> list[str]:
-    """Return the fewest names whose move explains the new order: those outside a longest increasing run."""
-    position = {fqn: index for index, fqn in enumerate(old)}
-    tails: list[int] = []  # tails[k]: least position that ends an increasing run of length k + 1
-    tail_items: list[int] = []
-    previous: list[int] = []
-    for item, fqn in enumerate(new):
-        length = bisect_left(tails, position[fqn])
-        previous.append(tail_items[length - 1] if length else -1)
-        tails[length : length + 1] = [position[fqn]]
-        tail_items[length : length + 1] = [item]
-    kept: set[int] = set()
-    item = tail_items[-1] if tail_items else -1
-    while item >= 0:
-        kept.add(item)
-        item = previous[item]
-    return [fqn for item, fqn in enumerate(new) if item not in kept]

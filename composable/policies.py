@@ -49,29 +49,24 @@ class Policy(ABC):
                     at=module_text(tree.fqns[module], class_name(module)),
                     fix="pick the modules inside it, or the one that calls them",
                 )
-        if not picked:
-            raise self._nothing_picked(root, tree, excluded)
-        return picked
-
-    @abstractmethod
-    def _choose(self, tree: "_Tree") -> dict[nn.Module, str]: ...
-
-    def _nothing_picked(self, root: nn.Module, tree: "_Tree", excluded: Collection[nn.Module]) -> ConfigError:
-        if excluded:
-            hidden = len(self._choose(_Tree(root, ())))
-            if hidden:
-                return ConfigError(
-                    f"{self} picks nothing: all {hidden} modules it would pick are ignored or annotated already",
-                    at=f"module {class_name(root)}",
-                    fix="leave policy out",
-                )
+        if picked:
+            return picked
+        if hidden := len(self._choose(_Tree(root, ()))) if excluded else 0:
+            raise ConfigError(
+                f"{self} picks nothing: all {hidden} modules it would pick are ignored or annotated already",
+                at=f"module {class_name(root)}",
+                fix="leave policy out",
+            )
         common = Counter(class_name(module) for module in tree.fqns).most_common(_CLASSES_IN_HINT)
         seen = ", ".join(f"{count} {name}" for name, count in common) or "none"
-        return ConfigError(
+        raise ConfigError(
             f"{self} picks nothing",
             at=f"module {class_name(root)}; most frequent submodules: {seen}",
             fix="change the policy so that it picks at least one submodule, or leave it out",
         )
+
+    @abstractmethod
+    def _choose(self, tree: "_Tree") -> dict[nn.Module, str]: ...
 
 
 @dataclass(frozen=True)
@@ -99,14 +94,10 @@ class ModuleWrapPolicy(Policy):
         return f"ModuleWrapPolicy({{{', '.join(sorted(cls.__name__ for cls in self.module_classes))}}})"
 
     def _choose(self, tree: "_Tree") -> dict[nn.Module, str]:
-        classes = tuple(self.module_classes)
         # The class is named as the user gave it: an annotation may have swapped the module's own.
-        by_name = sorted(classes, key=lambda cls: cls.__name__)
-        return {
-            module: f"policy: {next(cls.__name__ for cls in by_name if isinstance(module, cls))}"
-            for module in tree.fqns
-            if isinstance(module, classes)
-        }
+        by_name = sorted(self.module_classes, key=lambda cls: cls.__name__)
+        found = ((module, next((cls for cls in by_name if isinstance(module, cls)), None)) for module in tree.fqns)
+        return {module: f"policy: {cls.__name__}" for module, cls in found if cls is not None}
 
 
 @dataclass(frozen=True)
@@ -131,19 +122,9 @@ class CustomPolicy(Policy):
         return f"CustomPolicy({_name_of(self.predicate)})"
 
     def _choose(self, tree: "_Tree") -> dict[nn.Module, str]:
-        reason = f"policy: {_name_of(self.predicate)}"
-        picked: dict[nn.Module, str] = {}
-        for module, fqn in tree.fqns.items():
-            answer: object = self.predicate(module)
-            if not isinstance(answer, bool):
-                raise ConfigError(
-                    f"predicate {_name_of(self.predicate)} returned {type(answer).__name__}, not bool",
-                    at=module_text(fqn, class_name(module)),
-                    fix="return True to give the module a handle, else False",
-                )
-            if answer:
-                picked[module] = reason
-        return picked
+        name, fix = f"predicate {_name_of(self.predicate)}", "return True to give the module a handle, else False"
+        picked = [module for module in tree.fqns if tree.checked(module, self.predicate(module), name, fix)]
+        return dict.fromkeys(picked, f"policy: {_name_of(self.predicate)}")
 
 
 @dataclass(frozen=True)
@@ -158,10 +139,8 @@ class SizePolicy(Policy):
     min_numel: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.min_numel, int) or isinstance(self.min_numel, bool):
-            raise ConfigError(f"min_numel is {self.min_numel!r}", fix="pass a number of elements as an int")
-        if self.min_numel <= 0:
-            raise ConfigError(f"min_numel is {self.min_numel}", fix="pass at least 1")
+        if not isinstance(self.min_numel, int) or isinstance(self.min_numel, bool) or self.min_numel < 1:
+            raise ConfigError(f"min_numel is {self.min_numel!r}", fix="pass a number of elements as an int, at least 1")
 
     def __str__(self) -> str:
         return f"SizePolicy({self.min_numel})"
@@ -206,30 +185,25 @@ class _AutoWrapPolicy(Policy):
             inside[module] += numels[module]
             inside[tree.parents[module]] += inside[module]
         inside[tree.root] += sum(param.numel() for param in tree.root._parameters.values() if param is not None)
+
+        def ask(module: nn.Module, numel: int, *, recurse: bool) -> bool:
+            answer = self.function(module=module, recurse=recurse, nonwrapped_numel=numel)
+            return tree.checked(module, answer, f"policy {self}", "return True or False")
+
         entered: set[nn.Module] = set()
         for module in inside:
             is_in_sight = module is tree.root or tree.parents[module] in entered
-            if is_in_sight and self._ask(tree, module, inside[module], recurse=True):
+            if is_in_sight and ask(module, inside[module], recurse=True):
                 entered.add(module)
         picked: dict[nn.Module, str] = {}
         taken = dict.fromkeys(inside, 0)
         for module in reversed(tree.fqns):
             left = inside[module] - taken[module]
-            if module in entered and has_forward(module) and self._ask(tree, module, left, recurse=False):
+            if module in entered and has_forward(module) and ask(module, left, recurse=False):
                 picked[module] = f"policy: {self}"
                 taken[module] = inside[module]
             taken[tree.parents[module]] += taken[module]
         return dict(reversed(picked.items()))
-
-    def _ask(self, tree: "_Tree", module: nn.Module, numel: int, *, recurse: bool) -> bool:
-        answer: object = self.function(module=module, recurse=recurse, nonwrapped_numel=numel)
-        if not isinstance(answer, bool):
-            raise ConfigError(
-                f"policy {self} returned {type(answer).__name__}, not bool",
-                at=module_text(tree.fqns.get(module, ""), class_name(module)),
-                fix="return True or False",
-            )
-        return answer
 
 
 PolicyLike: TypeAlias = Policy | AbstractSet[type[nn.Module]] | Callable[..., bool]
@@ -261,10 +235,8 @@ def _asks_as_torch(policy: Callable[..., bool]) -> bool:
         params = inspect.signature(policy).parameters.values()
     except (TypeError, ValueError):
         return False  # a builtin without a signature
-    takes_anything = {param.kind for param in params} == {
-        inspect.Parameter.VAR_POSITIONAL,
-        inspect.Parameter.VAR_KEYWORD,
-    }
+    kinds = {param.kind for param in params}
+    takes_anything = kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     return takes_anything or any(param.name == "recurse" for param in params)
 
 
@@ -286,26 +258,32 @@ class _Tree:
         self.fqns: dict[nn.Module, str] = {}
         self.parents: dict[nn.Module, nn.Module] = {}
         self.root = root
-        seen = {root}
-        hidden = list(excluded)
+        seen, hidden = {root}, list(excluded)
         while hidden:
             module = hidden.pop()
-            if module is not root and module not in seen:
+            if module not in seen:
                 seen.add(module)
                 hidden.extend(module.children())
-        stack = [(root, name, child) for name, child in reversed(root._modules.items()) if child is not None]
+        stack: list[tuple[nn.Module, str, nn.Module]] = [(root, "", root)]
         while stack:
             parent, fqn, module = stack.pop()
-            if module in seen:
-                continue
-            seen.add(module)
-            self.fqns[module] = fqn
-            self.parents[module] = parent
-            stack.extend(
-                (module, join_fqn(fqn, name), child)
-                for name, child in reversed(module._modules.items())
-                if child is not None
+            if module is not root:
+                if module in seen:
+                    continue
+                seen.add(module)
+                self.fqns[module], self.parents[module] = fqn, parent
+            children = [(name, child) for name, child in module._modules.items() if child is not None]
+            stack.extend((module, join_fqn(fqn, name), child) for name, child in reversed(children))
+
+    def checked(self, module: nn.Module, answer: object, name: str, fix: str) -> bool:
+        """Return what a function ``name`` answers for a module; raise ``ConfigError`` unless it is a bool."""
+        if not isinstance(answer, bool):
+            raise ConfigError(
+                f"{name} returned {type(answer).__name__}, not bool",
+                at=module_text(self.fqns.get(module, ""), class_name(module)),
+                fix=fix,
             )
+        return answer
 
     def own_numels(self) -> dict[nn.Module, int]:
         """Return the elements that each module owns itself; a tied parameter counts once, where it is first met."""

@@ -48,20 +48,20 @@ class Int8Weight(torch.Tensor):
         self._values = values
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Int8Weight({self._values})"
+        return f"{type(self).__name__}({self._values})"
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["_values"], None
 
-    @staticmethod
-    def __tensor_unflatten__(tensors: Any, context: None, size: Any, stride: Any) -> "Int8Weight":
-        return Int8Weight(tensors["_values"])
+    @classmethod
+    def __tensor_unflatten__(cls, tensors: Any, context: None, size: Any, stride: Any) -> "Int8Weight":
+        return cls(tensors["_values"])
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map_only(Int8Weight, lambda one: one._values, (args, kwargs or {}))
         result = op(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, Int8Weight, result) if op in cls.KEPT else result
+        return pytree.tree_map_only(torch.Tensor, cls, result) if op in cls.KEPT else result
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         assert isinstance(module, nn.Linear)
@@ -83,19 +83,6 @@ class Int8Weight(torch.Tensor):
 
 class TwoPartWeight(Int8Weight):
     """The older form of the protocol, and two tensors of different sizes and dtypes for each rank."""
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"TwoPartWeight({self._values})"
-
-    @staticmethod
-    def __tensor_unflatten__(tensors: Any, context: None, size: Any, stride: Any) -> "TwoPartWeight":
-        return TwoPartWeight(tensors["_values"])
-
-    @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(Int8Weight, lambda one: one._values, (args, kwargs or {}))
-        result = op(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, TwoPartWeight, result) if op in cls.KEPT else result
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
         """Give the values in two halves: what a 16-bit float has of them, and the rest."""

@@ -104,6 +104,19 @@ def test_training_is_that_of_one_process_on_the_global_batch(name: str) -> None:
     assert_equal_runs(run_threads(train_on, 4, name, (2, 2)), train_reference(name, 4), tolerance=tolerance)
 
 
+def train_kept(shape: tuple[int, int]) -> Run:
+    strategy = ShardingStrategy("KEPT_SHARD_OPTIM", ShardingStrategy.SHARD_GRAD_OP.dims * 2)
+    model = fully_shard(net(), policy={MLPBlock}, mesh=mesh_of(shape), strategy=strategy)
+    assert not any(handle.reshard_after_forward for handle in fully_shard.state(model).plan.handles)
+    return train("mlp", mesh=mesh_of(shape), strategy=strategy)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parameters_may_be_kept_between_forward_and_backward(shape: tuple[int, int]) -> None:
+    world_size = math.prod(shape)
+    assert_equal_runs(run_threads(train_kept, world_size, shape), train_reference("mlp", world_size))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("transport", ["process_group", "point_to_point"])
 def test_training_on_any_shape_of_mesh_is_that_of_one_process(shape: tuple[int, int], transport: str) -> None:

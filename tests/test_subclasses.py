@@ -55,31 +55,31 @@ STEPS = 3
 WIDTH = 6
 
 
-def train(model: nn.Module, rank: int, width: int, *, steps: int = STEPS) -> list[float]:
-    """Train on one rank's batches; returns losses, averaged over ranks."""
+def losses_of(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Train and return the loss of each step."""
     optimizer = torch.optim.Adam([param for param in model.parameters() if param.requires_grad], lr=0.01)
     losses = []
-    for step in range(steps):
-        loss = model(batch(step, rank, width)).square().mean()
-        loss.backward()
+    for x in batches:
+        losses.append(model(x).square().mean())
+        losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(mean_over_ranks(loss) if dist.is_initialized() else loss.item())
     return losses
+
+
+def train(model: nn.Module, width: int, *, steps: int = STEPS) -> list[float]:
+    """Train on this rank's batches; returns losses, averaged over ranks."""
+    return [
+        mean_over_ranks(loss)
+        for loss in losses_of(model, [batch(step, dist.get_rank(), width) for step in range(steps)])
+    ]
 
 
 def train_alone(model: nn.Module, world_size: int, width: int) -> list[float]:
     """Train in one process on the batches of all ranks together."""
-    optimizer = torch.optim.Adam([param for param in model.parameters() if param.requires_grad], lr=0.01)
-    losses = []
-    for step in range(STEPS):
-        x = torch.cat([batch(step, rank, width) for rank in range(world_size)])
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    ranks = range(world_size)
+    batches = [torch.cat([batch(step, rank, width) for rank in ranks]) for step in range(STEPS)]
+    return [loss.item() for loss in losses_of(model, batches)]
 
 
 class RoundedLinear(nn.Linear):
@@ -104,7 +104,7 @@ def rounded_model() -> nn.Sequential:
 def train_int8(**options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = int8_model(SHAPES)
     fully_shard(model, policy={nn.Linear}, **options)
-    losses = train(model, dist.get_rank(), SHAPES[0][1])
+    losses = train(model, SHAPES[0][1])
     return losses, {fqn: full(param) for fqn, param in model.named_parameters()}
 
 
@@ -139,7 +139,7 @@ def gather_by(comm: Any, kind: type) -> tuple[list[float], int]:
     for linear in model:
         linear.set_custom_all_gather(comm)
     calls = 0 if comm is None else comm.calls
-    losses = train(model, dist.get_rank(), SHAPES[0][1])
+    losses = train(model, SHAPES[0][1])
     return losses, 0 if comm is None else comm.calls - calls
 
 
@@ -160,7 +160,7 @@ def train_by_both() -> tuple[list[float], list[float]]:
         fsdp.fully_shard(linear)
     fsdp.fully_shard(theirs)
     fully_shard(ours, policy={nn.Linear})
-    return train(theirs, dist.get_rank(), 5), train(ours, dist.get_rank(), 5)
+    return train(theirs, 5), train(ours, 5)
 
 
 def test_losses_are_those_of_the_same_class_under_fully_shard_of_torch() -> None:
@@ -236,7 +236,7 @@ def compute_in_bfloat16() -> tuple[torch.dtype, torch.dtype, float]:
     fully_shard(model, policy={nn.Linear}, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     seen = []
     model[0].register_forward_pre_hook(lambda module, *_: seen.append(module.weight.dtype))
-    losses = train(model, dist.get_rank(), 5)
+    losses = train(model, 5)
     return seen[0], model[0].weight.dtype, losses[-1]
 
 
@@ -249,13 +249,6 @@ def test_a_class_makes_the_parameter_in_the_dtype_of_computation() -> None:
 
 class EchoWeight(Int8Weight):
     """Whatever is computed with it is of its class too, gradients included."""
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"EchoWeight({self._values})"
-
-    @staticmethod
-    def __tensor_unflatten__(tensors: Any, context: None, size: Any, stride: Any) -> "EchoWeight":
-        return EchoWeight(tensors["_values"])
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -272,15 +265,8 @@ class EchoWeight(Int8Weight):
 def train_echo() -> list[float]:
     model = int8_model(SHAPES, EchoWeight)
     fully_shard(model, policy={nn.Linear})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(STEPS):
-        loss = model(batch(step, dist.get_rank(), 5)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean_over_ranks(loss._values))
-    return losses
+    batches = [batch(step, dist.get_rank(), 5) for step in range(STEPS)]
+    return [mean_over_ranks(loss._values) for loss in losses_of(model, batches)]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -288,14 +274,7 @@ def test_gradients_that_a_class_wraps_are_reduced_as_what_is_inside(world_size: 
     reference = int8_model(SHAPES)
     for linear in reference:
         linear.weight = nn.Parameter(linear.weight._values.detach())
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    expected = []
-    for step in range(STEPS):
-        loss = reference(torch.cat([batch(step, rank, 5) for rank in range(world_size)])).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    expected = train_alone(reference, world_size, 5)
     for losses in run_threads(train_echo, world_size):
         torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
 
@@ -325,7 +304,7 @@ def begin_without_values(way: str) -> list[float]:
     else:
         fully_shard(model, policy={nn.Linear})
         load_full_state_dict(model, values)
-    return train(model, dist.get_rank(), 5)
+    return train(model, 5)
 
 
 @pytest.mark.parametrize("way", ["param_init_fn", "sync_module_states", "load"])
@@ -342,7 +321,7 @@ def test_weights_that_their_class_gathers_may_get_their_values_later(world_size:
 def train_quantised() -> tuple[list[float], dict[str, torch.Tensor]]:
     model = seeded(Quantised, 0)
     fully_shard(model, policy={Adapted}, shard_as_bytes=BYTES)
-    return train(model, dist.get_rank(), WIDTH), full_state_dict(model)
+    return train(model, WIDTH), full_state_dict(model)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -418,7 +397,7 @@ def load_into_others(folder: Path | None) -> bool:
     for model in (trained, fresh):
         fully_shard(model, policy={Adapted}, shard_as_bytes=BYTES)
     x = batch(0, 0, WIDTH)
-    train(trained, dist.get_rank(), WIDTH, steps=1)
+    train(trained, WIDTH, steps=1)
     expected, before = trained(x), fresh(x)
     assert not torch.equal(expected, before)
     if folder is None:
@@ -486,14 +465,14 @@ def mixed() -> nn.Module:
 def copy_and_undo(policy: Any) -> None:
     model = mixed()
     fully_shard(model, policy=policy, shard_as_bytes=BYTES)
-    train(model, dist.get_rank(), WIDTH, steps=1)
+    train(model, WIDTH, steps=1)
     twin = copy.deepcopy(model)
     x = batch(5, 0, WIDTH)
     assert twin(x).equal(model(x))
     twin.layers[0].base.weight.quant_state.absmax.zero_()
     expected = model(x)
     assert not twin(x).equal(expected)
-    assert train(twin, dist.get_rank(), WIDTH) != train(copy.deepcopy(model), dist.get_rank(), WIDTH)
+    assert train(twin, WIDTH) != train(copy.deepcopy(model), WIDTH)
     assert model(x).equal(expected), "a copy shares nothing"
     unannotate(model)
     kinds = {fqn: type(param) for fqn, param in model.named_parameters()}
@@ -683,7 +662,7 @@ def train_beside(values: torch.Tensor, scale: torch.Tensor, splits: str) -> list
     model = nn.Linear(values.shape[1], values.shape[0], bias=False)
     model.weight = nn.Parameter(Beside(values.clone(), scale, splits))
     fully_shard(model, reshard_after_forward=True)
-    return train(model, dist.get_rank(), values.shape[1])
+    return train(model, values.shape[1])
 
 
 @pytest.mark.parametrize("splits", ["cut", "whole", "plain"])
@@ -806,16 +785,6 @@ class Precomputed(Int8Weight):
         super().__init__(values)
         self._precomputed_scale = None
 
-    @staticmethod
-    def __tensor_unflatten__(tensors: Any, context: None, size: Any, stride: Any) -> "Precomputed":
-        return Precomputed(tensors["_values"])
-
-    @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(Int8Weight, lambda one: one._values, (args, kwargs or {}))
-        result = op(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, Precomputed, result) if op in cls.KEPT else result
-
 
 def run_precomputed() -> None:
     model = int8_model(SHAPES, Precomputed)
@@ -842,16 +811,6 @@ class Fickle(TwoPartWeight):
 
     asked = 0
 
-    @staticmethod
-    def __tensor_unflatten__(tensors: Any, context: None, size: Any, stride: Any) -> "Fickle":
-        return Fickle(tensors["_values"])
-
-    @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(Int8Weight, lambda one: one._values, (args, kwargs or {}))
-        result = op(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, Fickle, result) if op in cls.KEPT else result
-
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         Fickle.asked += 1
         dtype = torch.float32 if Fickle.asked <= mesh.size() else torch.float64
@@ -859,16 +818,6 @@ class Fickle(TwoPartWeight):
 
 
 class Strange(Fickle):
-    @staticmethod
-    def __tensor_unflatten__(tensors: Any, context: None, size: Any, stride: Any) -> "Strange":
-        return Strange(tensors["_values"])
-
-    @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(Int8Weight, lambda one: one._values, (args, kwargs or {}))
-        result = op(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, Strange, result) if op in cls.KEPT else result
-
     def fsdp_pre_all_gather(self, mesh: Any, module: Any) -> Any:  # type: ignore[override]
         raise NotImplementedError
 

@@ -1,30 +1,45 @@
 """What an annotation will do, decided before anything is changed: names and shapes in, numbers out."""
 
-from composable.planning.cut import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape, strides_of
+from composable.planning.estimate import Link, Links, PlanEstimate
 from composable.planning.handle_plan import BufferPlan, HandlePlan
-from composable.planning.layout import FlatLayout, ShardSplit, Span
-from composable.planning.links import Link, Links, PlanEstimate
-from composable.planning.offload import NO_OFFLOAD, CPUOffloadPolicy, OffloadPolicy
+from composable.planning.layout import (
+    FlatLayout,
+    RaggedShard,
+    ShardSplit,
+    Span,
+    boxes,
+    in_memory_order,
+    in_order_of_dims,
+    local_shape,
+    strides_of,
+)
 from composable.planning.options import (
+    NO_CASTS,
+    NO_OFFLOAD,
     AlignLike,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ParamDtypes,
     ShardingStrategy,
     ShardOptions,
     ShardPlacementFn,
+    as_mixed_precision,
     is_hybrid,
     is_spread,
-)
-from composable.planning.planner import HandleMembers, make_plan, plan
-from composable.planning.precision import (
-    NO_CASTS,
-    MixedPrecisionPolicy,
-    ParamDtypes,
-    as_mixed_precision,
     skipped_modules,
 )
-from composable.planning.replaced import first_replacement, mark_replaced, marks_made, replacement_of
+from composable.planning.planner import HandleMembers, make_plan, plan
 from composable.planning.shard_plan import ShardPlan
+from composable.planning.structure import (
+    first_replacement,
+    managed_modules,
+    mark_replaced,
+    marks_made,
+    name_modules,
+    replacement_of,
+)
 from composable.planning.subclasses import PROTOCOL, Form, SplitNode
-from composable.planning.tree import managed_modules, name_modules
 
 __all__ = [
     "NO_CASTS",

@@ -12,7 +12,7 @@ from composable.planning.layout import FlatLayout, Promise
 from composable.planning.subclasses import Subclass
 from composable.wording import bytes_text, count_text, dtype_text, handle_name, list_text
 
-__all__ = ["FQNS_SHOWN", "BufferPlan", "HandlePlan", "ParamPlan", "describe_buffer", "describe_handle", "dtypes_text"]
+__all__ = ["FQNS_SHOWN", "BufferPlan", "HandlePlan", "ParamPlan"]
 
 # Of a list of names, as a plan prints it.
 FQNS_SHOWN = 3
@@ -75,9 +75,15 @@ class BufferPlan:
         return self.layout.numel * self.reduce_dtype.itemsize
 
     @property
-    def padding_bytes(self) -> int:
-        """Bytes of padding in all shards together."""
-        return self.layout.padding_numel * self.dtype.itemsize
+    def dtypes(self) -> str:
+        """The dtypes in words: where it rests, and where they differ, is computed with and reduced."""
+        text = dtype_text(self.dtype)
+        if self.compute_dtype != self.dtype:
+            text += f" as {dtype_text(self.compute_dtype)}"
+        # Also where it follows from the other: elsewhere the rule is another one.
+        if self.requires_grad and not self.dtype == self.compute_dtype == self.reduce_dtype:
+            text += f" reduced in {dtype_text(self.reduce_dtype)}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -123,45 +129,9 @@ class HandlePlan:
         return sum(buffer.buffer_bytes for buffer in self.buffers)
 
     @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradients that autograd makes of it."""
-        trainable = [buffer for buffer in self.buffers if buffer.requires_grad]
-        return sum(
-            (buffer.layout.numel - buffer.layout.padding_numel) * buffer.compute_dtype.itemsize for buffer in trainable
-        )
-
-    @property
     def padding_bytes(self) -> int:
         """Bytes of padding in the whole buffers."""
-        return sum(buffer.padding_bytes for buffer in self.buffers)
-
-    def renamed(self, roots: Mapping[str, str]) -> "HandlePlan":
-        """Return this plan with FQNs that begin below other modules; ``roots`` as in ``ShardPlan.part``."""
-
-        def rename(fqn: str) -> str:
-            for old, new in roots.items():
-                if fqn == old or fqn.startswith(f"{old}.") or not old:
-                    return ".".join(filter(None, [new, fqn[len(old) :].lstrip(".")]))
-            raise AssertionError(f"{fqn!r} is below none of {list(roots)}")
-
-        return replace(
-            self,
-            module_fqns=tuple(rename(fqn) for fqn in self.module_fqns),
-            params=tuple(
-                replace(param, fqn=rename(param.fqn), shared_fqns=tuple(map(rename, param.shared_fqns)))
-                for param in self.params
-            ),
-            buffers=tuple(
-                replace(
-                    buffer,
-                    layout=replace(
-                        buffer.layout,
-                        spans=tuple(replace(span, fqn=rename(span.fqn)) for span in buffer.layout.spans),
-                    ),
-                )
-                for buffer in self.buffers
-            ),
-        )
+        return sum(buffer.layout.padding_numel * buffer.dtype.itemsize for buffer in self.buffers)
 
     @property
     def secondary_ranks(self) -> int | None:
@@ -177,51 +147,48 @@ class HandlePlan:
         """Return whether the handle is freed between forward and backward, if its module is (not) the root."""
         return not is_root if self.reshard_after_forward is None else bool(self.reshard_after_forward)
 
+    def renamed(self, roots: Mapping[str, str]) -> "HandlePlan":
+        """Return this plan with FQNs that begin below other modules; ``roots`` as in ``ShardPlan.part``."""
 
-def describe_handle(handle: HandlePlan) -> str:
-    """Return what is said of a handle after its name and class."""
-    kinds = ", ".join(map(describe_buffer, handle.buffers))
-    padding = f", padding {bytes_text(handle.padding_bytes)}" if handle.padding_bytes else ""
-    tied = sum(bool(param.shared_fqns) for param in handle.params)
-    return (
-        f"{count_text(len(handle.params), 'param')}"
-        f"{f' ({tied} tied)' if tied else ''}, {handle.numel:,} {kinds},"
-        f" {bytes_text(handle.shard_bytes)} per rank{padding}; {handle.reason}"
-        f"{_describe_kept(handle)}"
-        f"{'; unused gradients are zero' if handle.unused_gradients == 'zero' else ''}"
-        f"{_describe_notes(handle)}"
-    )
+        def rename(fqn: str) -> str:
+            old = next(old for old in roots if not old or fqn == old or fqn.startswith(f"{old}."))
+            return ".".join(filter(None, [roots[old], fqn[len(old) :].lstrip(".")]))
 
+        def laid_out(layout: FlatLayout) -> FlatLayout:
+            return replace(layout, spans=tuple(replace(span, fqn=rename(span.fqn)) for span in layout.spans))
 
-def _describe_kept(handle: HandlePlan) -> str:
-    """Return what stays between forward and backward, as a clause."""
-    if handle.secondary_ranks is not None:
-        of = count_text(handle.secondary_ranks, "rank")
-        return f"; {bytes_text(handle.secondary_bytes)} kept for backward, a secondary shard over {of}"
-    return "; kept for backward" if handle.reshard_after_forward is False else ""
+        return replace(
+            self,
+            module_fqns=tuple(map(rename, self.module_fqns)),
+            params=tuple(
+                replace(param, fqn=rename(param.fqn), shared_fqns=tuple(map(rename, param.shared_fqns)))
+                for param in self.params
+            ),
+            buffers=tuple(replace(buffer, layout=laid_out(buffer.layout)) for buffer in self.buffers),
+        )
 
-
-def describe_buffer(buffer: BufferPlan) -> str:
-    """Return the dtypes of a buffer, and whether it is trained."""
-    return dtypes_text(buffer) + ("" if buffer.requires_grad else " frozen")
-
-
-def dtypes_text(buffer: BufferPlan) -> str:
-    """Return the dtypes of a buffer: where it rests, and where they differ, is computed with and reduced."""
-    text = dtype_text(buffer.dtype)
-    if buffer.compute_dtype != buffer.dtype:
-        text += f" as {dtype_text(buffer.compute_dtype)}"
-    # Also where it follows from the other: elsewhere the rule is another one.
-    if buffer.requires_grad and not buffer.dtype == buffer.compute_dtype == buffer.reduce_dtype:
-        text += f" reduced in {dtype_text(buffer.reduce_dtype)}"
-    return text
-
-
-def _describe_notes(handle: HandlePlan) -> str:
-    """Return a clause for each kind of note, with the parameters that have it, named below the handle's module."""
-    prefix = f"{handle.module_fqns[0]}." if len(handle.module_fqns) == 1 else ""
-    noted: dict[str, list[str]] = {}
-    for param in handle.params:
-        for note in param.notes:
-            noted.setdefault(note, []).append(param.fqn.removeprefix(prefix))
-    return "".join(f"; {text}: {list_text(fqns, FQNS_SHOWN, write=str)}" for text, fqns in noted.items())
+    def __str__(self) -> str:
+        """Return what is said of a handle after its name and class."""
+        tied = sum(bool(param.shared_fqns) for param in self.params)
+        kinds = ", ".join(buffer.dtypes + ("" if buffer.requires_grad else " frozen") for buffer in self.buffers)
+        padding = f", padding {bytes_text(self.padding_bytes)}" if self.padding_bytes else ""
+        clauses = [
+            f"{count_text(len(self.params), 'param')}{f' ({tied} tied)' if tied else ''}, {self.numel:,} {kinds},"
+            f" {bytes_text(self.shard_bytes)} per rank{padding}",
+            self.reason,
+        ]
+        if self.secondary_ranks is not None:
+            of = count_text(self.secondary_ranks, "rank")
+            clauses.append(f"{bytes_text(self.secondary_bytes)} kept for backward, a secondary shard over {of}")
+        elif self.reshard_after_forward is False:
+            clauses.append("kept for backward")
+        if self.unused_gradients == "zero":
+            clauses.append("unused gradients are zero")
+        # A clause for each kind of note, with the parameters that have it, named below the handle's module.
+        prefix = f"{self.module_fqns[0]}." if len(self.module_fqns) == 1 else ""
+        noted: dict[str, list[str]] = {}
+        for param in self.params:
+            for note in param.notes:
+                noted.setdefault(note, []).append(param.fqn.removeprefix(prefix))
+        clauses += (f"{text}: {list_text(fqns, FQNS_SHOWN, write=str)}" for text, fqns in noted.items())
+        return "; ".join(clauses)

@@ -1,11 +1,12 @@
-"""Where each parameter sits in a handle's flat buffer, and which slice each rank owns.
+"""Where each parameter sits in a handle's flat buffer, and how it is cut over the ranks.
 
-Shapes in, numbers out: no tensors, no process group, so a layout for 512 ranks
-can be checked on a laptop. Sizes and offsets are in elements.
+Shapes in, numbers out: no process group, so a layout for 512 ranks can be checked on a laptop. Sizes and offsets are
+in elements. Parameters lie whole and in the given order; the buffer is cut into equal shards. What is chosen is where
+padding goes (between parameters or at the end, never inside one) so that the cuts fall on row boundaries of the
+parameters they cross. A cut may fall anywhere, at bounds that all ranks know.
 
-Parameters lie whole and in the given order; the buffer is cut into equal shards.
-What is chosen is where padding goes (between parameters or at the end, never inside
-one) so that the cuts fall on row boundaries of the parameters they cross.
+A parameter is flattened in the order of its memory, which need not be that of its dims (``channels_last``). Its
+*order* are the dims from the outermost in memory to the innermost; empty where that is how they are numbered.
 
 Source: flat parameters, arXiv 2304.11277; ragged shards, arXiv 2602.22437.
 """
@@ -14,14 +15,30 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from composable.errors import ConfigError
-from composable.planning.cut import in_order_of_dims
+from composable.torch_private import Placement
 
-__all__ = ["Align", "FlatLayout", "Promise", "ShardSplit", "Span", "check_align", "layout_of_rows", "plan_layout"]
+__all__ = [
+    "Align",
+    "FlatLayout",
+    "Promise",
+    "RaggedShard",
+    "ShardSplit",
+    "Span",
+    "boxes",
+    "in_memory_order",
+    "in_order_of_dims",
+    "layout_of_rows",
+    "local_shape",
+    "order_of",
+    "plan_layout",
+    "strides_of",
+]
 
 Align: TypeAlias = Literal["row", "element", "tensor"] | int
 
@@ -31,6 +48,129 @@ _PADDING_SHARE = 100
 _START_ALIGN = 8
 # Row sizes tried as the grain of a shard, most frequent first: bounds the search, not the result's validity.
 _MAX_GRAINS = 8
+
+
+class RaggedShard(Placement):
+    """Cuts a flattened tensor at ``bounds``: rank ``r`` owns elements ``[bounds[r], bounds[r + 1])``.
+
+    Args:
+        bounds: One more than there are ranks; from 0 to the tensor's numel, never falling.
+        order: In which the dims are flattened, the outermost first; empty: as they are numbered.
+
+    Raises:
+        ConfigError: The bounds do not start at 0, or fall; or the order is none of dims.
+    """
+
+    def __init__(self, bounds: Sequence[int], order: Sequence[int] = ()) -> None:
+        # The base is a C++ object: without this call its first use is a segmentation fault.
+        super().__init__()
+        if not isinstance(bounds, Iterable):
+            raise ConfigError(f"bounds is {type(bounds).__name__}", fix="give a sequence of numbers")
+        self.bounds = tuple(bounds)
+        self.order = tuple(order)
+        if sorted(self.order) != list(range(len(self.order))):
+            raise ConfigError(f"order is {self.order}", fix="give every dim once, the outermost in memory first")
+        if len(self.bounds) < 2 or self.bounds[0] != 0 or any(b < a for a, b in pairwise(self.bounds)):
+            raise ConfigError(f"bounds are {self.bounds}", fix="give one bound a rank and the end: 0, rising, numel")
+        self._hash = hash((self.bounds, self.order))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            type(other) is RaggedShard and self.bounds == other.bounds and self.order == other.order
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"RaggedShard(bounds={self.bounds}{f', order={self.order}' if self.order else ''})"
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (RaggedShard, (self.bounds, self.order))
+
+
+def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the order of a tensor's memory; empty where it is that of its dims, and where there are gaps in it."""
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return ()
+    strides = tensor.stride()
+    order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+    return order if tensor.permute(order).is_contiguous() else ()
+
+
+def in_memory_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return a view of a tensor with its dims in the given order, from the outermost."""
+    return tensor.permute(*order) if order else tensor
+
+
+def in_order_of_dims(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Undo ``in_memory_order``."""
+    return tensor.permute(*_inverse(order)) if order else tensor
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def strides_of(shape: Sequence[int], order: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the strides of a dense tensor whose memory is in an order."""
+    strides = [1] * len(shape)
+    step = 1
+    for dim in reversed(order or range(len(shape))):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def local_shape(shape: Sequence[int], bounds: Sequence[int], rank: int, order: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the shape of the piece that ``rank`` owns.
+
+    ``(rows, *shape[1:])`` when *all* bounds fall on rows, else one dimension, so that every rank
+    sees the same number of dimensions. Scalars, and what has an order of its own, are one-dimensional.
+    """
+    numel = bounds[rank + 1] - bounds[rank]
+    row = math.prod(shape[1:])
+    if not shape or order or row == 0 or any(bound % row for bound in bounds):
+        return (numel,)
+    return (numel // row, *shape[1:])
+
+
+def boxes(
+    shape: Sequence[int], lo: int, hi: int, order: Sequence[int] = ()
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Split the flat range ``[lo, hi)`` of a tensor into axis-aligned boxes.
+
+    Returns:
+        At most ``2 * ndim - 1`` pairs of (offsets, sizes), in flat order.
+    """
+    if order:
+        back = _inverse(order)
+        return [
+            (tuple(offsets[dim] for dim in back), tuple(sizes[dim] for dim in back))
+            for offsets, sizes in boxes([shape[dim] for dim in order], lo, hi)
+        ]
+    if lo >= hi:
+        return []
+    if len(shape) <= 1:
+        return [((lo,), (hi - lo,))] if shape else [((), ())]
+    row = math.prod(shape[1:])
+    (first, head), (last, tail) = divmod(lo, row), divmod(hi, row)
+
+    def inside_row(index: int, lo: int, hi: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return [((index, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], lo, hi)]
+
+    if first == last:
+        return inside_row(first, head, tail)
+    found = []
+    if head:
+        found += inside_row(first, head, row)
+        first += 1
+    if first < last:
+        found.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    return found + inside_row(last, 0, tail)
 
 
 @dataclass(frozen=True)
@@ -48,8 +188,8 @@ class Promise:
     def __str__(self) -> str:
         if self.block is None:
             return "whole on one rank"
-        slices = "rows" if self.dim == 0 else f"slices of dim {self.dim}"
-        return f"cut between {slices if self.block == 1 else f'blocks of {self.block} {slices}'}"
+        slices = f"slices of dim {self.dim}" if self.dim else "rows"
+        return f"cut between {slices}" if self.block == 1 else f"cut between blocks of {self.block} {slices}"
 
 
 @dataclass(frozen=True)
@@ -75,6 +215,18 @@ class Span:
         if not self.order:
             return flat.view(self.shape)
         return in_order_of_dims(flat.view([self.shape[dim] for dim in self.order]), self.order)
+
+
+class ShardSplit(NamedTuple):
+    """A shard as a row of parts, padding among them.
+
+    Attributes:
+        sizes: Elements of each part; they add up to the shard.
+        indices: For each parameter its part, ``None`` where the rank owns nothing of it.
+    """
+
+    sizes: list[int]
+    indices: list[int | None]
 
 
 @dataclass(frozen=True)
@@ -118,7 +270,7 @@ class FlatLayout:
         hi = min(max(span.stop - first, 0), self.shard_numel)
         return lo, hi
 
-    def split_of(self, rank: int) -> "ShardSplit":
+    def split_of(self, rank: int) -> ShardSplit:
         """Return how the shard of ``rank`` is cut into parameters and padding."""
         sizes: list[int] = []
         indices: list[int | None] = []
@@ -138,18 +290,6 @@ class FlatLayout:
         return ShardSplit(sizes, indices)
 
 
-class ShardSplit(NamedTuple):
-    """A shard as a row of parts, padding among them.
-
-    Attributes:
-        sizes: Elements of each part; they add up to the shard.
-        indices: For each parameter its part, ``None`` where the rank owns nothing of it.
-    """
-
-    sizes: list[int]
-    indices: list[int | None]
-
-
 def plan_layout(
     params: Sequence[tuple[str, torch.Size]],
     world_size: int,
@@ -161,25 +301,16 @@ def plan_layout(
 
     Args:
         params: (FQN, shape) pairs in ``named_parameters()`` order.
-        world_size: Ranks that share the buffer.
+        world_size: Ranks that share the buffer, at least 1.
         align: What a cut may do to a parameter, by FQN. ``"row"`` (the default) cuts between rows
             where that costs at most 1 % of padding in all, and anywhere else; ``"element"`` cuts
             anywhere. ``"tensor"`` (never cut: whole on one rank) and an int n (cut between blocks
             of n rows only) are promises, kept at any cost in padding.
         orders: Dims of parameters from the outermost in memory, by FQN; what has none lies row by row.
             The rows of what has one are the slices of its outermost dim.
-
-    Raises:
-        ConfigError: ``world_size`` is below 1, or ``align`` has an unknown FQN or value.
     """
-    if world_size < 1:
-        raise ConfigError(f"world_size is {world_size}", fix="pass the size of the shard dim")
-    align = align or {}
-    unknown = set(align) - {fqn for fqn, _ in params}
-    if unknown:
-        raise ConfigError(f"align names parameters that are not there: {sorted(unknown)}")
-    orders = orders or {}
-    pieces = [_piece(fqn, shape, align.get(fqn, "row"), orders.get(fqn, ())) for fqn, shape in params]
+    align, orders = align or {}, orders or {}
+    pieces = [_piece(shape, align.get(fqn, "row"), orders.get(fqn, ())) for fqn, shape in params]
     total = sum(piece.numel for piece in pieces)
     least = _least_shard_numel(pieces, total, world_size)
     best = _best_placement(pieces, total, world_size, least)
@@ -218,18 +349,7 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def check_align(fqn: str, align: object) -> None:
-    """Raise ``ConfigError`` unless ``align`` is a value of ``Align``."""
-    is_name = isinstance(align, str) and align in ("row", "element", "tensor")
-    if not is_name and (not isinstance(align, int) or isinstance(align, bool) or align < 1):
-        raise ConfigError(
-            f"align of {fqn!r} is {align!r:.80}",
-            fix="pass 'row', 'element', 'tensor' or a number of rows of at least 1",
-        )
-
-
-def _piece(fqn: str, shape: torch.Size, align: Align, order: Sequence[int]) -> _Piece:
-    check_align(fqn, align)
+def _piece(shape: torch.Size, align: Align, order: Sequence[int]) -> _Piece:
     numel = shape.numel()
     if align == "element" or numel == 0:
         return _Piece(numel, 1, False)

@@ -1,35 +1,288 @@
-"""What a user asks of ``fully_shard``, as data: checked once, and handed on as one value."""
+"""What a user asks of ``fully_shard``, as data: checked once, and handed on as one value.
+
+Dtypes, and where things rest between uses, are policies of their own, since ``replicate`` takes the first one too.
+Nothing here casts or copies anything: casts and copies happen on the way to the buffers and from them, see
+``storage/``.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from composable.arguments import described
+from composable.arguments import answer_of, check_bool, described
 from composable.errors import ConfigError
 from composable.planning.layout import Align
-from composable.planning.offload import NO_OFFLOAD, OffloadPolicy, as_offload
-from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, as_mixed_precision
 from composable.policies import PolicyLike
+from composable.wording import dtype_text
 
 __all__ = [
-    "TRANSPORT_NAMES",
-    "UNUSED_GRADIENTS",
+    "NO_CASTS",
+    "NO_OFFLOAD",
     "AlignLike",
+    "CPUOffloadPolicy",
     "MeshDimStrategy",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ParamDtypes",
     "ShardOptions",
     "ShardPlacementFn",
     "ShardingStrategy",
+    "as_mixed_precision",
     "is_hybrid",
     "is_spread",
+    "skipped_modules",
 ]
 
 # By FQN below the annotated module, or a function of (FQN, parameter) that has no wish where it returns ``None``.
 AlignLike: TypeAlias = Mapping[str, Align] | Callable[[str, nn.Parameter], Align | None]
 ShardPlacementFn: TypeAlias = Callable[[nn.Parameter], Shard | None]
+
+# What every backend can sum, and every device compute with.
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+# The names that the collectives know, which planning must not import.
+_TRANSPORTS = ("auto", "point_to_point", "process_group")
+
+
+class ParamDtypes(NamedTuple):
+    """What one parameter is computed with, and how its gradient travels."""
+
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of computation and of gradient reduction for the modules of one ``fully_shard`` or ``replicate`` call.
+
+    Parameters between steps, optimizer state and reduced gradients keep the parameter's own dtype. Only
+    floating-point parameters, tensors and buffers are ever cast, and only where their dtype differs: a policy
+    that asks for the dtypes that are there changes nothing.
+
+    Attributes:
+        param_dtype: Of unsharded parameters, or of the copies that replicated modules compute with, and so of
+            all-gathers, forward and backward. ``None``: their own.
+        reduce_dtype: Of gradients in reduce-scatters and all-reduces, and of those that ``no_sync`` keeps in
+            sharded modules. ``None``: that in which the parameter is computed with, ``param_dtype`` where it is given.
+        output_dtype: Floating-point outputs of the annotated modules are cast to it.
+        cast_forward_inputs: Cast floating-point inputs of the annotated modules to ``param_dtype``;
+            autograd takes the gradient back through the cast. Of ``fully_shard``, these are all that have a handle.
+        cast_root_forward_inputs: The same for the module where forward starts; ``None``: as for all others.
+        buffer_dtype: Floating-point buffers are cast to it while the annotated module around them runs, and
+            are their own before and after: state dicts and checkpoints never see the cast.
+        keep_low_precision_grads: Gradients stay in the dtype in which they were
+            reduced. Few optimizers take them; it saves memory where something else consumes them.
+        skipped_module_classes: Modules of these classes, with all below, keep the dtype of their parameters and
+            buffers; their inputs are cast to it, and their outputs back. Such as ``nn.LayerNorm``.
+        param_dtype_override_fn: Called once with each parameter: the dtype that it is computed with, or ``None``
+            for that of ``param_dtype``. Must answer alike on every rank.
+
+    Raises:
+        ConfigError: A dtype is none that ranks can reduce, or another option is of the wrong type.
+
+    Source: mixed precision training, arXiv 1710.03740.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    _: KW_ONLY
+    cast_root_forward_inputs: bool | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    skipped_module_classes: tuple[type[nn.Module], ...] = ()
+    # What it answers is in the dtypes of the plan.
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+            if (dtype := getattr(self, name)) is not None and dtype not in _DTYPES:
+                raise ConfigError(
+                    f"{name} of the mixed precision policy is {dtype!r:.80}",
+                    fix=f"pass one of {', '.join(map(str, _DTYPES))}",
+                )
+        for name in ("cast_forward_inputs", "keep_low_precision_grads", "cast_root_forward_inputs"):
+            what = f"{name} of the mixed precision policy"
+            check_bool(what, getattr(self, name), or_none=name == "cast_root_forward_inputs")
+        classes = self.skipped_module_classes
+        listed = tuple(classes) if isinstance(classes, Iterable) and not isinstance(classes, str) else (classes,)
+        for one in listed:
+            if not isinstance(one, type) or not issubclass(one, nn.Module):
+                raise ConfigError(
+                    f"skipped_module_classes is or holds {one!r:.80}", fix="pass classes of modules, as a tuple"
+                )
+        object.__setattr__(self, "skipped_module_classes", listed)
+        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
+            raise ConfigError(
+                f"param_dtype_override_fn is {self.param_dtype_override_fn!r:.80}",
+                fix="pass a function of a parameter that returns a dtype or None",
+            )
+
+    def dtypes_of(self, param: nn.Parameter, fqn: str, *, is_skipped: bool) -> ParamDtypes:
+        """Return what becomes of a parameter.
+
+        Raises:
+            ConfigError: ``param_dtype_override_fn`` raised, or returned something else than a dtype or ``None``.
+        """
+        own = param.dtype
+        if not own.is_floating_point:
+            return ParamDtypes(own, own)
+        compute = own if is_skipped or self.param_dtype is None else self.param_dtype
+        if self.param_dtype_override_fn is not None:
+            at, fix = f"parameter {fqn!r}", "return a dtype, or None for param_dtype"
+            asked = answer_of("param_dtype_override_fn", self.param_dtype_override_fn, param, at=at, fix=fix)
+            if asked is not None and asked not in _DTYPES:
+                raise ConfigError(f"param_dtype_override_fn returned {asked!r:.80}", at=at, fix=fix)
+            compute = asked or compute
+        return ParamDtypes(compute, self.reduce_dtype or compute)
+
+    def casts_inputs(self, *, is_root: bool) -> torch.dtype | None:
+        """Return the dtype to which a fully sharded module casts its inputs; ``None``: it leaves them."""
+        casts = self.cast_forward_inputs
+        if is_root and self.cast_root_forward_inputs is not None:
+            casts = self.cast_root_forward_inputs
+        return self.param_dtype if casts else None
+
+    def __str__(self) -> str:
+        """Return what is not the default, as the plan prints it; empty where nothing is."""
+        asked = ((one.name, getattr(self, one.name)) for one in fields(self) if getattr(self, one.name) != one.default)
+        return ", ".join(f"{name}={_text(value)}" for name, value in asked)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, torch.dtype):
+        return dtype_text(value)
+    if isinstance(value, tuple):
+        return "(" + ", ".join(one.__name__ for one in value) + ")"
+    # Never the repr of an object, which has its address, and ranks compare the text.
+    return getattr(value, "__name__", type(value).__name__) if callable(value) else str(value)
+
+
+NO_CASTS = MixedPrecisionPolicy()
+
+
+def as_mixed_precision(policy: object) -> MixedPrecisionPolicy:
+    """Return a policy as one of ours: also torch's, of either of its sharded data parallels; ``None`` asks for nothing.
+
+    Raises:
+        ConfigError: It is none, or asks for what there is not.
+    """
+    if policy is None:
+        return NO_CASTS
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    # By their names, as nothing of torch's sharded data parallels is imported here.
+    fix = "pass a composable.MixedPrecisionPolicy"
+    names = ("MixedPrecisionPolicy", "MixedPrecision", "_MixedPrecision")
+    if not is_dataclass(policy) or type(policy).__name__ not in names:
+        raise ConfigError(f"mp_policy is {policy!r:.80}", fix=fix)
+    known = {one.name: one.name for one in fields(MixedPrecisionPolicy)}
+    known["_module_classes_to_ignore"] = "skipped_module_classes"
+    asked: dict[str, Any] = {}
+    for one in fields(policy):
+        value = getattr(policy, one.name)
+        if one.name in known:
+            asked[known[one.name]] = value
+        elif value != one.default:
+            raise ConfigError(f"mp_policy asks for {one.name}={value!r:.80}, which is not known here", fix=fix)
+    return MixedPrecisionPolicy(**asked)
+
+
+def skipped_modules(managed: Collection[nn.Module], policy: MixedPrecisionPolicy) -> dict[nn.Module, nn.Module]:
+    """Return those of an annotation's modules that keep their dtype, each with the outermost one that is skipped."""
+    found: dict[nn.Module, nn.Module] = {}
+    if policy.skipped_module_classes:
+        for module in managed:
+            if module not in found and isinstance(module, policy.skipped_module_classes):
+                found.update({inner: module for inner in module.modules() if inner in managed})
+    return found
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Nothing is offloaded: all rests on the device of the mesh.
+
+    Attributes:
+        is_offloading: Something rests on the host.
+        pins: What rests on the host is page-locked.
+    """
+
+    is_offloading: ClassVar[bool] = False
+
+    @property
+    def pins(self) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        """Return what the plan prints; empty where nothing is offloaded."""
+        return ""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, their gradients and so the optimizer's state rest in host memory, and the optimizer steps there.
+
+    Each gather first copies this rank's shard to the device, each reduction its result to the host. Without a
+    device, on a mesh of CPUs, that is where they are already, and nothing changes.
+
+    Attributes:
+        pin_memory: Page-lock the host memory, so that copies run beside the computation. Without it the host
+            waits for each copy.
+
+    Raises:
+        ConfigError: ``pin_memory`` is no bool.
+
+    Source: ZeRO-Offload, arXiv 2101.06840.
+    """
+
+    pin_memory: bool = True
+    is_offloading: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pin_memory, bool):
+            raise ConfigError(f"pin_memory of the offload policy is {self.pin_memory!r:.80}", fix="pass True or False")
+
+    @property
+    def pins(self) -> bool:
+        return self.pin_memory
+
+    def __str__(self) -> str:
+        pinned = "pinned" if self.pin_memory else "pageable"
+        return f"shards, gradients and optimizer state rest in {pinned} host memory"
+
+
+NO_OFFLOAD = OffloadPolicy()
+
+
+def _as_offload(policy: object) -> OffloadPolicy:
+    """Return a policy as one of ours: also torch's, of either of its sharded data parallels; ``None`` asks for nothing.
+
+    Raises:
+        ConfigError: It is none, or asks for what there is not.
+    """
+    if policy is None or isinstance(policy, OffloadPolicy):
+        return policy or NO_OFFLOAD
+    # By their names, as nothing of torch's sharded data parallels is imported here.
+    if is_dataclass(policy) and not isinstance(policy, type):
+        asked = {one.name: getattr(policy, one.name) for one in fields(policy)}
+        match type(policy).__name__, *asked:
+            case ["OffloadPolicy"]:
+                return NO_OFFLOAD
+            case ["CPUOffloadPolicy", "pin_memory"]:
+                return CPUOffloadPolicy(**asked)
+            case ["CPUOffload", "offload_params"]:
+                if not isinstance(offloads := asked["offload_params"], bool):
+                    what = f"offload_params of the offload policy is {offloads!r:.80}"
+                    raise ConfigError(what, fix="pass True or False")
+                return CPUOffloadPolicy() if offloads else NO_OFFLOAD
+    raise ConfigError(
+        f"offload_policy is {policy!r:.80}",
+        fix="pass a composable.CPUOffloadPolicy, or an OffloadPolicy to offload nothing",
+    )
 
 
 @dataclass(frozen=True)
@@ -51,8 +304,12 @@ class MeshDimStrategy:
 class ShardingStrategy:
     """What is sharded over each dim of the mesh.
 
+    Gradients and optimizer state are sharded over the last dim; parameters between forward and backward may be. Of a
+    dim before it, ranks hold copies of all of that, or shard gradients and optimizer state alone. What has no name,
+    such as ``ShardingStrategy("KEPT", ShardingStrategy.SHARD_GRAD_OP.dims * 2)``, works as well.
+
     Attributes:
-        name: What ``strategy=`` accepts too.
+        name: What plans and messages call it; of a preset what ``strategy=`` accepts too.
         dims: One for each mesh dim; of two, the first is that of the replicas.
         FULL_SHARD: Parameters are freed after forward and gathered again for backward (ZeRO stage 3).
         SHARD_GRAD_OP: Parameters stay unsharded from forward to backward (ZeRO stage 2).
@@ -79,47 +336,72 @@ class ShardingStrategy:
         return f"ShardingStrategy.{self.name}"
 
 
-_WHOLE = MeshDimStrategy(False, False, False)
-_OPTIM = MeshDimStrategy(False, True, True)
+_WHOLE, _STEPPED = MeshDimStrategy(False, False, False), MeshDimStrategy(False, True, True)
+_SHARDED = MeshDimStrategy(True, True, True)
 _PRESETS = {
-    one.name: one
-    for one in (
-        ShardingStrategy("FULL_SHARD", (MeshDimStrategy(True, True, True),)),
-        ShardingStrategy("SHARD_GRAD_OP", (MeshDimStrategy(False, True, True),)),
-        ShardingStrategy("HYBRID_SHARD", (_WHOLE, MeshDimStrategy(True, True, True))),
-        ShardingStrategy("HYBRID_SHARD_ZERO2", (_WHOLE, MeshDimStrategy(False, True, True))),
-        ShardingStrategy("HYBRID_SHARD_OPTIM", (_OPTIM, MeshDimStrategy(True, True, True))),
-        ShardingStrategy("NO_SHARD", (_WHOLE,)),
-    )
+    "FULL_SHARD": (_SHARDED,),
+    "SHARD_GRAD_OP": (_STEPPED,),
+    "HYBRID_SHARD": (_WHOLE, _SHARDED),
+    "HYBRID_SHARD_ZERO2": (_WHOLE, _STEPPED),
+    "HYBRID_SHARD_OPTIM": (_STEPPED, _SHARDED),
+    "NO_SHARD": (_WHOLE,),
 }
-for _one in _PRESETS.values():
-    setattr(ShardingStrategy, _one.name, _one)
-# The names that the collectives know, which planning must not import.
-TRANSPORT_NAMES = ("auto", "point_to_point", "process_group")
-UNUSED_GRADIENTS = ("none", "zero")
-_SHARDING = "'FULL_SHARD', 'SHARD_GRAD_OP', 'HYBRID_SHARD', 'HYBRID_SHARD_ZERO2', 'HYBRID_SHARD_OPTIM'"
+for _name, _dims in _PRESETS.items():
+    setattr(ShardingStrategy, _name, ShardingStrategy(_name, _dims))
+
+
+def _named(strategy: object) -> ShardingStrategy | None:
+    """Return the strategy that a user means: one, its name, or torch's of that name; ``None``: it is none."""
+    if isinstance(strategy, ShardingStrategy):
+        return strategy
+    kind = type(strategy)
+    if kind.__name__ == "ShardingStrategy" and kind.__module__.startswith("torch."):
+        strategy = getattr(strategy, "name", "").removeprefix("_")
+    return getattr(ShardingStrategy, strategy) if isinstance(strategy, str) and strategy in _PRESETS else None
+
+
+def is_hybrid(strategy: object) -> bool | None:
+    """Say whether a strategy keeps copies of shards; ``None``: it is none."""
+    chosen = _named(strategy)
+    return None if chosen is None else len(chosen.dims) == 2
+
+
+def is_spread(strategy: object) -> bool:
+    """Say whether a strategy shards gradients and optimizer state over the ranks that hold copies of parameters too."""
+    chosen = _named(strategy)
+    return chosen is not None and chosen.dims[:-1] == (_STEPPED,)
+
+
+def _check_strategy(strategy: object, replicas: int) -> None:
+    """Raise ``ConfigError`` unless ``fully_shard`` can do it with as many copies of each shard: it alone refuses."""
+    names = ", ".join(repr(name) for name in _PRESETS if name != "NO_SHARD")
+    chosen = _named(strategy)
+    if chosen is None:
+        raise ConfigError(f"strategy is {strategy!r}", fix=f"pass one of {names}")
+    if chosen.dims[-1:] not in ((_SHARDED,), (_STEPPED,)):
+        raise ConfigError(
+            f"strategy {chosen.name} keeps gradients or optimizer state whole on every rank",
+            fix=f"call replicate(module) instead, or pass one of {names}",
+        )
+    if chosen.dims[:-1] not in ((), (_WHOLE,), (_STEPPED,)):
+        raise ConfigError(
+            f"strategy {chosen.name} shards over {len(chosen.dims)} mesh dims, and parameters are sharded over one",
+            fix=f"pass one of {names}",
+        )
+    if replicas > 1 and len(chosen.dims) == 1:
+        raise ConfigError(
+            f"strategy {chosen.name} keeps one copy of each shard, and there are {replicas}",
+            fix=f"pass HYBRID_{'SHARD' if chosen.dims[-1].parameters else 'SHARD_ZERO2'}, or a mesh of one dim",
+        )
 
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """What decides a plan, beside the module.
+    """What decides a plan, beside the module: the arguments of ``plan``, and how far they go together.
 
     Attributes:
-        world_size: Ranks that share the parameters.
-        replicas: Ranks that hold each shard.
-        policy: Which submodules get handles of their own.
-        strategy: What is sharded, or its name, or torch's of that name; instead of ``reshard_after_forward``.
-        reshard_after_forward: Free the parameters between forward and backward; an int: but for a secondary shard of
-            each rank, from which as many gather them again.
-        ignored_params: Parameters to leave alone, under all their names.
-        ignored_modules: Modules to leave alone with all below them.
-        unused_gradients: What a parameter that no rank has a gradient for gets, ``none`` or ``zero``.
-        align: What a cut may do to a parameter, by FQN or by a function: see ``plan_layout``.
-        shard_placement_fn: Which dim of a parameter is cut.
-        transport: The name to print.
         mp_policy: Dtypes of computation and reduction, also as torch's own policies.
         offload_policy: Where shards, gradients and optimizer state rest, also as torch's own policies.
-        shard_as_bytes: Classes of parameters with packed storage and state beside it.
         hosts: Of each rank the host that it is on, as ``ShardPlan`` has them.
 
     Raises:
@@ -143,12 +425,10 @@ class ShardOptions:
     hosts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, size, what in (
-            ("world_size", self.world_size, "ranks that share the parameters"),
-            ("replicas", self.replicas, "ranks that hold each shard"),
-        ):
+        for name, what in (("world_size", "share the parameters"), ("replicas", "hold each shard")):
+            size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(f"{name} is {size!r:.80}", fix=f"pass the number of {what}")
+                raise ConfigError(f"{name} is {size!r:.80}", fix=f"pass the number of ranks that {what}")
         if self.align is not None and not isinstance(self.align, Mapping) and not _is_function(self.align):
             raise ConfigError(
                 f"align is {described(self.align)}", fix="pass a dict of FQNs, or a function of an FQN and a parameter"
@@ -158,24 +438,28 @@ class ShardOptions:
                 f"shard_placement_fn is {described(self.shard_placement_fn)}",
                 fix="pass a function of a parameter that returns a Shard or None",
             )
-        if self.transport not in TRANSPORT_NAMES:
+        if self.transport not in _TRANSPORTS:
             raise ConfigError(
-                f"transport is {self.transport!r:.80}", fix=f"pass one of {', '.join(map(repr, TRANSPORT_NAMES))}"
+                f"transport is {self.transport!r:.80}", fix=f"pass one of {', '.join(map(repr, _TRANSPORTS))}"
             )
-        freed = self.reshard_after_forward
-        _check_freed(freed, self.world_size)
+        _check_freed(self.reshard_after_forward, self.world_size)
         unused = self.unused_gradients
-        if not isinstance(unused, str) or unused not in UNUSED_GRADIENTS:
+        if not isinstance(unused, str) or unused not in ("none", "zero"):
             raise ConfigError(f"unused_gradients is {unused!r}", fix="pass 'none' or 'zero'")
         if self.strategy is not None:
-            if freed is not None:
+            if self.reshard_after_forward is not None:
                 raise ConfigError(
                     "strategy and reshard_after_forward both say what is freed when", fix="pass one of them"
                 )
             _check_strategy(self.strategy, self.replicas)
         as_mixed_precision(self.mp_policy)
-        as_offload(self.offload_policy)
-        _check_classes(self.shard_as_bytes)
+        _as_offload(self.offload_policy)
+        fix, classes = "pass a list of classes of parameters, such as [Params4bit]", self.shard_as_bytes
+        if not isinstance(classes, Collection) or isinstance(classes, str | torch.Tensor | nn.Module):
+            raise ConfigError(f"shard_as_bytes is {described(classes)}", fix=fix)
+        for one in classes:
+            if not isinstance(one, type) or not issubclass(one, torch.Tensor) or one in (torch.Tensor, nn.Parameter):
+                raise ConfigError(f"shard_as_bytes holds {described(one)}, no subclass of a tensor", fix=fix)
 
     @property
     def precision(self) -> MixedPrecisionPolicy:
@@ -185,7 +469,7 @@ class ShardOptions:
     @property
     def offload(self) -> OffloadPolicy:
         """Where shards, gradients and optimizer state rest."""
-        return as_offload(self.offload_policy)
+        return _as_offload(self.offload_policy)
 
     @property
     def is_spread(self) -> bool:
@@ -203,10 +487,9 @@ class ShardOptions:
 
         An int: but for secondary shards over as many ranks, more than one and less than all.
         """
-        chosen = _named(self.strategy)
+        chosen, freed = _named(self.strategy), self.reshard_after_forward
         if chosen is not None:
             return chosen.dims[-1].parameters
-        freed = self.reshard_after_forward
         if freed is None or isinstance(freed, bool):
             return freed
         # A shard over one rank is the whole, and one over all ranks is the shard.
@@ -218,73 +501,16 @@ def _check_freed(freed: object, world_size: int) -> None:
     if freed is None or isinstance(freed, bool):
         return
     if not isinstance(freed, int):
-        raise ConfigError(
-            f"reshard_after_forward is {described(freed)}",
-            fix="pass True, False, None, or the number of ranks to reshard to",
-        )
+        fix = "pass True, False, None, or the number of ranks to reshard to"
+        raise ConfigError(f"reshard_after_forward is {described(freed)}", fix=fix)
     if freed < 1 or world_size % freed:
-        sizes = [str(one) for one in range(1, world_size + 1) if world_size % one == 0]
+        sizes = ", ".join(str(one) for one in range(1, world_size + 1) if world_size % one == 0)
         raise ConfigError(
             f"reshard_after_forward is {freed}, and {world_size} ranks share the parameters",
-            fix=f"pass a divisor of that: {', '.join(sizes)}; or True, False or None",
+            fix=f"pass a divisor of that: {sizes}; or True, False or None",
         )
-
-
-def _check_classes(classes: object) -> None:
-    """Raise ``ConfigError`` unless ``shard_as_bytes`` is a collection of classes of tensors."""
-    fix = "pass a list of classes of parameters, such as [Params4bit]"
-    if not isinstance(classes, Collection) or isinstance(classes, str | torch.Tensor | nn.Module):
-        raise ConfigError(f"shard_as_bytes is {described(classes)}", fix=fix)
-    for one in classes:
-        if not isinstance(one, type) or not issubclass(one, torch.Tensor) or one in (torch.Tensor, nn.Parameter):
-            raise ConfigError(f"shard_as_bytes holds {described(one)}, no subclass of a tensor", fix=fix)
 
 
 def _is_function(value: object) -> bool:
     """Say whether ``value`` can be called; modules and classes can too, and were meant for something else."""
     return callable(value) and not isinstance(value, type | nn.Module)
-
-
-def _named(strategy: object) -> ShardingStrategy | None:
-    """Return the strategy that a user means: one, its name, or torch's of that name; ``None``: it is none."""
-    if isinstance(strategy, ShardingStrategy):
-        return strategy
-    kind = type(strategy)
-    if kind.__name__ == "ShardingStrategy" and kind.__module__.startswith("torch."):
-        strategy = getattr(strategy, "name", "").removeprefix("_")
-    return _PRESETS.get(strategy) if isinstance(strategy, str) else None
-
-
-def is_hybrid(strategy: object) -> bool | None:
-    """Say whether a strategy keeps copies of shards; ``None``: it is none."""
-    chosen = _named(strategy)
-    return None if chosen is None else len(chosen.dims) == 2
-
-
-def is_spread(strategy: object) -> bool:
-    """Say whether a strategy shards gradients and optimizer state over the ranks that hold copies of parameters too."""
-    chosen = _named(strategy)
-    return chosen is not None and chosen.dims == ShardingStrategy.HYBRID_SHARD_OPTIM.dims
-
-
-def _check_strategy(strategy: object, replicas: int) -> None:
-    """Raise ``ConfigError`` unless ``fully_shard`` can do it with as many copies of each shard."""
-    chosen = _named(strategy)
-    if chosen is None:
-        raise ConfigError(f"strategy is {strategy!r}", fix=f"pass one of {_SHARDING}")
-    copies, sharded = chosen.dims[:-1], chosen.dims[-1]
-    if copies not in ((), (_WHOLE,)) and chosen.dims != ShardingStrategy.HYBRID_SHARD_OPTIM.dims:
-        raise ConfigError(
-            f"strategy {chosen.name} shards over {len(chosen.dims)} mesh dims, and parameters are sharded over one",
-            fix=f"pass one of {_SHARDING}",
-        )
-    if replicas > 1 and not copies:
-        raise ConfigError(
-            f"strategy {chosen.name} keeps one copy of each shard, and there are {replicas}",
-            fix=f"pass HYBRID_{'SHARD' if sharded.parameters else 'SHARD_ZERO2'}, or a mesh of one dim",
-        )
-    if not sharded.gradients or not sharded.optimizer_state:
-        raise ConfigError(
-            f"strategy {chosen.name} keeps gradients or optimizer state whole on every rank",
-            fix=f"call replicate(module) instead, or pass one of {_SHARDING}",
-        )

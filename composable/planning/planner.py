@@ -1,31 +1,42 @@
 """Makes plans, before anything is changed, from names and shapes alone.
 
-No process group is needed, and parameters may be on the meta device. First the *structure*: which
-modules get a handle and which parameters each handle owns. Then the *layout* of each handle's
+No process group is needed, and parameters may be on the meta device. First the *structure*: which modules get a handle
+and which parameters each handle owns. Then where each parameter may be *cut*, which ``align`` and
+``shard_placement_fn`` say: a flat range of a parameter is a slice of one dim where that dim is the outermost in memory,
+so a cut along another dim is had by laying the parameter out in another order. Then the *layout* of each handle's
 buffers, which depends on the number of ranks. ``fully_shard`` executes the plan that ``plan`` shows.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
-from composable.arguments import readable_twice
+from composable.arguments import answer_of, described, readable_twice
 from composable.contract import get_registry
 from composable.errors import ConfigError
-from composable.planning.alignment import Cut, choose_cuts
 from composable.planning.handle_plan import BufferPlan, HandlePlan, ParamPlan
-from composable.planning.layout import layout_of_rows, plan_layout
-from composable.planning.offload import NO_OFFLOAD, OffloadPolicy
-from composable.planning.options import AlignLike, ShardingStrategy, ShardOptions, ShardPlacementFn
-from composable.planning.precision import NO_CASTS, MixedPrecisionPolicy, ParamDtypes, skipped_modules
+from composable.planning.layout import Align, Promise, layout_of_rows, order_of, plan_layout
+from composable.planning.options import (
+    NO_CASTS,
+    NO_OFFLOAD,
+    AlignLike,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ParamDtypes,
+    ShardingStrategy,
+    ShardOptions,
+    ShardPlacementFn,
+    skipped_modules,
+)
 from composable.planning.shard_plan import ShardPlan
-from composable.planning.structure import FoundHandle, FoundParam, find_structure, named_roots
+from composable.planning.structure import FoundParam, find_structure, managed_modules, named_roots
 from composable.planning.subclasses import Form
-from composable.planning.tree import managed_modules
 from composable.policies import PolicyLike
-from composable.wording import class_name, list_text
+from composable.wording import class_name, list_text, plain_fqn
 
 __all__ = ["HandleMembers", "make_plan", "plan"]
 
@@ -75,8 +86,8 @@ def plan(
         ranks_per_host: Ranks on each host, which say what crosses between hosts: ranks are numbered host by host, and
             those that share parameters are neighbours.
         policy: Which submodules get handles of their own.
-        strategy: ``FULL_SHARD``, ``SHARD_GRAD_OP``, ``HYBRID_SHARD``, ``HYBRID_SHARD_ZERO2`` or
-            ``HYBRID_SHARD_OPTIM``, or its name; instead of ``reshard_after_forward``.
+        strategy: What is sharded over each dim of the mesh, or the name of a preset; instead of
+            ``reshard_after_forward``.
         reshard_after_forward: Free the parameters between forward and backward. ``None``: only
             where the module is not the root. An int: but for secondary shards over as many ranks.
         ignored_params: Parameters to leave alone, under all their names.
@@ -130,21 +141,22 @@ def make_plan(
     Raises:
         ConfigError: As ``plan``.
     """
-    structure = find_structure(
+    handles, kept_fqns, ignored_fqns = find_structure(
         module, options.policy, options.ignored_params, options.ignored_modules, tuple(options.shard_as_bytes)
     )
-    handles = structure.handles
-    cuts = choose_cuts([found for handle in handles for found in handle.params], options)
+    params = [found for handle in handles for found in handle.params]
+    cuts = _choose_cuts(params, options)
     roots = [root for _, root in named_roots(module)]
     managed = dict.fromkeys(managed_modules(roots, frozenset(options.ignored_modules or ())))
-    _check_secondary(handles, options)
-    dtypes = _dtypes_of(handles, managed, options.precision)
+    _check_secondary(params, options)
+    skipped = skipped_modules(managed, options.precision).keys()
+    dtypes = {found: _dtypes_of(found, options.precision, skipped) for found in params}
     handle_plans = tuple(
         HandlePlan(
             module_fqns=handle.fqns,
             class_names=tuple(class_name(one) for one in handle.modules),
             reason=handle.reason,
-            params=tuple(_plan_param(found, cuts) for found in handle.params),
+            params=tuple(_plan_param(found, cuts[found]) for found in handle.params),
             buffers=_plan_buffers(handle.params, dtypes, options.shard_ranks, cuts),
             reshard_after_forward=True if options.frees is None and handle.is_picked else options.frees,
             unused_gradients=options.unused_gradients,
@@ -158,8 +170,8 @@ def make_plan(
         transport=options.transport,
         class_names=tuple(class_name(root) for root in roots),
         handles=handle_plans,
-        kept_fqns=structure.kept_fqns,
-        ignored_fqns=structure.ignored_fqns,
+        kept_fqns=kept_fqns,
+        ignored_fqns=ignored_fqns,
         mp_policy=options.precision,
         offload_policy=options.offload,
         hosts=options.hosts,
@@ -176,7 +188,7 @@ def make_plan(
     return shard_plan, members
 
 
-def _check_secondary(handles: Iterable[FoundHandle], options: ShardOptions) -> None:
+def _check_secondary(params: Sequence[FoundParam], options: ShardOptions) -> None:
     """Refuse secondary shards of what only a class knows how to gather: it makes them of rows of its shard.
 
     And optimizer state that is spread over more ranks of what tensor parallelism has split.
@@ -184,19 +196,17 @@ def _check_secondary(handles: Iterable[FoundHandle], options: ShardOptions) -> N
     Raises:
         ConfigError: There are such parameters.
     """
-    what = "HYBRID_SHARD_OPTIM" if options.is_spread else f"reshard_after_forward={options.frees}"
-    for kind, is_asked, why in (
-        ("gathered", options.is_spread or type(options.frees) is int, "whose class says what ranks exchange"),
-        ("split", options.is_spread, "that tensor parallelism has split"),
+    what, other = f"reshard_after_forward={options.frees}", "reshard_after_forward=True or False"
+    if options.is_spread:
+        what, other = "HYBRID_SHARD_OPTIM", "HYBRID_SHARD"
+    elif type(options.frees) is not int:
+        return
+    for kind, why in (
+        ("gathered", "whose class says what ranks exchange"),
+        *([("split", "that tensor parallelism has split")] if options.is_spread else ()),
     ):
-        names = [
-            found.fqns[0]
-            for handle in handles
-            for found in handle.params
-            if found.form is not None and found.form.kind == kind
-        ]
-        if names and is_asked:
-            other = "HYBRID_SHARD" if options.is_spread else "reshard_after_forward=True or False"
+        names = [found.fqns[0] for found in params if found.kind == kind]
+        if names:
             raise ConfigError(
                 f"{what} on parameters {why}",
                 at=f"parameter {list_text(names)}",
@@ -204,55 +214,170 @@ def _check_secondary(handles: Iterable[FoundHandle], options: ShardOptions) -> N
             )
 
 
-def _plan_param(found: FoundParam, cuts: Mapping[str, Cut]) -> ParamPlan:
-    storage, fqn, form = found.storage, found.fqns[0], found.form
-    shared_fqns, promise = tuple(found.fqns[1:]), cuts[fqn].promise
-    subclass = None if form is None or form.kind == "marked" else form.subclass
-    return ParamPlan(fqn, storage.shape, storage.dtype, found.param.requires_grad, shared_fqns, promise, subclass)
-
-
-def _dtypes_of(
-    handles: Iterable[FoundHandle], managed: Collection[nn.Module], policy: MixedPrecisionPolicy
-) -> dict[FoundParam, ParamDtypes]:
-    skipped = skipped_modules(managed, policy)
-    return {
+def _dtypes_of(found: FoundParam, policy: MixedPrecisionPolicy, skipped: Collection[nn.Module]) -> ParamDtypes:
+    if found.kind == "bytes":
         # Bytes stay what they are, whatever dtype the class calls them.
-        found: ParamDtypes(found.storage.dtype, found.storage.dtype)
-        if found.form is not None and found.form.kind == "bytes"
-        else policy.dtypes_of(found.param, found.fqns[0], is_skipped=any(owner in skipped for owner, _ in found.owners))
-        for handle in handles
-        for found in handle.params
-    }
+        return ParamDtypes(found.storage.dtype, found.storage.dtype)
+    is_skipped = any(owner in skipped for owner, _ in found.owners)
+    return policy.dtypes_of(found.param, found.fqns[0], is_skipped=is_skipped)
+
+
+class _Cut(NamedTuple):
+    """What ``plan_layout`` needs to know of one parameter, beside its shape.
+
+    Attributes:
+        align: Where it may be cut.
+        order: Its dims from the outermost in memory; empty: as they are numbered.
+        promise: What of that holds at any cost.
+    """
+
+    align: Align
+    order: tuple[int, ...]
+    promise: Promise | None
+
+
+def _plan_param(found: FoundParam, cut: _Cut) -> ParamPlan:
+    (fqn, *shared_fqns), storage = found.fqns, found.storage
+    subclass = None if found.form is None or found.kind == "marked" else found.form.subclass
+    requires_grad = found.param.requires_grad
+    return ParamPlan(fqn, storage.shape, storage.dtype, requires_grad, tuple(shared_fqns), cut.promise, subclass)
 
 
 def _plan_buffers(
     params: Sequence[FoundParam],
     dtypes: Mapping[FoundParam, ParamDtypes],
     world_size: int,
-    cuts: Mapping[str, Cut],
+    cuts: Mapping[FoundParam, _Cut],
 ) -> tuple[BufferPlan, ...]:
-    classes: dict[tuple[torch.dtype, bool, ParamDtypes], list[tuple[str, torch.Size]]] = {}
+    classes: dict[tuple[torch.dtype, bool, ParamDtypes], list[FoundParam]] = {}
     gathered: list[BufferPlan] = []
     for found in params:
-        storage, requires_grad, used = found.storage, found.param.requires_grad, dtypes[found]
-        if found.form is not None and found.form.kind == "gathered":
-            layout = layout_of_rows(found.fqns[0], storage.shape, world_size)
-            gathered.append(BufferPlan(storage.dtype, requires_grad, *used, layout, is_gathered_by_class=True))
+        alike = (found.storage.dtype, found.param.requires_grad, dtypes[found])
+        if found.kind == "gathered":
+            layout = layout_of_rows(found.fqns[0], found.storage.shape, world_size)
+            gathered.append(BufferPlan(*alike[:2], *alike[2], layout, is_gathered_by_class=True))
         else:
-            classes.setdefault((storage.dtype, requires_grad, used), []).append((found.fqns[0], storage.shape))
-    plain = (
-        BufferPlan(
-            dtype,
-            requires_grad,
-            used.compute,
-            used.reduce,
-            plan_layout(
-                shapes,
-                world_size,
-                align={fqn: cuts[fqn].align for fqn, _ in shapes},
-                orders={fqn: cuts[fqn].order for fqn, _ in shapes},
-            ),
+            classes.setdefault(alike, []).append(found)
+    plain = []
+    for (dtype, requires_grad, used), members in classes.items():
+        layout = plan_layout(
+            [(found.fqns[0], found.storage.shape) for found in members],
+            world_size,
+            align={found.fqns[0]: cuts[found].align for found in members},
+            orders={found.fqns[0]: cuts[found].order for found in members},
         )
-        for (dtype, requires_grad, used), shapes in classes.items()
-    )
+        plain.append(BufferPlan(dtype, requires_grad, *used, layout))
     return (*plain, *gathered)
+
+
+def _choose_cuts(params: Sequence[FoundParam], options: ShardOptions) -> dict[FoundParam, _Cut]:
+    """Return where each parameter may be cut; asks each function once a parameter.
+
+    Raises:
+        ConfigError: ``align`` names a parameter that is not among ``params``, or a value or a placement is none
+            that can be had, or the two contradict each other, or a function raised.
+    """
+    wishes = _wishes(params, options.align)
+    return {found: _cut_of(found, wishes.get(found), _ask_dim(options.shard_placement_fn, found)) for found in params}
+
+
+def _cut_of(found: FoundParam, align: Align | None, dim: int | None) -> _Cut:
+    """Return what both arguments ask for; a cut along a dim is one between its slices."""
+    if dim is not None:
+        if align is None or (dim == 0 and align == "row"):
+            align = 1
+        elif dim or isinstance(align, str):
+            raise ConfigError(
+                f"align says {align!r} and shard_placement_fn says Shard({dim})",
+                at=found.place,
+                fix="let one of the two have no wish; a number of rows goes together with Shard(0)",
+            )
+    if found.kind == "gathered":
+        if align not in (None, "row", 1) or dim:
+            raise ConfigError(
+                f"{type(found.param).__name__} is gathered by its class, which wants equal numbers of rows on each "
+                "rank",
+                at=found.place,
+                fix="have no wish for it in align and shard_placement_fn",
+            )
+        return _Cut(1, (), Promise(1))
+    param = found.whole
+    if align is None or isinstance(align, str):
+        return _Cut(align or "row", order_of(param), Promise(None) if align == "tensor" else None)
+    # A promise about slices of a dim holds only where that dim is the outermost.
+    outermost, numbered = dim or 0, tuple(range(param.dim()))
+    order = numbered
+    if param.dim() and param.numel():
+        order = (outermost, *(other for other in order_of(param) or numbered if other != outermost))
+    return _Cut(align, () if order == numbered else order, Promise(align, outermost))
+
+
+def _wishes(params: Sequence[FoundParam], align: AlignLike | None) -> dict[FoundParam, Align]:
+    """Return what ``align`` says of each parameter that it says something of."""
+    wishes: dict[FoundParam, Align] = {}
+    if align is None:
+        return wishes
+    if not isinstance(align, Mapping):
+        for found in params:
+            wish = _ask(align, "align", found, found.fqns[0], found.param)
+            if wish is not None:
+                _check_align(found.fqns[0], wish)
+                wishes[found] = wish
+        return wishes
+    # Plans name parameters below wrappers without the wrapper's part; users may name them with it.
+    align = {plain_fqn(name): wish for name, wish in align.items()}
+    known = {name for found in params for name in found.fqns}
+    if unknown := [name for name in align if name not in known]:
+        raise ConfigError(
+            f"align names parameters that no handle owns: {unknown}",
+            fix="pass FQNs below the annotated module, as in named_parameters()",
+        )
+    for found in params:
+        named = {name: align[name] for name in found.fqns if name in align}
+        for name, wish in named.items():
+            _check_align(name, wish)
+            if wishes.setdefault(found, wish) != wish:
+                raise ConfigError(
+                    "align says different things of one parameter under its names: "
+                    + ", ".join(f"{name!r} is {wish!r}" for name, wish in named.items()),
+                    at=found.place,
+                    fix="name it once",
+                )
+    return wishes
+
+
+def _check_align(fqn: str, align: object) -> None:
+    is_name = isinstance(align, str) and align in ("row", "element", "tensor")
+    if not is_name and (not isinstance(align, int) or isinstance(align, bool) or align < 1):
+        raise ConfigError(
+            f"align of {fqn!r} is {align!r:.80}",
+            fix="pass 'row', 'element', 'tensor' or a number of rows of at least 1",
+        )
+
+
+def _ask_dim(function: ShardPlacementFn | None, found: FoundParam) -> int | None:
+    """Return the dim that ``shard_placement_fn`` wants cut, counted from the first; ``None``: it has no wish.
+
+    Raises:
+        ConfigError: The function raised, or what it returned is no ``Shard`` of a dim that the parameter has.
+    """
+    placement = None if function is None else _ask(function, "shard_placement_fn", found, found.param)
+    if placement is None:
+        return None
+    dims = found.storage.dim()
+    what = fix = ""
+    if type(placement).__name__ == "ShardPlacementResult":
+        what = "wants a mesh of its own for one parameter"
+        fix = "return a Shard, and annotate the modules that live on another mesh by a call with that mesh"
+    elif type(placement) is not Shard:
+        what, fix = f"returned {described(placement)}, not a Shard", "return Shard(dim), or None for the default"
+    elif not -dims <= placement.dim < dims:
+        what = f"returned Shard({placement.dim}) for a parameter of {dims} dims"
+        fix = "return a dim that it has, or None for the default"
+    if what:
+        raise ConfigError(f"shard_placement_fn {what}", at=found.place, fix=fix)
+    return placement.dim % dims
+
+
+def _ask(function: Callable[..., Any], name: str, found: FoundParam, *args: object) -> Any:
+    return answer_of(name, function, *args, at=found.place, fix="return None for parameters that it has no wish for")

@@ -1,13 +1,17 @@
 """Which modules get a handle, and which parameters each handle owns.
 
-The first half of a plan: it looks at a module tree and at identities, never at values or
-ranks. A parameter with several names belongs to the innermost handle that is around all of
-its places, so that every use finds it unsharded.
+The first half of a plan: it looks at a module tree and at identities, never at values or ranks. A parameter with
+several names belongs to the innermost handle that is around all of its places, so that every use finds it unsharded.
+
+Annotating gives modules new parameters. An optimizer that was built before still holds the old ones, and would update
+them in vain: a mark on each old parameter says so, and leads to the new one.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from itertools import repeat
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -17,56 +21,86 @@ from composable.claims import claim_of, is_sharded
 from composable.contract import excludes, get_registry
 from composable.errors import ConfigError
 from composable.fqns import describe_module, fqn_in_model
-from composable.planning.cut import RaggedShard
-from composable.planning.replaced import replacement_of
-from composable.planning.subclasses import Form, SplitNode, form_of
+from composable.planning.layout import RaggedShard
+from composable.planning.subclasses import Form, form_of
 from composable.policies import PolicyLike, has_forward, resolve_policy
 from composable.rivals import keep_one, rival_on
-from composable.wording import class_name, dtype_text, join_fqn, module_text
+from composable.wording import class_name, dtype_text, join_fqn, list_text, module_text, plain_fqn
 
-__all__ = ["FoundHandle", "FoundParam", "Structure", "find_structure", "named_roots"]
+__all__ = [
+    "FoundHandle",
+    "FoundParam",
+    "Replacement",
+    "Structure",
+    "find_structure",
+    "first_replacement",
+    "managed_modules",
+    "mark_replaced",
+    "marks_made",
+    "name_modules",
+    "named_roots",
+    "replacement_of",
+]
 
 _T = TypeVar("_T")
+_Named: TypeAlias = tuple[str, nn.Module]
 # Nothing in them can be called as one unit; of others without forward a method may be, once it is registered.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_MARK = "_composable_replaced_by"
+_marks_made = [0]
 
 
-@dataclass(eq=False)
-class FoundParam:
-    """One unique parameter and every place that holds it.
+class Replacement:
+    """The mark on a replaced parameter.
 
     Attributes:
-        param: The parameter.
-        fqns: All its names, in ``named_parameters()`` order.
-        owners: Every (module, attribute name) that holds it.
-        paths: For each name, the handles around that place.
-        form: How it is sharded where it is of a tensor subclass.
-        storage: What is sharded of it: itself, or a tensor inside.
+        fqn: Name of the parameter, for messages.
     """
 
-    param: nn.Parameter
-    fqns: list[str] = field(default_factory=list)
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
-    paths: list["_Path"] = field(default_factory=list)
-    form: Form | None = None
+    __slots__ = ("_module", "_name", "fqn")
 
-    @property
-    def storage(self) -> torch.Tensor:
-        return self.param if self.form is None else self.form.storage_of(self.param)
+    def __init__(self, fqn: str, module: nn.Module | None = None, name: str = "") -> None:
+        self.fqn = fqn
+        # The place, not the parameter: torch refuses to cast a parameter that has a weak reference.
+        self._module = None if module is None else weakref.ref(module)
+        self._name = name
 
-    @property
-    def whole(self) -> torch.Tensor:
-        """What is alike on ranks that have other blocks of a split parameter, as far as shape and strides go."""
-        form = self.form
-        if form is None or not isinstance(form.node, SplitNode):
-            return self.storage
-        return torch.empty_strided(form.node.spec.shape, form.node.spec.stride, device="meta")
+    def find(self) -> nn.Parameter | None:
+        """Return the parameter that its module has now; ``None``: the module is gone, or has it unsharded."""
+        module = None if self._module is None else self._module()
+        param = None if module is None else module._parameters.get(self._name)
+        return None if param is None or replacement_of(param) is not None else param
 
-    def lowest_common_handle(self) -> "FoundHandle":
-        """Return the innermost handle that is around every place."""
-        path, *others = self.paths
-        around = [set(other.handles()) for other in others]
-        return next(handle for handle in path.handles() if all(handle in handles for handles in around))
+    def fqn_in_model(self) -> str:
+        """Name the parameter for an error, as the user sees it now; slow."""
+        module = None if self._module is None else self._module()
+        return self.fqn if module is None else fqn_in_model(module, self._name, self.fqn)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Replacement, (self.fqn,))
+
+
+def mark_replaced(param: nn.Parameter, fqn: str, module: nn.Module, name: str) -> None:
+    """Note that ``param`` is a parameter no more: ``module`` has another one under ``name``."""
+    setattr(param, _MARK, Replacement(fqn, module, name))
+    _marks_made[0] += 1
+
+
+def marks_made() -> int:
+    """Return how many parameters were marked so far: while it stays, what was checked need not be checked again."""
+    return _marks_made[0]
+
+
+def replacement_of(param: object) -> Replacement | None:
+    """Return the mark of a replaced parameter, ``None`` for one in use."""
+    found: Replacement | None = getattr(param, _MARK, None)
+    return found
+
+
+def first_replacement(params: Sequence[object]) -> Replacement | None:
+    """Return the mark of the first replaced parameter; in every step of every optimizer, so 40 ns for each in use."""
+    marks: list[Replacement | None] = list(map(getattr, params, repeat(_MARK), repeat(None)))
+    return None if marks.count(None) == len(marks) else next(mark for mark in marks if mark is not None)
 
 
 @dataclass(eq=False)
@@ -77,11 +111,51 @@ class FoundHandle:
     fqns: tuple[str, ...]
     reason: str
     is_picked: bool
-    params: list[FoundParam] = field(default_factory=list)
+    params: list["FoundParam"] = field(default_factory=list)
 
 
-@dataclass(frozen=True, eq=False)
-class Structure:
+@dataclass(eq=False)
+class FoundParam:
+    """One unique parameter and every place that holds it.
+
+    Attributes:
+        param: The parameter.
+        form: How it is sharded where it is of a tensor subclass.
+        fqns: All its names, in ``named_parameters()`` order.
+        owners: Every (module, attribute name) that holds it.
+        paths: For each name, the handles around that place, innermost first.
+    """
+
+    param: nn.Parameter
+    form: Form | None
+    fqns: list[str] = field(default_factory=list)
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    paths: list[tuple[FoundHandle, ...]] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """How it is sharded: ``plain``, or as ``Subclass`` has it."""
+        return "plain" if self.form is None else self.form.kind
+
+    @property
+    def storage(self) -> torch.Tensor:
+        """What is sharded of it: itself, or a tensor inside."""
+        return self.param if self.form is None else self.form.storage_of(self.param)
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """What is alike on ranks that have other blocks of a split parameter, as far as shape and strides go."""
+        if self.form is None or self.form.node is None:
+            return self.storage
+        return torch.empty_strided(self.form.node.spec.shape, self.form.node.spec.stride, device="meta")
+
+    @property
+    def place(self) -> str:
+        """Names it for an error."""
+        return f"parameter {list_text(self.fqns)} {_describe_tensor(self.storage)}"
+
+
+class Structure(NamedTuple):
     """What one annotation manages.
 
     Attributes:
@@ -112,7 +186,11 @@ def find_structure(
     """
     starts = named_roots(module)
     root = starts[0][1]
-    exclusion = _exclude(starts, ignored_params, ignored_modules)
+    exclusion = _exclude(
+        starts,
+        _as_list("ignored_params", ignored_params, nn.Parameter),
+        set(_as_list("ignored_modules", ignored_modules, nn.Module)),
+    )
     picks: dict[nn.Module, str] = {}
     if policy is not None:
         if not isinstance(module, nn.Module):
@@ -139,7 +217,7 @@ def find_structure(
     return Structure(handles, tuple(exclusion.kept.values()), tuple(exclusion.ignored_fqns))
 
 
-def named_roots(module: object) -> tuple[tuple[str, nn.Module], ...]:
+def named_roots(module: object) -> tuple[_Named, ...]:
     """Check what is to be annotated and return (FQN, module) pairs: ``''``, or positions in a list.
 
     Raises:
@@ -149,14 +227,13 @@ def named_roots(module: object) -> tuple[tuple[str, nn.Module], ...]:
         return (("", _checked_root(module, None)),)
     if not module:
         raise ConfigError("the list of modules is empty", fix="pass at least one module")
-    roots = tuple((str(index), _checked_root(root, index)) for index, root in enumerate(module))
+    roots = tuple((str(index), _checked_root(root, f"module {index} of the list")) for index, root in enumerate(module))
     if len({root for _, root in roots}) < len(roots):
         raise ConfigError("a module is in the list twice", fix="pass each module once")
     return roots
 
 
-def _checked_root(root: object, index: int | None) -> nn.Module:
-    at = None if index is None else f"module {index} of the list"
+def _checked_root(root: object, at: str | None) -> nn.Module:
     if not isinstance(root, nn.Module):
         raise ConfigError(
             f"{type(root).__name__} is not an nn.Module", at=at, fix="pass an nn.Module or a list of them"
@@ -170,78 +247,108 @@ def _checked_root(root: object, index: int | None) -> nn.Module:
     return root
 
 
+def name_modules(roots: Sequence[nn.Module]) -> dict[nn.Module, str]:
+    """Return the FQN of every module at or below ``roots``; of several roots, by their position."""
+    names: dict[nn.Module, str] = {}
+    for position, root in enumerate(roots):
+        prefix = str(position) if len(roots) > 1 else ""
+        for fqn, module in root.named_modules(prefix=prefix):
+            names.setdefault(module, plain_fqn(fqn))
+    return names
+
+
+def managed_modules(roots: Iterable[nn.Module], ignored: frozenset[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules of one annotation, in ``modules()`` order, without those that others annotate or it ignores."""
+    starts = tuple(roots)
+
+    def is_left(module: nn.Module) -> bool:
+        return module in ignored or (_is_annotated(module) and module not in starts)
+
+    return (module for _, module in _walk([("", root) for root in starts], set(), is_left) if not is_left(module))
+
+
+def _is_annotated(module: nn.Module) -> bool:
+    return "fully_shard" in get_registry(module) or excludes(module, "fully_shard")
+
+
+def _walk(starts: Sequence[_Named], seen: set[nn.Module], is_leaf: Callable[[nn.Module], bool]) -> Iterator[_Named]:
+    """Yield (FQN, module) depth first, left to right, each module once; a leaf is not entered."""
+    stack = [*reversed(starts)]
+    while stack:
+        fqn, module = stack.pop()
+        if module not in seen:
+            seen.add(module)
+            yield fqn, module
+            if not is_leaf(module):
+                stack.extend(reversed(_children(fqn, module)))
+
+
+def _children(fqn: str, module: nn.Module) -> list[_Named]:
+    return [(join_fqn(fqn, name), child) for name, child in module._modules.items() if child is not None]
+
+
 @dataclass(eq=False)
 class _Exclusion:
     """What an annotation does not touch.
 
     Attributes:
+        ignored_params: Ids of parameters to leave alone.
         modules: Every module that is not entered, by whatever path it is reached.
         kept: Outermost modules with an earlier ``fully_shard``, with their FQNs.
-        ignored: Outermost modules that are ignored, replicated, or carry another API that excludes ``fully_shard``.
+        ignored: Other outermost modules that are not entered.
         left_params: Ids of unsharded parameters below ``kept``, with the module, the name there and the FQN.
-        ignored_params: Ids of parameters to leave alone.
-        ignored_fqns: The first name of each that was met.
+        ignored_fqns: The first name of each ignored parameter that was met.
     """
 
+    ignored_params: set[int]
     modules: set[nn.Module] = field(default_factory=set)
     kept: dict[nn.Module, str] = field(default_factory=dict)
     ignored: list[nn.Module] = field(default_factory=list)
     left_params: dict[int, tuple[nn.Module, str, str]] = field(default_factory=dict)
-    ignored_params: set[int] = field(default_factory=set)
     ignored_fqns: list[str] = field(default_factory=list)
 
 
-def _exclude(
-    starts: Sequence[tuple[str, nn.Module]],
-    ignored_params: Iterable[nn.Parameter] | None,
-    ignored_modules: Iterable[nn.Module] | None,
-) -> _Exclusion:
+def _exclude(starts: Sequence[_Named], params: list[nn.Parameter], to_ignore: set[nn.Module]) -> _Exclusion:
     """Find what must not be entered: ignored and replicated subtrees, and those annotated before.
 
     Raises:
         ConfigError: An ignored parameter is sharded already, or roots are nested.
     """
-    params = _as_list("ignored_params", ignored_params, nn.Parameter)
-    modules = _as_list("ignored_modules", ignored_modules, nn.Module)
     roots = {root for _, root in starts}
-    to_ignore = set(modules)
     if roots & to_ignore:
         raise ConfigError("ignored_modules has the annotated module itself", fix="pass modules below it")
-    found = _Exclusion(ignored_params={id(param) for param in params})
+    found = _Exclusion({id(param) for param in params})
 
     def is_leaf(module: nn.Module) -> bool:
-        return module not in roots and (
-            module in to_ignore or "fully_shard" in get_registry(module) or excludes(module, "fully_shard")
-        )
+        return module not in roots and (module in to_ignore or _is_annotated(module))
 
     for fqn, module in _walk(starts, set(), is_leaf):
         if not is_leaf(module):
-            inner = next((name for name, child in module._modules.items() if child in roots), None)
-            if inner is not None:
-                raise ConfigError(
-                    "a module to annotate is inside another one of the same call",
-                    at=_place(join_fqn(fqn, inner), module._modules[inner]),
-                    fix="pass the outer module alone, or annotate the inner one first",
-                )
+            for inner_fqn, inner in _children(fqn, module):
+                if inner in roots:
+                    raise ConfigError(
+                        "a module to annotate is inside another one of the same call",
+                        at=_place(inner_fqn, inner),
+                        fix="pass the outer module alone, or annotate the inner one first",
+                    )
             continue
         is_kept = module not in to_ignore and not excludes(module, "fully_shard")
         if is_kept:
             found.kept[module] = fqn
         else:
             found.ignored.append(module)
-        for inner_fqn, inner_module in _walk([(fqn, module)], found.modules, lambda _: False):
-            for name, param in _own_params(inner_module):
-                if _is_sharded(param):
+        for inner_fqn, inner in _walk([(fqn, module)], found.modules, lambda _: False):
+            for name, param in _own_params(inner):
+                if _is_ragged(param):
                     continue
                 if is_kept:
-                    found.left_params.setdefault(id(param), (inner_module, name, join_fqn(inner_fqn, name)))
+                    found.left_params.setdefault(id(param), (inner, name, join_fqn(inner_fqn, name)))
                 elif id(param) not in found.ignored_params:
                     found.ignored_params.add(id(param))
                     found.ignored_fqns.append(join_fqn(inner_fqn, name))
     # Modules and parameters from elsewhere are no mistake: one set serves the calls on all parts of a model.
     for index, param in enumerate(params):
-        replacement = replacement_of(param)
-        if replacement is not None:
+        if (replacement := replacement_of(param)) is not None:
             raise ConfigError(
                 f"an earlier annotation has taken and sharded an ignored parameter, as '{replacement.fqn}'",
                 at=f"ignored_params[{index}] {_describe_tensor(param)}",
@@ -265,43 +372,35 @@ class _Search:
         self._visited: set[nn.Module] = set()
         self._named_ignored: set[int] = set()
 
-    def run(self, starts: Sequence[tuple[str, nn.Module]], *, reason: str) -> tuple[FoundHandle, ...]:
+    def run(self, starts: Sequence[_Named], *, reason: str) -> tuple[FoundHandle, ...]:
         """Return the handles that own parameters, outermost first."""
-        root_handle = FoundHandle(
-            tuple(root for _, root in starts), tuple(fqn for fqn, _ in starts), reason, is_picked=False
-        )
-        outermost = _Path(root_handle, None)
+        fqns, roots = zip(*starts, strict=True)
+        root_handle = FoundHandle(roots, fqns, reason, is_picked=False)
         # A module met again is entered again: its parameters have other names there, and other
         # handles around them. The modules around the current one are remembered against cycles.
         around: set[nn.Module] = set()
-        stack: list[tuple[str, nn.Module, _Path | None]] = [(fqn, root, outermost) for fqn, root in reversed(starts)]
+        # Without handles: what is inside of the module is done.
+        stack: list[tuple[str, nn.Module, tuple[FoundHandle, ...]]] = [
+            (fqn, root, (root_handle,)) for fqn, root in reversed(starts)
+        ]
         while stack:
-            fqn, module, path = stack.pop()
-            if path is None:
+            fqn, module, handles = stack.pop()
+            if not handles:
                 around.remove(module)
-                continue
-            if module in around or module in self._exclusion.modules:
-                continue
-            around.add(module)
-            stack.append((fqn, module, None))
-            if module in self._picks:
-                path = _Path(self._handle_of(module, fqn), path)
-            self._collect(fqn, module, path)
-            stack.extend(
-                (join_fqn(fqn, name), child, path)
-                for name, child in reversed(module._modules.items())
-                if child is not None
-            )
+            elif module not in around and module not in self._exclusion.modules:
+                around.add(module)
+                stack.append((fqn, module, ()))
+                if module in self._picks:
+                    picked = FoundHandle((module,), (fqn,), self._picks[module], is_picked=True)
+                    handles = (self._picked.setdefault(module, picked), *handles)
+                self._collect(fqn, module, handles)
+                stack.extend((name, child, handles) for name, child in reversed(_children(fqn, module)))
         for found in self._found.values():
-            found.lowest_common_handle().params.append(found)
+            first, *others = found.paths
+            next(handle for handle in first if all(handle in path for path in others)).params.append(found)
         return tuple(handle for handle in (root_handle, *self._picked.values()) if handle.params)
 
-    def _handle_of(self, module: nn.Module, fqn: str) -> FoundHandle:
-        if module not in self._picked:
-            self._picked[module] = FoundHandle((module,), (fqn,), self._picks[module], is_picked=True)
-        return self._picked[module]
-
-    def _collect(self, fqn: str, module: nn.Module, path: "_Path") -> None:
+    def _collect(self, fqn: str, module: nn.Module, handles: tuple[FoundHandle, ...]) -> None:
         is_first_visit = module not in self._visited
         rival = rival_on(module) if is_first_visit else None
         if rival is not None:
@@ -312,7 +411,7 @@ class _Search:
             )
         self._visited.add(module)
         for name, param in _own_params(module):
-            if _is_sharded(param):
+            if _is_ragged(param):
                 self.has_met_sharded = True
                 continue
             param_fqn = join_fqn(fqn, name)
@@ -323,34 +422,32 @@ class _Search:
                 continue
             if id(param) not in self._found:
                 try:
-                    form = self._check(param, module, name, param_fqn)
+                    form = self._form_of(param, module, name, param_fqn)
                 except ConfigError as error:
                     error.at = f"parameter '{fqn_in_model(module, name, param_fqn)}' {_describe_tensor(param)}"
                     raise
-                self._found[id(param)] = FoundParam(param, form=form)
+                self._found[id(param)] = FoundParam(param, form)
             found = self._found[id(param)]
             found.fqns.append(param_fqn)
-            found.paths.append(path)
+            found.paths.append(handles)
             if is_first_visit:
                 found.owners.append((module, name))
 
-    def _check(self, param: nn.Parameter, module: nn.Module, name: str, fqn: str) -> Form | None:
-        replacement = replacement_of(param)
-        if replacement is not None:
+    def _form_of(self, param: nn.Parameter, module: nn.Module, name: str, fqn: str) -> Form | None:
+        """Return how a parameter is sharded; refuse what others have, and what a flat buffer would lose or corrupt."""
+        if (replacement := replacement_of(param)) is not None:
             raise ConfigError(
                 f"parameter '{fqn_in_model(module, name, fqn)}' is tied to '{replacement.fqn_in_model()}', "
                 "which an earlier annotation has taken and sharded",
                 fix="annotate the module around both of them, with a policy, or all modules that share it in one list",
             )
-        other = self._exclusion.left_params.get(id(param))
-        if other is not None:
+        if (other := self._exclusion.left_params.get(id(param))) is not None:
             raise ConfigError(
                 f"parameter '{fqn_in_model(module, name, fqn)}' is tied to '{fqn_in_model(*other)}', "
                 "which an earlier annotation ignores",
                 fix="name it in ignored_params here too, or in neither call",
             )
-        claim = claim_of(param)
-        if claim is not None:
+        if (claim := claim_of(param)) is not None:
             others: tuple[nn.Module, ...] = getattr(claim.owner, "modules", ())
             raise ConfigError(
                 f"replicate averages parameter '{fqn}' already, as '{claim.fqn}' of "
@@ -362,54 +459,19 @@ class _Search:
                 f"an earlier annotation shards parameter '{fqn}', which is unsharded at the moment",
                 fix="annotate submodules before the modules around them",
             )
-        return _form_of(param, self._byte_classes)
-
-
-@dataclass(frozen=True, eq=False)
-class _Path:
-    """The handles around a place in the tree, innermost first."""
-
-    handle: FoundHandle
-    outer: "_Path | None"
-
-    def handles(self) -> Iterator[FoundHandle]:
-        path: _Path | None = self
-        while path is not None:
-            yield path.handle
-            path = path.outer
-
-
-def _form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> Form | None:
-    """Return how a parameter of a subclass is sharded; refuse what a flat buffer would lose or corrupt."""
-    if nn.parameter.is_lazy(param):
-        raise ConfigError("a lazy parameter has no shape yet", fix="run one forward of the module before annotating it")
-    form = form_of(param, byte_classes)
-    storage = param if form is None else form.storage_of(param)
-    if storage.layout is not torch.strided or storage.is_quantized:
-        raise ConfigError("the parameter is not dense", fix="name it in ignored_params, or make it dense")
-    if storage.is_complex():
-        raise ConfigError(
-            "complex parameters cannot be communicated",
-            fix="hold its torch.view_as_real as the parameter, or name it in ignored_params",
-        )
-    return form
-
-
-def _walk(
-    starts: Sequence[tuple[str, nn.Module]], seen: set[nn.Module], is_leaf: Callable[[nn.Module], bool]
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (FQN, module) depth first, left to right, each module once; a leaf is not entered."""
-    stack = [*reversed(starts)]
-    while stack:
-        fqn, module = stack.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        yield fqn, module
-        if not is_leaf(module):
-            stack.extend(
-                (join_fqn(fqn, name), child) for name, child in reversed(module._modules.items()) if child is not None
+        if nn.parameter.is_lazy(param):
+            fix = "run one forward of the module before annotating it"
+            raise ConfigError("a lazy parameter has no shape yet", fix=fix)
+        form = form_of(param, self._byte_classes)
+        storage = param if form is None else form.storage_of(param)
+        if storage.layout is not torch.strided or storage.is_quantized:
+            raise ConfigError("the parameter is not dense", fix="name it in ignored_params, or make it dense")
+        if storage.is_complex():
+            raise ConfigError(
+                "complex parameters cannot be communicated",
+                fix="hold its torch.view_as_real as the parameter, or name it in ignored_params",
             )
+        return form
 
 
 def _as_list(name: str, values: Iterable[_T] | None, kind: type[_T]) -> list[_T]:
@@ -427,11 +489,11 @@ def _own_params(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, param) for name, param in module._parameters.items() if param is not None]
 
 
-def _is_sharded(param: torch.Tensor) -> bool:
+def _is_ragged(param: torch.Tensor) -> bool:
     return isinstance(param, DTensor) and any(isinstance(placement, RaggedShard) for placement in param.placements)
 
 
-def _place(fqn: str, module: nn.Module | None) -> str:
+def _place(fqn: str, module: nn.Module) -> str:
     return module_text(fqn, class_name(module))
 
 

@@ -6,17 +6,17 @@ beside it, of a class that the user names. *Gathered*: the class says itself wha
 that this rank has is sharded. Any other is refused.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable.errors import ConfigError
-from composable.planning.cut import order_of, strides_of
+from composable.planning.layout import order_of, strides_of
 from composable.torch_private import DTensorSpec, TensorMeta, dtensor_new, make_subclass
 from composable.wording import list_text
 
@@ -47,7 +47,7 @@ class Subclass:
     kind: Kind
     path: tuple[str, ...] = ()
     splits: str = ""
-    unset: tuple[str, ...] = ()
+    unset: tuple[str, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         if self.kind == "split":
@@ -55,83 +55,6 @@ class Subclass:
         if self.kind == "gathered":
             return f"gathered by {self.name}"
         return f"bytes of {'.'.join((self.name, *self.path))}"
-
-
-class _Node(Protocol):
-    def around(self, storage: torch.Tensor) -> torch.Tensor:
-        """Return what this stands for, with ``storage`` in place of what is sharded."""
-        ...
-
-    def move(self, device: torch.device) -> None:
-        """Bring the state to a device."""
-        ...
-
-
-class _Storage:
-    """What is sharded."""
-
-    def around(self, storage: torch.Tensor) -> torch.Tensor:
-        return storage
-
-    def move(self, device: torch.device) -> None:
-        pass
-
-
-@dataclass(eq=False)
-class _State:
-    """A tensor that every rank keeps whole."""
-
-    tensor: torch.Tensor
-
-    def around(self, storage: torch.Tensor) -> torch.Tensor:
-        return self.tensor
-
-    def move(self, device: torch.device) -> None:
-        self.tensor = self.tensor.to(device)
-
-
-@dataclass(eq=False)
-class _Own:
-    """An instance with memory of its own, which is sharded, and attributes."""
-
-    cls: type[torch.Tensor]
-    attributes: dict[str, Any]
-
-    def around(self, storage: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = make_subclass(self.cls, storage)
-        made.__dict__.update(self.attributes)
-        return made
-
-    def move(self, device: torch.device) -> None:
-        for name, value in self.attributes.items():
-            if isinstance(value, torch.Tensor):
-                self.attributes[name] = value.to(device)
-
-
-@dataclass(eq=False)
-class _Wrapper:
-    """An instance whose memory is that of other tensors.
-
-    Attributes:
-        follows_storage: It has the shape of what is sharded, so a piece of that has the piece's.
-    """
-
-    cls: Any
-    inner: dict[str, _Node]
-    context: Any
-    size: torch.Size
-    stride: tuple[int, ...]
-    follows_storage: bool
-
-    def around(self, storage: torch.Tensor) -> torch.Tensor:
-        tensors = {name: node.around(storage) for name, node in self.inner.items()}
-        size, stride = (storage.size(), storage.stride()) if self.follows_storage else (self.size, self.stride)
-        made: torch.Tensor = self.cls.__tensor_unflatten__(tensors, self.context, size, stride)
-        return made
-
-    def move(self, device: torch.device) -> None:
-        for node in self.inner.values():
-            node.move(device)
 
 
 @dataclass(eq=False)
@@ -147,13 +70,11 @@ class SplitNode:
     block_shape: torch.Size
 
     def around(self, storage: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor of which this rank's block is ``storage``."""
         shape, order = self.spec.shape, order_of(storage)
         meta = TensorMeta(shape, strides_of(shape, order), storage.dtype)
         spec = DTensorSpec(self.spec.mesh, self.spec.placements, tensor_meta=meta)
         return dtensor_new(DTensor, storage, spec, requires_grad=False)
-
-    def move(self, device: torch.device) -> None:
-        pass
 
     def block_of(self, value: torch.Tensor) -> torch.Tensor:
         """Return this rank's block of a DTensor, of a plain tensor that is the whole, or that is the block.
@@ -188,6 +109,10 @@ class SplitNode:
         return self
 
 
+# Makes an instance around storage, given the form that has its state.
+_Rebuild: TypeAlias = Callable[[torch.Tensor, "Form"], torch.Tensor]
+
+
 @dataclass(eq=False)
 class Form:
     """How parameters of one subclass come apart, and together again around other memory; one for each parameter.
@@ -195,14 +120,19 @@ class Form:
     Attributes:
         subclass: What the plan says of it.
         cls: The class.
-        state: Tensors beside what is sharded that are no attributes of the parameter alone, by dotted path.
+        node: Of a parameter that is split, the DTensor that it was.
+        rebuild: Makes an instance; holds nothing that changes.
+        state: Tensors beside what is sharded, whole on every rank, by the dotted path of attributes that leads there.
+        attributes: Of the instance that has memory of its own, which is sharded.
         marks: Attributes that users gave a wrapper.
     """
 
     subclass: Subclass
     cls: type[torch.Tensor]
-    node: _Node = field(repr=False)
-    state: dict[str, _State] = field(default_factory=dict, repr=False)
+    node: SplitNode | None = None
+    rebuild: _Rebuild = field(default=lambda storage, _: storage, repr=False)
+    state: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    attributes: dict[str, Any] = field(default_factory=dict, repr=False)
     marks: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -214,7 +144,7 @@ class Form:
 
         Of a parameter that is split: see ``SplitNode.block_of``.
         """
-        if isinstance(self.node, SplitNode):
+        if self.node is not None:
             return self.node.block_of(tensor)
         if not isinstance(tensor, self.cls):
             return tensor.detach()
@@ -231,7 +161,7 @@ class Form:
 
     def around(self, storage: torch.Tensor) -> torch.Tensor:
         """Return an instance with ``storage``, or a piece of it, as what is sharded; no copy."""
-        return self.node.around(storage)
+        return self.rebuild(storage, self) if self.node is None else self.node.around(storage)
 
     def parameter_around(self, storage: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
         """Return such an instance as a parameter."""
@@ -245,17 +175,17 @@ class Form:
 
     def move(self, device: torch.device) -> None:
         """Bring the state to a device; objects that are no tensors stay as they are."""
-        self.node.move(device)
+        for held in (self.state, self.attributes):
+            held.update({name: value.to(device) for name, value in held.items() if isinstance(value, torch.Tensor)})
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors beside what is sharded, with the attributes that lead there."""
-        return ((path, node.tensor) for path, node in self.state.items())
+        yield from self.state.items()
 
     def moved_mark(self, name: str, value: Any) -> Any:
         """Return what an attribute of the original has become."""
-        if isinstance(self.node, _Own):
-            return self.node.attributes.get(name, value)
-        return self.state[name].tensor if name in self.state else value
+        # With memory of its own the parameter itself has the attributes.
+        return (self.state if self.subclass.path else self.attributes).get(name, value)
 
 
 def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> Form | None:
@@ -289,7 +219,7 @@ def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> 
                 fix="define both, or name the parameter in ignored_params",
             )
         form = _taken_apart(param, "gathered")
-        if any(state.tensor.is_meta for state in form.state.values()):
+        if any(state.is_meta for state in form.state.values()):
             raise ConfigError(
                 f"{name} has tensors beside the one that is cut, and they are on the meta device",
                 fix="make the parameter with values, or name it in ignored_params",
@@ -322,13 +252,13 @@ def _split_form(param: DTensor) -> Form:
             f"a {type(param).__name__} of {type(local).__name__} cannot be sharded again",
             fix="name it in ignored_params",
         )
-    names = spec.mesh.mesh_dim_names or tuple(map(str, range(spec.mesh.ndim)))
     strange = [placement for placement in spec.placements if type(placement) not in (Shard, Replicate)]
     if strange:
         raise ConfigError(
             f"the parameter is a DTensor placed {strange[0]!r}, and what can be sharded is Shard or Replicate",
             fix="redistribute it before, or name it in ignored_params",
         )
+    names = spec.mesh.mesh_dim_names or tuple(map(str, range(spec.mesh.ndim)))
     splits = ", ".join(f"{name} {placement!r}" for name, placement in zip(names, spec.placements, strict=True))
     subclass = Subclass("DTensor", "split", ("_local_tensor",), f"over {splits}")
     return Form(subclass, DTensor, SplitNode(spec, local.shape))
@@ -389,14 +319,14 @@ def _taken_apart(param: nn.Parameter, kind: Kind) -> Form:
             )
     # Scales may be as large as what they scale, and are floating-point numbers.
     path, storage = max(leaves, key=lambda leaf: (not leaf[1].is_floating_point(), leaf[1].nbytes))
-    state: dict[str, _State] = {}
-    node = _node_of(param, (), path, storage.shape, state)
     unset = tuple(key for key, value in param.__dict__.items() if value is None) if kind == "gathered" else ()
-    form = Form(Subclass(name, kind, path, unset=unset), type(param), node, state)
-    if isinstance(node, _Wrapper):
-        given = param.__dict__.items()
-        form.marks = {key: value for key, value in given if key not in node.inner and not key.startswith("_")}
-    return form
+    state: dict[str, torch.Tensor] = {}
+    attributes: dict[str, Any] = {}
+    rebuild = _rebuild_of(param, (), (path, storage.shape), state, attributes)
+    inner = {one.partition(".")[0] for one in (*state, *path[:1])}
+    given = param.__dict__.items() if path else ()
+    marks = {key: value for key, value in given if key not in inner and not key.startswith("_")}
+    return Form(Subclass(name, kind, path, unset=unset), type(param), None, rebuild, state, attributes, marks)
 
 
 def _cut_too(param: nn.Parameter, form: Form) -> list[str]:
@@ -410,9 +340,9 @@ def _cut_too(param: nn.Parameter, form: Form) -> list[str]:
     try:
         with torch.no_grad():
             first: Any = param.split(1)[0]
-            return [path for path, node in form.state.items() if attrgetter(path)(first).shape != node.tensor.shape]
+            return [path for path, state in form.state.items() if attrgetter(path)(first).shape != state.shape]
     except Exception:  # whatever the class raises
-        return [path for path, node in form.state.items() if node.tensor.shape[:1] == (rows,)]
+        return [path for path, state in form.state.items() if state.shape[:1] == (rows,)]
 
 
 def _leaves(tensor: torch.Tensor, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
@@ -424,23 +354,50 @@ def _leaves(tensor: torch.Tensor, path: tuple[str, ...]) -> Iterator[tuple[tuple
         yield from _leaves(getattr(tensor, name), (*path, name))
 
 
-def _node_of(
+def _rebuild_of(
     tensor: torch.Tensor,
     path: tuple[str, ...],
-    chosen: tuple[str, ...],
-    shape: torch.Size,
-    state: dict[str, _State],
-) -> _Node:
-    if not hasattr(type(tensor), "__tensor_flatten__"):
-        if path != chosen:
-            state[".".join(path)] = node = _State(tensor.detach())
-            return node
-        if type(tensor) in (torch.Tensor, nn.Parameter):
-            return _Storage()
-        return _Own(type(tensor), dict(tensor.__dict__))
+    sharded: tuple[tuple[str, ...], torch.Size],
+    state: dict[str, torch.Tensor],
+    attributes: dict[str, Any],
+) -> _Rebuild:
+    """Return what makes the same as ``tensor`` around other storage.
+
+    Args:
+        tensor: The parameter, or a tensor inside of it.
+        path: The attributes that lead there.
+        sharded: Path and shape of what is sharded; what has the same shape is made in that of the storage, maybe a
+            piece.
+        state: Gets what is needed beside that, as ``Form`` has it.
+        attributes: The same.
+    """
+    cls: Any = type(tensor)
+    if not hasattr(cls, "__tensor_flatten__"):
+        if path != sharded[0]:
+            name = ".".join(path)
+            state[name] = tensor.detach()
+            return lambda _, form: form.state[name]
+        if cls in (torch.Tensor, nn.Parameter):
+            return lambda storage, _: storage
+        attributes.update(tensor.__dict__)
+
+        def own(storage: torch.Tensor, form: Form) -> torch.Tensor:
+            made: torch.Tensor = make_subclass(cls, storage)
+            made.__dict__.update(form.attributes)
+            return made
+
+        return own
     names, context = _flattened(tensor)
-    inner = {name: _node_of(getattr(tensor, name), (*path, name), chosen, shape, state) for name in names}
-    return _Wrapper(type(tensor), inner, context, tensor.size(), tensor.stride(), tensor.shape == shape)
+    inner = {name: _rebuild_of(getattr(tensor, name), (*path, name), sharded, state, attributes) for name in names}
+    follows, size, stride = tensor.shape == sharded[1], tensor.size(), tensor.stride()
+
+    def wrapper(storage: torch.Tensor, form: Form) -> torch.Tensor:
+        tensors = {name: rebuild(storage, form) for name, rebuild in inner.items()}
+        made_as = (storage.size(), storage.stride()) if follows else (size, stride)
+        made: torch.Tensor = cls.__tensor_unflatten__(tensors, context, *made_as)
+        return made
+
+    return wrapper
 
 
 def _flattened(tensor: Any) -> tuple[list[str], Any]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable import ConfigError, RaggedDTensor, UsageError, accelerate_optimizer, fully_shard, rebind_optimizer
-from composable.planning.replaced import mark_replaced
+from composable.planning import mark_replaced
 from tests.parity import full
 from tests.world import run_threads
 

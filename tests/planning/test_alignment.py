@@ -57,7 +57,7 @@ def cut_indices(found: torch.Tensor, dim: int) -> set[int]:
 
 
 @quick
-@given(shapes, st.integers(1, 8), st.data())
+@given(shapes, st.integers(1, 40), st.data())
 def test_every_promise_holds(shapes: list[tuple[int, ...]], world_size: int, data: st.DataObject) -> None:
     module = Bag(shapes, [data.draw(st.booleans()) for _ in shapes])
     aligns: dict[str, Any] = {}

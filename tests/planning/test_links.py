@@ -8,8 +8,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from composable import ConfigError, Link, Links, UsageError, plan
-from composable.planning.links import HandleEstimate
-from composable.planning.traffic import Exchange, groups_of
+from composable.planning.estimate import Exchange, groups_of
 from examples.gpt import GPT, GPTSize
 from examples.gpt import Block as GPTBlock
 from tests.models import Block, TinyGPT
@@ -50,10 +49,10 @@ def test_the_estimate_is_what_rounds_take_one_after_the_other(seed: int) -> None
     links = Links(*(Link(rng.choice([0, 1e-5, 1e-3]), 10 ** rng.uniform(6, 11)) for _ in range(2)))
     groups, _ = groups_of([rank // ranks_per_host for rank in range(world_size)], world_size)
     exchange = Exchange(calls, calls * slice_bytes * world_size, groups, passes, is_direct)
-    found = HandleEstimate.of(("",), [exchange], links)
+    inside_s, between_s = exchange.seconds(links)
     expected = play(world_size, ranks_per_host, slice_bytes, links, is_direct=is_direct, passes=passes)
-    assert found.inside_s == pytest.approx(calls * expected[False])
-    assert found.between_s == pytest.approx(calls * expected[True])
+    assert inside_s == pytest.approx(calls * expected[False])
+    assert between_s == pytest.approx(calls * expected[True])
 
 
 FAST, SLOW = Link(1e-6, 1e9), Link(1e-5, 1e8)
@@ -70,8 +69,8 @@ def test_of_groups_that_differ_the_slowest_counts() -> None:
 @pytest.mark.parametrize("hosts", [[0, 0, 0, 1], [0, 1, 1, 1]])
 def test_of_ranks_that_send_directly_the_one_with_most_peers_elsewhere_counts(hosts: list[int]) -> None:
     groups, _ = groups_of(hosts, 4)
-    found = HandleEstimate.of(("",), [Exchange(1, 400, groups, is_direct=True)], Links(Link(0, 1e9), Link(1, 1e9)))
-    assert (found.inside_s, found.between_s) == (0, pytest.approx(3))
+    found = Exchange(1, 400, groups, is_direct=True).seconds(Links(Link(0, 1e9), Link(1, 1e9)))
+    assert found == (0, pytest.approx(3))
 
 
 def test_of_a_host_alone_no_link_between_is_needed() -> None:

@@ -15,14 +15,13 @@ from torch.distributed.tensor.placement_types import Placement
 from composable import Link, Links
 from composable.contract import contract, get_registry
 from composable.errors import ConfigError
-from composable.planning import HandlePlan, ShardingStrategy, ShardOptions, ShardPlan, make_plan, plan
-from composable.planning.replaced import mark_replaced
-from composable.policies import SizePolicy
+from composable.planning import HandlePlan, ShardingStrategy, ShardOptions, ShardPlan, make_plan, mark_replaced, plan
+from composable.planning.options import MeshDimStrategy
 from composable.ragged.spec import ragged_spec
 from composable.ragged.tensor import RaggedDTensor
 from examples.gpt import GPT, GPTSize
 from examples.gpt import Block as GPTBlock
-from tests.models import MLP, Block, FrozenMixed, MixedDtypes, MLPBlock, Scalars, TiedAcross, TiedWithin, TinyGPT
+from tests.models import MLP, Block, FrozenMixed, MixedDtypes, MLPBlock, TiedAcross, TiedWithin, TinyGPT
 
 
 @contract()
@@ -139,10 +138,6 @@ Linear + LayerNorm + Linear: 1 handle over 1 rank, transport auto
     )
 
 
-def test_a_single_layer_is_not_warned_about() -> None:
-    assert plan(nn.Linear(4, 4), world_size=2).warnings == ()
-
-
 def test_an_outer_module_of_annotated_ones_is_not_warned_about() -> None:
     model = TinyGPT()
     for block in model.blocks:
@@ -185,11 +180,6 @@ def test_picks_below_picks_nest() -> None:
 def test_a_pick_whose_parameters_all_have_deeper_handles_gets_none() -> None:
     shard_plan = plan(MLP(layers=1), policy=lambda module: isinstance(module, MLPBlock | nn.Linear), world_size=2)
     assert list(owned(shard_plan)) == ["inp", "blocks.0.up", "blocks.0.down", "out"]
-
-
-def test_a_size_policy_plans_too() -> None:
-    shard_plan = plan(MLP(layers=2), policy=SizePolicy(200), world_size=2)
-    assert list(owned(shard_plan)) == ["", "blocks.0", "blocks.1"]
 
 
 def test_a_list_shares_one_handle_and_names_start_with_the_position() -> None:
@@ -256,16 +246,6 @@ def test_parameters_of_one_handle_are_split_by_dtype_and_by_requires_grad() -> N
     ]
     lora = handle_at(plan(FrozenMixed(), policy=lambda module: hasattr(module, "base"), world_size=2), "lora.0")
     assert [buffer.requires_grad for buffer in lora.buffers] == [True, False]
-
-
-def test_scalars_are_planned_like_others() -> None:
-    assert plan(Scalars(), world_size=3).numel == sum(param.numel() for param in Scalars().parameters())
-
-
-def test_alignment_reaches_the_layout_of_the_parameter() -> None:
-    shard_plan = plan(nn.Linear(8, 8), world_size=2, align={"weight": "tensor"})
-    layout = shard_plan.handles[0].buffers[0].layout
-    assert layout.bounds(layout.spans[0]) in ((0, 64, 64), (0, 0, 64))
 
 
 def test_frozen_parameters_that_are_not_floating_are_planned() -> None:
@@ -480,6 +460,9 @@ def test_a_plan_for_thousands_of_ranks_takes_no_longer() -> None:
 # -- what is refused
 
 
+LINEAR = nn.Linear(2, 2)
+
+
 class NoForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -497,6 +480,7 @@ class NoForward(nn.Module):
         (nn.ModuleDict({"a": nn.Linear(2, 2)}), "ModuleDict has no forward"),
         (nn.ParameterList([torch.zeros(2)]), "ParameterList has no forward"),
         ([nn.Linear(2, 2), nn.ModuleList()], "ModuleList has no forward"),
+        ([LINEAR, LINEAR], "in the list twice"),
     ],
 )
 def test_what_is_no_module_or_a_container_is_refused(module: nn.Module, message: str) -> None:
@@ -511,12 +495,6 @@ def test_a_module_without_forward_has_a_handle_and_a_container_with_one_has() ->
     assert owned(plan(modules, world_size=2)) == {"": ["0.weight"]}
 
 
-def test_a_module_twice_in_a_list_is_refused() -> None:
-    module = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="in the list twice"):
-        plan([module, module], world_size=2)
-
-
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_a_module_of_a_list_inside_another_is_refused(is_reversed: bool) -> None:
     model = MLP(layers=1)
@@ -526,24 +504,9 @@ def test_a_module_of_a_list_inside_another_is_refused(is_reversed: bool) -> None
     assert caught.value.at == f"module '{int(is_reversed)}.blocks.0.up' (Linear)"
 
 
-def test_a_policy_with_a_list_is_refused() -> None:
-    with pytest.raises(ConfigError, match="policy with a list of modules"):
-        plan([MLP(), MLP()], policy={MLPBlock}, world_size=2)
-
-
-def test_a_policy_that_picks_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="picks nothing"):
-        plan(MLP(), policy={Block}, world_size=2)
-
-
 def test_a_policy_that_picks_only_modules_without_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"ModuleWrapPolicy\(\{Dropout\}\) picks only modules that own no parameters"):
         plan(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), policy={nn.Dropout}, world_size=2)
-
-
-def test_a_policy_that_picks_a_container_is_refused() -> None:
-    with pytest.raises(ConfigError, match="without forward"):
-        plan(MLP(), policy={nn.ModuleList}, world_size=2)
 
 
 @pytest.mark.parametrize("annotate", [fully_shard, replicate])
@@ -633,6 +596,10 @@ def test_a_sum_that_is_still_to_be_taken_is_refused(one_rank: None) -> None:
     assert caught.value.at == "parameter 'weight' [2, 2] float32"
 
 
+MODEL = MLP()
+WHOLE, SHARDED, KEPT = (getattr(ShardingStrategy, name).dims for name in ("NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -643,6 +610,17 @@ def test_a_sum_that_is_still_to_be_taken_is_refused(one_rank: None) -> None:
         ({"align": {"nothing": "tensor"}}, r"align names parameters that no handle owns: \['nothing'\]"),
         ({"align": {"inp.weight": "rows"}}, "align of 'inp.weight' is 'rows'"),
         ({"policy": "Block"}, "is not a policy"),
+        ({"policy": {Block}}, "picks nothing"),
+        ({"module": [MLP(), MLP()], "policy": {MLPBlock}}, "policy with a list of modules"),
+        ({"ignored_modules": [MODEL]}, "has the annotated module itself"),
+        ({"strategy": ShardingStrategy.NO_SHARD}, "NO_SHARD keeps gradients or optimizer state whole"),
+        ({"strategy": ShardingStrategy("NONE", ())}, "NONE keeps gradients or optimizer state whole"),
+        ({"strategy": ShardingStrategy("TWO", SHARDED * 2)}, "TWO shards over 2 mesh dims, and parameters are sharded"),
+        ({"strategy": ShardingStrategy("THREE", WHOLE * 2 + SHARDED)}, "THREE shards over 3 mesh dims"),
+        (
+            {"strategy": ShardingStrategy("ONE", SHARDED), "replicas": 2},
+            "ONE keeps one copy .*\n  fix: pass HYBRID_SHARD,",
+        ),
         ({"ignored_params": nn.Parameter(torch.zeros(2))}, "ignored_params is one Parameter"),
         ({"ignored_params": ["inp.weight"]}, r"ignored_params\[0\] is str"),
         ({"ignored_modules": nn.ModuleList()}, "ignored_modules is one ModuleList"),
@@ -652,7 +630,18 @@ def test_a_sum_that_is_still_to_be_taken_is_refused(one_rank: None) -> None:
 )
 def test_a_wrong_argument_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan(MLP(), **{"world_size": 2, **arguments})  # type: ignore[arg-type]
+        plan(**{"module": MODEL, "world_size": 2, **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("copies", [(), WHOLE, KEPT])
+def test_any_strategy_that_can_be_run_is_planned_whatever_its_name(
+    copies: tuple[MeshDimStrategy, ...], is_kept: bool
+) -> None:
+    strategy = ShardingStrategy("MINE", (*copies, *(KEPT if is_kept else SHARDED)))
+    made = plan(MLP(layers=1), world_size=2, replicas=1 + len(copies), strategy=strategy)
+    assert made.handles[0].reshard_after_forward is not is_kept
+    assert (made.world_size, made.replicas) == ((4, 1) if copies == KEPT else (2, 1 + len(copies)))
 
 
 def test_one_set_of_ignored_parameters_serves_the_calls_on_all_parts_of_a_model() -> None:
@@ -670,9 +659,3 @@ def test_an_api_that_excludes_fully_shard_is_left_alone_by_a_plan_as_by_the_walk
 
     own_api(model.blocks[0])
     assert list(owned(plan(model, policy={Block}, world_size=2))) == ["", "blocks.1"]
-
-
-def test_the_module_itself_cannot_be_ignored() -> None:
-    model = MLP()
-    with pytest.raises(ConfigError, match="has the annotated module itself"):
-        plan(model, world_size=2, ignored_modules=[model])

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from composable.errors import ConfigError, UsageError
-from composable.planning.cut import RaggedShard, local_shape, order_of
+from composable.planning.layout import RaggedShard, local_shape, order_of
 from composable.ragged.fallback_log import fallback_counts, strict_mode
 from composable.ragged.spec import ragged_spec
 from composable.ragged.tensor import RaggedDTensor

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable.errors import ConfigError, UsageError
-from composable.planning.cut import RaggedShard
-from composable.planning.layout import plan_layout
+from composable.planning.layout import RaggedShard, plan_layout
+from composable.ragged.fallback_log import fallback_counts, strict_mode
 from composable.ragged.fallback_log import strict_mode
 from composable.ragged.spec import ragged_spec
 from composable.ragged.tensor import RaggedDTensor

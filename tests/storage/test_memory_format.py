@@ -28,7 +28,7 @@ from composable import (
     unannotate,
     unshard_params,
 )
-from composable.planning.cut import RaggedShard, boxes, order_of
+from composable.planning.layout import RaggedShard, boxes, order_of
 from composable.ragged.spec import ragged_spec
 from composable.ragged.tensor import RaggedDTensor
 from tests.world import run_ranks, run_threads
