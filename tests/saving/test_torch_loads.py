@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from composable.errors import ConfigError, UsageError
 from composable.planning.cut import RaggedShard
 from composable.planning.layout import plan_layout
-from composable.ragged.fallback_log import fallback_counts, strict_mode
+from composable.ragged.gather import fallback_counts, strict_mode
 from composable.ragged.spec import ragged_spec
 from composable.ragged.tensor import RaggedDTensor
 from tests.world import run_ranks
