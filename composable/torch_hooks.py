@@ -330,19 +330,16 @@ def around_optimizer(
     before_step: Callable[..., Any],
     after_step: Callable[..., None],
     before_state_dict: Callable[..., None],
-    after_state_dict: Callable[..., dict[str, Any]],
     after_load: Callable[..., None],
 ) -> list[RemovableHandle]:
-    """Call a function before and after each step and ``state_dict()``, and after ``load_state_dict()``.
+    """Call a function before and after each step, before ``state_dict()`` and after ``load_state_dict()``.
 
-    ``before_step`` may return other (args, kwargs), of which the first is what steps, and
-    ``after_state_dict`` another dict.
+    ``before_step`` may return other (args, kwargs), of which the first is what steps.
     """
     return [
         optimizer.register_step_pre_hook(before_step),
         optimizer.register_step_post_hook(after_step),
         optimizer.register_state_dict_pre_hook(before_state_dict),
-        optimizer.register_state_dict_post_hook(after_state_dict),
         optimizer.register_load_state_dict_post_hook(after_load),
     ]
 

@@ -27,7 +27,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from composable import clip_grad_norm_
 from composable.errors import UsageError
-from composable.ragged.fallback_log import fallback_counts, strict_mode
+from composable.ragged.gather import fallback_counts, strict_mode
 from composable.ragged.spec import ragged_spec
 from composable.ragged.tensor import RaggedDTensor
 from tests.counting import counting_ranks

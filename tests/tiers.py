@@ -94,7 +94,7 @@ PROMISES: Mapping[str, tuple[str, ...]] = {
     ),
     "`FSDPModule`": proved("test_fsdp_settings.py", "test_gradients_are_those_of_one_process_after_finalize_backward"),
     "`share_comm_ctx`": proved("test_fsdp_settings.py", "test_on_the_cpu_sharing_streams_changes_nothing"),
-    "`accelerate_optimizer`": proved("optim/test_local_step.py", "test_element_wise_optimizers_to_the_bit"),
+    "`accelerate_optimizer`": proved("optim/test_flat_step.py", "test_element_wise_optimizers_to_the_bit"),
     "`ReplicateModule`": proved("test_replicate_module.py", "test_the_class_is_swapped_and_comes_back"),
     "`update_process_group`": proved(
         "test_group_life.py",

@@ -1,18 +1,18 @@
 """A torch optimizer's step on local tensors, and what it needs to know of parameters."""
 
-from composable.optim.annotated import ranks_of_param
-from composable.optim.checks import CHECKS_ITSELF, check_every_step, check_replaced
-from composable.optim.clip import clip_grad_norm_, get_total_norm
-from composable.optim.local_step import accelerate_optimizer
-from composable.optim.names import (
+from composable.optim.checks import (
+    CHECKS_ITSELF,
     GroupNames,
     OptimizerNames,
+    check_every_step,
+    check_replaced,
     describe_optimizer,
     group_differences,
     names_by_alias,
     names_of_params,
 )
-from composable.optim.part_step import PartStep
+from composable.optim.clip import clip_grad_norm_, get_total_norm, ranks_of_param
+from composable.optim.flat_step import PartStep, accelerate_optimizer
 from composable.optim.rebind import rebind_optimizer
 
 __all__ = [

@@ -1,40 +1,39 @@
 """Which plain tensors stand in for ragged parameters while an optimizer steps.
 
-A *piece* is what this rank owns of one parameter. A *unit* is what the optimizer sees as one
-parameter: a piece, or several that lie one after another in a handle's shard, seen as one flat
-tensor. Pieces without elements need no arithmetic, only their step counters: they go along with
-another unit.
-
-Pieces are merged where that cannot change a bit of the result: element-wise optimizers, one
-param group, the same state so far, gradients that lie one after another as the pieces do.
+A *piece* is what this rank owns of one parameter. A *unit* is what the optimizer sees as one parameter: a piece, or
+several that lie one after another in the shard of a flat buffer, seen as one flat tensor. Pieces are merged where that
+cannot change a bit of the result: element-wise optimizers, one param group, the same state so far, gradients that lie
+one after another as the pieces do. Pieces without elements need no arithmetic, only their step counters: they go along
+with another unit.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 import _traversal_utils
-from composable.optim.annotated import ranks_of_layout
-from composable.optim.entries import is_per_element
-from composable.ragged import RaggedDTensor, RaggedLayout, RaggedSpec
+from composable.optim.rebind import is_per_element
+from composable.ragged import RaggedDTensor
 from composable.storage import Handle
 
-__all__ = [
-    "Home",
-    "Piece",
-    "Unit",
-    "cut_of",
-    "find_chains",
-    "homes_of",
-    "plan_units",
-    "sharded_params_of",
-    "signature_of",
-]
+__all__ = ["Grads", "Group", "Home", "Piece", "State", "Unit", "homes_of", "merge", "sharded_params_of", "signature_of"]
+
+Group: TypeAlias = dict[str, Any]
+State: TypeAlias = defaultdict[Any, Any]
+# The local gradient of each piece.
+Grads: TypeAlias = Sequence[torch.Tensor | None]
 
 # What the kernels of fused optimizers do at once, at most; what is left over is computed in another way.
 _VECTOR_BYTES = 64
+
+
+def sharded_params_of(model: nn.Module) -> set[int]:
+    """Return the ids of the sharded parameters of ``model``, whatever its modules hold at the moment."""
+    handles: Iterable[Handle] = _traversal_utils._get_fsdp_handles(model, is_everywhere=True)
+    return {id(param.sharded) for handle in handles for param in handle.params}
 
 
 class Home(NamedTuple):
@@ -43,12 +42,6 @@ class Home(NamedTuple):
     buffer: int
     position: int
     start: int
-
-
-def sharded_params_of(model: nn.Module) -> set[int]:
-    """Return the ids of the sharded parameters of ``model``, whatever its modules hold at the moment."""
-    handles: Iterable[Handle] = _traversal_utils._get_fsdp_handles(model, is_everywhere=True)
-    return {id(param.sharded) for handle in handles for param in handle.params}
 
 
 def homes_of(model: nn.Module) -> dict[int, Home]:
@@ -62,72 +55,102 @@ def homes_of(model: nn.Module) -> dict[int, Home]:
     return homes
 
 
-class Piece:
-    """What this rank owns of one parameter of an optimizer.
+class Piece(NamedTuple):
+    """What this rank owns of one parameter.
 
     Attributes:
         param: The parameter.
         local: Its local tensor.
+        numel: Of that.
         group: Index of its param group.
-        home: Where it lies; ``None`` without elements, and for a parameter of another model.
+        home: Where it lies; ``None``: without elements, or it is not to be merged.
+        cut: Equal for parameters that are cut, and split, over the same mesh dims: norms add up alike.
     """
 
-    __slots__ = ("group", "home", "local", "numel", "param", "spec")
+    param: RaggedDTensor
+    local: torch.Tensor
+    numel: int
+    group: int
+    home: Home | None
+    cut: object
 
-    def __init__(self, param: RaggedDTensor, group: int, home: Home | None) -> None:
-        self.param = param
-        self.spec: RaggedSpec = param._spec
-        self.local = param._local_tensor
-        self.numel = self.local.numel()
-        self.group = group
-        self.home = home
+    @staticmethod
+    def of(param: RaggedDTensor, group: int, home: Home | None) -> "Piece":
+        """Describe a parameter of a param group."""
+        layout = param._spec.layout
+        # Of equal shard groups one may have copies, and another not.
+        cut = id(layout.mesh), layout.cut_dims, None if layout.label is None else layout.label.everyone
+        return Piece(param, param._local_tensor, param._local_tensor.numel(), group, home, cut)
 
-    @property
-    def start_bytes(self) -> int:
-        """Where it begins in its handle's shard."""
-        return 0 if self.home is None else self.home.start * self.local.element_size()
+    def wrap(self, local: torch.Tensor) -> RaggedDTensor:
+        """Return a tensor like ``local`` as one that is cut as the parameter."""
+        return RaggedDTensor.wrap(local, self.param._spec.cast(local.dtype))
+
+    def may_precede(self, other: "Piece", group: Group) -> bool:
+        """Say whether ``other`` may be stepped in one tensor with this one, as far as gradients and state allow it.
+
+        Kernels for the CPU compute the elements left over after the last full vector in another
+        way: with the same result in fp32 and fp64, except for fused kernels, whose pieces must be
+        whole vectors, and never in lower precision, where every operation rounds.
+        """
+        here, there, dtype = self.home, other.home, self.local.dtype
+        if here is None or there is None or here.buffer != there.buffer or there.position != here.position + 1:
+            return False
+        gap = there.start - here.start
+        if self.group != other.group or self.cut != other.cut or merge([self.local, other.local], [0, gap]) is None:
+            return False
+        if self.local.device.type != "cpu":
+            return True
+        vector = _VECTOR_BYTES // dtype.itemsize if group.get("fused") else 1
+        return dtype in (torch.float32, torch.float64) and self.numel % vector == 0 and gap % vector == 0
 
 
 class Unit:
     """What the optimizer sees as one parameter.
 
     Attributes:
-        pieces: One or more, of one param group.
-            Those with elements come first, in the order in which they lie.
-        indices: Which of the optimizer's pieces they are.
+        pieces: One or more, of one param group. Those with elements come first, in the order in which they lie.
+        indices: Which of the plan's pieces they are.
         offsets: Where each piece with elements begins in ``tensor``.
-        tensor: The one local tensor with elements, or a flat one over several.
+        tensor: The one local tensor, or a flat one over several.
     """
 
-    __slots__ = ("indices", "numel", "offsets", "pieces", "tensor")
-
     def __init__(self, pieces: Sequence[Piece], indices: Sequence[int]) -> None:
-        self.pieces = tuple(pieces)
-        self.indices = tuple(indices)
+        self.pieces = pieces
+        self.indices = indices
         owned = [piece for piece in pieces if piece.numel]
         self.offsets = [0] * len(owned)
-        self.tensor = owned[0].local if owned else pieces[0].local
+        self.tensor = pieces[0].local
         if len(owned) > 1:
             starts = [piece.home.start for piece in owned if piece.home is not None]
             self.offsets = [start - starts[0] for start in starts]
             flat = merge([piece.local for piece in owned], self.offsets)
             assert flat is not None, "pieces are merged only where they lie in one storage"
             self.tensor = flat
-        self.numel = self.tensor.numel()
         grad_dtype = pieces[0].param.grad_dtype
         if self.tensor.grad_dtype != grad_dtype:
             # Under a policy that keeps gradients in low precision.
             self.tensor.grad_dtype = grad_dtype
 
     @property
-    def group(self) -> int:
-        """Index of the param group."""
-        return self.pieces[0].group
-
-    @property
     def is_flat(self) -> bool:
         """Several pieces are seen as one tensor."""
         return len(self.offsets) > 1
+
+    def lend(self, grads: Grads) -> bool:
+        """Give the tensor its gradient; ``False``: those of the pieces do not lie in one storage any more."""
+        grad = grads[self.indices[0]]
+        if not self.offsets:
+            grad = torch.empty_like(self.tensor, dtype=self.tensor.grad_dtype)
+        elif self.is_flat and grad is not None:
+            try:
+                grad = grad.as_strided(self.tensor.shape, (1,))
+            except RuntimeError:
+                return False  # past the end of the storage
+        if grad is not None and grad.dtype is not self.tensor.dtype:
+            self.tensor.grad_dtype = grad.dtype  # It stays in the dtype of the reduction, where a policy says so.
+        self.tensor.grad = grad
+        return True
 
     def cut(self, value: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield for each piece its part of ``value``, a tensor like ``tensor``; views, where there are elements."""
@@ -139,19 +162,38 @@ class Unit:
         for piece in self.pieces[max(len(self.offsets), 1) :]:
             yield value.new_empty(piece.local.shape)
 
-    def join(self, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
-        """Return one tensor like ``tensor`` that holds ``values``, one for each piece, and whether it is a copy."""
-        if not self.is_flat:
-            return values[0], False
-        values = values[: len(self.offsets)]
-        flat = merge(values, self.offsets)
-        if flat is not None:
-            return flat, False
-        # What lies between pieces is padding, zero like the padding of parameters and gradients.
-        flat = values[0].new_zeros(self.numel)
-        for part, value in zip(self.cut(flat), values):
-            part.copy_(value)
-        return flat, True
+    def join_state(self, state: State) -> dict[Any, Any]:
+        """Return the state of the unit in the memory of its pieces' states; moves those into one tensor if needed."""
+        entries = [state[piece.param] for piece in self.pieces]
+        shape = self.pieces[0].param.shape
+        joined: dict[Any, Any] = {}
+        for key, value in entries[0].items():
+            if type(value) is not RaggedDTensor or not is_per_element(key, value, shape):
+                joined[key] = value
+                continue
+            values = [entry[key]._local_tensor for entry in entries[: max(len(self.offsets), 1)]]
+            flat = merge(values, self.offsets) if self.is_flat else values[0]
+            if flat is None:
+                # What lies between pieces is padding, zero like the padding of parameters and gradients.
+                flat = values[0].new_zeros(self.tensor.numel())
+                for entry, piece, part in zip(entries, self.pieces, self.cut(flat)):
+                    part.copy_(entry[key]._local_tensor)
+                    entry[key] = piece.wrap(part)
+            joined[key] = flat
+        return joined
+
+    def show_state(self, local_entry: dict[Any, Any], state: State) -> None:
+        """Make the state of the pieces' parameters that of the unit."""
+        for key, value in local_entry.items():
+            if isinstance(value, torch.Tensor) and value.shape == self.tensor.shape:
+                for piece, part in zip(self.pieces, self.cut(value)):
+                    known = state[piece.param].get(key)
+                    is_known = type(known) is RaggedDTensor and known.dtype == part.dtype
+                    if not (is_known and (not piece.numel or known._local_tensor.data_ptr() == part.data_ptr())):
+                        state[piece.param][key] = piece.wrap(part)
+            else:
+                for piece in self.pieces:
+                    state[piece.param][key] = value if len(self.pieces) == 1 else value.clone()
 
 
 def merge(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> torch.Tensor | None:
@@ -173,117 +215,15 @@ def merge(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> torch.Tens
     return first.as_strided((numel,), (1,), first.storage_offset())
 
 
-def cut_of(layout: RaggedLayout) -> object:
-    """Return what is equal for parameters that are cut, and split, over the same mesh dims: norms add up alike."""
-    # Of equal shard groups one may have copies, and another not.
-    return id(layout.mesh), layout.cut_dims, ranks_of_layout(layout)
-
-
-def find_chains(pieces: Sequence[Piece], groups: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """Return the indices of pieces that may be merged with their neighbours, as far as gradients and state allow it."""
-    at_home = [(piece.home, index) for index, piece in enumerate(pieces) if piece.home is not None]
-    chains: list[list[int]] = []
-    for _, index in sorted(at_home):
-        last = pieces[chains[-1][-1]] if chains else None
-        if last is not None and _may_follow(last, pieces[index], groups[last.group]):
-            chains[-1].append(index)
-        else:
-            chains.append([index])
-    return [links for links in chains if len(links) > 1]
-
-
-def _may_follow(piece: Piece, other: Piece, group: dict[str, Any]) -> bool:
-    """Say whether ``other``, the next piece of the shard, may be stepped in one tensor with ``piece``.
-
-    Kernels for the CPU compute the elements left over after the last full vector in another
-    way: with the same result in fp32 and fp64, except for fused kernels, whose pieces must be
-    whole vectors, and never in lower precision, where every operation rounds.
-    """
-    here, there = piece.home, other.home
-    if (
-        here is None
-        or there is None
-        or piece.group != other.group
-        or here.buffer != there.buffer
-        or there.position != here.position + 1
-        or piece.local.dtype != other.local.dtype
-        or cut_of(piece.spec.layout) != cut_of(other.spec.layout)
-    ):
-        return False
-    if merge([piece.local, other.local], [0, there.start - here.start]) is None:
-        return False
-    if piece.local.device.type != "cpu":
-        return True
-    if piece.local.dtype not in (torch.float32, torch.float64):
-        return False
-    vector = _VECTOR_BYTES // piece.local.element_size() if group.get("fused") else 1
-    return piece.numel % vector == 0 and (there.start - here.start) % vector == 0
-
-
 def signature_of(entry: dict[Any, Any] | None, piece: Piece) -> object:
     """Return what must be equal in the state of two parameters for them to be stepped as one."""
     found: list[object] = []
     for key, value in (entry or {}).items():
-        if not isinstance(value, torch.Tensor):
-            return object()  # equal to no other
-        if is_per_element(key, value, piece.spec.layout.shape):
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and is_per_element(key, value, piece.param.shape):
             found.append((key, value.dtype))
-        elif value.dim() == 0:
+        elif is_tensor and value.dim() == 0:
             found.append((key, value.dtype, value.device, value.item()))
         else:
-            return object()
+            return object()  # equal to no other
     return tuple(found)
-
-
-def plan_units(
-    pieces: Sequence[Piece],
-    grads: Sequence[torch.Tensor | None],
-    signatures: Sequence[object],
-    chains: Iterable[Sequence[int]],
-) -> list[Unit]:
-    """Merge what can be merged in a step with these gradients.
-
-    Args:
-        pieces: All pieces of the optimizer.
-        grads: The local gradient of each.
-        signatures: Of the state of each.
-        chains: Indices of pieces that may be merged with their neighbours by everything but gradients and state.
-    """
-    chained = {index for chain in chains for index in chain}
-    runs = [[index] for index, piece in enumerate(pieces) if piece.numel and index not in chained]
-    runs += [run for chain in chains for run in _runs(pieces, grads, signatures, chain)]
-    runs.sort(key=min)
-
-    def kind_of(index: int) -> object:
-        piece = pieces[index]
-        return piece.group, piece.local.dtype, piece.local.device, signatures[index]
-
-    leaders = {kind_of(run[0]): run for run in reversed(runs) if grads[run[0]] is not None}
-    for index, piece in enumerate(pieces):
-        if not piece.numel and grads[index] is not None:
-            leader = leaders.get(kind_of(index))
-            if leader is None:
-                leader = leaders[kind_of(index)] = []
-                runs.append(leader)
-            leader.append(index)
-    return [Unit([pieces[index] for index in run], run) for run in runs]
-
-
-def _runs(
-    pieces: Sequence[Piece], grads: Sequence[torch.Tensor | None], signatures: Sequence[object], chain: Sequence[int]
-) -> Iterator[list[int]]:
-    run: list[int] = []
-    for index in chain:
-        if run and not (signatures[index] == signatures[run[-1]] and _lie_alike(pieces, grads, run[-1], index)):
-            yield run
-            run = []
-        run.append(index)
-    if run:
-        yield run
-
-
-def _lie_alike(pieces: Sequence[Piece], grads: Sequence[torch.Tensor | None], index: int, other: int) -> bool:
-    first, second, here, there = grads[index], grads[other], pieces[index].home, pieces[other].home
-    if first is None or second is None or here is None or there is None:
-        return False
-    return merge([first, second], [0, there.start - here.start]) is not None

@@ -1,20 +1,23 @@
 """The parameter that users see: a DTensor cut anywhere."""
 
-from composable.ragged.exchange import Exchange
-from composable.ragged.fallback import LIVE_SOURCES, mark_stale
-from composable.ragged.fallback_log import fallback_counts, strict_mode
-from composable.ragged.lockstep import confirm_alike, refuse_in_each
+from composable.ragged.gather import confirm_in_each, fallback_counts, note_written, strict_mode
 from composable.ragged.norms import NormParts, cut_dims, summed_in
-from composable.ragged.registration import register_ragged
 from composable.ragged.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_block, slice_full, splits_of
-from composable.ragged.tensor import HOOKS, RaggedDTensor, hand_over_grad, was_zeroed, watch_zeroing
-from composable.ragged.torch_calls import teach_torch
-from composable.ragged.transfer import cast_dtype, collect_blocks, spread_blocks
-from composable.ragged.unfinished import check_finished, note_finished, note_unfinished
+from composable.ragged.tensor import (
+    HOOKS,
+    RaggedDTensor,
+    check_finished,
+    hand_over_grad,
+    note_finished,
+    note_unfinished,
+    register_ragged,
+    was_zeroed,
+    watch_zeroing,
+)
+from composable.ragged.transfer import Exchange, cast_dtype, collect_blocks, spread_blocks, teach_torch
 
 __all__ = [
     "HOOKS",
-    "LIVE_SOURCES",
     "Exchange",
     "NormParts",
     "RaggedDTensor",
@@ -23,15 +26,14 @@ __all__ = [
     "cast_dtype",
     "check_finished",
     "collect_blocks",
-    "confirm_alike",
+    "confirm_in_each",
     "cut_dims",
     "fallback_counts",
     "hand_over_grad",
-    "mark_stale",
     "note_finished",
     "note_unfinished",
+    "note_written",
     "ragged_spec",
-    "refuse_in_each",
     "register_ragged",
     "slice_block",
     "slice_full",

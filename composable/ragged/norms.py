@@ -3,10 +3,8 @@
 Each rank reduces its piece; what the ranks then exchange has the size of the result.
 """
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,14 +12,55 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.collectives import Ranks
-from composable.ragged.fallback import gather_and_run, replicate, shares_cut, widest
-from composable.ragged.lockstep import confirm, confirm_alike
+from composable.ragged.gather import confirm, confirm_in_each, gather_and_run, replicate, shares_cut, widest
 from composable.ragged.spec import RaggedLayout, replicated_spec
 from composable.torch_private import DeviceMesh, OpOverload, dtensor_new, foreach_norm
 
 __all__ = ["NormParts", "any_or_all", "cut_dims", "norm_of_list", "summed_in", "unscale", "vector_norm"]
 
 aten = torch.ops.aten
+
+
+class NormParts:
+    """How the norm of a whole comes from those of its pieces, on one rank and over ranks, in fp64.
+
+    A part is the power of a piece's norm, and parts are added. For the infinite order it is the largest magnitude,
+    and whether there is a NaN, which a maximum over ranks need not propagate.
+
+    Attributes:
+        order: Of the norm: 0 or above.
+        op: How ranks combine their parts.
+    """
+
+    def __init__(self, order: float) -> None:
+        self.order = order
+        self.op: ReduceOp.RedOpType = ReduceOp.MAX if order == math.inf else ReduceOp.SUM
+
+    def nothing(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return the parts [1 or 2, *shape] of no piece at all, fp64."""
+        return torch.zeros(2 if self.order == math.inf else 1, *shape, dtype=torch.float64, device=device)
+
+    def of(self, norms: torch.Tensor) -> torch.Tensor:
+        """Return the parts [1 or 2, *shape] of pieces with norms [*shape], fp64."""
+        norms = norms.double()
+        if self.order == math.inf:
+            return torch.stack([norms.nan_to_num(0.0, posinf=math.inf), norms.isnan().double()])
+        return (norms if self.order in (0, 1) else norms.pow(self.order)).unsqueeze(0)
+
+    def join(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return the one part [1 or 2, 1] of pieces with parts [1 or 2, pieces]."""
+        return parts.amax(1, keepdim=True) if self.order == math.inf else parts.sum(1, keepdim=True)
+
+    def norms(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return the norms [*shape] of wholes with parts [1 or 2, *shape]."""
+        if self.order == math.inf:
+            return parts[0].where(parts[1] == 0, math.nan)
+        return parts[0] if self.order in (0, 1) else parts[0].pow(1.0 / self.order)
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype to take a piece's norm in: half precision is summed in fp32, as torch does inside."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
 
 
 def cut_dims(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -31,84 +70,13 @@ def cut_dims(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate))
 
 
-# -- a norm and what pieces add to it
-
-
-@dataclass(frozen=True)
-class NormParts:
-    """How the norm of a whole comes from those of its pieces, on one rank and over ranks, in fp64.
-
-    A part is the power of a piece's norm, and parts are added. For an infinite order it is the extreme
-    magnitude, with a negative sign if the least one counts, and whether there is a NaN, which a
-    maximum over ranks need not propagate.
-
-    Attributes:
-        order: Of the norm.
-    """
-
-    order: float
-
-    @functools.cached_property
-    def is_extreme(self) -> bool:
-        """The norm is the largest or the least magnitude."""
-        return math.isinf(self.order)
-
-    @property
-    def op(self) -> "ReduceOp.RedOpType":
-        """How ranks combine their parts."""
-        return ReduceOp.MAX if self.is_extreme else ReduceOp.SUM
-
-    @property
-    def _sign(self) -> float:
-        return -1.0 if self.order < 0 else 1.0
-
-    @property
-    def _least(self) -> float:
-        return -math.inf if self.is_extreme and self.order < 0 else 0.0
-
-    def nothing(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Return the parts [1 or 2, *shape] of no piece at all."""
-        parts = torch.zeros(2 if self.is_extreme else 1, *shape, dtype=torch.float64, device=device)
-        if self._least:
-            parts[0] = self._least
-        return parts
-
-    def of(self, norms: torch.Tensor) -> torch.Tensor:
-        """Return the parts [1 or 2, *shape] of pieces with norms [*shape]."""
-        norms = norms.double()
-        if not self.is_extreme:
-            return (norms if self.order in (0, 1) else norms.pow(self.order)).unsqueeze(0)
-        is_nan = norms.isnan()
-        return torch.stack([(norms * self._sign).where(~is_nan, self._least), is_nan.double()])
-
-    def join(self, parts: torch.Tensor) -> torch.Tensor:
-        """Return the one part [1 or 2, 1] of pieces with parts [1 or 2, pieces]."""
-        return parts.amax(1, keepdim=True) if self.is_extreme else parts.sum(1, keepdim=True)
-
-    def combine(self, parts: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-        """Return the parts of two pieces together."""
-        return torch.maximum(parts, others) if self.is_extreme else parts + others
-
-    def norms(self, parts: torch.Tensor) -> torch.Tensor:
-        """Return the norms [*shape] of wholes with parts [1 or 2, *shape]."""
-        if self.is_extreme:
-            return (parts[0] * self._sign).where(parts[1] == 0, math.nan)
-        return parts[0] if self.order in (0, 1) else parts[0].pow(1.0 / self.order)
-
-
-def summed_in(dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype to take a piece's norm in: half precision is summed in fp32, as torch does inside."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
-
-
-# -- the norm of each tensor
-
-
 def norm_of_list(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Run ``_foreach_norm``: ragged tensors together, others each on its own."""
     tensors = args[0]
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    if order < 0:
+        return gather_and_run(cls, op, args, kwargs)  # type: ignore[no-any-return]  # a list
     norms = iter(_norms([tensor for tensor in tensors if type(tensor) is cls], order, dtype))
     return [next(norms) if type(tensor) is cls else op([tensor], order, dtype=dtype)[0] for tensor in tensors]
 
@@ -117,12 +85,9 @@ def vector_norm(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[s
     """Run ``linalg_vector_norm``, over all dims or some."""
     this, order, dims, keepdim = (*args, *(2, None, False)[len(args) - 1 :])[:4]
     dtype = kwargs.get("dtype")
-    if type(this) is not cls:
-        return gather_and_run(cls, op, args, kwargs)
-    is_row_by_row = not this._spec.layout.order
-    if dims is not None and len(dims) and this.dim() > 1 and 0 < order < math.inf and is_row_by_row:
+    if type(this) is cls and dims and this.dim() > 1 and 0 < order < math.inf and not this._spec.layout.order:
         return _norm_over_dims(this, order, [dim % this.dim() for dim in dims], keepdim, dtype)
-    if dims is not None or keepdim:
+    if type(this) is not cls or dims is not None or keepdim or order < 0:
         return gather_and_run(cls, op, args, kwargs)
     return _norms([this], order, dtype)[0]
 
@@ -135,22 +100,20 @@ def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> l
     groups: list[tuple[RaggedLayout, list[int]]] = []
     for index, tensor in enumerate(tensors):
         layout: RaggedLayout = tensor._spec.layout
-        for known, members in groups:
-            if layout.shares_ranks(known):
-                members.append(index)
-                break
-        else:
-            groups.append((layout, [index]))
+        members = next((members for known, members in groups if layout.shares_ranks(known)), None)
+        if members is None:
+            groups.append((layout, members := []))
+        members.append(index)
     found: list[Any] = [None] * len(tensors)
     # On one mesh where they can be: who adds up norms knows DTensors of one mesh only.
     wide = widest(layout for layout, _ in groups) if groups else None
     for layout, members in groups:
         whole = _norms_of_group(layout, [tensors[index] for index in members], order, dtype)
-        dtypes = [dtype or _real_of(tensors[index]._spec.dtype) for index in members]
-        kinds = {kind: whole.to(kind).unbind() for kind in set(dtypes)}
         mesh = wide.mesh if wide is not None and shares_cut(wide.mesh, layout) else layout.mesh
+        real = [dtype or _real_of(tensors[index]._spec.dtype) for index in members]
+        kinds = {kind: whole.to(kind).unbind() for kind in set(real)}
         specs = {kind: replicated_spec(mesh, scalars[0]) for kind, scalars in kinds.items()}
-        for position, (index, kind) in enumerate(zip(members, dtypes)):
+        for position, (index, kind) in enumerate(zip(members, real)):
             found[index] = dtensor_new(DTensor, kinds[kind][position], specs[kind], requires_grad=False)
     return found
 
@@ -181,37 +144,23 @@ def _norm_over_dims(this: Any, order: float, dims: Sequence[int], keepdim: bool,
 
     Collective: one all-reduce of the result's size, in fp64.
     """
-    layout: RaggedLayout = this._spec.layout
-    kind = dtype or _real_of(this._spec.dtype)
-    whole = NormParts(order)
+    layout, local, whole = this._spec.layout, this._local_tensor, NormParts(order)
     confirm(f"the {order:g}-norm over dims {tuple(dims)}", [this])
-    parts = _parts_over_dims(this._local_tensor, layout, whole, dims)
-    norms = whole.norms(layout.reduce(parts, whole.op)).to(kind)
-    return replicate(norms if keepdim else norms.squeeze(tuple(dims)), layout)
-
-
-def _parts_over_dims(local: torch.Tensor, layout: RaggedLayout, whole: NormParts, dims: Sequence[int]) -> torch.Tensor:
-    """Return what a piece adds to the norms over ``dims``, of the whole result's shape; finite order above 0."""
-    shape = layout.block_shape
-    every = whole.nothing([1 if dim in dims else size for dim, size in enumerate(layout.shape)], local.device)
-    if layout.lo == layout.hi:
-        return every
-    parts = every
-    for dim, (offset, size) in enumerate(zip(layout.block_offsets, shape)):
-        parts = parts if dim in dims else parts.narrow(dim + 1, offset, size)
-    # Zeros fill the piece up to whole rows of the first dim.
-    width = shape.numel() // shape[0]
-    first, last = layout.lo // width, -(-layout.hi // width)
-    rows = local.reshape(-1)
-    if rows.numel() < (last - first) * width:
+    parts = whole.nothing([1 if dim in dims else size for dim, size in enumerate(layout.shape)], local.device)
+    if layout.lo < layout.hi:
+        # Zeros fill the piece up to whole rows of the first dim.
+        width = layout.block_shape.numel() // layout.block_shape[0]
+        first, last = layout.lo // width, -(-layout.hi // width)
         rows = local.new_zeros((last - first) * width)
         rows[layout.lo - first * width : layout.hi - first * width] = local.reshape(-1)
-    norms = torch.linalg.vector_norm(
-        rows.view(last - first, *shape[1:]), whole.order, dim=list(dims), keepdim=True, dtype=summed_in(local.dtype)
-    )
-    own = parts if 0 in dims else parts[:, first:last]
-    own.copy_(whole.of(norms))
-    return every
+        rows = rows.view(last - first, *layout.block_shape[1:])
+        own = parts
+        for dim, (offset, size) in enumerate(zip(layout.block_offsets, rows.shape)):
+            own = own if dim in dims else own.narrow(dim + 1, offset + (0 if dim else first), size)
+        kind = summed_in(local.dtype)
+        own.copy_(whole.of(torch.linalg.vector_norm(rows, order, dim=list(dims), keepdim=True, dtype=kind)))
+    norms = whole.norms(layout.reduce(parts, whole.op)).to(dtype or _real_of(local.dtype))
+    return replicate(norms if keepdim else norms.squeeze(tuple(dims)), layout)
 
 
 def _real_of(dtype: torch.dtype) -> torch.dtype:
@@ -238,17 +187,14 @@ def unscale(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
     is changed.
     """
     grads, found_inf, inv_scale = args
-    locals_ = [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
-    found, scale = (t._local_tensor if isinstance(t, DTensor) else t for t in (found_inf, inv_scale))
-    locals_ = [local for local in locals_ if local.numel()]
+    found, scale, *pieces = (t._local_tensor if isinstance(t, DTensor) else t for t in (found_inf, inv_scale, *grads))
+    locals_ = [piece for piece in pieces if piece.numel()]
     shared: list[tuple[DeviceMesh, int]] = []
     for grad in grads:
-        for dim in cut_dims(grad):
-            if (grad.device_mesh, dim) not in shared:
-                shared.append((grad.device_mesh, dim))
+        shared += [at for dim in cut_dims(grad) if (at := (grad.device_mesh, dim)) not in shared]
     groups = [Ranks.of_mesh(mesh, dim) for mesh, dim in shared]
+    confirm_in_each(dict.fromkeys(groups, "the unscaling of gradients"))
     for ranks in groups:
-        confirm_alike("the unscaling of gradients", ranks)
         if scale.device.type == "cpu" and ranks.device.type != "cpu":
             # The gradients rest on the host, and the scaler only queues the copy of its scale from the device.
             torch.get_device_module(ranks.device).current_stream(ranks.device).synchronize()

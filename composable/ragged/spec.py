@@ -1,8 +1,7 @@
-"""How one parameter is cut over the ranks of a mesh dim, and what moves between cut and whole.
+"""How one parameter is cut over the ranks of a mesh dim: which elements each owns, and what tells torch so.
 
 A cut is ragged: every rank owns one contiguous range of the flattened parameter, of any
-length, also none. All ranks hold the same bounds, so each knows what the others own.
-Nothing here is a tensor subclass: local tensors in, local or full tensors out.
+length, also none. All ranks hold the same bounds, so each knows what the others own. No communication.
 
 Where tensor parallelism has split the parameter over other dims of the mesh, what is cut is a *block*: what
 the ranks along the cut dim hold together. Ranks along the other dims have other blocks, and other bounds.
@@ -12,41 +11,38 @@ row of the block and 1-D otherwise; a *full* tensor has the parameter's shape.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from functools import cached_property
+from operator import add
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
 from torch.distributed import ReduceOp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import Replicate, Shard
 
 from composable.collectives import Ranks
-from composable.errors import ConfigError
-from composable.planning import RaggedShard, in_memory_order, in_order_of_dims, local_shape, strides_of
-from composable.torch_private import (
-    DeviceMesh,
-    DTensorSpec,
-    Placement,
-    TensorMeta,
-    is_tracing,
-    traceable_collectives,
-    without_modes,
-)
+from composable.errors import ConfigError, UsageError
+from composable.planning import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape, strides_of
+from composable.torch_private import DeviceMesh, DTensorSpec, Placement, TensorMeta, without_modes
 
 __all__ = [
     "Label",
     "RaggedLayout",
     "RaggedSpec",
     "Split",
-    "gather_block",
-    "gather_full",
-    "join_blocks",
+    "chunks_of",
+    "parts_of",
+    "piece_at",
     "ragged_spec",
-    "rebuild_spec",
     "replicated_spec",
     "slice_block",
     "slice_full",
+    "spec_of_placements",
     "splits_of",
+    "with_dim",
+    "write_items_of",
 ]
 
 
@@ -96,6 +92,7 @@ class RaggedLayout:
         shape: Shape of the whole.
         splits: How the whole is split into blocks, the outermost split first; mostly not at all.
         cut_dims: The dims of the mesh over which ranks hold different elements: that one, and those of the splits.
+        placements: The same for torch.
         block_shape: Shape of the block that is cut; without splits that of the whole.
         block_offsets: Where in the whole the block begins, for each dim.
         bounds: Of the block, see ``RaggedShard``.
@@ -106,29 +103,8 @@ class RaggedLayout:
         local_shape: Shape of this rank's piece.
         is_stored: Checkpoints take this rank's piece; not where another rank has a copy of the block that is cut
             elsewhere, whose pieces would overlap.
+        label: The parameter that was cut first; its gradient and the optimizer's state have its layout.
     """
-
-    __slots__ = (
-        "_key",
-        "_label",
-        "_placements",
-        "_ranks",
-        "_split_ranks",
-        "block_offsets",
-        "block_shape",
-        "bounds",
-        "cut_dims",
-        "hi",
-        "is_stored",
-        "lo",
-        "local_shape",
-        "mesh",
-        "mesh_dim",
-        "order",
-        "rank",
-        "shape",
-        "splits",
-    )
 
     def __init__(
         self,
@@ -153,12 +129,9 @@ class RaggedLayout:
         self.block_offsets, self.block_shape = self.block_at([split.rank for split in splits])
         self.local_shape = local_shape(self.block_shape, bounds, rank, order)
         self.is_stored = True
-        self._ranks: Ranks | None = None
-        self._split_ranks: tuple[Ranks, ...] | None = None
-        self._key: str | None = None
-        self._label: Label | None = None
+        self.label: Label | None = None
         others = {split.mesh_dim: Shard(split.dim) for split in splits}
-        self._placements: tuple[Placement, ...] = tuple(
+        self.placements: tuple[Placement, ...] = tuple(
             RaggedShard(bounds, order) if dim == mesh_dim else others.get(dim, Replicate()) for dim in range(mesh.ndim)
         )
 
@@ -167,8 +140,8 @@ class RaggedLayout:
         shape = self.shape
         for mesh_dim, dim, rank in self.splits:
             yield shape
-            start, stop = _parts(shape[dim], self.mesh.size(mesh_dim))[rank]
-            shape = torch.Size(_with_dim(shape, dim, stop - start))
+            start, stop = parts_of(shape[dim], self.mesh.size(mesh_dim))[rank]
+            shape = torch.Size(with_dim(shape, dim, stop - start))
 
     def block_at(self, places: Sequence[int]) -> tuple[tuple[int, ...], torch.Size]:
         """Return where in the whole the block of a rank begins, and its shape.
@@ -178,9 +151,9 @@ class RaggedLayout:
         """
         offsets, shape = (0,) * len(self.shape), self.shape
         for split, place in zip(self.splits, places, strict=True):
-            start, stop = _parts(shape[split.dim], self.mesh.size(split.mesh_dim))[place]
-            offsets = _with_dim(offsets, split.dim, offsets[split.dim] + start)
-            shape = torch.Size(_with_dim(shape, split.dim, stop - start))
+            start, stop = parts_of(shape[split.dim], self.mesh.size(split.mesh_dim))[place]
+            offsets = with_dim(offsets, split.dim, offsets[split.dim] + start)
+            shape = torch.Size(with_dim(shape, split.dim, stop - start))
         return offsets, shape
 
     @property
@@ -188,10 +161,6 @@ class RaggedLayout:
         """Every block has the same shape."""
         around = zip(self.splits, self.shapes_around())
         return all(shape[split.dim] % self.mesh.size(split.mesh_dim) == 0 for split, shape in around)
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        return self._placements
 
     @property
     def global_rank(self) -> int:
@@ -204,19 +173,15 @@ class RaggedLayout:
         with without_modes():  # Shown maybe while a graph is made: torch 2.11 would make fake tensors of the numbers.
             return int(self.mesh.mesh[tuple(place)])
 
-    @property
+    @cached_property
     def ranks(self) -> Ranks:
         """Those that share the block."""
-        if self._ranks is None:
-            self._ranks = Ranks.of_mesh(self.mesh, self.mesh_dim)
-        return self._ranks
+        return Ranks.of_mesh(self.mesh, self.mesh_dim)
 
-    @property
+    @cached_property
     def split_ranks(self) -> tuple[Ranks, ...]:
         """For each split, those that have the parts."""
-        if self._split_ranks is None:
-            self._split_ranks = tuple(Ranks.of_mesh(self.mesh, split.mesh_dim) for split in self.splits)
-        return self._split_ranks
+        return tuple(Ranks.of_mesh(self.mesh, split.mesh_dim) for split in self.splits)
 
     @property
     def every_ranks(self) -> tuple[Ranks, ...]:
@@ -230,24 +195,13 @@ class RaggedLayout:
         return tensor
 
     @property
-    def label(self) -> Label | None:
-        """The parameter that was cut first; its gradient and the optimizer's state have its layout."""
-        return self._label
-
-    @label.setter
-    def label(self, label: Label) -> None:
-        self._label, self._key = label, None
-
-    @property
     def key(self) -> str:
         """What ranks compare before they exchange pieces."""
-        if self._key is None:
-            mesh, who = self.mesh, "" if self._label is None else self._label.key
-            dims = f"{mesh.device_type} {mesh.mesh_dim_names} {tuple(mesh.shape)} {self.mesh_dim}"
-            # Ranks with other blocks have other bounds.
-            cut = [split[:2] for split in self.splits] or self.bounds
-            self._key = f"{who} {tuple(self.shape)} {cut} {self.order} {dims}"
-        return self._key
+        mesh, who = self.mesh, "" if self.label is None else self.label.key
+        dims = f"{mesh.device_type} {mesh.mesh_dim_names} {tuple(mesh.shape)} {self.mesh_dim}"
+        # Ranks with other blocks have other bounds.
+        cut = [split[:2] for split in self.splits] or self.bounds
+        return f"{who} {tuple(self.shape)} {cut} {self.order} {dims}"
 
     def shares_ranks(self, other: "RaggedLayout") -> bool:
         """Say whether two tensors are cut, and split, over the same dims of the same mesh."""
@@ -265,16 +219,12 @@ class RaggedLayout:
 
     def empty_full(self, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """Return a full tensor of undefined content, whose memory is in the layout's order."""
-        return self._empty(self.shape, dtype, device)
+        return torch.empty_strided(self.shape, strides_of(self.shape, self.order), dtype=dtype, device=device)
 
     def empty_block(self, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """Return a block of undefined content, whose memory is in the layout's order."""
-        return self._empty(self.block_shape, dtype, device)
-
-    def _empty(self, shape: torch.Size, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
-        if not self.order:
-            return torch.empty(shape, dtype=dtype, device=device)
-        return in_order_of_dims(torch.empty([shape[dim] for dim in self.order], dtype=dtype, device=device), self.order)
+        strides = strides_of(self.block_shape, self.order)
+        return torch.empty_strided(self.block_shape, strides, dtype=dtype, device=device)
 
     def block_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return the block of a full tensor that this rank shares; a view."""
@@ -285,6 +235,11 @@ class RaggedLayout:
     def flat(self, block: torch.Tensor) -> torch.Tensor:
         """Return a block [numel] in the order in which it is cut; a view where that is its memory's."""
         return in_memory_order(block.reshape(self.block_shape) if self.order else block, self.order).reshape(-1)
+
+    def unflat(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the block whose elements are ``flat`` [numel], in the order in which it is cut; a view."""
+        order = self.order or range(len(self.block_shape))
+        return in_order_of_dims(flat.view([self.block_shape[dim] for dim in order]), self.order)
 
 
 class RaggedSpec(DTensorSpec):
@@ -307,15 +262,6 @@ class RaggedSpec(DTensorSpec):
         self.dtype = dtype
         self.is_idle = layout.lo == layout.hi and dtype.is_floating_point
         self._casts: dict[torch.dtype, RaggedSpec] = {dtype: self}
-        self._key: tuple[str, str] | None = None
-
-    @property
-    def key(self) -> str:
-        """What ranks compare before they exchange pieces of a tensor."""
-        of_layout, known = self.layout.key, self._key
-        if known is None or known[0] is not of_layout:
-            known = self._key = of_layout, f"{of_layout} {self.dtype}"
-        return known[1]
 
     # A dataclass with its own __eq__ in the base; without this line the subclass would not be hashable.
     __hash__ = DTensorSpec.__hash__
@@ -338,7 +284,7 @@ class RaggedSpec(DTensorSpec):
     def __reduce__(self) -> tuple[object, ...]:
         layout = self.layout
         cut = layout.bounds, layout.rank, layout.order, tuple(map(tuple, layout.splits))
-        return rebuild_spec, (layout.mesh, layout.mesh_dim, tuple(layout.shape), self.dtype, *cut, layout.is_stored)
+        return _rebuild_spec, (layout.mesh, layout.mesh_dim, tuple(layout.shape), self.dtype, *cut, layout.is_stored)
 
 
 def ragged_spec(
@@ -389,12 +335,31 @@ def ragged_spec(
     return RaggedSpec(layout, dtype)
 
 
+def spec_of_placements(
+    mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Placement]
+) -> RaggedSpec:
+    """Describe a tensor by its placements.
+
+    Raises:
+        ConfigError: They are others than one ``RaggedShard``, ``Replicate`` and ``Shard``, or do not fit.
+    """
+    cuts = [(dim, placement) for dim, placement in enumerate(placements) if isinstance(placement, RaggedShard)]
+    others = [p for p in placements if type(p) not in (RaggedShard, Replicate, Shard)]
+    if len(cuts) != 1 or others or len(placements) != mesh.ndim:
+        raise ConfigError(
+            f"placements are {tuple(placements)} on a mesh of {mesh.ndim} dims",
+            fix="give one RaggedShard, and Replicate or Shard on the other mesh dims",
+        )
+    dim, cut = cuts[0]
+    return ragged_spec(mesh, shape, dtype, cut.bounds, mesh_dim=dim, order=cut.order, splits=splits_of(placements))
+
+
 def splits_of(placements: Sequence[Placement]) -> dict[int, int]:
     """Return which mesh dims split a tensor, and over which of its dims."""
     return {dim: placement.dim for dim, placement in enumerate(placements) if isinstance(placement, Shard)}
 
 
-def rebuild_spec(
+def _rebuild_spec(
     mesh: DeviceMesh,
     mesh_dim: int,
     shape: tuple[int, ...],
@@ -428,88 +393,78 @@ def slice_block(block: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     return layout.flat(block)[layout.lo : layout.hi].view(layout.local_shape)
 
 
-def gather_full(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
-    """Return the full tensor on every rank, fresh and dense, its memory in the layout's order.
-
-    Collective: all ranks of the layout's groups, same order.
-    """
-    return join_blocks(gather_block(local, layout), layout)
-
-
-def gather_block(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
-    """Return the block on every rank that shares it, fresh and dense, its memory in the layout's order.
-
-    Collective: all ranks of the layout's group, same order.
-    """
-    device, home = torch.device(layout.mesh.device_type), local.device
-    if local.is_meta:
-        return layout.empty_block(local.dtype, home)
-    # Offloaded to the host: the group talks in device tensors only.
-    source = local.detach().reshape(-1)
-    source = source if home.type == device.type else source.to(device)
-    block = layout.empty_block(local.dtype, source.device)
-    bounds = layout.bounds
-    if is_tracing() and len(bounds) > 2 and block.numel():
-        whole = torch.cat(_traceable_gather(source, bounds, layout.ranks))
-        if not layout.order:
-            return whole.view(layout.block_shape).to(home)
-        return in_order_of_dims(whole.view([layout.block_shape[dim] for dim in layout.order]), layout.order).to(home)
-    # Bytes, because not every backend knows every dtype.
-    block_bytes, item = layout.flat(block).view(torch.uint8), local.element_size()
-    block_bytes[layout.lo * item : layout.hi * item].copy_(source.contiguous().view(torch.uint8))
-    layout.ranks.gather_ragged(block_bytes, [bound * item for bound in bounds])
-    return block if home.type == device.type else block.to(home)
-
-
-def join_blocks(block: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
-    """Return the full tensor of which every rank has its block, dense; ``block`` itself where it is the whole.
-
-    Collective: all ranks over which the whole is split, same order.
-    """
-    if not layout.splits:
-        return block
-    if block.is_meta:
-        return layout.empty_full(block.dtype, block.device)
-    device, home = torch.device(layout.mesh.device_type), block.device
-    joined = block if home.type == device.type else block.to(device)
-    levels = [*zip(layout.splits, layout.shapes_around(), layout.split_ranks, strict=True)]
-    for split, shape, ranks in reversed(levels):
-        parts = _parts(shape[split.dim], ranks.size)
-        width = shape.numel() // max(shape[split.dim], 1)
-        bounds = [0, *(stop * width for _, stop in parts)]
-        pieces = _gather_flat(joined.reshape(-1), bounds, ranks)
-        shapes = [_with_dim(shape, split.dim, stop - start) for start, stop in parts]
-        joined = torch.cat([piece.view(size) for piece, size in zip(pieces, shapes, strict=True)], split.dim)
-    if layout.order:
-        joined = layout.empty_full(joined.dtype, joined.device).copy_(joined)
-    return joined if home.type == device.type else joined.to(home)
-
-
-def _gather_flat(own: torch.Tensor, bounds: Sequence[int], ranks: Ranks) -> Sequence[torch.Tensor]:
-    """Return the flat tensor of each rank, this one's being ``own``."""
-    if is_tracing() and ranks.size > 1 and bounds[-1]:
-        return _traceable_gather(own, bounds, ranks)
-    item = own.element_size()
-    every = own.new_empty(bounds[-1])
-    every[bounds[ranks.rank] : bounds[ranks.rank + 1]].copy_(own)
-    ranks.gather_ragged(every.view(torch.uint8), [bound * item for bound in bounds])
-    return every.split_with_sizes([hi - lo for lo, hi in pairwise(bounds)])
-
-
-def _traceable_gather(source: torch.Tensor, bounds: Sequence[int], ranks: Ranks) -> list[torch.Tensor]:
-    """Gather as a graph can hold it: torch.compile does not see what other collectives write into lists."""
-    sizes = [hi - lo for lo, hi in pairwise(bounds)]
-    piece = max(sizes)
-    padded = torch.cat([source, source.new_zeros(piece - source.numel())])
-    gathered = traceable_collectives.all_gather_tensor(padded, 0, ranks.process_group)
-    return [gathered[rank * piece : rank * piece + size] for rank, size in enumerate(sizes)]
-
-
-def _parts(size: int, count: int) -> list[tuple[int, int]]:
+def parts_of(size: int, count: int) -> list[tuple[int, int]]:
     """Return what each of ``count`` ranks gets of a dim of ``size``, as ``Shard`` splits it; the last maybe nothing."""
     step = -(-size // count)
     return [(min(rank * step, size), min((rank + 1) * step, size)) for rank in range(count)]
 
 
-def _with_dim(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+def with_dim(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*sizes[:dim], size, *sizes[dim + 1 :])
+
+
+# -- in torch.distributed.checkpoint, which knows tensors as axis-aligned boxes: a flat range is a few of these. Each is
+# saved, and read back at any world size, straight from and into the local piece: no tensor is communicated.
+
+
+def chunks_of(layout: RaggedLayout) -> list[ChunkStorageMetadata]:
+    """Return the boxes that this rank's piece consists of; none where it owns nothing."""
+    if not layout.shape.numel():
+        # Without a chunk a tensor without elements would be missing from the checkpoint.
+        return [ChunkStorageMetadata(torch.Size([0] * len(layout.shape)), layout.shape)] if layout.rank == 0 else []
+    return [
+        ChunkStorageMetadata(torch.Size(map(add, layout.block_offsets, offsets)), torch.Size(sizes))
+        for offsets, sizes in boxes(layout.block_shape, layout.lo, layout.hi, layout.order)
+    ]
+
+
+def write_items_of(fqn: str, local: torch.Tensor, layout: RaggedLayout) -> list[WriteItem]:
+    """Return one item a box. Replicas all offer theirs, where they are cut alike; the planner drops doubles.
+
+    Raises:
+        UsageError: There are no values to write.
+    """
+    if local.is_meta:
+        raise UsageError(f"{fqn!r} is on the meta device: there is nothing to save", fix="materialize the model first")
+    if not layout.is_stored:
+        return []
+    properties = TensorProperties.create_from_tensor(local)
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=layout.shape),
+        )
+        for chunk in chunks_of(layout)
+    ]
+
+
+def piece_at(index: MetadataIndex, local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
+    """Return the box that starts at ``index.offset`` as a view of the local tensor.
+
+    Raises:
+        ConfigError: This rank owns no such box.
+    """
+    flat = local.detach().view(-1)
+    start = 0
+    for chunk in chunks_of(layout):
+        stop = start + chunk.sizes.numel()
+        if index.offset is None or chunk.offsets == index.offset:
+            piece = _alone(flat[start:stop])
+            if not layout.order:
+                return piece.view(chunk.sizes)
+            return in_order_of_dims(piece.view([chunk.sizes[dim] for dim in layout.order]), layout.order)
+        start = stop
+    raise ConfigError(f"no piece of {index.fqn!r} starts at {index.offset} on rank {layout.global_rank}")
+
+
+def _alone(piece: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a storage of its own, where it is the host's.
+
+    torch copies every tensor that is part of a larger storage before it writes it.
+    """
+    if piece.device.type != "cpu" or not piece.numel():
+        return piece
+    start = piece.storage_offset() * piece.itemsize
+    storage = piece.untyped_storage()[start : start + piece.nbytes]
+    return torch.empty(0, dtype=piece.dtype).set_(storage, 0, piece.shape, piece.stride())

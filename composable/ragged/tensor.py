@@ -3,13 +3,15 @@
 A ``RaggedDTensor`` has the full shape, and on each rank a local tensor that is one contiguous
 range of the flattened whole, often all of it or nothing. It never enters torch's own sharding
 propagation with its placement, which knows no such cut; it has its own rules
-(``ragged_dispatch.py``), so optimizers and gradient clipping run without a gather.
+(``operations.py``), so optimizers and gradient clipping run without a gather.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial, wraps
 from hashlib import sha256
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import ReduceOp
@@ -19,30 +21,50 @@ from composable.collectives import Ranks
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.frames import in_torch_save
 from composable.planning import RaggedShard
-from composable.ragged.chunks import chunks_of, piece_at, write_items_of
-from composable.ragged.dispatch import RULES, rule_for
-from composable.ragged.fallback import LIVE_SOURCES, is_replicated, mark_stale, written_ragged
-from composable.ragged.lockstep import confirm, confirm_layout
+from composable.ragged.gather import (
+    GatheredView,
+    confirm,
+    confirm_layout,
+    gather_block,
+    gather_full,
+    is_replicated,
+    make_stale_view,
+)
+from composable.ragged.operations import RULES, rule_for
 from composable.ragged.spec import (
     RaggedLayout,
     RaggedSpec,
-    gather_block,
-    gather_full,
-    ragged_spec,
+    chunks_of,
+    piece_at,
     slice_full,
-    splits_of,
+    spec_of_placements,
+    write_items_of,
 )
-from composable.ragged.unfinished import UNFINISHED, check_operands
 from composable.torch_private import (
     DeviceMesh,
     DTensorSpec,
     OpOverload,
     Placement,
+    TensorMeta,
     disabled_torch_function,
+    dispatch_rule_holder,
     dtensor_new,
+    optim_foreach_types,
+    tree_leaves,
+    utils_foreach_types,
 )
 
-__all__ = ["HOOKS", "RaggedDTensor", "hand_over_grad", "rebuild_ragged", "was_zeroed", "watch_zeroing"]
+__all__ = [
+    "HOOKS",
+    "RaggedDTensor",
+    "check_finished",
+    "hand_over_grad",
+    "note_finished",
+    "note_unfinished",
+    "register_ragged",
+    "was_zeroed",
+    "watch_zeroing",
+]
 
 # torch's own descriptors, whose stubs say Tensor.
 _GRAD: Any = torch.Tensor.grad
@@ -99,13 +121,9 @@ class RaggedDTensor(DTensor):
         rule = RULES.get(op)
         if rule is None:
             rule = rule_for(op)
-        kwargs = kwargs or {}
-        if UNFINISHED:
-            check_operands(op, args)
-        result = rule(RaggedDTensor, op, args, kwargs)
-        if LIVE_SOURCES:
-            mark_stale(written_ragged(RaggedDTensor, op, args, kwargs))
-        return result
+        if _UNFINISHED:
+            _check_operands(op, args)
+        return rule(RaggedDTensor, op, args, kwargs or {})
 
     def register_hook(self, hook: Any) -> Any:
         """Call ``hook`` with the gradient; of a sharded parameter, with this rank's piece of the reduced one."""
@@ -127,7 +145,7 @@ class RaggedDTensor(DTensor):
                 (every rank computes the same), or ``Partial()`` where they have to be summed.
 
         Raises:
-            DesyncError: On every rank, where they run different operations on ragged tensors; nothing moved.
+            DesyncError: At debug level DETAIL, on every rank: they run different operations. Nothing moved.
         """
         if torch.is_grad_enabled() and self.requires_grad:
             full: torch.Tensor = _Gather.apply(self, grad_placements)  # type: ignore[no-untyped-call]
@@ -200,21 +218,15 @@ class RaggedDTensor(DTensor):
 
     def _set_data(self, value: torch.Tensor) -> None:
         if type(value) is not RaggedDTensor or not value._spec.layout.matches(self._spec.layout):
-            raise UsageError(
-                f".data of a ragged tensor of shape {list(self.shape)} cannot become {_name(value)}",
-                fix="with torch.no_grad(): tensor.copy_(value), which takes plain full tensors too",
-            )
-        if value.dtype != self.dtype:
-            raise UsageError(
-                f".data of a ragged {self.dtype} tensor cannot become {value.dtype}", fix="use module.to(dtype)"
-            )
-        if value.device != self.device:
-            raise UsageError(
-                f".data of a ragged tensor on {self.device} cannot become one on {value.device}",
-                fix="use module.to(device)",
-            )
-        if value._local_tensor is not self._local_tensor:
+            other, fix = _name(value), "with torch.no_grad(): tensor.copy_(value), which takes plain full tensors too"
+        elif (value.dtype, value.device) != (self.dtype, self.device):
+            other, fix = f"{value.dtype} on {value.device}", "use module.to(dtype) or module.to(device)"
+        elif value._local_tensor is self._local_tensor:
+            return
+        else:
             self._local_tensor.copy_(value._local_tensor)
+            return
+        raise UsageError(f".data of a ragged tensor of shape {list(self.shape)} cannot become {other}", fix=fix)
 
     def _set_grad(self, value: torch.Tensor | None) -> None:
         if value is not None and getattr(value, "_spec", None) is not self._spec:
@@ -262,43 +274,24 @@ class RaggedDTensor(DTensor):
             )
         local = self._local_tensor.detach()
         marks = {name: value for name, value in self.__dict__.items() if not name.startswith("_composable_")}
-        return (rebuild_ragged, (local, self._spec, self.requires_grad, marks))
+        return (_rebuild_ragged, (local, self._spec, self.requires_grad, marks))
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
         # What torch puts in the context differs between releases: let it rebuild, then re-class the result.
         rebuild: Any = DTensor.__tensor_unflatten__
         base = rebuild(inner_tensors, flatten_spec, outer_size, outer_stride)
-        spec = base._spec
-        ragged = [dim for dim, placement in enumerate(spec.placements) if isinstance(placement, RaggedShard)]
-        if not ragged:
+        if not any(isinstance(placement, RaggedShard) for placement in base.placements):
             return base
-        cut = spec.placements[ragged[0]]
-        rebuilt = ragged_spec(
-            spec.mesh,
-            base.shape,
-            base.dtype,
-            cut.bounds,
-            mesh_dim=ragged[0],
-            order=cut.order,
-            splits=splits_of(spec.placements),
-        )
-        return RaggedDTensor.wrap(base._local_tensor, rebuilt, base.requires_grad)
+        spec = spec_of_placements(base.device_mesh, base.shape, base.dtype, base.placements)
+        return RaggedDTensor.wrap(base._local_tensor, spec, base.requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
         # torch keeps compiled graphs on disk under this key. Ranks that own other ranges need other graphs.
         layout = self._spec.layout
-        key = (
-            layout.shape,
-            self.dtype,
-            layout.placements,
-            layout.rank,
-            layout.mesh_dim,
-            layout.splits,
-            layout.mesh,
-            self.requires_grad,
-        )
-        return sha256(repr((*key, layout.ranks.process_group.group_name)).encode()).hexdigest()
+        cut = layout.shape, layout.placements, layout.rank, layout.mesh_dim, layout.splits, layout.mesh
+        key = (*cut, self.dtype, self.requires_grad, layout.ranks.process_group.group_name)
+        return sha256(repr(key).encode()).hexdigest()
 
     # -- torch.distributed.checkpoint
 
@@ -312,7 +305,7 @@ class RaggedDTensor(DTensor):
         return piece_at(index, self._local_tensor, self._spec.layout)
 
 
-def rebuild_ragged(
+def _rebuild_ragged(
     local: torch.Tensor, spec: RaggedSpec, requires_grad: bool, attributes: dict[str, Any]
 ) -> RaggedDTensor:
     """Restore a pickled tensor, with the piece of the rank that wrote it."""
@@ -397,3 +390,147 @@ def was_zeroed(tensor: torch.Tensor) -> bool:
 # Assigns to a parameter a gradient that is known to have its spec, without checking it again: ``(param, grad)``.
 # Torch's own C function, for it runs once for each parameter of a model.
 hand_over_grad: Callable[[torch.Tensor, torch.Tensor], None] = _GRAD.__set__
+
+
+# -- gradients that are not to be used yet: of modules whose backwards have ended and whose reductions have not
+
+
+class _Owner(Protocol):
+    """What holds sharded parameters, some of which wait for a later backward with a gradient not dropped since."""
+
+    @property
+    def described(self) -> str: ...
+
+    @property
+    def sharded(self) -> Sequence[torch.Tensor]: ...
+
+    @property
+    def waiting(self) -> Sequence[torch.Tensor]: ...
+
+
+# Whose gradients are under way, and whether `zero_grad` drops what is to come. Mostly empty, so asking costs the hot
+# path nothing. Ranks that are threads share it: parameters and gradients, told apart by identity, are each of one rank.
+_UNFINISHED: dict[int, "tuple[weakref.ref[_Owner], bool]"] = {}
+
+_ZEROING = frozenset({"zero_", "_foreach_zero_"})
+_NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
+
+
+def note_unfinished(owners: Iterable[_Owner], *, is_droppable: bool = False) -> None:
+    """Note that the gradients of ``owners`` are not complete; ``is_droppable``: ``zero_grad`` drops what is to come."""
+    for owner in owners:
+        _UNFINISHED[id(owner)] = weakref.ref(owner, partial(_forget, id(owner))), is_droppable
+
+
+def note_finished(owners: Iterable[_Owner]) -> None:
+    """Note that the gradients of ``owners`` are complete, or were dropped."""
+    for owner in owners:
+        _UNFINISHED.pop(id(owner), None)
+
+
+def _forget(key: int, _: object) -> None:
+    _UNFINISHED.pop(key, None)
+
+
+def check_finished(what: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse ``what``, which needs the gradients of parameters, or was given these gradients, unless all are complete.
+
+    Not collective: every rank has left the same reductions under way. Reading a gradient to show it is free.
+
+    Args:
+        what: The call, for people.
+        tensors: Parameters or gradients.
+
+    Raises:
+        UsageError: Backwards of a module have ended whose reductions have not.
+    """
+    if _UNFINISHED:
+        owners = _owners_of_params()
+        _refuse(what, tensors, {id(param): owner for param, owner in owners} | _by_gradient(owners))
+
+
+def _check_operands(op: OpOverload, args: Sequence[Any]) -> None:
+    """Refuse, as ``check_finished``, an operation that takes norms of such gradients, or changes them."""
+    name = op._schema.name.removeprefix("aten::")
+    first = op._schema.arguments[0] if op._schema.arguments else None
+    if first is not None and (name in _NORMS or (first.alias_info is not None and first.alias_info.is_write)):
+        owners = _owners_of_params(leaves_droppable=name in _ZEROING)
+        _refuse(name.strip("_"), tree_leaves(args[0]), _by_gradient(owners))
+
+
+def _owners_of_params(*, leaves_droppable: bool = False) -> list[tuple[torch.Tensor, _Owner]]:
+    return [
+        (param, owner)
+        for reference, is_droppable in list(_UNFINISHED.values())
+        if not (is_droppable and leaves_droppable) and (owner := reference()) is not None
+        for param in (owner.waiting if is_droppable else owner.sharded)
+        if param.requires_grad
+    ]
+
+
+def _by_gradient(owners: Iterable[tuple[torch.Tensor, _Owner]]) -> dict[int, _Owner]:
+    return {id(param.grad): owner for param, owner in owners if param.grad is not None}
+
+
+def _refuse(what: str, tensors: Iterable[Any], owners: dict[int, _Owner]) -> None:
+    owner = next((owners[id(tensor)] for tensor in tensors if id(tensor) in owners), None)
+    if owner is not None:
+        raise UsageError(
+            f"{what} with gradients that are not complete: backwards have ended, their reductions have not",
+            at=f"{place_of_rank()}, {owner.described}",
+            fix="first end them: by a backward after set_is_last_backward(True), or by finalize_backward(), with "
+            "wait() on what it returned; or by a backward after set_requires_all_reduce(True); or, after no_sync, by a "
+            "backward outside of it, or by reduce_gradients(model)",
+        )
+
+
+# -- torch's lists and operations, which have to know the class
+
+
+def register_ragged() -> None:
+    """Let torch run operations and optimizers on ``RaggedDTensor``; more than once changes nothing."""
+    if not _is_dispatched_here():
+        _dispatch_every_op({cls: cls.__dict__["__torch_dispatch__"].__func__ for cls in (RaggedDTensor, GatheredView)})
+        if not _is_dispatched_here():
+            raise UsageError(
+                f"torch {torch.__version__} gives operations on a DTensor subclass to DTensor",
+                fix="install torch 2.12 or newer",
+            )
+    # torch compares parameter types with these lists; one that is missing gets the slow loop.
+    for types in (optim_foreach_types, utils_foreach_types):
+        if RaggedDTensor not in types:
+            types.append(RaggedDTensor)
+
+
+def _is_dispatched_here() -> bool:
+    """Say whether an operation on each of our classes reaches its ``__torch_dispatch__``."""
+    meta = TensorMeta(torch.Size([1]), (1,), torch.float32)
+    spec = DTensorSpec(None, (RaggedShard((0, 1)),), tensor_meta=meta)  # type: ignore[arg-type]  # no mesh needed
+    ragged = dtensor_new(RaggedDTensor, torch.zeros(1), spec, requires_grad=False)
+    view = make_stale_view(ragged)
+    try:
+        if type(ragged.detach()) is not RaggedDTensor:
+            return False
+        view.detach()
+    except UsageError:
+        return True  # ours, and only ours, refuses a stale view
+    except RuntimeError:
+        pass  # torch's own path, which wants a mesh
+    return False
+
+
+def _dispatch_every_op(rules: Mapping[type, Any]) -> None:
+    """Let torch find the rule of a class whatever the operation, also one that is defined later.
+
+    For torch 2.11, whose C++ path for DTensor takes subclasses along and skips their ``__torch_dispatch__``
+    (pytorch#177878), and asks for a rule first. ``torch.library.register_torch_dispatch`` adds one to one operation
+    that exists: those that users define later would go to DTensor, which knows nothing of ragged pieces.
+    """
+    holder = dispatch_rule_holder()
+    find = holder.find
+
+    @wraps(find)
+    def find_ours_first(entry: Any, cls: type) -> Any:
+        return rules.get(cls) or find(entry, cls)
+
+    holder.find = find_ours_first

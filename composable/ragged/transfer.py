@@ -1,26 +1,94 @@
-"""Moves ragged tensors to and from the ranks that hold them whole, piece by piece.
+"""Whole values and ragged tensors: from the ranks that hold them whole to the pieces, and back.
 
-Whole is here what one shard group holds: a *block*, where tensor parallelism has split tensors over other groups.
-
-Every large piece goes straight from where it is owned to where it is wanted; small ones of one owner travel
+Whole is here mostly what one shard group holds: a *block*, where tensor parallelism has split tensors over other
+groups. Every large piece goes straight from where it is owned to where it is wanted; small ones of one owner travel
 together. Beside the whole tensors nothing is allocated, except for what travels together and where dtype or
-device change, and then no more than one list's pieces.
+device change, and then no more than one list's pieces. An *owner* is a rank in the tensors' shard group; pieces
+without elements are not sent.
 
-An *owner* is a rank in the tensors' shard group; pieces without elements are not sent.
+torch's own ``distribute_tensor`` and ``redistribute`` are taught the placement; calls without a ``RaggedShard`` go to
+torch unchanged.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import tensor as dtensor
 
-from composable.ragged.exchange import Exchange
+from composable.collectives import Ranks
+from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.planning import RaggedShard
+from composable.ragged.gather import confirm_layout, is_parameter
+from composable.ragged.spec import slice_full, spec_of_placements
 from composable.ragged.tensor import RaggedDTensor
+from composable.torch_private import DeviceMesh, Placement, replace_body
 
-__all__ = ["cast_dtype", "collect_blocks", "spread_blocks"]
+__all__ = ["Exchange", "cast_dtype", "collect_blocks", "spread_blocks", "teach_torch"]
 
+# Pieces in one message start at multiples of this, so that they can be viewed in any dtype.
+_PACKED_ALIGN = 16
 # Pieces below this many bytes travel together: a message costs as much as copying this much.
 _PACKED_BYTES = 128 * 2**10
+
+
+class Exchange:
+    """The messages of one call: what this rank sends, and where what it gets goes."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._device_type = ranks.device.type
+        self._sends: list[tuple[torch.Tensor, int]] = []
+        self._receives: list[tuple[torch.Tensor, int]] = []
+        self._arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def send(self, pieces: Sequence[torch.Tensor], peers: Iterable[int]) -> None:
+        """Send flat tensors, in one message to each peer."""
+        peers = list(peers)
+        if not peers:
+            return
+        if len(pieces) == 1:
+            message = pieces[0].to(self._device_type).contiguous().view(torch.uint8)
+        else:
+            spans, total = _spans(pieces, [piece.dtype for piece in pieces])
+            message = torch.empty(total, dtype=torch.uint8, device=self._device_type)
+            for piece, (start, stop) in zip(pieces, spans, strict=True):
+                message[start:stop].view(piece.dtype).copy_(piece)
+        self._sends += [(message, peer) for peer in peers]
+
+    def receive(self, targets: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], peer: int) -> None:
+        """Receive one message into flat tensors; ``dtypes`` are those it was sent in."""
+        only = targets[0]
+        if len(targets) == 1 and only.dtype == dtypes[0] and only.device.type == self._device_type:
+            # As bytes: not every backend knows every dtype.
+            message = only.view(torch.uint8)
+        else:
+            spans, total = _spans(targets, dtypes)
+            message = torch.empty(total, dtype=torch.uint8, device=self._device_type)
+            self._arrivals += [
+                (target, message[start:stop].view(dtype))
+                for target, dtype, (start, stop) in zip(targets, dtypes, spans, strict=True)
+            ]
+        self._receives.append((message, peer))
+
+    def run(self) -> None:
+        """Exchange the messages and put what arrived in its place."""
+        self._ranks.exchange(self._sends, self._receives)
+        for target, piece in self._arrivals:
+            target.copy_(piece)
+
+
+def _spans(pieces: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> tuple[list[tuple[int, int]], int]:
+    """Return the bytes ``[start, stop)`` of each piece in a message, and the message's length."""
+    sizes = [piece.numel() * dtype.itemsize for piece, dtype in zip(pieces, dtypes, strict=True)]
+    if len(sizes) == 1:
+        return [(0, sizes[0])], sizes[0]
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // _PACKED_ALIGN) * _PACKED_ALIGN)
+    return [(start, start + size) for (start, _), size in zip(pairwise(starts), sizes)], starts[-1]
 
 
 class _Piece(NamedTuple):
@@ -155,3 +223,93 @@ def _parcels(tensors: Sequence[RaggedDTensor], owner: int) -> list[list[_Piece]]
         else:
             parcels.append([_Piece(index, lo, hi)])
     return [*parcels, small] if small else parcels
+
+
+# -- torch's functions that take placements
+
+
+def _distribute(
+    full: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    src_data_rank: int | None = 0,
+) -> RaggedDTensor:
+    """Cut a full tensor as ``placements`` say: torch's ``distribute_tensor`` for one ``RaggedShard``.
+
+    Collective: the values of ``src_data_rank`` (a rank within each mesh dim) count. ``None``: every rank's own.
+
+    Raises:
+        ConfigError: Other placements than one ``RaggedShard``, ``Replicate`` and ``Shard``.
+        DesyncError: At debug level DETAIL, on every rank: they run different operations on ragged tensors.
+    """
+    spec = spec_of_placements(mesh, full.shape, full.dtype, placements)
+    full = full.detach()
+    if full.device.type != mesh.device_type and not full.is_meta:
+        full = full.to(mesh.device_type)
+    if src_data_rank is not None and not full.is_meta:
+        full = full.clone(memory_format=torch.contiguous_format)
+        for dim in range(mesh.ndim):
+            ranks = Ranks.of_mesh(mesh, dim)
+            confirm_layout("distribute_tensor", ranks, spec.layout, full.dtype)
+            ranks.broadcast(full, src_data_rank)
+    local = slice_full(full, spec.layout).clone()
+    return RaggedDTensor.wrap(local, spec)
+
+
+def teach_torch() -> None:
+    """Make ``distribute_tensor`` and ``redistribute`` accept ``RaggedShard``; once.
+
+    Who imported ``distribute_tensor`` before holds torch's function itself, so it is that function
+    whose body changes, not a name in a module.
+    """
+    if not hasattr(dtensor.distribute_tensor, "__wrapped__"):
+        replace_body(dtensor.distribute_tensor, _distribute_tensor)
+        dtensor.DTensor.redistribute = _with_ragged_target(  # type: ignore[method-assign]  # meant
+            dtensor.DTensor.redistribute
+        )
+
+
+def _distribute_tensor(
+    original: Any,
+    tensor: Any,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> Any:
+    if device_mesh is None or not any(isinstance(placement, RaggedShard) for placement in placements or ()):
+        if is_parameter(tensor):
+            raise UsageError(
+                f"distribute_tensor of a parameter {list(tensor.shape)} that fully_shard has sharded",
+                at=f"{place_of_rank()}, parameter {str(tensor._spec.layout.label)!r}",
+                fix="call parallelize_module before fully_shard",
+            )
+        return original(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+    if isinstance(tensor, dtensor.DTensor):
+        if tensor.device_mesh == device_mesh and tensor.placements == tuple(placements or ()):
+            return tensor
+        raise UsageError(f"tensor is already distributed as {tensor.placements}", fix="pass full_tensor()")
+    return _distribute(tensor, device_mesh, placements or (), src_data_rank=src_data_rank)
+
+
+def _with_ragged_target(original: Any) -> Any:
+    @wraps(original)
+    def redistribute(
+        tensor: Any,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> Any:
+        # torch leaves the pieces as they are and calls them ragged.
+        if not any(isinstance(placement, RaggedShard) for placement in placements or ()):
+            return original(tensor, device_mesh, placements, **options)
+        if device_mesh is not None and device_mesh != tensor.device_mesh:
+            raise ConfigError("redistribute changes placements, not the mesh", fix="pass placements only")
+        if options.get("forward_dtype") or options.get("backward_dtype"):
+            raise ConfigError("redistribute to ragged bounds does not cast", fix="cast with .to() first")
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise UsageError("a cut at ragged bounds has no gradient", fix="call detach() first, or use no_grad()")
+        return _distribute(tensor.full_tensor(), tensor.device_mesh, placements or (), src_data_rank=None)
+
+    return redistribute

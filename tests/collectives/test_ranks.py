@@ -24,7 +24,7 @@ from composable import (
 )
 from composable.collectives import Grid, Ranks
 from composable.errors import ConfigError
-from composable.ragged.chunks import piece_at
+from composable.ragged.spec import piece_at
 from tests.world import RankErrors, run_threads
 
 

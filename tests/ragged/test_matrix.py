@@ -69,8 +69,8 @@ def test_a_step_compiled_by_inductor_is_that_of_one_process() -> None:
 def test_rules_stand_in_where_torch_skips_subclasses() -> None:
     script = f"""
         import torch, torch.distributed as dist
-        import composable.ragged.registration as registration
-        from composable.ragged.fallback import GatheredView
+        import composable.ragged.tensor as registration
+        from composable.ragged.gather import GatheredView
         from composable.ragged.tensor import RaggedDTensor
         from tests.ragged_matrix import prove
 

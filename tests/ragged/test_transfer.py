@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable.ragged.fallback_log import fallback_counts
+from composable.ragged.gather import fallback_counts
 from composable.ragged.tensor import RaggedDTensor
 from composable.ragged.transfer import collect_blocks, spread_blocks
 from tests.saving.test_torch_loads import CUTS, Model, make

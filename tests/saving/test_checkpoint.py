@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from composable import fully_shard, replicate
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError
-from composable.ragged.fallback_log import fallback_counts
+from composable.ragged.gather import fallback_counts
 from composable.ragged.tensor import RaggedDTensor
 from composable.saving.checkpoint import SavedCheckpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from composable.saving.files import SummedFiles

@@ -1,0 +1,536 @@
+"""Ragged tensors made whole, where that is asked for and where an operation has no other way.
+
+What has no rule of its own gathers: every ragged operand becomes a full plain tensor, the operation runs on full
+tensors, what it changed is sliced back into the local pieces, and its results are replicated DTensors. Right, slow,
+and counted; nothing depends on which operations torch's DTensor has a sharding rule for.
+
+Such exchanges are hidden in ordinary operations, so nothing keeps ranks from running them in another order, and pieces
+of two tensors would be mixed. At torch's debug level DETAIL ranks compare, before each exchange: the operation; for
+each tensor shape, dtype, bounds, the order of dims in memory, the mesh's dims, and who it is as far as that is known.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor, Replicate
+
+from composable.arguments import check_bool
+from composable.collectives import Ranks
+from composable.errors import DesyncError, UsageError, place_of_rank
+from composable.frames import is_in_model_averager
+from composable.ragged.spec import RaggedLayout, parts_of, replicated_spec, slice_full, with_dim
+from composable.torch_private import (
+    DeviceMesh,
+    DTensorSpec,
+    OpOverload,
+    dtensor_new,
+    is_tracing,
+    traceable_collectives,
+    tree_leaves,
+    tree_map_only,
+)
+from composable.wording import dtype_text
+
+__all__ = [
+    "GatheredView",
+    "Rule",
+    "confirm",
+    "confirm_in_each",
+    "confirm_layout",
+    "count_fallback",
+    "fallback_counts",
+    "gather_and_run",
+    "gather_block",
+    "gather_full",
+    "is_parameter",
+    "is_replicated",
+    "make_stale_view",
+    "note_written",
+    "replicate",
+    "shares_cut",
+    "strict_mode",
+    "widest",
+    "wrap",
+    "written",
+]
+
+# (tensor subclass, operation, args, kwargs) -> result
+Rule: TypeAlias = Callable[[Any, OpOverload, Sequence[Any], Mapping[str, Any]], Any]
+
+aten = torch.ops.aten
+
+# -- the exchange
+
+
+def gather_full(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
+    """Return the full tensor on every rank, fresh and dense, its memory in the layout's order.
+
+    Collective: all ranks of the layout's groups, same order.
+    """
+    block = gather_block(local, layout)
+    if not layout.splits:
+        return block
+    if block.is_meta:
+        return layout.empty_full(block.dtype, block.device)
+    device, home = torch.device(layout.mesh.device_type), block.device
+    joined = block if home.type == device.type else block.to(device)
+    levels = [*zip(layout.splits, layout.shapes_around(), layout.split_ranks, strict=True)]
+    for split, shape, ranks in reversed(levels):
+        parts = parts_of(shape[split.dim], ranks.size)
+        width = shape.numel() // max(shape[split.dim], 1)
+        bounds = [0, *(stop * width for _, stop in parts)]
+        pieces = _gather_flat(joined.reshape(-1), bounds, ranks).split([hi - lo for lo, hi in pairwise(bounds)])
+        shapes = [with_dim(shape, split.dim, stop - start) for start, stop in parts]
+        joined = torch.cat([piece.view(size) for piece, size in zip(pieces, shapes, strict=True)], split.dim)
+    if layout.order:
+        joined = layout.empty_full(joined.dtype, joined.device).copy_(joined)
+    return joined if home.type == device.type else joined.to(home)
+
+
+def gather_block(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
+    """Return the block on every rank that shares it, fresh and dense, its memory in the layout's order.
+
+    Collective: all ranks of the layout's group, same order.
+    """
+    device, home = torch.device(layout.mesh.device_type), local.device
+    if local.is_meta:
+        return layout.empty_block(local.dtype, home)
+    # Offloaded to the host: the group talks in device tensors only.
+    source = local.detach().reshape(-1)
+    source = source if home.type == device.type else source.to(device)
+    block = layout.unflat(_gather_flat(source, layout.bounds, layout.ranks))
+    return block if home.type == device.type else block.to(home)
+
+
+def _gather_flat(own: torch.Tensor, bounds: Sequence[int], ranks: Ranks) -> torch.Tensor:
+    """Return the flat tensors of all ranks, one after the other, this rank's being ``own``."""
+    if is_tracing() and ranks.size > 1 and bounds[-1]:
+        # As a graph can hold it: torch.compile does not see what other collectives write into lists.
+        sizes = [hi - lo for lo, hi in pairwise(bounds)]
+        piece = max(sizes)
+        padded = torch.cat([own, own.new_zeros(piece - own.numel())])
+        gathered = traceable_collectives.all_gather_tensor(padded, 0, ranks.process_group)
+        return torch.cat([gathered[rank * piece : rank * piece + size] for rank, size in enumerate(sizes)])
+    every, item = own.new_empty(bounds[-1]), own.element_size()
+    every[bounds[ranks.rank] : bounds[ranks.rank + 1]].copy_(own)
+    # Bytes, because not every backend knows every dtype.
+    ranks.gather_ragged(every.view(torch.uint8), [bound * item for bound in bounds])
+    return every
+
+
+# -- whether all ranks do the same
+
+_WHAT = "the ranks run different operations on ragged tensors"
+_FIX = "run the same operations in the same order on every rank; nothing was exchanged or changed here"
+_SHOWN = 3
+_SHOWN_BOUNDS = 9
+
+
+def confirm(op: str, tensors: Sequence[Any]) -> None:
+    """At debug level DETAIL, raise on every rank unless all run ``op`` on the same ragged tensors.
+
+    Collective there: the ranks of their layouts.
+
+    Raises:
+        DesyncError: A rank runs something else.
+    """
+    if _is_compared() and not any(tensor._local_tensor.is_meta for tensor in tensors):
+        groups = [ranks for tensor in tensors for ranks in tensor._spec.layout.every_ranks]
+        key = "|".join([op, *(_key(tensor) for tensor in tensors)])
+        confirm_in_each(dict.fromkeys(groups, key), lambda: _text(op, tensors))
+
+
+def confirm_layout(op: str, ranks: Ranks, layout: RaggedLayout, dtype: torch.dtype) -> None:
+    """Do what ``confirm`` does, before there is a tensor."""
+    if _is_compared():
+        confirm_in_each({ranks: f"{op}|{layout.key}|{dtype}"}, lambda: f"{op} of {_layout_text(layout, dtype)}")
+
+
+def confirm_in_each(keys: Mapping[Ranks, str], shown: Callable[[], str] | None = None) -> None:
+    """Do what ``confirm`` does, in one group after the other: a failure in one is told to the next, which waits for it.
+
+    Args:
+        keys: What has to be equal, for each group; in the same order on all ranks that share several.
+        shown: The same for people; ``None``: it is that.
+
+    Raises:
+        DesyncError: The ranks of a group differ, or some of them are in another one that does.
+    """
+    failure: DesyncError | None = None
+    for ranks, key in keys.items() if _is_compared() else ():
+        text = key if shown is None else shown()
+        if failure is not None:  # No other rank has this key.
+            key, text = f"{key}|{ranks.rank}", f"{text}, and ranks with the same blocks run something else"
+        try:
+            ranks.confirm(key, shown=partial(str, text), what=_WHAT, fix=_FIX)
+        except DesyncError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def _is_compared() -> bool:
+    return not is_tracing() and dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
+
+
+def is_parameter(tensor: Any) -> bool:
+    """Say whether a ragged tensor is the sharded parameter of some module, not only cut as one."""
+    return _mark_of(tensor) is not None
+
+
+def _mark_of(tensor: Any) -> Any:
+    # Set by the storage of sharded modules, on the parameters themselves.
+    return getattr(tensor, "_composable_managed", None)
+
+
+def _key(tensor: Any) -> str:
+    mark = _mark_of(tensor)
+    # Which parameter it is the layout says, and the mark which deep copy of it.
+    key = f"{tensor._spec.layout.key} {tensor._spec.dtype}"
+    return key if mark is None else f"{key} parameter{mark.key}"
+
+
+def _text(op: str, tensors: Sequence[Any]) -> str:
+    texts = [_tensor_text(tensor) for tensor in tensors[:_SHOWN]]
+    if len(tensors) > _SHOWN:
+        texts.append(f"{len(tensors) - _SHOWN} more")
+    return f"{op} of {', '.join(texts)}"
+
+
+def _tensor_text(tensor: Any) -> str:
+    layout: RaggedLayout = tensor._spec.layout
+    text = _layout_text(layout, tensor._spec.dtype)
+    if layout.label is None:
+        return text
+    mark = _mark_of(tensor)
+    kind = "a tensor cut as parameter" if mark is None else "parameter"
+    copy = "" if mark is None or not mark.key else f" of deep copy {mark.key[1:]}"
+    return f"{kind} {str(layout.label)!r}{copy} {text}"
+
+
+def _layout_text(layout: RaggedLayout, dtype: torch.dtype) -> str:
+    bounds = str(layout.bounds) if len(layout.bounds) <= _SHOWN_BOUNDS else f"{layout.bounds[:_SHOWN_BOUNDS]} and so on"
+    order = f" in the order of dims {layout.order}" if layout.order else ""
+    order += f" in blocks of {list(layout.block_shape)}" if layout.splits else ""
+    return f"{list(layout.shape)} {dtype_text(dtype)} cut at {bounds}{order}"
+
+
+# -- how often operations gathered that nobody asked to gather
+
+
+class _Fallbacks:
+    """Counts operations that gathered a ragged tensor, or refuses them."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.strict_depth = 0
+
+
+_FALLBACKS = _Fallbacks()
+
+
+def count_fallback(op: str, layout: RaggedLayout) -> None:
+    """Note that ``op`` is about to gather a tensor of ``layout``.
+
+    Raises:
+        UsageError: ``strict_mode`` is on.
+    """
+    if _FALLBACKS.strict_depth:
+        raise UsageError(
+            f"{op} has no rule for ragged tensors and would gather all of {list(layout.shape)}",
+            at=f"rank {layout.global_rank}",
+            fix="call full_tensor() where a gather is meant, or leave strict_mode()",
+        )
+    _FALLBACKS.counts[op] += 1
+
+
+def fallback_counts(*, reset: bool = False) -> dict[str, int]:
+    """Return how often each operation gathered ragged tensors behind the user's back, since the last reset.
+
+    ``full_tensor`` and ``redistribute`` are asked for, and not counted.
+    """
+    check_bool("reset", reset)
+    counts = dict(_FALLBACKS.counts)
+    if reset:
+        _FALLBACKS.counts.clear()
+    return counts
+
+
+@contextmanager
+def strict_mode() -> Iterator[None]:
+    """Raise ``UsageError`` instead of gathering a ragged tensor that nobody asked to gather."""
+    _FALLBACKS.strict_depth += 1
+    try:
+        yield
+    finally:
+        _FALLBACKS.strict_depth -= 1
+
+
+# -- operations on full tensors
+
+
+def wrap(cls: Any, local: torch.Tensor, spec: DTensorSpec) -> Any:
+    """Return ``local`` as a DTensor of class ``cls``."""
+    return dtensor_new(cls, local, spec, requires_grad=False)
+
+
+def replicate(full: torch.Tensor, layout: RaggedLayout) -> DTensor:
+    """Wrap a tensor that every rank holds whole as torch's own DTensor."""
+    replicated: DTensor = wrap(DTensor, full, replicated_spec(layout.mesh, full))
+    return replicated
+
+
+def is_replicated(tensor: DTensor, layout: RaggedLayout) -> bool:
+    """Say whether every rank of the layout's mesh holds all of ``tensor``."""
+    spec = tensor._spec
+    if not (spec.mesh is layout.mesh or shares_cut(spec.mesh, layout)):
+        return False
+    return all(isinstance(placement, Replicate) for placement in spec.placements)
+
+
+def shares_cut(mesh: DeviceMesh, layout: RaggedLayout) -> bool:
+    """Say whether what is on ``mesh`` may meet what has the layout: it has the same dim for pieces.
+
+    Of two meshes one may have other dims beside it, for tensor parallelism. What is on none of these is the same
+    along them.
+    """
+    own, names = layout.mesh, mesh.mesh_dim_names or ()
+    if mesh == own:
+        return True
+    if own.mesh_dim_names is None or own.mesh_dim_names[layout.mesh_dim] not in names:
+        return False
+    return Ranks.of_mesh(mesh, names.index(own.mesh_dim_names[layout.mesh_dim])).numbers == layout.ranks.numbers
+
+
+def widest(layouts: Iterable[RaggedLayout]) -> RaggedLayout:
+    """Return the first of the layouts with most mesh dims."""
+    return max(layouts, key=lambda layout: layout.mesh.ndim)
+
+
+def written(op: OpOverload) -> list[str]:
+    """Return the names of the arguments that ``op`` changes."""
+    return [arg.name for arg in op._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
+
+
+def gather_and_run(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``op`` on full tensors. Collective, and counted as a fallback, unless all operands are whole already.
+
+    Raises:
+        UsageError: An averager of torch asks; ``strict_mode`` is on; an operand is a plain tensor that may differ
+            between ranks; or the operation draws random numbers, which ranks would draw differently.
+        DesyncError: On every rank, where they run different operations and compare these.
+    """
+    tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+    ragged: list[Any] = [tensor for tensor in tensors if type(tensor) is cls]
+    views = [tensor for tensor in tensors if isinstance(tensor, GatheredView)]
+    bases = [*ragged, *(view.source.base for view in views)]
+    layout = widest(base._spec.layout for base in bases)
+    if is_in_model_averager():
+        raise UsageError(
+            "torch's model averagers average whole models that each rank trains apart, and of a sharded one there are "
+            "no others to average with",
+            at=place_of_rank() if layout.label is None else f"{place_of_rank()}, parameter {str(layout.label)!r}",
+            fix="leave the averager out: every backward averages gradients; or train the whole model on each rank",
+        )
+    if torch.Tag.nondeterministic_seeded in op.tags and ragged:
+        raise _refusal(op, layout, "draws random numbers from a ragged tensor", "call full_tensor() first")
+    bound = {arg.name: value for arg, value in zip(op._schema.arguments, args)} | dict(kwargs)
+    changed = [leaf for name in written(op) for leaf in tree_leaves(bound.get(name)) if isinstance(leaf, torch.Tensor)]
+    changed_ids = {id(tensor) for tensor in changed}
+    # What is written to a view is the same on every rank, or is compared, as `equal` does.
+    takes_plain = op is aten.equal.default or any(isinstance(tensor, GatheredView) for tensor in changed)
+    for tensor in tensors:
+        is_written = id(tensor) in changed_ids
+        if isinstance(tensor, DTensor):
+            _check_operand(cls, op, tensor, layout, is_written=is_written)
+        elif tensor.dim() > 0 and not is_written and not takes_plain:
+            raise _refuse_plain(op, tensor, bases)
+    if ragged:
+        count_fallback(str(op), layout)
+        confirm(str(op), ragged)
+
+    fulls: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        if id(tensor) not in fulls:
+            fulls[id(tensor)] = _full(cls, tensor, layout)
+    full_args, full_kwargs = tree_map_only(torch.Tensor, lambda t: fulls[id(t)], (list(args), dict(kwargs)))
+    results = op(*full_args, **full_kwargs)
+
+    for source in {id(view.source): view.source for view in changed if isinstance(view, GatheredView)}.values():
+        source.write_back()
+    for one in ragged:
+        if id(one) in changed_ids:
+            one._local_tensor.copy_(slice_full(fulls[id(one)], one._spec.layout))
+            note_written([one._local_tensor])
+    # An operation in place returns what it was given.
+    originals = {id(fulls[id(tensor)]): tensor for tensor in tensors}
+    makes_views = any(ret.alias_info is not None and not ret.alias_info.is_write for ret in op._schema.returns)
+    first: Any = tensors[0]
+    viewed = None
+    if makes_views:
+        viewed = first.source if isinstance(first, GatheredView) else _Source(bases[0], fulls[id(bases[0])])
+
+    def out(result: torch.Tensor) -> Any:
+        if id(result) in originals:
+            return originals[id(result)]
+        spec = replicated_spec(layout.mesh, result)
+        return wrap(DTensor, result, spec) if viewed is None else _make_view(result, spec, viewed)
+
+    return tree_map_only(torch.Tensor, out, results)
+
+
+def _full(cls: Any, tensor: Any, layout: RaggedLayout) -> torch.Tensor:
+    if type(tensor) is cls:
+        return gather_full(tensor._local_tensor, tensor._spec.layout)
+    if isinstance(tensor, DTensor):
+        if not is_replicated(tensor, layout):
+            tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+        local: torch.Tensor = tensor._local_tensor
+        return local
+    plain: torch.Tensor = tensor
+    return plain
+
+
+def _check_operand(cls: Any, op: OpOverload, tensor: Any, layout: RaggedLayout, *, is_written: bool) -> None:
+    base = tensor.source.base if isinstance(tensor, GatheredView) else tensor
+    if isinstance(tensor, GatheredView):
+        tensor.check_fresh()
+        if is_written and torch.is_grad_enabled() and base.requires_grad:
+            raise UsageError(f"{op} on a view of a ragged tensor has no gradient", fix="use torch.no_grad()")
+    is_ragged = type(base) is cls
+    if not (shares_cut(layout.mesh, base._spec.layout) if is_ragged else shares_cut(tensor.device_mesh, layout)):
+        raise _refusal(op, layout, "mixes tensors of two meshes", "call full_tensor() on one of them")
+    if is_written and not is_ragged and not is_replicated(tensor, layout):
+        what = f"would write a ragged tensor into one placed {tensor.placements}"
+        raise _refusal(op, layout, what, "use full_tensor()")
+
+
+def _refuse_plain(op: OpOverload, plain: torch.Tensor, bases: Sequence[Any]) -> UsageError:
+    """Return the error of an operation on a ragged tensor and a plain one, which each rank may have its own of."""
+    ragged = next(filter(is_parameter, bases), bases[0])
+    layout: RaggedLayout = ragged._spec.layout
+    if not is_parameter(ragged) or layout.label is None:
+        return _refusal(
+            op,
+            layout,
+            f"mixes a ragged tensor with a plain one of shape {list(plain.shape)}, which may differ between ranks",
+            "call full_tensor() on the ragged one, or distribute_tensor(plain, mesh, [Replicate()])",
+        )
+    if op.overloadpacket is aten.copy_:
+        what = f"of a plain tensor of shape {list(plain.shape)}, which is not that of the whole parameter"
+        return _refusal(op, layout, what, "pass a tensor of the whole parameter's shape")
+    return UsageError(
+        f"{op} meets a sharded parameter and a plain tensor of shape {list(plain.shape)}: "
+        "the parameter is used outside the forward of its module",
+        at=f"{place_of_rank()}, {layout.label.module}, parameter {str(layout.label)!r} {list(layout.shape)}",
+        fix="call the module itself, not its forward; register_fsdp_forward_method(module, name) for another method; "
+        "annotate a module around all uses; or module.unshard() before. "
+        "For the value without a gradient: full_tensor() under torch.no_grad()",
+    )
+
+
+def _refusal(op: OpOverload, layout: RaggedLayout, what: str, fix: str) -> UsageError:
+    cut_as = "" if layout.label is None else f", cut as parameter {str(layout.label)!r}"
+    return UsageError(f"{op} {what}", at=f"ragged tensor of shape {list(layout.shape)}{cut_as}", fix=fix)
+
+
+# -- views, which look into a gathered copy
+
+
+class _Source:
+    """A ragged tensor and the gathered copy that views of it look into.
+
+    Attributes:
+        base: The ragged tensor.
+        full: Its values when the first of the views was taken.
+        is_stale: ``base`` was written to since, other than through these views.
+    """
+
+    __slots__ = ("__weakref__", "base", "full", "is_stale")
+
+    def __init__(self, base: Any, full: torch.Tensor) -> None:
+        self.base = base
+        self.full = full
+        self.is_stale = False
+        _SOURCES[id(self)] = self
+
+    def write_back(self) -> None:
+        """Take over what the views changed in the gathered copy."""
+        self.base._local_tensor.copy_(slice_full(self.full, self.base._spec.layout))
+        note_written([self.base._local_tensor], but=self)
+
+
+# Sources that some view still looks into. Empty but for moments, so asking costs the hot path nothing.
+_SOURCES: "weakref.WeakValueDictionary[int, _Source]" = weakref.WeakValueDictionary()
+
+
+def note_written(locals_: Sequence[torch.Tensor], *, but: _Source | None = None) -> None:
+    """Note that local tensors, which others share memory with, were written to by their ragged ones.
+
+    Autograd compares versions, and views of these ragged tensors no longer show their values.
+    """
+    increment_version(locals_)
+    if _SOURCES:
+        changed = set(map(id, locals_))
+        for reference in _SOURCES.valuerefs():
+            source = reference()
+            # Aliases (`detach()`, `.data`) share the local tensor object.
+            if source is not None and source is not but:
+                source.is_stale = source.is_stale or id(source.base._local_tensor) in changed
+
+
+class GatheredView(DTensor):
+    """A view of a ragged tensor, such as ``weight[0]``: it looks into a gathered copy.
+
+    Writing to it writes to the ragged tensor, as with any view. Writing to the ragged tensor does
+    not show here: a view is of use only until then, and raises ``UsageError`` afterwards.
+    """
+
+    source: _Source
+
+    def check_fresh(self) -> None:
+        """Raise unless the view still shows the values of what it views.
+
+        Raises:
+            UsageError: It does not.
+        """
+        if self.source.is_stale:
+            raise UsageError(
+                f"a view of shape {list(self.shape)} shows values that a ragged tensor no longer has",
+                at=f"view of a ragged tensor of shape {list(self.source.base.shape)}",
+                fix="take the view again after the tensor was changed",
+            )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch leaves the arguments untyped
+        cls, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        views = [leaf for leaf in tree_leaves((list(args), dict(kwargs or {}))) if type(leaf) is cls]
+        views[0].check_fresh()
+        if torch.Tag.inplace_view in op.tags:
+            raise UsageError(f"{op} would change the shape of a view of a ragged tensor", fix="use what returns a view")
+        if op is aten.as_strided.default and len(args) > 3 and args[3] is not None:
+            # Told from the start of what the view says is its storage, where its local tensor is not.
+            args = (*args[:3], args[3] - views[0].storage_offset() + views[0]._local_tensor.storage_offset())
+        return gather_and_run(type(views[0].source.base), op, args, kwargs or {})
+
+
+def _make_view(local: torch.Tensor, spec: DTensorSpec, source: _Source) -> GatheredView:
+    view: GatheredView = wrap(GatheredView, local, spec)
+    view.source = source
+    return view
+
+
+def make_stale_view(base: Any) -> GatheredView:
+    """Return a view of one element that every operation refuses, to find out whether operations reach this file."""
+    source = _Source(base, torch.zeros(1))
+    source.is_stale = True
+    return _make_view(torch.zeros(1), base._spec, source)
