@@ -80,7 +80,6 @@ def replicate(
     param_to_hook_all_reduce: nn.Parameter | None = None,
     device_mesh: DeviceMesh | None = None,
     device_ids: Sequence[int | str | torch.device] | None = None,
-    device_id: int | str | torch.device | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> ModuleT:
     """Train ``module`` on every rank with its own data, as one process would on all of it.
@@ -125,7 +124,6 @@ def replicate(
         device_mesh: Another name of ``mesh``.
         device_ids: The one device of this rank, in a list: checked against the parameters. Tensors among the
             inputs of ``module`` are moved there, unless it is the CPU.
-        device_id: The same device without a list.
         mp_policy: In which dtypes to compute and to average. While a module runs, forward or backward, it holds
             copies of its parameters; the parameters themselves stay what optimizers and state dicts see.
 
@@ -174,7 +172,7 @@ def replicate(
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
         )
-        device = choose_device(device_ids, device_id)
+        device = choose_device(device_ids, None)
         state.ignored = find_ignored(modules, ignored_modules, ignored_params)
         managed = find_tensors(modules, state.ignored, ranks.device.type, ranks.numbers)
         precision = plan_precision(modules, state.ignored.modules, managed, as_mixed_precision(mp_policy))

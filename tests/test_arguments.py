@@ -21,6 +21,7 @@ from composable import (
     DataParallelMeshDims,
     DefaultState,
     FSDPModule,
+    HandleOptions,
     Link,
     Links,
     LowPrecisionState,
@@ -184,15 +185,22 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "reshard_after_forward": {"None", "True"},
             "mp_policy": OPTIONAL,
             "offload_policy": OPTIONAL,
-            "unused_gradients": set(),
-            "follows_parent": {"None", "True"},
             "ignored_params": {"None", "[]", "{}"},
             "ignored_modules": {"None", "[]", "{}"},
-            "align": {"None", "{}"},
             "shard_placement_fn": OPTIONAL,
-            "shard_as_bytes": {"[]", "{}"},
             "param_init_fn": {"None", "plain", "class"},  # what can be called
             "sync_module_states": SWITCH,
+            "options": set(),
+        },
+    ),
+    "HandleOptions": (
+        lambda **options: fully_shard(nn.Linear(2, 2), options=HandleOptions(**options)),
+        dict,
+        {
+            "unused_gradients": set(),
+            "follows_parent": {"None", "True"},
+            "align": {"None", "{}"},
+            "shard_as_bytes": {"[]", "{}"},
             "transport": set(),
         },
     ),
@@ -226,7 +234,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "param_to_hook_all_reduce": OPTIONAL,
             "device_mesh": OPTIONAL,
             "device_ids": OPTIONAL,
-            "device_id": OPTIONAL,
             "mp_policy": OPTIONAL,
         },
     ),
@@ -459,12 +466,13 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
     "set_manual_backward_finalization": (method("set_manual_backward_finalization"), dict, {"enabled": SWITCH}),
     "finalize_backward": (method("finalize_backward"), dict, {"async_op": SWITCH}),
     "set_post_optim_event": (method("set_post_optim_event"), lambda: {"event": torch.Event()}, {"event": set()}),
+    # What only refuses takes False.
     "set_allocate_memory_from_process_group_for_comm": (
         method("set_allocate_memory_from_process_group_for_comm"),
         dict,
-        {"enable": set()},  # only False
+        {"value": set()},
     ),
-    "set_symm_mem_for_comm": (method("set_symm_mem_for_comm"), dict, {"backend": set()}),  # never
+    "set_symm_mem_for_comm": (method("set_symm_mem_for_comm"), dict, {"value": set()}),
     "share_comm_ctx": (share_comm_ctx, dict, {"modules": {"[]"}}),
     "to_empty": (method("to_empty", device="cpu"), dict, {"device": OPTIONAL, "recurse": SWITCH}),
 }

@@ -20,6 +20,7 @@ from composable import (
     ConfigError,
     DefaultState,
     DesyncError,
+    HandleOptions,
     LowPrecisionState,
     MixedPrecisionPolicy,
     UsageError,
@@ -279,7 +280,7 @@ def test_hooks_talk_in_real_process_groups(annotation: str) -> None:
 
 
 def count_calls(annotation: str, unused: str) -> tuple[list[tuple[int, ...]], dict[str, int], int]:
-    options = {} if annotation == "replicate" else {"unused_gradients": unused}
+    options = {} if annotation == "replicate" else {"options": HandleOptions(unused_gradients=unused)}
     model = annotate(make_net(), annotation, **options)
     calls = []
 
@@ -400,7 +401,7 @@ def unused(annotation: str, is_hooked: bool) -> dict[str, torch.Tensor]:
     if annotation == "replicate":
         replicate(model, find_unused_parameters=True)
     else:
-        fully_shard(model, unused_gradients=annotation)
+        fully_shard(model, options=HandleOptions(unused_gradients=annotation))
     if is_hooked:
         register_comm_hook(model, default_state(), mean_hook)
     backward(model, dist.get_rank())

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable import UsageError, clip_grad_norm_, fully_shard, no_sync, reduce_gradients, replicate
+from composable import HandleOptions, UsageError, clip_grad_norm_, fully_shard, no_sync, reduce_gradients, replicate
 from tests.counting import CountingTransport
 from tests.models import loss_of, make_model
 from tests.parity import assert_equal_params, full, global_inputs, inputs_of
@@ -152,7 +152,7 @@ def test_nothing_comes_back_that_was_dropped() -> None:
 
 
 def gradients_around_a_pending_backward(unused_gradients: str) -> dict[str, torch.Tensor | None]:
-    model = fully_shard(make_model("mlp"), policy={nn.Linear}, unused_gradients=unused_gradients)
+    model = fully_shard(make_model("mlp"), policy={nn.Linear}, options=HandleOptions(unused_gradients=unused_gradients))
     for step in range(MICRO_BATCHES):
         args, kwargs = inputs_of(model, step, dist.get_rank())
         loss = loss_of(model(*args, **kwargs))
