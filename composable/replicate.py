@@ -25,6 +25,7 @@ from composable.planning import MixedPrecisionPolicy, as_mixed_precision
 from composable.replicate_module import add_replicate_mixin
 from composable.replication import (
     NO_PRECISION,
+    BucketOptions,
     BufferSync,
     Choices,
     Delay,
@@ -226,7 +227,7 @@ class _Planned:
         ]
         place = {item.fqn: index for index, item in enumerate(self.trainable)}
         waits = None if delay is None else Delay(frozenset(place[fqn] for fqn in delay[0]), place[delay[1]])
-        self.options = replace(choices.bucket_options(waits), has_policy=precision is not NO_PRECISION)
+        self.options: BucketOptions = replace(choices.bucket_options(waits), has_policy=precision is not NO_PRECISION)
         self.text = "\n".join([*choices.lines, f"delayed parameters: {delay}", *managed.lines, *precision.lines])
 
 
