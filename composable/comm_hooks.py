@@ -81,8 +81,11 @@ class DefaultState:
             )
         self.process_group = process_group
         self.world_size = process_group.size()
-        self.gradient_predivide_factor = _predivide_factor(self.world_size)
-        self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
+        factor = 1
+        while self.world_size % factor == 0 and self.world_size / factor > factor:
+            factor *= 2
+        self.gradient_predivide_factor = float(factor)
+        self.gradient_postdivide_factor = self.world_size / factor
 
 
 class LowPrecisionState(DefaultState):
@@ -182,8 +185,9 @@ def _check_hook(hook: object) -> None:
         _check_hook(inner)
         signature = _signature_of(inner)
         if signature is not None and not _is_of_ddp(signature):
+            name = getattr(inner, "__qualname__", type(inner).__name__)
             raise ConfigError(
-                f"{hook.__qualname__.partition('.')[0]} of torch got a hook of gradients, {_name_of(inner)}",
+                f"{hook.__qualname__.partition('.')[0]} of torch got a hook of gradients, {name}",
                 fix="wrap it by composable.fp16_compress_wrapper or composable.bf16_compress_wrapper",
             )
 
@@ -209,17 +213,6 @@ def _signature_of(hook: object) -> inspect.Signature | None:
     return None
 
 
-def _name_of(hook: object) -> str:
-    return str(getattr(hook, "__qualname__", type(hook).__name__))
-
-
-def _predivide_factor(world_size: int) -> float:
-    factor = 1
-    while world_size % factor == 0 and world_size / factor > factor:
-        factor *= 2
-    return float(factor)
-
-
 def _divide(tensor: torch.Tensor, factor: float) -> None:
     if factor != 1:
         tensor.div_(factor)
@@ -235,10 +228,11 @@ def _default_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor 
 def _wrapped(hook: _Hook, dtype: torch.dtype) -> _Hook:
     if not callable(hook):
         raise ConfigError(f"hook is {described(hook)}", at=place_of_rank(), fix="pass a communication hook")
+    name = str(getattr(hook, "__qualname__", type(hook).__name__))
     signature = _signature_of(hook)
     if signature is not None and _takes_arguments(signature, 2) and _is_of_ddp(signature):
         raise ConfigError(
-            f"{_name_of(hook)} takes a bucket, as hooks of DistributedDataParallel do, and the wrapper gives gradients",
+            f"{name} takes a bucket, as hooks of DistributedDataParallel do, and the wrapper gives gradients",
             at=place_of_rank(),
             fix="wrap it by torch's wrapper in ddp_comm_hooks.default_hooks; if it takes gradients, call them grad",
         )
@@ -248,7 +242,7 @@ def _wrapped(hook: _Hook, dtype: torch.dtype) -> _Hook:
     def compress(state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> Any:
         return _compress(hook, dtype, None, state, grad, output)
 
-    compress.__qualname__ = f"{str(dtype)[6:]} around {_name_of(hook)}"
+    compress.__qualname__ = f"{str(dtype)[6:]} around {name}"
     del compress.__wrapped__  # The signature is this one.
     compress._inner = getattr(hook, "_inner", hook)  # type: ignore[attr-defined]  # read by _check_state
     return compress
@@ -310,16 +304,11 @@ class CommHookHandle:
         module = self._module()
         if module is None:
             return
-        found = _units_below(module)
-        changed = {
-            unit: [one for one in unit.comm_hooks if one is not self._registration]
-            for unit in found
-            if self._registration in unit.comm_hooks
-        }
+        changed = {unit: by for unit, by in _units_below(module).items() if self._registration in unit.comm_hooks}
         if changed:
-            _agree(module, {unit: found[unit] for unit in changed}, "CommHookHandle.remove", self._registration, None)
-            for unit, left in changed.items():
-                unit.register_comm_hooks(left)
+            _agree(module, changed, "CommHookHandle.remove", self._registration, None)
+            for unit in changed:
+                unit.register_comm_hooks([one for one in unit.comm_hooks if one is not self._registration])
 
 
 def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> CommHookHandle:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import _traversal_utils
 from composable.arguments import check_bool, check_outside_inference, described, readable_twice
 from composable.casts import keep_dtype
+from composable.claims import take_charge
 from composable.collectives import (
     DataParallelMeshDims,
     GroupOrPair,
@@ -55,7 +56,6 @@ from composable.planning import (
 )
 from composable.policies import PolicyLike
 from composable.ragged import RaggedDTensor
-from composable.registrations import take_charge
 from composable.replication import ReplicateState
 from composable.runtime import FullyShardState, follow_inputs, register_fully_shard_hooks
 from composable.saving import register_load_check, register_room

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.activation_checkpoint import check_forward_in_place, restore_forward
 from composable.arguments import check_bool
+from composable.claims import leave_alone
 from composable.collectives import Grid, Ranks, compare_in_each
 from composable.contract import check_not_joined, get_registry, managing_state, remove_annotation, remove_member
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
@@ -23,7 +24,6 @@ from composable.frames import in_backward, modules_in_call
 from composable.fsdp_module import remove_mixin
 from composable.planning import mark_replaced
 from composable.ragged import RaggedDTensor, collect_blocks
-from composable.registrations import leave_alone
 from composable.replicate_module import remove_replicate_mixin
 from composable.replication import ReplicateState
 from composable.runtime import AnnotatedPart, FullyShardState, model_ranks_of

@@ -672,7 +672,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
                 ),
                 *proved(
                     STEPS,
-                    "test_random_models_and_policies_step_as_after_backward",
+                    "test_random_models_optimizers_policies_and_accumulation_step_as_after_backward",
                     "test_torchs_optimizer_in_backward_steps_on_what_was_averaged_in_low_precision",
                 ),
                 *proved(

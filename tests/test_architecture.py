@@ -16,7 +16,7 @@ REPO = Path(__file__).resolve().parent.parent
 # Planning decides where, storage owns what, collectives move bytes, the runtime decides when.
 BASE = {"errors", "arguments", "torch_private", "torch_hooks", "wording", "frames", "tracing"}
 # Which parameters are managed, what else averages gradients, and what comes later.
-MARKS = {"claims", "rivals", "registrations"}
+MARKS = {"claims"}
 EDGES: dict[str, set[str]] = {
     "errors": set(),
     "arguments": {"errors"},
@@ -26,15 +26,13 @@ EDGES: dict[str, set[str]] = {
     "frames": {"torch_private"},
     "tracing": {"torch_private"},
     "casts": {"torch_hooks", "torch_private"},
-    "claims": set(),
-    "rivals": {"claims"},
-    "registrations": BASE | {"claims", "rivals"},
+    "claims": BASE,
     "fqns": BASE,
     "policies": BASE,
     "contract": BASE | {"fqns"},
     "collectives": BASE,
     "_traversal_utils": {"contract"},
-    "planning": BASE | {"claims", "rivals", "fqns", "policies", "contract"},
+    "planning": BASE | {"claims", "fqns", "policies", "contract"},
     "ragged": BASE | {"planning", "collectives"},
     "storage": BASE | {"fqns", "planning", "collectives", "ragged"},
     "replication": BASE | MARKS | {"casts", "fqns", "contract", "collectives", "planning", "storage"},
@@ -76,7 +74,7 @@ NAMES_OF_DIST = {
 
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
 # Recognises them by name where users have put them around a model, and imports nothing.
-FILES_THAT_NAME_THEM = {"composable.rivals"}
+FILES_THAT_NAME_THEM = {"composable.claims"}
 HOOK_REGISTRATION = re.compile(r"_?register_\w*hook|queue_callback")
 # The second file gives names to what torch has; it registers nothing of its own accord.
 FILES_WITH_HOOKS = {"composable.torch_hooks", "composable.torch_private"}

@@ -32,7 +32,7 @@ from composable import (
 from tests.models import make_model, random_input, seeded
 from tests.parity import assert_equal_params, full_params
 from tests.test_algorithms import adam, torch_optim, train_alone, train_with
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 # Hooks
 
@@ -295,7 +295,8 @@ def test_several_modules_and_a_sharded_optimizer_join() -> None:
         assert_equal_params(found, expected, tolerance=1e-6)
 
 
-def divide_by_those_with_inputs() -> None:
+@on_ranks(2)
+def test_sparse_gradients_too_are_divided_by_the_ranks_that_have_inputs() -> None:
     table, head = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1)
     model = replicate(seeded(lambda: nn.Sequential(table, head), 0))
     with Join([as_ddp(model)], divide_by_initial_world_size=False):
@@ -307,10 +308,6 @@ def divide_by_those_with_inputs() -> None:
     expected[[0, 2]] = head.weight.detach()
     assert table.weight.grad is not None
     torch.testing.assert_close(table.weight.grad.to_dense(), expected)
-
-
-def test_sparse_gradients_too_are_divided_by_the_ranks_that_have_inputs() -> None:
-    run_threads(divide_by_those_with_inputs, 2)
 
 
 def join_with_several_backwards_a_step() -> torch.Tensor:
@@ -334,7 +331,8 @@ def test_a_rank_without_inputs_follows_what_others_do_before_the_last_backward_o
         torch.testing.assert_close(weight, torch.full((1, 2), -3.0))
 
 
-def reduce_without_a_backward() -> None:
+@on_ranks(2)
+def test_gradients_are_not_reduced_where_ranks_without_inputs_would_not_follow() -> None:
     model = replicate(nn.Linear(2, 1))
     with Join([as_ddp(model)]):
         with no_sync(model):
@@ -343,10 +341,6 @@ def reduce_without_a_backward() -> None:
             reduce_gradients(model)
     reduce_gradients(model)
     torch.testing.assert_close(model.weight.grad, torch.ones(1, 2))
-
-
-def test_gradients_are_not_reduced_where_ranks_without_inputs_would_not_follow() -> None:
-    run_threads(reduce_without_a_backward, 2)
 
 
 def join_in_another_group() -> dict[str, torch.Tensor]:
@@ -367,7 +361,8 @@ def test_a_view_follows_its_module_to_another_group() -> None:
     assert_equal_params(first, second, tolerance=0)
 
 
-def refuse() -> None:
+@on_ranks(1)
+def test_what_has_no_view_says_why() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(UsageError, match="as_ddp found no replicate"):
         as_ddp(model)
@@ -380,7 +375,3 @@ def refuse() -> None:
     with pytest.raises(UsageError, match="shares buckets with others"):
         as_ddp(pair[0])
     assert as_ddp(model) is as_ddp(model)
-
-
-def test_what_has_no_view_says_why() -> None:
-    run_threads(refuse, 1)

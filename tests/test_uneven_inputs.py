@@ -45,7 +45,7 @@ from tests.counting import Collective, CountingTransport
 from tests.models import random_input, seeded
 from tests.ordered_groups import HAS_ORDERED_GROUPS
 from tests.parity import assert_equal_params, full, full_params
-from tests.world import RankErrors, run_ranks, run_threads
+from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
 DIM = 4
 LR = 0.1
@@ -865,17 +865,14 @@ def test_gradients_that_wait_at_the_end_are_dropped_on_all_ranks(annotation: str
 # Choices of Join
 
 
-def train_without_unevenness() -> dict[str, torch.Tensor]:
+@on_ranks(2)
+def test_a_context_that_is_switched_off_changes_nothing() -> None:
     model = net()
     shard(model)
     with joined(joinable(model, step=model.zero_grad), enable=False):
         for step in range(2):
             model(random_input(step, 3, DIM)).square().mean().backward()
     return full_params(model)
-
-
-def test_a_context_that_is_switched_off_changes_nothing() -> None:
-    run_threads(train_without_unevenness, 2)
 
 
 def train_on_inputs(model: Net, count: int, **options: Any) -> None:
@@ -974,17 +971,14 @@ def test_ranks_without_inputs_follow_others_that_skip_an_input(annotation: str) 
 # What is refused
 
 
-def refuse_a_part() -> None:
+@on_ranks(2)
+def test_a_part_of_a_model_cannot_join() -> None:
     model = net()
     with pytest.raises(UsageError, match="joinable found no annotated module"):
         joinable(model)
     shard(model)
     with pytest.raises(UsageError, match="a part of what is annotated together"):
         Join([joinable(model.blocks, step=model.zero_grad)])
-
-
-def test_a_part_of_a_model_cannot_join() -> None:
-    run_threads(refuse_a_part, 2)
 
 
 def go_without_a_step() -> None:
@@ -1000,7 +994,8 @@ def test_a_step_is_needed_where_ranks_have_shards_of_their_own() -> None:
     assert "pass joinable(model, step=...)" in str(caught.value.errors[0])
 
 
-def need_no_step() -> None:
+@on_ranks(2)
+def test_no_step_is_needed_where_nothing_is_trained() -> None:
     model = net()
     fully_shard(model.requires_grad_(False))
     with joined(joinable(model)):
@@ -1010,10 +1005,6 @@ def need_no_step() -> None:
     with torch.no_grad(), joined(joinable(model)):
         for _ in range(dist.get_rank()):
             model(torch.ones(1, DIM))
-
-
-def test_no_step_is_needed_where_nothing_is_trained() -> None:
-    run_threads(need_no_step, 2)
 
 
 def choose_differently() -> None:
@@ -1049,16 +1040,13 @@ def test_ranks_with_inputs_that_run_different_modules_are_told() -> None:
     ]
 
 
-def pass_no_bool() -> None:
+@on_ranks(2)
+def test_the_choice_of_a_divisor_is_a_bool() -> None:
     model = net()
     shard(model)
     for wrong in (0, None, "yes"):
         with pytest.raises(ConfigError, match="divide_by_initial_world_size"):
             Join([joinable(model, step=model.zero_grad)], divide_by_initial_world_size=wrong)
-
-
-def test_the_choice_of_a_divisor_is_a_bool() -> None:
-    run_threads(pass_no_bool, 2)
 
 
 def refuse_a_static_graph() -> None:
@@ -1137,17 +1125,14 @@ def test_annotations_cannot_change_inside_the_context(kind: str, *, is_whole: bo
         )
 
 
-def change_after_an_exception() -> None:
+@on_ranks(2)
+def test_annotations_may_change_after_a_context_that_an_exception_has_ended() -> None:
     model = net()
     shard(model)
     with pytest.raises(KeyError):
         raise_inside(model)
     unannotate(model)
     assert all(type(param) is nn.Parameter for param in model.parameters())
-
-
-def test_annotations_may_change_after_a_context_that_an_exception_has_ended() -> None:
-    run_threads(change_after_an_exception, 2)
 
 
 def fail_while_it_follows(way: str) -> str:

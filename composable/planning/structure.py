@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.claims import claim_of, is_sharded
+from composable.claims import claim_of, is_sharded, keep_one, rival_on
 from composable.contract import excludes, get_registry
 from composable.errors import ConfigError
 from composable.fqns import describe_module, fqn_in_model
@@ -21,7 +21,6 @@ from composable.planning.cut import RaggedShard
 from composable.planning.replaced import replacement_of
 from composable.planning.subclasses import Form, SplitNode, form_of
 from composable.policies import PolicyLike, has_forward, resolve_policy
-from composable.rivals import keep_one, rival_on
 from composable.wording import class_name, dtype_text, join_fqn, module_text
 
 __all__ = ["FoundHandle", "FoundParam", "Structure", "find_structure", "named_roots"]
