@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolic
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from composable import MixedPrecisionPolicy, ModuleWrapPolicy, fully_shard, register_comm_hook, replicate
+from composable import HandleOptions, MixedPrecisionPolicy, ModuleWrapPolicy, fully_shard, register_comm_hook, replicate
 
 __all__ = [
     "CONFIGS",
@@ -190,7 +190,7 @@ ENGINES: dict[str, Callable[[nn.Module, type[nn.Module], bool], nn.Module]] = {
     "fully_shard": _fully_shard,
     "replicate": lambda model, unit, keeps: replicate(model),
     # Without the message in which ranks agree at the end of backward: what that costs.
-    "fully_shard_zeros": lambda *args: _fully_shard(*args, unused_gradients="zero"),
+    "fully_shard_zeros": lambda *args: _fully_shard(*args, options=HandleOptions(unused_gradients="zero")),
     "fsdp2_hybrid": lambda *args: _fsdp2(*args, mesh=_square()),
     "fully_shard_hybrid": lambda *args: _fully_shard(*args, mesh=_square()),
     "fsdp2_bf16": lambda *args: _fsdp2(*args, mp_policy=TorchMixedPrecisionPolicy(**BF16)),

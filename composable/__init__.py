@@ -1,9 +1,11 @@
 """Data parallelism as an annotation: how a plain module trains on many ranks, without wrapping it."""
 
 from composable.activation_checkpoint import checkpoint
+from composable.annotated_module import no_sync, reduce_gradients
 from composable.backward_steps import BackwardSteps, step_in_backward
 from composable.collectives import DataParallelMeshDims, explain_waits, set_divergence_timeout
 from composable.comm_hooks import (
+    CommHookHandle,
     DefaultState,
     LowPrecisionState,
     allreduce_hook,
@@ -12,17 +14,14 @@ from composable.comm_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
     reduce_scatter_hook,
+    register_comm_hook,
 )
 from composable.compiled import bucketing_backend
 from composable.contract import contract
-from composable.ddp_view import DDPView, as_ddp
 from composable.errors import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
 from composable.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from composable.fsdp_settings import GradientReductionHandle, share_comm_ctx
-from composable.fully_shard import fully_shard
-from composable.gradient_sync import no_sync, reduce_gradients
-from composable.group_life import ReductionStats, reduction_stats, update_process_group
-from composable.hook_registration import CommHookHandle, register_comm_hook
+from composable.fully_shard import HandleOptions, fully_shard
 from composable.installation import install
 from composable.optim import accelerate_optimizer, clip_grad_norm_, get_total_norm, rebind_optimizer
 from composable.planning import (
@@ -40,7 +39,7 @@ from composable.planning import (
 from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.ragged import RaggedDTensor, fallback_counts, strict_mode
 from composable.replicate import replicate
-from composable.replicate_module import ReplicateModule
+from composable.replicate_module import ReductionStats, ReplicateModule, reduction_stats, update_process_group
 from composable.saving import (
     BucketLayout,
     ParamBucket,
@@ -58,7 +57,7 @@ from composable.saving import (
     unshard_params,
 )
 from composable.unannotate import unannotate
-from composable.uneven_inputs import UnevenInputs, joinable
+from composable.uneven_inputs import DDPView, UnevenInputs, as_ddp, joinable
 
 __all__ = [
     "BackwardSteps",
@@ -74,6 +73,7 @@ __all__ = [
     "DesyncError",
     "FSDPModule",
     "GradientReductionHandle",
+    "HandleOptions",
     "Link",
     "Links",
     "LowPrecisionState",

@@ -90,12 +90,13 @@ def checkpoint(
             f"checkpoint got an unknown option: {', '.join(map(repr, unknown))}",
             fix="see help(composable.checkpoint); keyword arguments of forward are given to forward",
         )
-    for name, value in (
-        ("use_reentrant", use_reentrant),
-        ("preserve_rng_state", preserve_rng_state),
-        ("debug", debug),
-        ("early_stop", early_stop),
-    ):
+    switches = {
+        "use_reentrant": use_reentrant,
+        "preserve_rng_state": preserve_rng_state,
+        "debug": debug,
+        "early_stop": early_stop,
+    }
+    for name, value in switches.items():
         check_bool(name, value)
     if use_reentrant:
         raise ConfigError(
@@ -114,13 +115,7 @@ def checkpoint(
     for one in modules:
         _check_module(one)
     state = next(found for one in modules if (found := checkpoint.state(one)) is not None)
-    state.options = {
-        "use_reentrant": False,
-        "preserve_rng_state": preserve_rng_state,
-        "determinism_check": determinism_check,
-        "debug": debug,
-        "early_stop": early_stop,
-    }
+    state.options = {**switches, "determinism_check": determinism_check}
     if context_fn is not None:
         state.options["context_fn"] = context_fn
     for one in modules:
@@ -215,17 +210,18 @@ def _refuse_debug(module: nn.Module) -> None:  # where the compiler may not brea
 
 
 def _check_module(module: nn.Module) -> None:
-    if checkpoint.state(module) is None:
-        raise ConfigError(
+    for is_wrong, what, fix in (
+        (
+            checkpoint.state(module) is None,
             "checkpoint got a module and one inside it in one sequence",
-            at=describe_module(module),
-            fix="call it on the inner one first, in a call of its own",
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ConfigError(
-            "a ScriptModule cannot be checkpointed", at=describe_module(module), fix="annotate the module around it"
-        )
-    if not has_forward(module):
-        raise ConfigError(
-            "checkpoint got a module without a forward", at=describe_module(module), fix="call it on what runs inside"
-        )
+            "call it on the inner one first, in a call of its own",
+        ),
+        (
+            isinstance(module, torch.jit.ScriptModule),
+            "a ScriptModule cannot be checkpointed",
+            "annotate the module around it",
+        ),
+        (not has_forward(module), "checkpoint got a module without a forward", "call it on what runs inside"),
+    ):
+        if is_wrong:
+            raise ConfigError(what, at=describe_module(module), fix=fix)

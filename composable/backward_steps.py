@@ -19,6 +19,7 @@ from torch import nn
 from composable.arguments import check_optimizer
 from composable.claims import claim_of
 from composable.collectives import Ranks, compare_in_each
+from composable.comm_hooks import ReducingUnit, params_of
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.frames import in_backward, will_get_gradient
 from composable.optim import CHECKS_ITSELF, PartStep, check_replaced
@@ -38,7 +39,6 @@ from composable.torch_private import opaque
 
 __all__ = ["BackwardSteps", "step_in_backward"]
 
-_Unit: TypeAlias = Handle | Reducer
 _Groups: TypeAlias = list[dict[str, Any]]
 _Narrowed: TypeAlias = tuple[_Groups, _Groups, list[list[nn.Parameter]]]
 
@@ -71,7 +71,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> "BackwardSteps":
     """
     check_optimizer("optimizer", optimizer)
     with located(place_of_rank()):
-        units = _units_of(optimizer)
+        units = dict(found for param in _params_of(optimizer) if (found := _unit_of(param)) is not None)
         if not units:
             raise ConfigError(
                 "no parameter of the optimizer is annotated",
@@ -94,7 +94,7 @@ class BackwardSteps:
         optimizer: What steps.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[_Unit]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[ReducingUnit]) -> None:
         self.optimizer = optimizer
         self._units = units
         self._group_of = {id(param): i for i, group in enumerate(optimizer.param_groups) for param in group["params"]}
@@ -109,7 +109,7 @@ class BackwardSteps:
         self._hooks: list[Any] = []
         self._stepper = self._step
         try:
-            self._hook_plain([param for param in self._params if _unit_of(param) is None], self._make_arrival())
+            self._hook_plain()
             self._hooks += [before_step(optimizer, self._before_step), after_step(optimizer, self._after_step)]
             for param in self._params:
                 mark_stepped(param, self)
@@ -151,15 +151,8 @@ class BackwardSteps:
     ) -> None:
         self.remove()
 
-    def _hook_plain(self, params: Sequence[nn.Parameter], arrive: Any) -> None:
-        """Call ``arrive`` after the gradient of each of ``params``, also of those that are frozen now."""
-        for param in params:
-            was_trained = param.requires_grad
-            param.requires_grad_(True)
-            self._hooks += after_gradients([param], [arrive])
-            param.requires_grad_(was_trained)
-
-    def _make_arrival(self) -> Any:
+    def _hook_plain(self) -> None:
+        """Step parameters that nobody averages after their gradient arrives, also those that are frozen now."""
         # Held weakly: Python's collector does not see that a parameter holds its hooks.
         find = weakref.WeakMethod(self._step_plain)
 
@@ -169,7 +162,11 @@ class BackwardSteps:
             if step is not None:
                 step(param)
 
-        return arrive
+        for param in [param for param in self._params if _unit_of(param) is None]:
+            was_trained = param.requires_grad
+            param.requires_grad_(True)
+            self._hooks += after_gradients([param], [arrive])
+            param.requires_grad_(was_trained)
 
     def _step_plain(self, param: Any) -> None:
         """Step a parameter that nobody averages."""
@@ -267,7 +264,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
-def _unit_of(param: nn.Parameter) -> tuple[_Unit, Ranks] | None:
+def _unit_of(param: nn.Parameter) -> tuple[ReducingUnit, Ranks] | None:
     """Return what averages the gradient of ``param``, with the ranks that do."""
     handle = handle_of(param)
     if handle is not None:
@@ -278,14 +275,12 @@ def _unit_of(param: nn.Parameter) -> tuple[_Unit, Ranks] | None:
     return None
 
 
-def _units_of(optimizer: torch.optim.Optimizer) -> dict[_Unit, Ranks]:
-    return dict(found for param in _params_of(optimizer) if (found := _unit_of(param)) is not None)
-
-
-def _check(optimizer: torch.optim.Optimizer, units: Iterable[_Unit]) -> None:
+def _check(optimizer: torch.optim.Optimizer, units: Iterable[ReducingUnit]) -> None:
     check_replaced(optimizer)
     kind = type(optimizer)
-    if isinstance(optimizer, torch.optim.LBFGS) or _needs_closure(optimizer):
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    needs_closure = closure is not None and closure.default is closure.empty
+    if isinstance(optimizer, torch.optim.LBFGS) or needs_closure:
         raise ConfigError(
             f"the step of {kind.__name__} needs a closure that runs backward",
             fix="step it by hand, after backward",
@@ -317,44 +312,24 @@ def _check(optimizer: torch.optim.Optimizer, units: Iterable[_Unit]) -> None:
         if unit.comm_hooks:
             raise UsageError(
                 "a communication hook reduces these gradients, which goes with no step inside backward",
-                at=f"parameter {_params_in(unit)[0]!r}",
+                at=f"parameter {params_of(unit)[0]!r}",
                 fix="remove() the hook, or step after backward",
             )
 
 
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return parameter is not None and parameter.default is parameter.empty
-
-
-def _params_in(unit: _Unit) -> list[str]:
-    if isinstance(unit, Handle):
-        return [unit.fqn_of(param) for param in unit.params]
-    return [item.fqn for item in unit.params]
-
-
-def _agree(optimizer: torch.optim.Optimizer, units: dict[_Unit, Ranks], failure: ComposableError | None) -> None:
-    """Go on only if every rank does the same. Collective.
-
-    Raises:
-        ComposableError: ``failure``, or that of another rank.
-        DesyncError: The ranks differ.
-    """
+def _agree(optimizer: torch.optim.Optimizer, units: dict[ReducingUnit, Ranks], failure: ComposableError | None) -> None:
+    """Go on only if every rank does the same; else raise, ``failure`` first. Collective."""
     units_of_params = [(_unit_of(param), list(param.shape)) for param in _params_of(optimizer)]
     texts = {}
     # Ranks of a part may have parameters that others lack, such as experts.
     for ranks in sorted(set(units.values()), key=lambda ranks: ranks.order):
         shapes = [shape for found, shape in units_of_params if found is not None and found[1] == ranks]
         lines = [f"step_in_backward of {type(optimizer).__name__} with {len(shapes)} parameters"]
-        lines += [f"steps {fqn}" for unit, its_ranks in units.items() if its_ranks == ranks for fqn in _params_in(unit)]
+        lines += [f"steps {fqn}" for unit, its_ranks in units.items() if its_ranks == ranks for fqn in params_of(unit)]
         texts[ranks] = "\n".join([*lines, *(f"shape {shape}" for shape in shapes)])
+    what, fix = "the ranks let different optimizers step inside backward", "call step_in_backward alike on every rank"
     try:
-        compare_in_each(
-            texts,
-            failure,
-            what="the ranks let different optimizers step inside backward",
-            fix="call step_in_backward alike on every rank",
-        )
+        compare_in_each(texts, failure, what=what, fix=fix)
     except ComposableError as error:
         failure = error
     for model in model_ranks_of(unit for unit in units if isinstance(unit, Handle)).values():

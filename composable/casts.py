@@ -91,18 +91,13 @@ class LentBuffers:
 
     def lend(self, own: torch.Tensor, dtype: torch.dtype, user: object) -> torch.Tensor:
         """Return a copy of ``own`` in ``dtype`` for ``user``, the one that is lent already if there is one."""
-        lent = self._lent.setdefault(id(own), _Lent(own))
-        lent.settle()
-        return lent.take(dtype, user)
+        return self._lent.setdefault(id(own), _Lent(own)).take(dtype, user)
 
     def take_back(self, own: torch.Tensor, dtype: torch.dtype, user: object) -> None:
         """Undo every ``lend`` to ``user``, if there was one; ``own`` has then what was written to the copy."""
         lent = self._lent.get(id(own))
-        if lent is not None:
-            lent.settle()
-            lent.give_back(dtype, user)
-            if not lent.is_lent:
-                del self._lent[id(own)]
+        if lent is not None and not lent.give_back(dtype, user):
+            del self._lent[id(own)]
 
 
 class _Lent:
@@ -118,11 +113,8 @@ class _Lent:
         # With their versions when all had the same values.
         self._settled: list[tuple[torch.Tensor, int]] = []
 
-    @property
-    def is_lent(self) -> bool:
-        return bool(self._copies)
-
     def take(self, dtype: torch.dtype, user: object) -> torch.Tensor:
+        self.settle()
         if dtype not in self._copies:
             # A first forward may be one in inference mode, and what is made there could never be written to again.
             with torch.inference_mode(mode=False), torch.no_grad():
@@ -131,11 +123,14 @@ class _Lent:
         self._users[dtype].add(user)
         return self._copies[dtype]
 
-    def give_back(self, dtype: torch.dtype, user: object) -> None:
+    def give_back(self, dtype: torch.dtype, user: object) -> bool:
+        """Take the copy from ``user``; returns whether anybody has one left."""
+        self.settle()
         self._users[dtype].discard(user)
         if not self._users[dtype]:
             self._copies.pop(dtype, None)
             self._note()
+        return bool(self._copies)
 
     def settle(self) -> None:
         """Let all have what was written to one of them since; the buffer's own values count last."""

@@ -1,16 +1,46 @@
-"""Which parameters an annotation manages: a mark on each, that the next annotation sees before it changes anything.
+"""Whose parameters are: marks of annotations, what of torch averages gradients too, and what is added later.
 
-``replicate`` marks with a ``Claim``. ``fully_shard`` has a mark of its own on both faces of a
-parameter, the handle's; here it is only read.
+``replicate`` marks with a ``Claim``; ``fully_shard`` has a mark of its own on both faces of a parameter, the handle's,
+which is only read here. What of torch averages too is known by the names of classes: nothing of it is imported. torch
+calls a hook when a module or parameter is registered, which is rare, and the hook counts those below an annotation: who
+remembers the count sees at its next forward whether to look. ``ModuleList.insert`` and others write to a module's
+dicts, of which torch tells nobody: ``Contents`` remembers what is in them.
 """
 
+import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Claim", "claim", "claim_of", "is_managed", "is_sharded", "release"]
+from composable.errors import UsageError, place_of_rank
+from composable.frames import is_load, modules_in_call
+from composable.torch_hooks import before_every_registration
+from composable.torch_private import opaque
+
+__all__ = [
+    "Claim",
+    "Contents",
+    "check_callers",
+    "claim",
+    "claim_of",
+    "count_registrations",
+    "is_left_alone",
+    "is_managed",
+    "is_sharded",
+    "keep_one",
+    "leave_alone",
+    "names_left_alone",
+    "release",
+    "rival_on",
+    "take_charge",
+    "watch_registrations",
+]
 
 _AVERAGED = "_composable_averaged"
 _SHARDED = "_composable_managed"  # set in storage/handle.py
@@ -70,3 +100,181 @@ def is_sharded(param: object) -> bool:
 def is_managed(param: object) -> bool:
     """Say whether any annotation manages ``param``."""
     return is_sharded(param) or claim_of(param) is not None
+
+
+# What of torch averages gradients too
+
+_WRAPPER = "DistributedDataParallel"
+_SHARDS = "torch's fully_shard"
+# Where a class is defined, what it is called, and how messages call it.
+_CLASSES = {
+    ("torch.nn.parallel.distributed", _WRAPPER): _WRAPPER,
+    ("torch.distributed._composable.replicate_with_fsdp", "ReplicateModule"): "torch's replicate",
+    ("torch.distributed.fsdp", "FSDPModule"): _SHARDS,
+}
+# Where torch's own annotations have the key under which a module keeps their names; who uses none has not imported it.
+_CONTRACT, _KEY = "torch.distributed._composable.contract", "REGISTRY_KEY"
+
+
+def rival_on(module: nn.Module) -> str | None:
+    """Return what of torch averages the gradients of ``module`` and all below it, in words; or ``None``."""
+    for base in type(module).__mro__:
+        found = _CLASSES.get((base.__module__, base.__qualname__))
+        if found is not None:
+            return found
+    key = getattr(sys.modules.get(_CONTRACT), _KEY, None)
+    return "torch's replicate" if key in vars(module) and "replicate" in vars(module)[key] else None
+
+
+def keep_one(rival: str) -> str:
+    """Return what to do about a rival."""
+    if rival == _WRAPPER:
+        return "keep one of them: docs/trainers.md has what to tell trainers that wrap by themselves"
+    return f"keep one of them: import {rival.partition(' ')[2]} from composable everywhere, not from torch"
+
+
+def names_left_alone(module: nn.Module) -> Collection[str]:
+    """Return the parameters and buffers below ``module`` that users told DistributedDataParallel to leave alone."""
+    return getattr(module, "_ddp_params_and_buffers_to_ignore", None) or ()
+
+
+def _averaged_twice(rival: str | None, wrapped: nn.Module) -> UsageError | None:
+    """Return the error for a parameter of ``wrapped`` that ``rival``, of torch, takes care of as an annotation does."""
+    if rival is None or rival == _SHARDS:
+        return None  # What torch shards may have been told to ignore any of them.
+    left = names_left_alone(wrapped)
+    for fqn, param in wrapped.named_parameters():
+        if param.requires_grad and fqn not in left and is_managed(param):
+            return _two_averages(rival, fqn)
+    return None
+
+
+def _two_averages(rival: str, fqn: str) -> UsageError:
+    return UsageError(
+        f"two things average these gradients: an annotation of this library and {rival}",
+        at=f"{place_of_rank()}, parameter {fqn!r}",
+        fix=keep_one(rival),
+    )
+
+
+# What is added later
+
+
+class _Count:
+    value = 0
+
+
+_COUNT = _Count()
+# By id: what is registered in may be anybody's module, whose own hash need not work yet.
+_WATCHED: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
+_LEFT: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
+_REGISTERED: list[RemovableHandle] = []
+
+
+class Contents:
+    """What is in modules, to see in each forward whether that has changed: some 100 ns for each of them.
+
+    Args:
+        modules: The modules.
+        of_params: ``dict.values``, or ``dict.keys`` where each name holds one parameter or another.
+    """
+
+    __slots__ = ("_before", "_leaves", "_of_params", "_params", "_parents")
+
+    def __init__(self, modules: Iterable[nn.Module], of_params: Callable[[Any], Iterable[object]]) -> None:
+        found = list(modules)
+        # Some containers may be given another dict, when what is in them is deleted.
+        self._parents = [one for one in found if one._modules or isinstance(one, _CONTAINERS)]
+        self._leaves = [one._modules for one in found if not one._modules]
+        self._params = [one._parameters for one in found if one._parameters]
+        self._of_params = of_params
+        self._before = self._look()
+
+    def have_changed(self) -> bool:
+        """Say whether a module or a parameter was added, put in the place of another one, or taken away."""
+        now = self._look()
+        return any(self._leaves) or len(now) != len(self._before) or not all(map(is_, now, self._before))
+
+    def _look(self) -> list[object]:
+        children = map(dict.values, map(_CHILDREN, self._parents))
+        params = map(self._of_params, self._params)
+        return list(chain(chain.from_iterable(children), chain.from_iterable(params)))
+
+
+_CHILDREN: Callable[[nn.Module], dict[str, object]] = attrgetter("_modules")
+_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
+
+
+def watch_registrations(modules: Iterable[nn.Module]) -> None:
+    """Count what is registered in any of ``modules`` from now on."""
+    if not _REGISTERED:
+        _REGISTERED.extend(before_every_registration(_before_module, _before_parameter))
+    _WATCHED.update((id(module), module) for module in modules)
+
+
+def take_charge(modules: Iterable[nn.Module]) -> None:
+    """Note that an annotation manages what ``modules`` hold themselves, and watch them."""
+    taken = list(modules)
+    _no_longer_left(taken)
+    watch_registrations(taken)
+
+
+def leave_alone(modules: Iterable[nn.Module]) -> None:
+    """Note that the annotation of ``modules`` was undone, which is no mistake where another one is around them."""
+    _LEFT.update((id(module), module) for module in modules)
+
+
+def is_left_alone(module: nn.Module) -> bool:
+    """Say whether the annotation of ``module`` was undone, and it was put nowhere else since."""
+    return _LEFT.get(id(module)) is module
+
+
+def count_registrations() -> int:
+    """Return how many modules and parameters were registered in watched modules so far."""
+    return _COUNT.value
+
+
+def check_callers() -> None:
+    """Refuse a forward inside a wrapper of torch that takes care of parameters which an annotation manages.
+
+    Raises:
+        UsageError: The wrapper is older than the annotation, so only a forward shows it.
+    """
+    for module in modules_in_call():
+        error = _averaged_twice(rival_on(module), module._modules.get("module") or module)
+        if error is not None:
+            raise error
+
+
+def _is_watched(module: nn.Module) -> bool:
+    return _WATCHED.get(id(module)) is module
+
+
+def _no_longer_left(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        _LEFT.pop(id(module), None)
+
+
+@opaque
+def _before_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if _is_watched(parent):
+        _COUNT.value += 1
+        if child is not None:
+            _no_longer_left(child.modules())
+    error = None if child is None else _averaged_twice(rival_on(parent), child)
+    if error is not None:
+        raise error
+
+
+@opaque
+def _before_parameter(parent: nn.Module, name: str, param: nn.Parameter) -> None:
+    # Annotations themselves place parameters in modules that watch assignments: those are managed.
+    if is_managed(param):
+        return
+    if is_sharded(parent._parameters.get(name)) and is_load():
+        param._composable_loaded = True  # type: ignore[attr-defined]  # read in storage/handle.py
+    if _is_watched(parent):
+        _COUNT.value += 1
+        if hasattr(param, "_st_info"):
+            # What the wrapper, or torch's replicate on it, makes of a sharded parameter that it takes over.
+            raise _two_averages(_WRAPPER, name)

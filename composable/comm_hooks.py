@@ -2,40 +2,53 @@
 
 ``hook(state, grad, output)`` gets this rank's gradients, flat and not divided, and fills ``output`` with this rank's
 slice of their mean over the ranks. ``hook(state, grad)`` averages ``grad`` in place, for ranks that all keep the
-whole. ``register_comm_hook`` puts a hook in place.
+whole. ``register_comm_hook`` puts a hook in place, on all ranks or on none, for every handle of ``fully_shard`` and
+every ``replicate`` at or below a module, but where another hook is registered on a module that is nearer.
 
 Sources: the sharded hooks of torch 2.0 (pytorch/pytorch#83254) and the wrappers of its DDP hooks.
 """
 
 import functools
 import inspect
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from composable.arguments import described
-from composable.collectives import all_reduce_in, reduce_scatter_in
-from composable.errors import ConfigError, place_of_rank
+from composable.arguments import check_module, described
+from composable.collectives import Ranks, all_reduce_in, compare_in_each, reduce_scatter_in
+from composable.contract import get_registry
+from composable.errors import ComposableError, ConfigError, SignatureError, UsageError, located, place_of_rank
+from composable.fqns import describe_module
+from composable.frames import in_backward
+from composable.replication import Reducer, ReplicateState, check_memory
+from composable.runtime import handle_of_module, sharded_state_of
+from composable.storage import Handle, HookFunction, Registration, nearest
+from composable.wording import class_name
 
 __all__ = [
+    "CommHookHandle",
     "DefaultState",
     "LowPrecisionState",
+    "ReducingUnit",
     "allreduce_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
-    "check_hook",
-    "check_state",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "params_of",
     "reduce_scatter_hook",
-    "takes_arguments",
-    "takes_bucket",
+    "register_comm_hook",
 ]
 
 _Hook: TypeAlias = Callable[..., Any]
+# What has gradients to reduce.
+ReducingUnit: TypeAlias = Handle | Reducer
 
 _HOOKS_OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks"
 
@@ -68,8 +81,11 @@ class DefaultState:
             )
         self.process_group = process_group
         self.world_size = process_group.size()
-        self.gradient_predivide_factor = _predivide_factor(self.world_size)
-        self.gradient_postdivide_factor = self.world_size / self.gradient_predivide_factor
+        factor = 1
+        while self.world_size % factor == 0 and self.world_size / factor > factor:
+            factor *= 2
+        self.gradient_predivide_factor = float(factor)
+        self.gradient_postdivide_factor = self.world_size / factor
 
 
 class LowPrecisionState(DefaultState):
@@ -133,49 +149,50 @@ def fp16_compress_wrapper(hook: _Hook) -> _Hook:
 
 
 def bf16_compress_wrapper(hook: _Hook) -> _Hook:
-    """Return a hook that lets ``hook`` reduce gradients as bfloat16, and casts the result back.
-
-    Args:
-        hook: Called as ``hook(state, grad, output)``, or ``hook(state, grad)`` where there is no output.
-
-    Raises:
-        ConfigError: ``hook`` is no function, or one of ``DistributedDataParallel``.
-    """
+    """Return a hook that lets ``hook`` reduce gradients as bfloat16; see ``fp16_compress_wrapper``."""
     return _wrapped(hook, torch.bfloat16)
 
 
-def check_state(hook: object, state: object) -> None:
+def _check_state(hook: object, state: object) -> None:
     """Raise ``ConfigError`` unless ``state`` has what ``hook`` reads, if that is one of this file, wrapped or not."""
     hook = getattr(hook, "_inner", hook)
-    for hooks, needed in (
-        ((allreduce_hook, reduce_scatter_hook), DefaultState),
-        ((fp16_compress_hook, bf16_compress_hook), LowPrecisionState),
-    ):
-        names = ["process_group", "gradient_predivide_factor", "gradient_postdivide_factor"]
-        names += ["parameter_type"] if needed is LowPrecisionState else []
-        # Whatever has the attributes: also the states of torch.
-        if any(hook is one for one in hooks) and not all(hasattr(state, name) for name in names):
-            raise ConfigError(
-                f"{getattr(hook, '__name__', '')} got {described(state)} as its state",
-                fix=f"pass a composable.{needed.__name__}",
-            )
+    needed = _NEEDED.get(hook) if isinstance(hook, FunctionType) else None
+    if needed is None:
+        return
+    names = ["process_group", "gradient_predivide_factor", "gradient_postdivide_factor"]
+    names += ["parameter_type"] if needed is LowPrecisionState else []
+    # Whatever has the attributes: also the states of torch.
+    if not all(hasattr(state, name) for name in names):
+        raise ConfigError(
+            f"{getattr(hook, '__name__', '')} got {described(state)} as its state",
+            fix=f"pass a composable.{needed.__name__}",
+        )
 
 
-def check_hook(hook: object) -> None:
+_NEEDED: dict[object, type[DefaultState]] = {
+    allreduce_hook: DefaultState,
+    reduce_scatter_hook: DefaultState,
+    fp16_compress_hook: LowPrecisionState,
+    bf16_compress_hook: LowPrecisionState,
+}
+
+
+def _check_hook(hook: object) -> None:
     """Raise ``ConfigError`` if ``hook`` is a wrapper of torch, which hands a bucket on, around a hook of gradients."""
     if not getattr(hook, "__module__", "").startswith(_HOOKS_OF_TORCH) or not inspect.isfunction(hook):
         return
     for inner in inspect.getclosurevars(hook).nonlocals.values():
-        check_hook(inner)
+        _check_hook(inner)
         signature = _signature_of(inner)
-        if signature is not None and not takes_bucket(signature):
+        if signature is not None and not _is_of_ddp(signature):
+            name = getattr(inner, "__qualname__", type(inner).__name__)
             raise ConfigError(
-                f"{hook.__qualname__.partition('.')[0]} of torch got a hook of gradients, {_name_of(inner)}",
+                f"{hook.__qualname__.partition('.')[0]} of torch got a hook of gradients, {name}",
                 fix="wrap it by composable.fp16_compress_wrapper or composable.bf16_compress_wrapper",
             )
 
 
-def takes_arguments(signature: inspect.Signature, count: int) -> bool:
+def _takes_arguments(signature: inspect.Signature, count: int) -> bool:
     """Say whether what has ``signature`` can be called with so many arguments."""
     with suppress(TypeError):
         signature.bind(*[None] * count)
@@ -183,10 +200,10 @@ def takes_arguments(signature: inspect.Signature, count: int) -> bool:
     return False
 
 
-def takes_bucket(signature: inspect.Signature) -> bool:
+def _is_of_ddp(signature: inspect.Signature) -> bool:
     """Say whether a hook of two arguments or three is one of ``DistributedDataParallel``."""
     second = list(signature.parameters)[1:2]
-    return second == ["bucket"] or (not takes_arguments(signature, 3) and second != ["grad"])
+    return second == ["bucket"] or (not _takes_arguments(signature, 3) and second != ["grad"])
 
 
 def _signature_of(hook: object) -> inspect.Signature | None:
@@ -194,17 +211,6 @@ def _signature_of(hook: object) -> inspect.Signature | None:
     with suppress(TypeError, ValueError):
         return inspect.signature(hook) if callable(hook) else None
     return None
-
-
-def _name_of(hook: object) -> str:
-    return str(getattr(hook, "__qualname__", type(hook).__name__))
-
-
-def _predivide_factor(world_size: int) -> float:
-    factor = 1
-    while world_size % factor == 0 and world_size / factor > factor:
-        factor *= 2
-    return float(factor)
 
 
 def _divide(tensor: torch.Tensor, factor: float) -> None:
@@ -222,10 +228,11 @@ def _default_hook(state: DefaultState, grad: torch.Tensor, output: torch.Tensor 
 def _wrapped(hook: _Hook, dtype: torch.dtype) -> _Hook:
     if not callable(hook):
         raise ConfigError(f"hook is {described(hook)}", at=place_of_rank(), fix="pass a communication hook")
+    name = str(getattr(hook, "__qualname__", type(hook).__name__))
     signature = _signature_of(hook)
-    if signature is not None and takes_arguments(signature, 2) and takes_bucket(signature):
+    if signature is not None and _takes_arguments(signature, 2) and _is_of_ddp(signature):
         raise ConfigError(
-            f"{_name_of(hook)} takes a bucket, as hooks of DistributedDataParallel do, and the wrapper gives gradients",
+            f"{name} takes a bucket, as hooks of DistributedDataParallel do, and the wrapper gives gradients",
             at=place_of_rank(),
             fix="wrap it by torch's wrapper in ddp_comm_hooks.default_hooks; if it takes gradients, call them grad",
         )
@@ -235,9 +242,9 @@ def _wrapped(hook: _Hook, dtype: torch.dtype) -> _Hook:
     def compress(state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> Any:
         return _compress(hook, dtype, None, state, grad, output)
 
-    compress.__qualname__ = f"{str(dtype)[6:]} around {_name_of(hook)}"
+    compress.__qualname__ = f"{str(dtype)[6:]} around {name}"
     del compress.__wrapped__  # The signature is this one.
-    compress._inner = getattr(hook, "_inner", hook)  # type: ignore[attr-defined]  # read by check_state
+    compress._inner = getattr(hook, "_inner", hook)  # type: ignore[attr-defined]  # read by _check_state
     return compress
 
 
@@ -249,7 +256,7 @@ def _compress(
     grad: torch.Tensor,
     output: torch.Tensor | None,
 ) -> Any:
-    """Let ``hook`` reduce ``grad`` as ``dtype``; complex numbers as pairs.
+    """Let ``hook`` reduce ``grad`` as ``dtype``, complex numbers as pairs, then cast to ``parameter_type``, or back.
 
     Returns:
         What the hook returned, if that is an error to be seen by who called.
@@ -262,22 +269,217 @@ def _compress(
         if result.is_floating_point():
             result.fill_(float("nan"))  # To be seen where the hook leaves it so.
         returned, target = hook(state, sent, result), output
-    _decompress(result, target, parameter_type)
-    return None if returned is result else returned
-
-
-def _decompress(result: torch.Tensor, target: torch.Tensor, parameter_type: torch.dtype | None) -> None:
-    """Give ``target`` the values of ``result``, in ``parameter_type``; ``None``: in its own dtype."""
     place = _real(target)
-    dtype = place.dtype if parameter_type is None or target.is_complex() else parameter_type
-    if place.shape != result.shape or place.dtype is not dtype:
-        target.data = result if place.shape != result.shape else result.to(dtype)
+    cast_to = place.dtype if parameter_type is None or target.is_complex() else parameter_type
+    if place.shape != result.shape or place.dtype is not cast_to:
+        target.data = result if place.shape != result.shape else result.to(cast_to)
     else:
         place.copy_(result)
     if result.device.type != "cpu":
         # The cast is queued, and the memory is not to be given to another stream before it has run.
         result.record_stream(torch.get_device_module(result.device).current_stream())
+    return None if returned is result else returned
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+class CommHookHandle:
+    """The result of ``register_comm_hook``."""
+
+    def __init__(self, module: nn.Module, registration: Registration) -> None:
+        self._module = weakref.ref(module)
+        self._registration = registration
+
+    def remove(self) -> None:
+        """Take the hook off again; what is registered further out holds then. No error if it is off already.
+
+        Collective: all ranks that registered it, same order.
+
+        Raises:
+            UsageError: A backward is running.
+            DesyncError: The ranks remove different hooks.
+        """
+        module = self._module()
+        if module is None:
+            return
+        changed = {unit: by for unit, by in _units_below(module).items() if self._registration in unit.comm_hooks}
+        if changed:
+            _agree(module, changed, "CommHookHandle.remove", self._registration, None)
+            for unit in changed:
+                unit.register_comm_hooks([one for one in unit.comm_hooks if one is not self._registration])
+
+
+def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> CommHookHandle:
+    """Let ``hook`` reduce the gradients of ``module`` and of what is below it, and divide them.
+
+    It holds for what is annotated there now. The registration on the module nearest to the parameters counts,
+    whichever came first. A copy of the module has the hook too, with a copy of its state.
+
+    Collective: all ranks of every annotation at or below ``module``, same order, with the same hook.
+
+    Args:
+        module: Annotated, or around annotated modules, or picked by a policy.
+        state: Handed to ``hook``.
+        hook: ``hook(state, grad, output)`` gets the gradients of a flat buffer [W * S], as this rank has them, and
+            fills ``output`` [S] with this rank's slice of their mean. Replicated modules call ``hook(state, grad)``,
+            which averages in place. On replicated modules alone, ``hook(state, bucket)`` is a hook for
+            ``DistributedDataParallel``; two arguments of which the second is called ``grad`` are one of gradients.
+            Ranks call hooks in the same order. When a hook returns, its result is there, or queued on the current
+            stream of the device.
+
+    Returns:
+        What takes it off again.
+
+    Raises:
+        ConfigError: ``hook`` cannot be called so, on any rank; or its state has another process group than a module,
+            or is none that a hook of this library can use.
+        UsageError: Nothing there is annotated; the module has a hook already; a parameter has another way to reduce;
+            or a backward is running.
+        DesyncError: The ranks register different hooks.
+    """
+    check_module("module", module)
+    with located(place_of_rank()):
+        units = _units_below(module)
+        if not units:
+            raise UsageError(
+                "register_comm_hook found no annotated module",
+                at=describe_module(module),
+                fix="call fully_shard or replicate first",
+            )
+        failure: ComposableError | None = None
+        one: Registration | None = None
+        try:
+            one = Registration(module, state, hook, takes_bucket=_takes_bucket(hook, units))
+            _check_hook(hook)
+            _check_state(hook, state)
+            _check_free(module, state, units)
+            callers = [unit for unit in units if isinstance(unit, Reducer)]
+            check_memory(state, [unit for unit in callers if nearest([*unit.comm_hooks, one]) is one])
+            for unit in units:
+                unit.check_comm_hooks([*unit.comm_hooks, one])
+        except ComposableError as error:
+            # The other ranks are about to communicate: they must hear of it first.
+            failure = error
+        _agree(module, units, "register_comm_hook", one, failure)
+    assert one is not None, "a failure has been raised"
+    for unit in units:
+        unit.register_comm_hooks([*unit.comm_hooks, one])
+    return CommHookHandle(module, one)
+
+
+def _units_below(module: nn.Module) -> dict[ReducingUnit, Ranks]:
+    """Return what reduces gradients at or below ``module``, left to right, with the ranks of each."""
+    found: dict[ReducingUnit, Ranks] = {}
+    for visited in module.modules():
+        handle, state = handle_of_module(visited), sharded_state_of(visited)
+        if handle is not None and state is not None:
+            found[handle] = state.grid.everyone
+        for annotation in get_registry(visited).values():
+            if isinstance(annotation.state, ReplicateState):
+                found[annotation.state.reducer] = annotation.state.grid.everyone
+    return found
+
+
+def _check_free(module: nn.Module, state: object, units: Mapping[ReducingUnit, Ranks]) -> None:
+    if in_backward():
+        raise UsageError("a backward is running", at=describe_module(module), fix="register hooks between two steps")
+    if any(one.module is module for unit in units for one in unit.comm_hooks):
+        raise UsageError(
+            "a communication hook is registered already",
+            at=describe_module(module),
+            fix="register one hook on a module; remove the first with what registering it returned",
+        )
+    if isinstance(state, DefaultState):
+        numbers = Ranks.of(state.process_group, torch.device("cpu")).numbers
+        for unit, ranks in units.items():
+            # Slices go to the ranks in their order; whole gradients have none.
+            own = unit.grid.shard.numbers if isinstance(unit, Handle) else ranks.numbers
+            is_same = numbers == own if isinstance(unit, Handle) else {*numbers} == {*own}
+            if not is_same:
+                raise ConfigError(
+                    f"the state of the hook has ranks {list(numbers)}, the module {list(own)}",
+                    at=describe_module(module),
+                    fix="make the state with the process group of the module's mesh",
+                )
+
+
+def _takes_bucket(hook: object, units: Mapping[ReducingUnit, Ranks]) -> bool:
+    """Say whether ``hook`` is one of ``DistributedDataParallel``.
+
+    Raises:
+        ConfigError: It is none that these modules could call.
+    """
+    if not callable(hook):
+        fix = "pass a function of a state, gradients and an output"
+        if type(hook).__name__ == "BuiltinCommHookType":
+            fix = "pass allreduce_hook and a DefaultState, or fp16_compress_hook and a LowPrecisionState"
+        raise SignatureError(f"hook is {described(hook)}", fix=fix)
+    if str(getattr(hook, "__module__", None)).endswith(".ddp_comm_hooks.mixed_precision_hooks"):
+        fix = "leave it out, and annotate with replicate(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))"
+        raise ConfigError("the hook is a part of DistributedDataParallel's own mixed precision", fix=fix)
+    try:
+        signature = inspect.signature(hook)
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"hook is {described(hook)}, whose arguments are not known", fix="pass a function of Python"
+        ) from None
+    # torch's hook that quantises by channels has a third argument, which is no output.
+    has_output = _takes_arguments(signature, 3) and not _is_of_ddp(signature)
+    has_none = _takes_arguments(signature, 2)
+    if not (has_output or has_none):
+        raise ConfigError(
+            f"the hook cannot be called with a state and gradients: its arguments are {signature}",
+            fix="write it as hook(state, grad, output=None)",
+        )
+    sharded = [unit for unit in units if isinstance(unit, Handle)]
+    if sharded and not has_output:
+        second = "a bucket" if _is_of_ddp(signature) else "gradients"
+        raise ConfigError(
+            f"the hook takes a state and {second} only, and a sharded module keeps no whole gradients: "
+            "it needs a place for this rank's slice",
+            at=sharded[0].described,
+            fix="write it as hook(state, grad, output=None); such hooks serve replicated modules too",
+        )
+    if len(sharded) < len(units) and not has_none:
+        raise ConfigError(
+            "the hook needs an output, and a replicated module keeps the whole of its gradients",
+            fix="write it as hook(state, grad, output=None), and average in place without an output",
+        )
+    returned = signature.return_annotation
+    # What is no class, such as Future[torch.Tensor] or a string, says too little.
+    if _is_of_ddp(signature) and returned in (int, float, bool, str, torch.Tensor, None):
+        raise ConfigError(
+            f"the hook is annotated to return {getattr(returned, '__name__', returned)}, and a bucket needs a future",
+            fix="return a torch.futures.Future[torch.Tensor] of the averages, and annotate it so or not at all",
+        )
+    return _is_of_ddp(signature)
+
+
+def _agree(
+    module: nn.Module,
+    units: Mapping[ReducingUnit, Ranks],
+    caller: str,
+    registration: Registration | None,
+    failure: ComposableError | None,
+) -> None:
+    """Go on only if every rank does the same with the same hook; else raise, ``failure`` first. Collective."""
+    first = f"{caller} of {'a wrong hook' if registration is None else registration.name} on {class_name(module)}"
+    # Parts first, so that the whole hears of their failures; of what only they have they know.
+    lines = {ranks: [first] for ranks in sorted(units.values(), key=lambda ranks: ranks.order)}
+    for unit, ranks in units.items():
+        lines[ranks].append(f"for {params_of(unit)}")
+    compare_in_each(
+        {ranks: "\n".join(own) for ranks, own in lines.items()},
+        failure,
+        what="the ranks register or remove different communication hooks",
+        fix="do the same on every rank",
+    )
+
+
+def params_of(unit: ReducingUnit) -> list[str]:
+    """Return the FQNs of what ``unit`` reduces."""
+    if isinstance(unit, Handle):
+        return [unit.fqn_of(param) for param in unit.params]
+    return [item.fqn for item in unit.params]

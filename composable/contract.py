@@ -23,7 +23,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overloa
 import torch
 from torch import nn
 
-from composable.argument_hints import check_call
+from composable.arguments import check_call
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fqns import NamedTree, check_same_fqns, describe_module
 

@@ -8,22 +8,26 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
+from composable.annotated_module import ClassSwap, original_class, place_of
 from composable.arguments import check_bool, check_device, check_module, described
-from composable.class_swap import ClassSwap, original_class
 from composable.errors import ConfigError, UsageError, located, place_of_rank
-from composable.fqns import describe_module
-from composable.frames import is_asked_by_pipeline
-from composable.fsdp_settings import FSDPSettings, handles_of, managed, roots_of
-from composable.reduction_control import ReductionControl
-from composable.runtime import FullyShardState, call_as_forward, copy_module, handle_of_module, sharded_state_of
+from composable.fsdp_settings import GatherSettings, ReductionSettings, handles_of, managed, roots_of
+from composable.runtime import FullyShardState, call_as_forward, copy_module, sharded_state_of
 from composable.storage import FlatBuffer, Handle, MarkedMemory, ShardedParam
 
-__all__ = ["FSDPModule", "UnshardHandle", "add_mixin", "register_fsdp_forward_method", "remove_mixin"]
+__all__ = [
+    "REFUSED_SETTERS",
+    "FSDPModule",
+    "UnshardHandle",
+    "add_mixin",
+    "register_fsdp_forward_method",
+    "remove_mixin",
+]
 
 
 class UnshardHandle:
@@ -43,22 +47,17 @@ class UnshardHandle:
             scheduler.unshard(handle)
 
 
-class FSDPModule(FSDPSettings, ReductionControl):
+class FSDPModule(GatherSettings, ReductionSettings):
     """Mixin of every fully sharded module, annotated by hand or picked by a policy."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # `sequential[:2]` builds `type(sequential)(...)`: the slice is a plain container again.
-        return original_class(cls)(*args, **kwargs)
+    _composable_kind = "sharded"
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         return copy_module(managed(self)[0], original_class(type(self)), memo)
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise UsageError(
-            "a sharded module cannot be pickled as a whole",
-            at=f"{place_of_rank()}, {describe_module(managed(self)[0])}",
-            fix="save its state_dict() with torch.distributed.checkpoint; copy.deepcopy copies it",
-        )
+    def _check_split_backward(self) -> None:
+        for root in roots_of(self, recurse=True):
+            root.scheduler.backwards.check_split_backward()
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
         """Move parameters and buffers to ``device`` without their values, as ``nn.Module.to_empty`` does.
@@ -111,17 +110,6 @@ class FSDPModule(FSDPSettings, ReductionControl):
             handle.attach()
         return self
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return what ``nn.Module.parameters`` does.
-
-        Raises:
-            UsageError: A stage of torch's pipelines asks, that takes gradients of inputs and of parameters apart.
-        """
-        if is_asked_by_pipeline():
-            for root in roots_of(self, recurse=True):
-                root.scheduler.backwards.check_split_backward()
-        return super().parameters(recurse)  # type: ignore[misc,no-any-return]  # of nn.Module, further down the MRO
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero, as of any module: also while modules hold unsharded parameters.
 
@@ -131,14 +119,11 @@ class FSDPModule(FSDPSettings, ReductionControl):
         if any(root.scheduler.is_deferred for root in roots_of(self, recurse=True)):
             raise UsageError(
                 "zero_grad while gradients wait for the last backward",
-                at=f"{place_of_rank()}, {describe_module(managed(self)[0])}",
+                at=place_of(self),
                 fix="call finalize_backward() before, or reset_iter_state() to drop them",
             )
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of the module's own class, which comes after this one
-        handles = {
-            handle: None for module in managed(self)[0].modules() if (handle := handle_of_module(module)) is not None
-        }
-        for param in [param for handle in handles for param in handle.params]:
+        for param in [param for handle in handles_of(self, recurse=True) for param in handle.params]:
             grad = param.sharded.grad
             if grad is not None and set_to_none:
                 param.sharded.grad = None
@@ -176,6 +161,27 @@ class FSDPModule(FSDPSettings, ReductionControl):
             scheduler.reshard(handle)
 
 
+# What torch's class has and this library has no use for: why, and ``False`` is taken.
+REFUSED_SETTERS = {
+    "set_allocate_memory_from_process_group_for_comm": "parameters are gathered in torch's memory, not staged",
+    "set_symm_mem_for_comm": "parameters are gathered in torch's memory, not staged",
+    "_set_unshard_async_op": "gathers run on a stream of their own, and allocate there",
+}
+
+
+def _refusal(name: str, why: str) -> Callable[[object, object], None]:
+    def refuse(self: object, value: object = True) -> None:
+        if value is not False:
+            raise ConfigError(f"{name}({described(value)}): {why}", at=place_of(self), fix="leave the call out")
+
+    refuse.__doc__ = f"Refuse all but False: {why}."
+    return refuse
+
+
+for _name, _why in REFUSED_SETTERS.items():
+    setattr(FSDPModule, _name, _refusal(_name, _why))
+
+
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let a method of a fully sharded module, say ``encode``, find its parameters unsharded as its forward does.
 
@@ -194,7 +200,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if function is None:
         raise ConfigError(
             f"register_fsdp_forward_method got {described(method_name)}, which is no method",
-            at=f"{place_of_rank()}, {describe_module(module)}",
+            at=place_of(module),
             fix="pass the name of a method that its class defines",
         )
 

@@ -1,24 +1,34 @@
 """What users set on a fully sharded module once it is annotated.
 
-Names and arguments are torch's. What a device, a backend or this library cannot do is an error that
-says so. Settings that hold for each handle are kept on the handle, those of a whole tree on its root's
-state; a deep copy has them too, and ``unannotate`` drops them. Every rank sets alike.
+Names and arguments are torch's. Settings that hold for each handle are kept on the handle, those of a whole tree on
+its root's state; a deep copy has them too, and ``unannotate`` drops them. Every rank sets alike.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
-from composable.arguments import described
-from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.annotated_module import AnnotatedModule, place_of
+from composable.arguments import check_bool, check_number, described
+from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward, modules_in_call
 from composable.runtime import FullyShardState, Root, Scheduler, handle_of_module, sharded_state_of, streams_for
 from composable.storage import Handle
 
-__all__ = ["FSDPSettings", "GradientReductionHandle", "handles_of", "managed", "roots_of", "share_comm_ctx"]
+__all__ = [
+    "GatherSettings",
+    "GradientReductionHandle",
+    "ReductionSettings",
+    "handles_of",
+    "managed",
+    "roots_of",
+    "share_comm_ctx",
+]
 
 
 class GradientReductionHandle:
@@ -46,54 +56,8 @@ class GradientReductionHandle:
         scheduler.end_finalize()
 
 
-class FSDPSettings:
-    """The part of ``FSDPModule`` that sets something, or ends a backward by hand."""
-
-    # For each handle
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose whether the next backwards reduce gradients, or keep them unsharded for a later one.
-
-        Without it gradients stay in full size on every rank.
-
-        Args:
-            requires_gradient_sync: Reduce at the end of each handle's backward.
-            recurse: Also in fully sharded modules below.
-
-        Raises:
-            ConfigError: ``requires_gradient_sync`` is no bool.
-        """
-        for handle in _checked(
-            self, "set_requires_gradient_sync", recurse=recurse, requires_gradient_sync=requires_gradient_sync
-        ):
-            handle.requires_gradient_sync = requires_gradient_sync
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Choose whether the next backwards sum up gradients over the ranks that hold copies of shards.
-
-        Without it gradients are reduced over the ranks of a shard only, and their shards wait, in ``reduce_dtype``,
-        for a backward with it, or ``reduce_gradients``: between hosts one all-reduce for all micro-batches. Until then
-        ``grad`` is what it was, and steps and norms are errors. Every rank chooses the same.
-
-        Args:
-            requires_all_reduce: Sum up at the end of each handle's backward.
-            recurse: Also in fully sharded modules below.
-
-        Raises:
-            ConfigError: ``requires_all_reduce`` is no bool; or False on a mesh of one dim.
-        """
-        handles = _checked(self, "set_requires_all_reduce", recurse=recurse, requires_all_reduce=requires_all_reduce)
-        if not requires_all_reduce and not all(handle.grid.is_hybrid for handle in handles):
-            is_spread = any(handle.fills_secondary for handle in handles)
-            why = "there is none with HYBRID_SHARD_OPTIM" if is_spread else "gradients of a 1-D mesh need none"
-            raise _refused(
-                self,
-                f"set_requires_all_reduce(False) leaves out an all-reduce, and {why}",
-                fix="call set_requires_gradient_sync(False) to accumulate without any reduction",
-            )
-        for handle in handles:
-            for flat in handle.buffers:
-                flat.routes.kept.defers = not requires_all_reduce
+class GatherSettings(AnnotatedModule):
+    """The part of ``FSDPModule`` that sets when and how parameters are gathered and freed."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether parameters are freed between forward and backward.
@@ -102,9 +66,7 @@ class FSDPSettings:
             reshard_after_forward: Free them, and all-gather again in backward.
             recurse: Also in fully sharded modules below.
         """
-        for handle in _checked(
-            self, "set_reshard_after_forward", recurse=recurse, reshard_after_forward=reshard_after_forward
-        ):
+        for handle in _chosen(self, recurse, reshard_after_forward=reshard_after_forward):
             handle.reshard_option = handle.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -114,14 +76,8 @@ class FSDPSettings:
         whether the unsharded values are still those of the shards on every rank, and gathers what is not, so an
         optimizer step, a load or any other write in between needs no call of ``reshard``: the ranks send
         each other one small message, and a device is waited for. It pays where several backwards share a step.
-
-        Args:
-            reshard_after_backward: Free them.
-            recurse: Also in fully sharded modules below.
         """
-        for handle in _checked(
-            self, "set_reshard_after_backward", recurse=recurse, reshard_after_backward=reshard_after_backward
-        ):
+        for handle in _chosen(self, recurse, reshard_after_backward=reshard_after_backward):
             handle.reshard_after_backward = reshard_after_backward
         if reshard_after_backward:
             for root in roots_of(self, recurse=recurse):
@@ -134,8 +90,113 @@ class FSDPSettings:
         A forward that lets autograd save one of the parameters is a ``UsageError`` then: backward would read
         freed memory. Not recursive.
         """
-        for handle in _checked(self, "set_unshard_in_backward", recurse=False, unshard_in_backward=unshard_in_backward):
+        for handle in _chosen(self, False, unshard_in_backward=unshard_in_backward):
             handle.unshard_in_backward = unshard_in_backward
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Choose whether the unsharded parameters' memory stays allocated, at one address, while they are sharded.
+
+        The values are gathered as ever. False frees it at once where nothing is unsharded.
+        """
+        handles = _chosen(self, recurse, keep=keep)
+        for handle in handles:
+            handle.keeps_storage = keep
+        for root in () if keep else roots_of(self, recurse=recurse):
+            for handle in root.handles:
+                if handle in handles:
+                    root.scheduler.free_kept(handle)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
+        """Choose what to all-gather while this module's forward runs, in order.
+
+        Replaces the recorded order for this module; an empty list switches prefetch off.
+        """
+        ahead = _prefetched(self, modules, "set_modules_to_forward_prefetch")
+        for handle in handles_of(self, recurse=False):
+            handle.forward_prefetch = ahead
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
+        """Choose what to all-gather while this module's backward runs, in order.
+
+        Replaces the recorded order for this module; an empty list switches prefetch off.
+        """
+        ahead = _prefetched(self, modules, "set_modules_to_backward_prefetch")
+        for handle in handles_of(self, recurse=False):
+            handle.backward_prefetch = ahead
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next forward's gathers wait for an event, and not for the whole current stream; root only.
+
+        Record it after the optimizer step, anew for each step: it is used once. On the CPU, where a step has ended
+        when it returns, nothing waits.
+
+        Raises:
+            UsageError: Not the root.
+            ConfigError: ``event`` is no event of torch.
+        """
+        state = _root_state(self, "set_post_optim_event")
+        device = state.grid.shard.device
+        if not isinstance(event, (torch.Event, torch.get_device_module(device).Event)):
+            raise _refused(self, f"set_post_optim_event got {described(event)}", "pass a recorded torch.Event")
+        if device.type != "cpu":
+            state.settings.post_optim_event = event
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Let ``comm`` gather the parameters, in place of the transport; ``None``: as before.
+
+        The unsharded buffer's memory is the library's, so what ``comm`` allocates is for staging: the shard is copied
+        in, the parameters are copied out. It is not called on one rank, nor where there is nothing to gather.
+        Not recursive.
+
+        Args:
+            comm: As torch's ``AllGather``: ``allocate(size, *, dtype, device)`` returns a tensor, and a call with
+                ``output_tensor``, ``input_tensor``, ``group`` and ``async_op=False`` returns ``None`` or a ``Work``.
+
+        Raises:
+            ConfigError: ``comm`` has no ``allocate`` or cannot be called.
+        """
+        _change(self, all_gather=_checked_comm(comm))
+
+
+class ReductionSettings(AnnotatedModule):
+    """The part of ``FSDPModule`` that sets how gradients are reduced, or ends a backward by hand."""
+
+    # For each handle
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Choose whether the next backwards reduce gradients, or keep them unsharded for a later one.
+
+        Without it gradients stay in full size on every rank.
+
+        Args:
+            requires_gradient_sync: Reduce at the end of each handle's backward.
+            recurse: Also in fully sharded modules below.
+        """
+        for handle in _chosen(self, recurse, requires_gradient_sync=requires_gradient_sync):
+            handle.requires_gradient_sync = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Choose whether the next backwards sum up gradients over the ranks that hold copies of shards.
+
+        Without it gradients are reduced over the ranks of a shard only, and their shards wait, in ``reduce_dtype``,
+        for a backward with it, or ``reduce_gradients``: between hosts one all-reduce for all micro-batches. Until then
+        ``grad`` is what it was, and steps and norms are errors.
+
+        Raises:
+            ConfigError: False on a mesh of one dim.
+        """
+        handles = _chosen(self, recurse, requires_all_reduce=requires_all_reduce)
+        if not requires_all_reduce and not all(handle.grid.is_hybrid for handle in handles):
+            is_spread = any(handle.fills_secondary for handle in handles)
+            why = "there is none with HYBRID_SHARD_OPTIM" if is_spread else "gradients of a 1-D mesh need none"
+            raise _refused(
+                self,
+                f"set_requires_all_reduce(False) leaves out an all-reduce, and {why}",
+                "call set_requires_gradient_sync(False) to accumulate without any reduction",
+            )
+        for handle in handles:
+            for flat in handle.buffers:
+                flat.routes.kept.defers = not requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Choose what gets a parameter that no rank used, in a module that ran: zeros (True), or no gradient.
@@ -147,15 +208,12 @@ class FSDPSettings:
             ConfigError: False, and the module was annotated with ``unused_gradients='zero'``: its ranks
                 do not tell each other which parameters they used.
         """
-        method = "set_reduce_scatter_unused_params"
-        handles = _checked(self, method, recurse=recurse, reduce_scatter_unused_params=reduce_scatter_unused_params)
+        handles = _chosen(self, recurse, reduce_scatter_unused_params=reduce_scatter_unused_params)
         always = [handle for handle in handles if handle.plan.unused_gradients == "zero"]
         if always and not reduce_scatter_unused_params:
-            raise _refused(
-                self,
-                f"{method}(False) on {always[0].described}, annotated with unused_gradients='zero'",
-                fix="annotate it with unused_gradients='none'",
-            )
+            what = f"on {always[0].described}, annotated with unused_gradients='zero'"
+            what = f"set_reduce_scatter_unused_params(False) {what}"
+            raise _refused(self, what, "annotate it with unused_gradients='none'")
         for handle in handles:
             handle.fill_unused(fills=reduce_scatter_unused_params)
 
@@ -168,10 +226,10 @@ class FSDPSettings:
         Raises:
             ConfigError: ``max_input_buffers`` is no int of at least 1.
         """
-        method = "set_reduce_scatter_max_input_buffers"
-        handles = _checked(self, method, recurse=recurse)
+        handles = _chosen(self, recurse)
         if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool) or max_input_buffers < 1:
-            raise _refused(self, f"{method} got {described(max_input_buffers)}", fix="pass an int of at least 1")
+            what = f"set_reduce_scatter_max_input_buffers got {described(max_input_buffers)}"
+            raise _refused(self, what, "pass an int of at least 1")
         for handle in handles:
             handle.gradient_buffers = max_input_buffers
 
@@ -180,46 +238,86 @@ class FSDPSettings:
 
         One group for all handles of a root with the same ranks, of the same backend, made when its
         first reduce-scatter starts; False goes back to the group of the gathers. On gloo, where the transport
-        ``point_to_point`` serves few ranks, it replaces that for reduce-scatters. Every rank alike.
+        ``point_to_point`` serves few ranks, it replaces that for reduce-scatters.
         """
-        for handle in _checked(self, "set_separate_reduce_scatter_group", recurse=recurse, enable=enable):
+        for handle in _chosen(self, recurse, enable=enable):
             handle.scatters_apart = enable
         for root in roots_of(self, recurse=recurse):
             root.connect_scatters()
 
-    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Choose whether the unsharded parameters' memory stays allocated, at one address, while they are sharded.
+    # For the handle of the module itself
 
-        The values are gathered as ever. False frees it at once where nothing is unsharded.
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """Choose what sums of gradients are divided by; the default, and ``None``, is the number of ranks.
+
+        Raises:
+            ConfigError: ``factor`` is no finite number above zero.
+            UsageError: A communication hook divides by itself.
         """
-        handles = _checked(self, "set_keep_unsharded_storage", recurse=recurse, keep=keep)
-        for handle in handles:
-            handle.keeps_storage = keep
-        if not keep:
-            for root in roots_of(self, recurse=recurse):
-                for handle in root.handles:
-                    if handle in handles:
-                        root.scheduler.free_kept(handle)
+        fix = "pass a finite number above zero, or None for the number of ranks"
+        number = None if factor is None else check_number("factor", factor, above=0.0, fix=fix)
+        if number == math.inf:
+            raise ConfigError("factor is inf", at=place_of_rank(), fix=fix)
+        _change(self, divide_factor=number)
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
-        """Choose what to all-gather while this module's forward runs, in order.
+    def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
+        """Do what ``set_gradient_divide_factor`` does; torch's older name of it."""
+        self.set_gradient_divide_factor(factor)
 
-        Replaces the recorded order for this module; an empty list switches prefetch off.
-        Every rank must choose alike.
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Choose whether collectives only add up, and the division is a step of its own.
+
+        For backends whose collectives cannot average. float16 is divided before, as its sums may overflow.
+
+        Raises:
+            UsageError: A communication hook reduces by itself.
         """
-        ahead = _prefetched(self, modules, "set_modules_to_forward_prefetch")
-        for handle in handles_of(self, recurse=False):
-            handle.forward_prefetch = ahead
+        check_bool("enable", enable)
+        _change(self, sums_only=enable)
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
-        """Choose what to all-gather while this module's backward runs, in order.
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], object] | None, *, stream: torch.Stream | None = None
+    ) -> None:
+        """Let ``hook`` change each reduced shard, [S] and averaged, before it becomes the gradient.
 
-        Replaces the recorded order for this module; an empty list switches prefetch off.
-        Every rank must choose alike.
+        It is called once for each reduction of each of the handle's dtypes, in the same order on all ranks, so it may
+        communicate, say to average over copies of the model.
+
+        Args:
+            hook: Called with the shard, which it changes in place; it returns ``None``, or the same shard. What it
+                starts it also waits for. Another result is an error at the end of backward. ``None``: none.
+            stream: Of the device, where it runs; default: where the reductions do.
+
+        Raises:
+            ConfigError: ``hook`` is no function, or ``stream`` none of the module's device.
         """
-        ahead = _prefetched(self, modules, "set_modules_to_backward_prefetch")
-        for handle in handles_of(self, recurse=False):
-            handle.backward_prefetch = ahead
+        if hook is not None and not callable(hook):
+            raise ConfigError(f"hook is {described(hook)}", at=place_of_rank(), fix="pass a function of a tensor")
+        device_type = managed(self)[1].grid.shard.device.type
+        is_known = isinstance(stream, torch.Stream) and stream.device.type == device_type != "cpu"
+        if stream is not None and (hook is None or not is_known):
+            alone = "" if hook else ", and there is no hook"
+            raise ConfigError(
+                f"stream is {described(stream)}, the module is on {device_type}{alone}",
+                at=place_of_rank(),
+                fix="pass a stream of the module's device together with a hook; the CPU has none",
+            )
+        _change(self, all_reduce_hook=hook, all_reduce_stream=stream)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Let ``comm`` add up gradients, in place of the transport; ``None``: as before.
+
+        Gradients are copied into what ``comm`` allocates, and the sum is copied out and divided; float16 is divided
+        before. It is not called on one rank, nor where there is nothing to reduce. Not recursive.
+
+        Args:
+            comm: As torch's ``ReduceScatter``: as for ``set_custom_all_gather``, and ``op`` is always ``SUM``.
+
+        Raises:
+            ConfigError: ``comm`` has no ``allocate`` or cannot be called.
+            UsageError: A communication hook reduces by itself.
+        """
+        _change(self, reduce_scatter=_checked_comm(comm))
 
     # For the whole tree
 
@@ -231,7 +329,7 @@ class FSDPSettings:
         between, it is neither to be read nor changed nor dropped, and hooks on it have not run. Errors that ranks
         tell each other come then, too. Of the whole tree, whichever of its modules it is called on.
         """
-        _check(self, "set_is_last_backward", is_last_backward=is_last_backward)
+        check_bool("is_last_backward", is_last_backward)
         managed(self)[1].outermost().settings.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -242,13 +340,16 @@ class FSDPSettings:
         Raises:
             UsageError: Not the root; or gradients wait for being finalized, or a backward is running.
         """
-        method = "set_manual_backward_finalization"
-        _check(self, method, enabled=enabled)
-        state = _root_state(self, method)
+        check_bool("enabled", enabled)
+        state = _root_state(self, "set_manual_backward_finalization")
         if enabled == state.settings.finalizes_by_hand:
             return
         if in_backward() or (state.root is not None and state.root.scheduler.is_deferred):
-            raise _untimely(self, f"{method} between a backward and its end", fix="call finalize_backward() first")
+            raise UsageError(
+                "set_manual_backward_finalization between a backward and its end",
+                at=place_of(self),
+                fix="call finalize_backward() first",
+            )
         state.settings.finalizes_by_hand = enabled
 
     @overload
@@ -275,13 +376,11 @@ class FSDPSettings:
             UsageError: Not the root; a forward or backward is running; the last one was not waited for; or what a
                 backward raises at its end.
         """
-        _check(self, "finalize_backward", async_op=async_op)
-        state = _root_state(self, "finalize_backward")
-        _check_idle(self, state, "finalize_backward")
-        if state.root is None:
-            return GradientReductionHandle(None) if async_op else None
-        scheduler = state.root.scheduler
-        scheduler.finalize()
+        check_bool("async_op", async_op)
+        state = _idle_root_state(self, "finalize_backward")
+        scheduler = None if state.root is None else state.root.scheduler
+        if scheduler is not None:
+            scheduler.finalize()
         handle = GradientReductionHandle(scheduler)
         if async_op:
             return handle
@@ -298,67 +397,9 @@ class FSDPSettings:
         Raises:
             UsageError: Not the root, or inside a forward or backward.
         """
-        state = _root_state(self, "reset_iter_state")
-        _check_idle(self, state, "reset_iter_state")
+        state = _idle_root_state(self, "reset_iter_state")
         if state.root is not None:
             state.root.scheduler.abandon_step(always=True)
-
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next forward's gathers wait for an event, and not for the whole current stream; root only.
-
-        Record it after the optimizer step, anew for each step: it is used once. On the CPU, where a step has ended
-        when it returns, nothing waits.
-
-        Raises:
-            UsageError: Not the root.
-            ConfigError: ``event`` is no event of torch.
-        """
-        state = _root_state(self, "set_post_optim_event")
-        device = state.grid.shard.device
-        if not isinstance(event, (torch.Event, torch.get_device_module(device).Event)):
-            raise _refused(self, f"set_post_optim_event got {described(event)}", fix="pass a recorded torch.Event")
-        if device.type != "cpu":
-            state.settings.post_optim_event = event
-
-    # What this library has no use for
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Take False only: what is sent and received lies in memory of torch's allocator.
-
-        Raises:
-            ConfigError: ``enable`` is True.
-        """
-        method = "set_allocate_memory_from_process_group_for_comm"
-        _check(self, method, enable=enable)
-        if enable:
-            raise _refused(
-                self,
-                f"{method}(True): parameters are gathered where they are used, in torch's memory, not staged",
-                fix="leave the call out",
-            )
-
-    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Refuse: parameters are gathered where they are used, in torch's memory, not in symmetric memory.
-
-        Raises:
-            ConfigError: Always.
-        """
-        managed(self)
-        raise _refused(
-            self,
-            f"set_symm_mem_for_comm({described(backend)}): parameters are gathered in torch's memory, not staged",
-            fix="leave the call out",
-        )
-
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Take False only: gathers run, and allocate, on a stream of their own."""
-        _check(self, "_set_unshard_async_op", async_op=async_op)
-        if async_op:
-            raise _refused(
-                self,
-                "_set_unshard_async_op(True): gathers run on a stream of their own, and allocate there",
-                fix="leave the call out; set_keep_unsharded_storage(True) keeps memory from moving",
-            )
 
 
 def share_comm_ctx(modules: Sequence[Any]) -> None:
@@ -374,7 +415,7 @@ def share_comm_ctx(modules: Sequence[Any]) -> None:
     if not isinstance(modules, Sequence) or isinstance(modules, str | nn.Module):
         raise ConfigError(f"share_comm_ctx got {described(modules)}", at=place_of_rank(), fix="pass a list of modules")
     for module in modules:
-        if not isinstance(module, FSDPSettings):
+        if not isinstance(module, GatherSettings):
             raise ConfigError(
                 f"share_comm_ctx got {described(module)}, which is not fully sharded",
                 at=place_of_rank(),
@@ -406,7 +447,7 @@ def managed(module: object) -> tuple[nn.Module, FullyShardState]:
     Raises:
         UsageError: None does any more.
     """
-    assert isinstance(module, nn.Module)
+    assert isinstance(module, nn.Module), "the mixins are on modules only"
     state = sharded_state_of(module)
     if state is None:
         raise UsageError(
@@ -418,77 +459,79 @@ def managed(module: object) -> tuple[nn.Module, FullyShardState]:
 def handles_of(module: object, *, recurse: bool) -> list[Handle]:
     """Return the handles of ``module``, with ``recurse`` also those below it, in DFS order."""
     own, _ = managed(module)
-    found: dict[Handle, None] = {}
-    for submodule in own.modules() if recurse else (own,):
-        handle = handle_of_module(submodule)
-        if handle is not None:
-            found[handle] = None
-    return list(found)
+    found = map(handle_of_module, own.modules() if recurse else (own,))
+    return list(dict.fromkeys(handle for handle in found if handle is not None))
 
 
 def roots_of(module: object, *, recurse: bool) -> list[Root]:
     """Return the roots, as far as they are decided, of ``module``, with ``recurse`` also of those below it."""
     own, _ = managed(module)
-    states = [sharded_state_of(submodule) for submodule in (own.modules() if recurse else (own,))]
-    roots = [state.root for state in states if state is not None and state.root is not None]
-    return list(dict.fromkeys(roots))
+    states = map(sharded_state_of, own.modules() if recurse else (own,))
+    return list(dict.fromkeys(state.root for state in states if state is not None and state.root is not None))
 
 
-def _check(module: object, method: str, **switches: object) -> None:
-    """Raise ``ConfigError`` unless each of ``switches`` is a bool."""
+def _chosen(module: object, recurse: bool, **switches: object) -> list[Handle]:
+    """Return the handles that a setter is for; raise ``ConfigError`` unless all of ``switches`` are bools."""
     managed(module)
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            what = f"{name} is {described(value)}, not a bool, in {method}"
-            raise _refused(module, what, fix="pass True or False")
-
-
-def _checked(module: object, method: str, *, recurse: bool, **switches: object) -> list[Handle]:
-    """Return the handles that a setter is for; its switches are bools."""
-    _check(module, method, **switches, recurse=recurse)
+    for name, value in {**switches, "recurse": recurse}.items():
+        check_bool(name, value)
     return handles_of(module, recurse=recurse)
 
 
-def _root_state(module: object, method: str) -> FullyShardState:
-    """Return the state of ``module``, which is the root.
+def _change(module: object, **changes: Any) -> None:
+    """Change what the user chose for the handle of ``module``; nothing where it has no parameters of its own."""
+    for handle in handles_of(module, recurse=False):
+        with located(f"{place_of_rank()}, {handle.described}"):
+            handle.communicate_by(replace(handle.comms, **changes))
 
-    Raises:
-        UsageError: It is not.
-    """
+
+def _checked_comm(comm: Any) -> Any:
+    if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
+        raise ConfigError(
+            f"comm is {described(comm)}",
+            at=place_of_rank(),
+            fix="pass an object with allocate(size, *, dtype, device) that can be called as torch's AllGather or "
+            "ReduceScatter is",
+        )
+    return comm
+
+
+def _root_state(module: object, method: str) -> FullyShardState:
+    """Return the state of ``module``; raise ``UsageError`` unless it is the root."""
     own, state = managed(module)
     outer = state.outermost()
     if state is not outer or own not in state.modules:
         names = ", ".join(map(describe_module, outer.modules))
-        raise _untimely(own, f"{method} is for the root, where forward starts", fix=f"call it on {names}")
+        what = f"{method} is for the root, where forward starts"
+        raise UsageError(what, at=place_of(own), fix=f"call it on {names}")
     return state
 
 
-def _check_idle(module: object, state: FullyShardState, method: str) -> None:
+def _idle_root_state(module: object, method: str) -> FullyShardState:
+    """Do what ``_root_state`` does; raise also inside of a forward or backward."""
+    state = _root_state(module, method)
     running = {one for own in state.modules for one in own.modules()} & {*modules_in_call()}
     if running or in_backward():
         what = f"{method} inside a {'forward' if running else 'backward'}"
-        raise _untimely(module, what, fix="call it after backward, outside of any forward")
+        raise UsageError(what, at=place_of(module), fix="call it after backward, outside of any forward")
+    return state
 
 
-def _refused(module: object, what: str, *, fix: str) -> ConfigError:
-    return ConfigError(what, at=f"{place_of_rank()}, {describe_module(managed(module)[0])}", fix=fix)
-
-
-def _untimely(module: object, what: str, *, fix: str) -> UsageError:
-    return UsageError(what, at=f"{place_of_rank()}, {describe_module(managed(module)[0])}", fix=fix)
+def _refused(module: object, what: str, fix: str) -> ConfigError:
+    return ConfigError(what, at=place_of(module), fix=fix)
 
 
 def _prefetched(module: object, modules: Sequence[object], setter: str) -> tuple[Handle, ...]:
     managed(module)
     if not isinstance(modules, Sequence):
-        raise _refused(module, f"{setter} got {type(modules).__name__}", fix="pass a list of modules")
+        raise _refused(module, f"{setter} got {type(modules).__name__}", "pass a list of modules")
     ahead: list[Handle] = []
     for other in modules:
-        if not isinstance(other, FSDPSettings):
+        if not isinstance(other, GatherSettings):
             raise _refused(
                 module,
                 f"{setter} got {type(other).__name__}, which is not fully sharded",
-                fix="pass modules that fully_shard annotated or its policy picked",
+                "pass modules that fully_shard annotated or its policy picked",
             )
         ahead += handles_of(other, recurse=False)
     return tuple(ahead)

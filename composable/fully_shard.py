@@ -7,9 +7,8 @@ Source: ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277.
 """
 
 import functools
-import gc
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -18,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import _traversal_utils
-from composable.arguments import check_bool, check_outside_inference, readable_twice
+from composable.arguments import check_bool, check_outside_inference, described, readable_twice
 from composable.casts import keep_dtype
+from composable.claims import take_charge
 from composable.collectives import (
     DataParallelMeshDims,
     GroupOrPair,
@@ -56,7 +56,6 @@ from composable.planning import (
 )
 from composable.policies import PolicyLike
 from composable.ragged import RaggedDTensor
-from composable.registrations import take_charge
 from composable.replication import ReplicateState
 from composable.runtime import FullyShardState, follow_inputs, register_fully_shard_hooks
 from composable.saving import register_load_check, register_room
@@ -76,9 +75,43 @@ from composable.storage import (
 )
 from composable.wording import list_text
 
-__all__ = ["fully_shard"]
+__all__ = ["HandleOptions", "fully_shard"]
 
 ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
+
+
+@dataclass(frozen=True)
+class HandleOptions:
+    """How the handles of one ``fully_shard`` cut, gather and reduce their parameters, beside what most models want.
+
+    Attributes:
+        align: Where a parameter may be cut, by FQN below the module, or by a function of the FQN and the parameter
+            (``None``: as without). ``row``, the default: between rows where that costs at most 1 % of padding, and
+            anywhere else. ``element``: anywhere. ``tensor``: nowhere, one rank holds it whole. A number n: between
+            blocks of n rows. The last two hold whatever the padding, which the plan shows.
+        shard_as_bytes: Classes of quantised, frozen parameters, with packed storage and state beside it: the storage is
+            sharded and gathered bit by bit, the state stays whole on every rank, which has to have the same one.
+            Classes that define ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` need not be named; see
+            docs/subclasses.md.
+        transport: ``auto``, ``process_group`` or ``point_to_point``.
+        follows_parent: Gather, free and reduce the module with the fully sharded module around it, whether it is
+            called or not: ranks may call it or leave it out, and call several in any order. ``None``: where it is
+            annotated on fewer ranks than the root, as experts are. Where no module around has parameters of its
+            own, or it is called from elsewhere, it is gathered when it is called. See docs/experts.md.
+        unused_gradients: What a parameter gets that no rank has a gradient for. ``none``: its ``grad`` stays
+            as it is, as in one process; at the end of each backward ranks tell each other with one small
+            message. ``zero``: a zero gradient, without the message; optimizers then move the parameter by
+            momentum and weight decay, and a gradient that arrives after its module was reduced is an error.
+    """
+
+    align: AlignLike | None = None
+    shard_as_bytes: Collection[type[torch.Tensor]] = ()
+    transport: str = "auto"
+    follows_parent: bool | None = None
+    unused_gradients: str = "none"
+
+
+NO_OPTIONS = HandleOptions()
 
 
 @contract(FullyShardState, incompatible=("replicate",))
@@ -96,14 +129,10 @@ def fully_shard(
     offload_policy: OffloadPolicy = NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
-    unused_gradients: str = "none",
-    follows_parent: bool | None = None,
-    align: AlignLike | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     param_init_fn: ParamInitFn | None = None,
     sync_module_states: bool = False,
-    shard_as_bytes: Collection[type[torch.Tensor]] = (),
-    transport: str = "auto",
+    options: HandleOptions = NO_OPTIONS,
 ) -> ModuleT:
     """Shard the parameters of ``module`` over the ranks of ``mesh``.
 
@@ -146,18 +175,6 @@ def fully_shard(
         ignored_params: Parameters to leave alone. One list may serve several calls: what is elsewhere is not looked
             at, and the plan names what is ignored.
         ignored_modules: Modules to leave alone with all below them; the same.
-        unused_gradients: What a parameter gets that no rank has a gradient for. ``none``: its ``grad`` stays
-            as it is, as in one process; at the end of each backward ranks tell each other with one small
-            message. ``zero``: a zero gradient, without the message; optimizers then move the parameter by
-            momentum and weight decay, and a gradient that arrives after its module was reduced is an error.
-        follows_parent: Gather, free and reduce ``module`` with the fully sharded module around it, whether it is
-            called or not: ranks may call it or leave it out, and call several in any order. ``None``: where it is
-            annotated on fewer ranks than the root, as experts are. Where no module around has parameters of its
-            own, or it is called from elsewhere, it is gathered when it is called. See docs/experts.md.
-        align: Where a parameter may be cut, by FQN below ``module``, or by a function of the FQN and the parameter
-            (``None``: as without). ``row``, the default: between rows where that costs at most 1 % of padding, and
-            anywhere else. ``element``: anywhere. ``tensor``: nowhere, one rank holds it whole. A number n: between
-            blocks of n rows. The last two hold whatever the padding, which the plan shows.
         shard_placement_fn: As torch's ``fully_shard`` takes it: a function of a parameter that returns ``Shard(dim)``
             or ``None``. The parameter is cut between slices of that dim only, and lies in memory with that dim
             outermost: the unsharded parameter is a view of its shape that is not contiguous unless the dim is 0.
@@ -171,11 +188,7 @@ def fully_shard(
             first rank of the mesh. Other ranks may be on the meta device, and then never hold a
             whole parameter; theirs are made by ``param_init_fn`` where it is given, and
             overwritten. Ignored modules and those annotated before are left alone.
-        shard_as_bytes: Classes of quantised, frozen parameters, with packed storage and state beside it: the storage is
-            sharded and gathered bit by bit, the state stays whole on every rank, which has to have the same one.
-            Classes that define ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` need not be named; see
-            docs/subclasses.md.
-        transport: ``auto``, ``process_group`` or ``point_to_point``.
+        options: How handles cut, gather and reduce, where that is not what most models want.
 
     Returns:
         ``module``, the same object; it and every fully sharded module is now also an ``FSDPModule``.
@@ -199,54 +212,58 @@ def fully_shard(
     if is_spread(strategy):
         state.mesh, state.grid = state.grid.spread(state.mesh)
     _check_pairs(state)
-    state.transport_choice = transport
-    transport_name = choose_transport_for(state.grid.shard, transport)
+    state.transport_choice = options.transport if isinstance(options, HandleOptions) else "auto"
+    transport_name = choose_transport_for(state.grid.shard, state.transport_choice)
     ignored_params, ignored_modules = readable_twice(ignored_params), readable_twice(ignored_modules)
     is_collective = sync_module_states is not False or param_init_fn is not None
     members: Sequence[HandleMembers] = ()
-    with _collector_paused():
-        failure: ComposableError | None = None
-        try:
-            check_outside_inference("fully_shard")
-            _check_first_values(param_init_fn, sync_module_states)
-            check_bool("follows_parent", follows_parent, or_none=True)
-            state.follows_parent = follows_parent
-            options = ShardOptions(
-                world_size=(state.grid.inner or state.grid.shard).size,
-                replicas=1 if (copies := state.grid.outer or state.grid.replicas) is None else copies.size,
-                policy=policy,
-                strategy=strategy,
-                reshard_after_forward=reshard_after_forward,
-                ignored_params=ignored_params,
-                ignored_modules=ignored_modules,
-                unused_gradients=unused_gradients,
-                align=align,
-                shard_placement_fn=shard_placement_fn,
-                transport=transport_name,
-                mp_policy=mp_policy,
-                offload_policy=offload_policy,
-                shard_as_bytes=shard_as_bytes,
-                hosts=state.grid.hosts,
-            )
-            state.plan, members = make_plan(module, options)
-            state.ignored_modules = frozenset(ignored_modules or ())
-            state.skipped_modules = skipped_modules(_managed(state), state.plan.mp_policy)
-            state.ignored_slots = _slots_of(state, ignored_params or ())
-            _check_meshes(members, state.mesh)
-            _check_no_gradients(members)
-            _check_optimizers(members)
-            _check_state_is_not_sent(members, is_synced=sync_module_states)
-        except ComposableError as error:
-            if not is_collective:
-                raise
-            failure = error
-        if is_collective:
-            everyone = _model_ranks(state).everyone
-            _compare_calls(state, everyone, param_init_fn, failure, is_synced=sync_module_states)
-            built = _build_filled(state, everyone, members, param_init_fn, is_synced=sync_module_states)
-        else:
-            built = _build(state, members)
-        _execute(state, members, built)
+    failure: ComposableError | None = None
+    try:
+        check_outside_inference("fully_shard")
+        if not isinstance(options, HandleOptions):
+            raise ConfigError(f"options is {described(options)}", fix="pass a composable.HandleOptions")
+        if param_init_fn is not None and not callable(param_init_fn):
+            raise ConfigError(f"param_init_fn is {described(param_init_fn)}", fix="pass a function of a module")
+        check_bool("sync_module_states", sync_module_states)
+        check_bool("follows_parent", options.follows_parent, or_none=True)
+        state.follows_parent = options.follows_parent
+        chosen = ShardOptions(
+            world_size=(state.grid.inner or state.grid.shard).size,
+            replicas=1 if (copies := state.grid.outer or state.grid.replicas) is None else copies.size,
+            policy=policy,
+            strategy=strategy,
+            reshard_after_forward=reshard_after_forward,
+            ignored_params=ignored_params,
+            ignored_modules=ignored_modules,
+            unused_gradients=options.unused_gradients,
+            align=options.align,
+            shard_placement_fn=shard_placement_fn,
+            transport=transport_name,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            shard_as_bytes=options.shard_as_bytes,
+            hosts=state.grid.hosts,
+        )
+        state.plan, members = make_plan(module, chosen)
+        state.ignored_modules = frozenset(ignored_modules or ())
+        state.skipped_modules = skipped_modules(_managed(state), state.plan.mp_policy)
+        ignored = set(map(id, ignored_params or ()))
+        state.ignored_slots = [
+            (one, name) for one in _managed(state) for name, own in one._parameters.items() if id(own) in ignored
+        ]
+        _check_meshes(members, state.mesh)
+        _check_params(members, is_synced=sync_module_states)
+    except ComposableError as error:
+        if not is_collective:
+            raise
+        failure = error
+    if is_collective:
+        everyone = _model_ranks(state).everyone
+        _compare_calls(state, everyone, param_init_fn, failure, is_synced=sync_module_states)
+        built = _build_filled(state, everyone, members, param_init_fn, is_synced=sync_module_states)
+    else:
+        built = _build(state, members)
+    _execute(state, members, built)
     return module
 
 
@@ -266,26 +283,6 @@ def _check_pairs(state: FullyShardState) -> None:
                 )
 
 
-def _check_first_values(param_init_fn: object, sync_module_states: object) -> None:
-    if param_init_fn is not None and not callable(param_init_fn):
-        raise ConfigError(f"param_init_fn is {param_init_fn!r}", fix="pass a function of a module")
-    if not isinstance(sync_module_states, bool):
-        raise ConfigError(f"sync_module_states is {sync_module_states!r}", fix="pass True or False")
-
-
-def _slots_of(state: FullyShardState, params: Iterable[nn.Parameter]) -> list[tuple[nn.Module, str]]:
-    """Return every place below the annotated modules that holds one of ``params``."""
-    wanted = set(map(id, params))
-    if not wanted:
-        return []
-    return [
-        (module, name)
-        for module in managed_modules(state.modules, state.ignored_modules)
-        for name, param in module._parameters.items()
-        if id(param) in wanted
-    ]
-
-
 def _check_meshes(members: Sequence[HandleMembers], mesh: DeviceMesh) -> None:
     """Refuse parameters that are split over ranks that fit no mesh together with ``mesh``."""
     found: list[object] = []  # as long as it is held, it is not made anew
@@ -295,20 +292,16 @@ def _check_meshes(members: Sequence[HandleMembers], mesh: DeviceMesh) -> None:
                 found.append(joined_mesh(mesh, form.node.spec.mesh))
 
 
-def _check_no_gradients(members: Sequence[HandleMembers]) -> None:
-    """Refuse parameters that have gradients: this rank's own, of which no slice is that of their mean."""
-    names = [fqn for one in members for fqn, param in one.originals.items() if param.grad is not None]
-    if names:
+def _check_params(members: Sequence[HandleMembers], *, is_synced: bool) -> None:
+    """Refuse parameters that have what nobody could cut: gradients, an optimizer in backward, state of their own."""
+    originals = [(fqn, param) for one in members for fqn, param in one.originals.items()]
+    # This rank's own gradients, of which no slice is that of their mean.
+    if names := [fqn for fqn, param in originals if param.grad is not None]:
         raise UsageError(
             "parameters have gradients already, which fully_shard would drop",
             at=f"parameter {list_text(names)}",
             fix="step with them first, or drop them: zero_grad()",
         )
-
-
-def _check_optimizers(members: Sequence[HandleMembers]) -> None:
-    """Refuse parameters with an optimizer in backward that could not follow to the sharded ones."""
-    originals = [(fqn, param) for one in members for fqn, param in one.originals.items()]
     if names := [fqn for fqn, param in originals if stepper_of(param) is not None]:
         raise ConfigError(
             "step_in_backward steps on a parameter that fully_shard is about to replace",
@@ -321,32 +314,13 @@ def _check_optimizers(members: Sequence[HandleMembers]) -> None:
             at=f"parameter {list_text(names)}",
             fix="call fully_shard before the first backward after _apply_optimizer_in_backward",
         )
-
-
-def _check_state_is_not_sent(members: Sequence[HandleMembers], *, is_synced: bool) -> None:
-    """Refuse to send packed values to ranks whose scales are their own."""
-    names = [fqn for one in members for fqn, form in one.forms.items() if is_synced and form.kind == "bytes"]
-    if names:
+    # Packed values would go to ranks whose scales are their own.
+    if names := [fqn for one in members for fqn, form in one.forms.items() if is_synced and form.kind == "bytes"]:
         raise ConfigError(
             "sync_module_states does not send the state of parameters that are sharded as bytes",
             at=f"parameter {list_text(names)}",
             fix="load and quantise them alike on every rank, and leave sync_module_states out",
         )
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Keep Python's cycle collector from scanning what is being built, again and again, to find that all of it lives.
-
-    At 1000 handles that was half the time of an annotation.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _model_ranks(state: FullyShardState) -> ModelRanks:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from composable.arguments import check_outside_inference, readable_twice
 from composable.collectives import Grid, Ranks, annotating, check_inside, resolve_ranks
@@ -80,7 +79,6 @@ def replicate(
     param_to_hook_all_reduce: nn.Parameter | None = None,
     device_mesh: DeviceMesh | None = None,
     device_ids: Sequence[int | str | torch.device] | None = None,
-    device_id: int | str | torch.device | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> ModuleT:
     """Train ``module`` on every rank with its own data, as one process would on all of it.
@@ -125,7 +123,6 @@ def replicate(
         device_mesh: Another name of ``mesh``.
         device_ids: The one device of this rank, in a list: checked against the parameters. Tensors among the
             inputs of ``module`` are moved there, unless it is the CPU.
-        device_id: The same device without a list.
         mp_policy: In which dtypes to compute and to average. While a module runs, forward or backward, it holds
             copies of its parameters; the parameters themselves stay what optimizers and state dicts see.
 
@@ -152,13 +149,7 @@ def replicate(
     mesh = device_mesh if mesh is None else mesh
     check_not_joined(modules, "replicate")
     ranks = resolve_ranks(mesh, process_group, [param for module in modules for param in module.parameters()])
-    choices: Choices = Choices()
-    managed: ManagedTensors = ManagedTensors()
-    device: torch.device | None = None
-    delay: tuple[tuple[str, ...], str] | None = None
-    trainable: list[ReducedParam] = []
-    options = BucketOptions()
-    precision: PrecisionPlan = NO_PRECISION
+    planned: _Planned | None = None
     failure: ComposableError | None = None
     try:
         check_outside_inference("replicate")
@@ -174,24 +165,22 @@ def replicate(
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
         )
-        device = choose_device(device_ids, device_id)
+        device = choose_device(device_ids, None)
         state.ignored = find_ignored(modules, ignored_modules, ignored_params)
         managed = find_tensors(modules, state.ignored, ranks.device.type, ranks.numbers)
         precision = plan_precision(modules, state.ignored.modules, managed, as_mixed_precision(mp_policy))
         _check_policy(managed, has_policy=precision is not NO_PRECISION)
         bucketed = [(fqn, p) for fqn, p, _ in managed.params if p.requires_grad and id(p) not in managed.sparse]
         delay = choose_delay(delayed, param_to_hook_all_reduce, bucketed)
-        trainable = _trainable(managed, precision)
-        options = choices.bucket_options(None if delay is None else _delay_of(trainable, *delay))
-        options = replace(options, has_policy=precision is not NO_PRECISION)
-        if any(has_torch_optimizer(item.param) for item in trainable):
-            check_steppable(trainable)
+        planned = _Planned(choices, managed, precision, delay, device)
+        if any(has_torch_optimizer(item.param) for item in planned.trainable):
+            check_steppable(planned.trainable)
         if device is not None:
             check_device_of([(fqn, param) for fqn, param, _ in managed.params], device)
     except ComposableError as error:
         # The other ranks are about to communicate: they must hear of it first.
         failure = error
-    text = "\n".join([*choices.lines, f"delayed parameters: {delay}", *managed.lines, *precision.lines])
+    text = "" if planned is None else planned.text
     ranks.compare(
         text,
         failure,
@@ -199,14 +188,47 @@ def replicate(
         what="the ranks call replicate on different modules or with different options",
         fix="build the same model and call replicate with the same arguments on every rank",
     )
+    assert planned is not None, "a failure has been raised"
     state.compared = text
     state.has_parts = _has_parts(modules, ranks)
     state.use(Grid.whole(ranks))
     follow_inputs()
     if static_graph and _LOG.isEnabledFor(logging.INFO):
         _LOG.info("replicate of %s with static_graph=True", describe_module(modules[0]))
-    _execute(state, managed, choices, trainable, options, device, precision)
+    _execute(state, planned)
     return module
+
+
+class _Planned:
+    """What one call comes to, checked: nothing is changed yet.
+
+    Attributes:
+        trainable: What gets averages, in the order of ``named_parameters()``.
+        options: Of the buckets.
+        text: Equal on ranks that may go on together.
+    """
+
+    def __init__(
+        self,
+        choices: Choices,
+        managed: ManagedTensors,
+        precision: PrecisionPlan,
+        delay: tuple[tuple[str, ...], str] | None,
+        device: torch.device | None,
+    ) -> None:
+        self.choices = choices
+        self.managed = managed
+        self.precision = precision
+        self.device = device
+        self.trainable = [
+            ReducedParam(fqn, param, index, precision.reduce_dtype(param), is_sparse=id(param) in managed.sparse)
+            for fqn, param, index in managed.params
+            if param.requires_grad
+        ]
+        place = {item.fqn: index for index, item in enumerate(self.trainable)}
+        waits = None if delay is None else Delay(frozenset(place[fqn] for fqn in delay[0]), place[delay[1]])
+        self.options: BucketOptions = replace(choices.bucket_options(waits), has_policy=precision is not NO_PRECISION)
+        self.text = "\n".join([*choices.lines, f"delayed parameters: {delay}", *managed.lines, *precision.lines])
 
 
 def _has_parts(modules: Sequence[nn.Module], ranks: Ranks) -> bool:
@@ -216,15 +238,9 @@ def _has_parts(modules: Sequence[nn.Module], ranks: Ranks) -> bool:
     return bool(ranks.reduce(torch.tensor(own, dtype=torch.int32), dist.ReduceOp.MAX))
 
 
-def _execute(
-    state: ReplicateState,
-    managed: ManagedTensors,
-    choices: Choices,
-    trainable: Sequence[ReducedParam],
-    options: BucketOptions,
-    device: torch.device | None,
-    precision: PrecisionPlan,
-) -> None:
+def _execute(state: ReplicateState, planned: _Planned) -> None:
+    """Change the modules: what can fail came before. Collective."""
+    choices, managed, trainable = planned.choices, planned.managed, planned.trainable
     transport, device_of_ranks = state.transport, state.grid.everyone.device
     transport.connect()
     buffers = [tensor for owner, name in managed.buffers if (tensor := owner[name]) is not None]
@@ -235,17 +251,22 @@ def _execute(
     if choices.keeps_buffers_equal and buffers:
         state.buffers = BufferSync(managed.buffers, transport, device_of_ranks)
     state.frozen = [(fqn, param) for fqn, param, _ in managed.params if not param.requires_grad]
-    state.reducer = Reducer(trainable, transport, state.grid, options, at_end_of_backward)
-    if state.reducer.options.has_policy:
-        state.precision = Precision(precision, state.modules, state.ignored.modules, trainable)
+    state.reducer = Reducer(trainable, transport, state.grid, planned.options, at_end_of_backward)
+    if planned.options.has_policy:
+        state.precision = Precision(planned.precision, state.modules, state.ignored.modules, trainable)
     state.follow()
     state.take_over_optimizers()
     state.hook_handles = after_gradients([item.param for item in trainable], state.reducer.arrivals())
     for index, module in enumerate(state.modules):
-        state.hook_handles += _register_module_hooks(state, module, index)
+        before_backward = functools.partial(state.before_backward, index)
+        around = state.before_forward, state.after_forward, before_backward
+        if state.precision is not None:
+            state.hook_handles += state.precision.register(module, index, *around)
+        else:
+            state.hook_handles += register_replicate_hooks(module, *around)
         state.hook_handles += register_load_check(module)
-        if device is not None and device.type != "cpu":
-            state.hook_handles += move_inputs(module, device)
+        if planned.device is not None and planned.device.type != "cpu":
+            state.hook_handles += move_inputs(module, planned.device)
     if state.precision is not None:
         state.hook_handles += state.precision.keep_skipped()
     state.watch()
@@ -256,14 +277,6 @@ def _execute(
             state.reducer.requires_gradient_sync = False
 
 
-def _trainable(managed: ManagedTensors, precision: PrecisionPlan) -> list[ReducedParam]:
-    return [
-        ReducedParam(fqn, param, index, precision.reduce_dtype(param), is_sparse=id(param) in managed.sparse)
-        for fqn, param, index in managed.params
-        if param.requires_grad
-    ]
-
-
 def _check_policy(managed: ManagedTensors, *, has_policy: bool) -> None:
     split = [fqn for fqn, param, _ in managed.params if isinstance(param, DTensor) or id(param) in managed.sparse]
     if has_policy and split:
@@ -272,15 +285,3 @@ def _check_policy(managed: ManagedTensors, *, has_policy: bool) -> None:
             at=f"{place_of_rank()}, parameter {split[0]!r}",
             fix="replicate those modules before, without a policy",
         )
-
-
-def _delay_of(params: Sequence[ReducedParam], delayed: Sequence[str], trigger: str) -> Delay:
-    place = {item.fqn: index for index, item in enumerate(params)}
-    return Delay(frozenset(place[fqn] for fqn in delayed), place[trigger])
-
-
-def _register_module_hooks(state: ReplicateState, module: nn.Module, index: int) -> list[RemovableHandle]:
-    before_backward = functools.partial(state.before_backward, index)
-    if state.precision is not None:
-        return state.precision.register(module, index, state.before_forward, state.after_forward, before_backward)
-    return register_replicate_hooks(module, state.before_forward, state.after_forward, before_backward)

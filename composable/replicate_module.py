@@ -1,4 +1,4 @@
-"""The methods that a replicated module gains.
+"""What a replicated module gains: methods of its own, what its reducer has seen, and other ranks to average with.
 
 Names and meaning follow torch's newer ``replicate`` and ``DistributedDataParallel``, so that loops and trainers that
 look for them on the model find them.
@@ -7,34 +7,41 @@ look for them on the model find them.
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
-from composable.arguments import check_bool
-from composable.class_swap import ClassSwap, original_class
+from composable.annotated_module import AnnotatedModule, ClassSwap, no_sync, place_of
+from composable.arguments import check_bool, check_number, described
+from composable.collectives import Grid, resolve_ranks
+from composable.comm_hooks import CommHookHandle
+from composable.comm_hooks import register_comm_hook as reduce_by_hook
 from composable.contract import get_registry
-from composable.errors import UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.fqns import describe_module
-from composable.frames import is_asked_by_pipeline
-from composable.gradient_sync import no_sync
-from composable.hook_registration import CommHookHandle
-from composable.hook_registration import register_comm_hook as reduce_by_hook
-from composable.replication import Precision, Reducer, replicate_state_of
+from composable.frames import in_backward
+from composable.replication import BackwardTiming, Reducer, ReplicateState, check_replicated, replicate_state_of
 from composable.storage import HookFunction
 
-__all__ = ["ReplicateModule", "add_replicate_mixin", "remove_replicate_mixin"]
+__all__ = [
+    "ReductionStats",
+    "ReplicateModule",
+    "add_replicate_mixin",
+    "reduction_stats",
+    "remove_replicate_mixin",
+    "update_process_group",
+]
 
 
-class ReplicateModule:
+class ReplicateModule(AnnotatedModule):
     """Mixin of every module that ``replicate`` was called on."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # `sequential[:2]` builds `type(sequential)(...)`: the slice is a plain container again.
-        return original_class(cls)(*args, **kwargs)
+    _composable_kind = "replicated"
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
-        module = _module(self)
+        module: Any = self
         swapped = type(module)
         # Copied as its own class is copied, which may have a way of its own.
         remove_replicate_mixin(module)
@@ -46,22 +53,10 @@ class ReplicateModule:
             add_replicate_mixin(twin)
         return twin
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise UsageError(
-            "a replicated module cannot be pickled as a whole",
-            at=f"{place_of_rank()}, {describe_module(_module(self))}",
-            fix="save its state_dict(); copy.deepcopy copies it; unannotate makes it a plain module",
-        )
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return what ``nn.Module.parameters`` does.
-
-        Raises:
-            UsageError: A stage of torch's pipelines asks, that takes gradients of inputs and of parameters apart.
-        """
-        if is_asked_by_pipeline() and (state := replicate_state_of(_module(self))) is not None:
+    def _check_split_backward(self) -> None:
+        state = _state_of(self)
+        if state is not None:
             state.refuse_split_backward()
-        return super().parameters(recurse)  # type: ignore[misc,no-any-return]  # of nn.Module, further down the MRO
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Choose whether the next backwards average gradients, or add them up on their rank for a later one.
@@ -69,9 +64,6 @@ class ReplicateModule:
         Args:
             requires_gradient_sync: Average.
             recurse: Also in replicated modules below.
-
-        Raises:
-            ConfigError: An argument is no bool.
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
         check_bool("recurse", recurse)
@@ -79,11 +71,7 @@ class ReplicateModule:
             reducer.requires_gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Do what ``set_requires_gradient_sync`` does: an all-reduce is all the synchronisation there is.
-
-        Raises:
-            ConfigError: An argument is no bool.
-        """
+        """Do what ``set_requires_gradient_sync`` does: an all-reduce is all the synchronisation there is."""
         check_bool("requires_all_reduce", requires_all_reduce)
         self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
 
@@ -91,9 +79,6 @@ class ReplicateModule:
         """Choose whether the next backward is the last one of a step, at whose end gradients are averages.
 
         Those before it add up on their rank. Also in replicated modules below.
-
-        Raises:
-            ConfigError: ``is_last_backward`` is no bool.
         """
         check_bool("is_last_backward", is_last_backward)
         for reducer in _reducers(self, recurse=True):
@@ -110,11 +95,11 @@ class ReplicateModule:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return the context ``composable.no_sync(module)``."""
-        return no_sync(_module(self))
+        return no_sync(self)  # type: ignore[arg-type]  # the mixin is on modules only
 
     def register_comm_hook(self, state: object, hook: HookFunction) -> CommHookHandle:
         """Do what ``composable.register_comm_hook(module, state, hook)`` does. Collective."""
-        return reduce_by_hook(_module(self), state, hook)
+        return reduce_by_hook(self, state, hook)  # type: ignore[arg-type]  # the mixin is on modules only
 
 
 class CastingReplicateModule(ReplicateModule):
@@ -125,9 +110,9 @@ class CastingReplicateModule(ReplicateModule):
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the module's class comes next
         except BaseException:
-            precision = _precision(_module(self))
-            if precision is not None:
-                precision.put_back()
+            state = _state_of(self)
+            if state is not None and state.precision is not None:
+                state.precision.put_back()
             raise
 
 
@@ -138,32 +123,143 @@ remove_replicate_mixin = _SWAP.remove
 
 def add_replicate_mixin(module: nn.Module) -> None:
     """Give an annotated module the methods of its kind, unless it has them."""
-    precision = _precision(module)
-    (_SWAP if precision is None or not precision.parts else _CASTING_SWAP).add(module)
+    state = _state_of(module)
+    is_casting = state is not None and state.precision is not None and bool(state.precision.parts)
+    (_CASTING_SWAP if is_casting else _SWAP).add(module)
 
 
-def _precision(module: nn.Module) -> Precision | None:
-    state = replicate_state_of(module)
-    return None if state is None else state.precision
+def _state_of(module: Any) -> ReplicateState | None:
+    return replicate_state_of(module)
 
 
-def _module(one: object) -> nn.Module:
-    assert isinstance(one, nn.Module), "the mixin is on modules only"
-    return one
-
-
-def _reducers(one: object, *, recurse: bool) -> Iterator[Reducer]:
+def _reducers(module: Any, *, recurse: bool) -> Iterator[Reducer]:
     """Yield what averages the gradients of a replicated module, and of those below it.
 
     Raises:
         UsageError: It is no longer annotated.
     """
-    module = _module(one)
-    if replicate_state_of(module) is None:
+    if _state_of(module) is None:
         raise UsageError(
             "the module is no longer annotated", at=describe_module(module), fix="call replicate on it again"
         )
     for visited in module.modules() if recurse else (module,):
-        state = replicate_state_of(visited)
+        state = _state_of(visited)
         if state is not None:
             yield state.reducer
+
+
+@dataclass(frozen=True)
+class ReductionStats:
+    """What the reducer of a replicated module has seen on this rank.
+
+    Attributes:
+        world_size: Ranks that average.
+        backwards: How many there were.
+        is_static_graph: As ``static_graph`` says.
+        is_rebuilt: Buckets follow the order of arrival.
+        bucket_bytes: Of each bucket as it travels, in order of reduction: gradients, gaps between them, and in the
+            last bucket a flag for each parameter and numbers for each rank. Before the first backward: of those it
+            will have.
+        bucket_fqns: The parameters of each bucket.
+        arrival_order: Parameters in the order in which gradients are expected; ``None``: not known.
+        sparse_fqns: Parameters with sparse gradients, which lie in no bucket.
+        missing_fqns: Parameters that got no gradient in the last backward.
+        sample_rate: One backward in so many is measured, besides the first ten.
+        timing: The last backward that was measured and averaged; ``None``: none was.
+    """
+
+    world_size: int
+    backwards: int
+    is_static_graph: bool
+    is_rebuilt: bool
+    bucket_bytes: tuple[int, ...]
+    bucket_fqns: tuple[tuple[str, ...], ...]
+    arrival_order: tuple[str, ...] | None
+    sparse_fqns: tuple[str, ...]
+    missing_fqns: tuple[str, ...]
+    sample_rate: int
+    timing: BackwardTiming | None
+
+
+def reduction_stats(module: nn.Module, *, sample_rate: int | None = None) -> ReductionStats:
+    """Return what the reducer of a replicated module has seen. Not collective; waits for a device that it measured on.
+
+    Args:
+        module: Annotated by ``replicate``.
+        sample_rate: From now on, measure one backward in so many; ``None``: as before, which is 100 at first.
+
+    Raises:
+        UsageError: ``module`` is not replicated.
+        ConfigError: ``module`` is no module, or ``sample_rate`` no whole number above zero.
+    """
+    state = check_replicated(module, "reduction_stats")
+    reducer = state.reducer
+    if sample_rate is not None:
+        fix = "pass a whole number above zero, or None"
+        rate = check_number("sample_rate", sample_rate, least=1.0, fix=fix)
+        if rate != int(rate):
+            raise ConfigError(f"sample_rate is {described(sample_rate)}", at=place_of_rank(), fix=fix)
+        reducer.stopwatch.every = int(rate)
+    fqns = [item.fqn for item in reducer.params]
+    order = reducer.arrival_order
+    buckets = reducer.next_buckets
+    seen = reducer.round.seen if reducer.rounds else [1] * len(fqns)
+    return ReductionStats(
+        world_size=state.grid.everyone.size,
+        backwards=reducer.rounds,
+        is_static_graph=reducer.options.static_graph,
+        is_rebuilt=reducer.is_rebuilt,
+        bucket_bytes=tuple(bucket.sent_bytes for bucket in buckets),
+        bucket_fqns=tuple(tuple(fqns[index] for index in bucket.param_indices) for bucket in buckets),
+        arrival_order=None if order is None else tuple(fqns[index] for index in order),
+        sparse_fqns=tuple(item.fqn for item in reducer.params if item.is_sparse),
+        missing_fqns=tuple(fqn for fqn, count in zip(fqns, seen, strict=True) if not count),
+        sample_rate=reducer.stopwatch.every,
+        timing=reducer.stopwatch.read(),
+    )
+
+
+def update_process_group(module: nn.Module, process_group: dist.ProcessGroup) -> None:
+    """Let other ranks average the gradients of a replicated module: when ranks have gone, or have come back.
+
+    Nothing is sent to the ranks of before, which may be gone. Parameters and hooks stay, and the order of gradients
+    where all know the same; a compiled module stays as it was compiled. What a backward that was stopped has left is
+    forgotten: gradients are as they were on this rank, so drop those of that step. Names, shapes, dtypes, the
+    arguments of ``replicate`` and the hook are compared, values are not: give ranks that come back those of the
+    others. The states of communication hooks keep the process group they have.
+
+    Collective: all ranks of ``process_group``.
+
+    Args:
+        module: Annotated by ``replicate``; of modules that share buckets, any.
+        process_group: The ranks from now on; this rank is one of them.
+
+    Raises:
+        UsageError: ``module`` is not replicated, or a backward is running.
+        ConfigError: ``process_group`` is none that this rank is in, or ``module`` no module.
+        DesyncError: The ranks have different modules, arguments of ``replicate`` or hooks. Nothing is changed.
+    """
+    state = check_replicated(module, "update_process_group")
+    if in_backward():
+        raise UsageError(
+            "update_process_group inside a backward",
+            at=place_of(module),
+            fix="call it between two steps, also after a backward that raised",
+        )
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ConfigError(
+            f"process_group is {described(process_group)}, not a ProcessGroup that this rank is in",
+            at=place_of_rank(),
+            fix="pass what torch.distributed.new_group() returned, on the ranks of the group only",
+        )
+    params = [item.param for item in state.reducer.params]
+    ranks = resolve_ranks(None, process_group, params)
+    hook = state.reducer.hook
+    text = f"{state.compared}\ncommunication hook: {'none' if hook is None else hook.name}"
+    ranks.compare(
+        text,
+        shown=text,
+        what="the ranks of the new process group have different modules, options or communication hooks",
+        fix="replicate the same model with the same arguments on every rank of the group, and register the same hook",
+    )
+    state.move_to(Grid.whole(ranks))

@@ -91,10 +91,6 @@ class EndOfBackward:
     def __init__(self) -> None:
         self._endings: list[Ending] = []
 
-    def queue(self, first: Ending) -> None:
-        """Let autograd run this; ``first`` is what needs it."""
-        queue_callback(self.end_backward, first)
-
     def add(self, ending: Ending) -> Callable[[], None]:
         """Let ``ending`` run too; returns what autograd frees when the backward ends in any way.
 
@@ -145,7 +141,7 @@ def at_end_of_backward(ending: Ending) -> Callable[[], None]:
             end = _RUNNING.get(task)
             if end is None:
                 end = EndOfBackward()
-                end.queue(ending)
+                queue_callback(end.end_backward, ending)
                 _RUNNING[task] = end
     return end.add(ending)
 

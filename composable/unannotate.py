@@ -5,7 +5,7 @@ handle, each shard freed as its parameters are whole, so the most that is held i
 and one handle's buffer.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.activation_checkpoint import check_forward_in_place, restore_forward
 from composable.arguments import check_bool
+from composable.claims import leave_alone
 from composable.collectives import Grid, Ranks, compare_in_each
 from composable.contract import check_not_joined, get_registry, managing_state, remove_annotation, remove_member
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
@@ -23,7 +24,6 @@ from composable.frames import in_backward, modules_in_call
 from composable.fsdp_module import remove_mixin
 from composable.planning import mark_replaced
 from composable.ragged import RaggedDTensor, collect_blocks
-from composable.registrations import leave_alone
 from composable.replicate_module import remove_replicate_mixin
 from composable.replication import ReplicateState
 from composable.runtime import AnnotatedPart, FullyShardState, model_ranks_of
@@ -70,7 +70,9 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
     removal: _Removal | None = None
     failure: ComposableError | None = None
     with located(place_of_rank()):
-        roots = _check_modules(module)
+        roots = [module] if isinstance(module, nn.Module) else module
+        if not isinstance(roots, (list, tuple)) or not roots or not all(isinstance(one, nn.Module) for one in roots):
+            raise ConfigError(f"unannotate got {type(module).__name__}", fix="pass a module or a list of modules")
         check_bool("recurse", recurse)
         check_not_joined(roots, "unannotate")
         states = _states_in(roots, recurse=recurse)
@@ -79,18 +81,17 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
         except ComposableError as error:
             # The other ranks are about to communicate: they must hear of it first.
             failure = error
-        _agree(_everyone(roots, states), {} if removal is None else removal.lines(), failure)
+        lines = {} if removal is None else removal.lines()
+        compare_in_each(
+            {ranks: "\n".join(lines.get(ranks, ())) for ranks in _everyone(roots, states)},
+            failure,
+            what="the ranks call unannotate on different parameters or gradients",
+            fix="do the same on every rank: the same module, and gradients set or dropped everywhere",
+        )
     assert removal is not None, "a failure has been raised"
     with torch.no_grad():
         removal.run()
     return module
-
-
-def _check_modules(module: object) -> list[nn.Module]:
-    modules = [module] if isinstance(module, nn.Module) else module
-    if not isinstance(modules, (list, tuple)) or not modules or not all(isinstance(one, nn.Module) for one in modules):
-        raise ConfigError(f"unannotate got {type(module).__name__}", fix="pass a module or a list of modules")
-    return list(modules)
 
 
 def _states_in(roots: Sequence[nn.Module], *, recurse: bool) -> list[_State]:
@@ -102,6 +103,16 @@ def _states_in(roots: Sequence[nn.Module], *, recurse: bool) -> list[_State]:
             found.append(managing_state(module, "fully_shard"))
             states.update((state, None) for state in found if isinstance(state, (FullyShardState, ReplicateState)))
     return list(states)
+
+
+def _everyone(roots: Sequence[nn.Module], states: Sequence[_State]) -> list[Ranks]:
+    """Return the ranks that have to agree, group by group: parts first, so that the whole hears of their failures."""
+    found = [state.grid.everyone for state in states]
+    handles = [handle for state in states if isinstance(state, FullyShardState) for handle in state._handles]
+    found += [model.everyone for model in model_ranks_of(handles).values()]
+    owners = [handle_of(param) for root in roots for param in root.parameters()]
+    found += [handle.grid.everyone for handle in owners if handle is not None]
+    return sorted(dict.fromkeys(found), key=lambda ranks: ranks.order)
 
 
 class _Removal:
@@ -118,6 +129,7 @@ class _Removal:
         self._part = AnnotatedPart(modules, "unannotated", _FIX_PART)
         reached = modules if recurse else dict.fromkeys(roots)
         self._checkpointed = [module for module in reached if "checkpoint" in get_registry(module)]
+        self._handles = [handle for state in self._sharded for handle in self._part.handles_of(state)]
         if not states and not self._checkpointed:
             raise UsageError(
                 "unannotate found no annotated module",
@@ -127,19 +139,17 @@ class _Removal:
         for annotation in self._replicated:
             if not all(module in modules for module in annotation.modules):
                 raise reaches_out("unannotated", annotation.modules, _FIX_PART)
-        self._check_idle(modules)
-        self._check_steppers()
+        self._check_idle({*modules})
         for module in self._checkpointed:
             check_forward_in_place(module)
         for one in states:
             one.abandon_step()
-        for handle in self._handles():
-            hooks = handle.comms.hook, handle.comms.all_reduce_hook
-            if handle.has_unsynced_gradients and hooks != (None, None):
-                raise UsageError(
-                    "unannotate while gradients that no_sync kept wait for a hook that reduces or changes them",
-                    at=f"{place_of_rank()}, {handle.described}",
-                    fix="call reduce_gradients() on the model first",
+        for handle in self._handles:
+            if handle.has_unsynced_gradients and (handle.comms.hook or handle.comms.all_reduce_hook) is not None:
+                raise _untimely(
+                    "gradients that no_sync kept wait for a hook that reduces or changes them",
+                    handle.described,
+                    "call reduce_gradients() on the model first",
                 )
             if handle.waits_for_copies:
                 raise waits_for_copies("unannotate", handle.described)
@@ -147,8 +157,7 @@ class _Removal:
             for flat in handle.buffers:
                 flat.check_usable()
 
-    def _check_idle(self, modules: Iterable[nn.Module]) -> None:
-        involved = {*modules}
+    def _check_idle(self, involved: set[nn.Module]) -> None:
         for state in self._sharded:
             for other in (state,) if state.root is None else state.root.states:
                 involved.update(other.modules, other._module_to_handle)
@@ -159,44 +168,39 @@ class _Removal:
                 at=", ".join([place_of_rank(), *map(describe_module, running[:1])]),
                 fix="call it between two steps",
             )
-
         for state in self._sharded:
             if state.root is not None and state.root.scheduler.is_deferred:
-                raise UsageError(
-                    "unannotate while gradients wait for the last backward",
-                    at=f"{place_of_rank()}, {describe_module(state.modules[0])}",
-                    fix="call finalize_backward(), or reset_iter_state() to drop them",
+                what, fix = (
+                    "gradients wait for the last backward",
+                    "call finalize_backward(), or reset_iter_state() to drop them",
                 )
-
-    def _check_steppers(self) -> None:
-        stepped = [handle.fqn_of(handle.params[0]) for handle in self._handles() if handle.steppers]
+                raise _untimely(what, describe_module(state.modules[0]), fix)
+        stepped = [handle.fqn_of(handle.params[0]) for handle in self._handles if handle.steppers]
         stepped += [state.reducer.params[0].fqn for state in self._replicated if state.reducer.steppers]
         if stepped:
-            raise UsageError(
-                "unannotate while an optimizer steps inside backward",
-                at=f"{place_of_rank()}, parameter {stepped[0]!r}",
-                fix="remove() what step_in_backward returned; what torch's _apply_optimizer_in_backward "
+            raise _untimely(
+                "an optimizer steps inside backward",
+                f"parameter {stepped[0]!r}",
+                "remove() what step_in_backward returned; what torch's _apply_optimizer_in_backward "
                 "has registered stays for good",
             )
 
     def lines(self) -> dict[Ranks, list[str]]:
         """Return one text per parameter, by the ranks that have it: equal on all of them if they can go on together."""
         lines: dict[Ranks, list[str]] = {}
-        for handle in self._handles():
+        for handle in self._handles:
+            kept = " kept by no_sync" if handle.has_unsynced_gradients else ""
             lines.setdefault(handle.grid.everyone, []).extend(
                 f"{handle.fqn_of(param)} {list(param.shape)} {param.sharded.dtype}"
-                f"{'' if param.sharded.grad is None else ' with a gradient'}"
-                f"{' kept by no_sync' if handle.has_unsynced_gradients else ''}"
+                f"{'' if param.sharded.grad is None else ' with a gradient'}{kept}"
                 for param in handle.params
             )
         for one in self._replicated:
             lines.setdefault(one.grid.everyone, []).extend(f"replicated {item.fqn}" for item in one.reducer.params)
         return lines
 
-    def _handles(self) -> list[Handle]:
-        return [handle for state in self._sharded for handle in self._part.handles_of(state)]
-
     def run(self) -> None:
+        """Change the modules: what can fail came before. Collective."""
         for root in {state.root: None for state in self._sharded if state.root is not None}:
             root.close()
         for state in self._sharded:
@@ -234,6 +238,10 @@ class _Removal:
             remove_member(module, "fully_shard")
 
 
+def _untimely(while_: str, place: str, fix: str) -> UsageError:
+    return UsageError(f"unannotate while {while_}", at=f"{place_of_rank()}, {place}", fix=fix)
+
+
 def _make_whole(handle: Handle, grid: Grid) -> None:
     """Replace the handle's parameters by ordinary ones and free its shards. Collective."""
     has_kept_gradients, buffers = handle.has_unsynced_gradients, list(handle.buffers)
@@ -269,29 +277,3 @@ def _full_gradient(param: ShardedParam, grid: Grid, divisor: float, *, has_kept:
     real = torch.view_as_real(kept) if kept.is_complex() else kept
     real.copy_(grid.everyone.reduce(real, ReduceOp.SUM).div_(divisor))
     return kept if full is None else full.add_(kept)
-
-
-def _everyone(roots: Sequence[nn.Module], states: Sequence[_State]) -> list[Ranks]:
-    """Return the ranks that have to agree, group by group: parts first, so that the whole hears of their failures."""
-    found = [state.grid.everyone for state in states]
-    sharded = [state for state in states if isinstance(state, FullyShardState)]
-    found += [model.everyone for model in model_ranks_of(one for state in sharded for one in state._handles).values()]
-    for handle in {handle_of(param): None for root in roots for param in root.parameters()}:
-        if handle is not None:
-            found.append(handle.grid.everyone)
-    return sorted(dict.fromkeys(found), key=lambda ranks: ranks.order)
-
-
-def _agree(everyone: Sequence[Ranks], lines: Mapping[Ranks, Sequence[str]], failure: ComposableError | None) -> None:
-    """Go on only if every rank of every annotation can and has the same before it. Collective.
-
-    Raises:
-        ComposableError: ``failure``, or that of another rank.
-        DesyncError: The ranks differ.
-    """
-    compare_in_each(
-        {ranks: "\n".join(lines.get(ranks, ())) for ranks in everyone},
-        failure,
-        what="the ranks call unannotate on different parameters or gradients",
-        fix="do the same on every rank: the same module, and gradients set or dropped everywhere",
-    )

@@ -521,11 +521,11 @@ GROUPS: dict[str, tuple[Row, ...]] = {
                     DDP_VIEW,
                     "test_ranks_with_uneven_inputs_train_as_below_the_wrapper",
                     "test_several_modules_and_a_sharded_optimizer_join",
-                    "test_ranks_throw_where_one_has_no_inputs_left",
                     "test_what_has_no_view_says_why",
                 ),
                 *proved(
                     "test_uneven_inputs.py",
+                    "test_all_ranks_throw_where_one_has_no_inputs_left",
                     "test_parameters_are_those_of_one_process_on_the_inputs_there_are",
                     "test_random_runs_are_those_of_one_process_on_the_inputs_there_are",
                     "test_what_is_set_holds_for_ranks_without_inputs",
@@ -672,7 +672,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
                 ),
                 *proved(
                     STEPS,
-                    "test_random_models_and_policies_step_as_after_backward",
+                    "test_random_models_optimizers_policies_and_accumulation_step_as_after_backward",
                     "test_torchs_optimizer_in_backward_steps_on_what_was_averaged_in_low_precision",
                 ),
                 *proved(

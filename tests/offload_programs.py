@@ -25,6 +25,7 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 
 from composable import (
     CPUOffloadPolicy,
+    HandleOptions,
     MixedPrecisionPolicy,
     OffloadPolicy,
     UsageError,
@@ -172,7 +173,7 @@ class Bench:
     def shard(self, model: nn.Module | None = None, **options: Any) -> nn.Module:
         found = model or self.models.pop()
         # Ranks do not tell each other of gradients: no message of real bytes.
-        options = {"policy": {nn.Linear}, "unused_gradients": "zero", **options}
+        options = {"policy": {nn.Linear}, "options": HandleOptions(unused_gradients="zero"), **options}
         fully_shard(found, mesh=self.mesh, offload_policy=self.policy, **options)
         if not found.first.weight.is_meta:
             self.check(found)

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from composable import (
+    HandleOptions,
     MixedPrecisionPolicy,
     fully_shard,
     load_checkpoint,
@@ -98,9 +99,9 @@ def use_a_parameter_before_its_module(_: str) -> None:
         return model.b(model.a(x @ model.b.weight))
 
     model = Two(run)
-    fully_shard(model.a, unused_gradients="zero")
-    fully_shard(model.b, reshard_after_forward=False, unused_gradients="zero")
-    fully_shard(model, unused_gradients="zero")(inputs()).sum().backward()
+    fully_shard(model.a, options=HandleOptions(unused_gradients="zero"))
+    fully_shard(model.b, reshard_after_forward=False, options=HandleOptions(unused_gradients="zero"))
+    fully_shard(model, options=HandleOptions(unused_gradients="zero"))(inputs()).sum().backward()
 
 
 def call_forward_itself(_: str) -> None:

@@ -17,11 +17,11 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from composable import fully_shard, replicate, unannotate
+from composable.claims import rival_on
 from composable.errors import ComposableError
-from composable.rivals import rival_on
 from tests.models import random_input
 from tests.parity import full
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks
 
 DIM = 4
 APIS = {"replicate": replicate, "fully_shard": fully_shard}
@@ -76,7 +76,9 @@ ONLY_REPLICATE: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
 }
 
 
-def added(api: str) -> None:
+@pytest.mark.parametrize("api", APIS)
+@on_ranks(2)
+def test_what_is_added_and_trained_is_named_at_the_next_forward(api: str) -> None:
     for has_run in (False, True):
         for add, names in [*ADDITIONS.values(), *(ONLY_REPLICATE.values() if api == "replicate" else ())]:
             model = APIS[api](make_model())
@@ -92,12 +94,10 @@ def added(api: str) -> None:
                 model(torch.ones(1, DIM))
 
 
+@pytest.mark.parametrize("way", ["annotate it too", "anew", "remove"])
 @pytest.mark.parametrize("api", APIS)
-def test_what_is_added_and_trained_is_named_at_the_next_forward(api: str) -> None:
-    run_threads(added, 2, api)
-
-
-def mended(api: str, way: str) -> None:
+@on_ranks(2)
+def test_the_step_after_an_addition_is_mended_is_right(api: str, way: str) -> None:
     model = APIS[api](make_model())
     backward(model, dist.get_rank())
     model.zero_grad()
@@ -122,13 +122,9 @@ def mended(api: str, way: str) -> None:
         torch.testing.assert_close(full(own.grad), other.grad / 2)
 
 
-@pytest.mark.parametrize("way", ["annotate it too", "anew", "remove"])
 @pytest.mark.parametrize("api", APIS)
-def test_the_step_after_an_addition_is_mended_is_right(api: str, way: str) -> None:
-    run_threads(mended, 2, api, way)
-
-
-def harmless(api: str) -> None:
+@on_ranks(2)
+def test_frozen_parameters_and_modules_without_any_may_be_added(api: str) -> None:
     model = APIS[api](make_model(), ignored_modules=None)
     backward(model, 0)
     model[1].append(nn.Linear(DIM, DIM).requires_grad_(False))
@@ -143,11 +139,6 @@ def harmless(api: str) -> None:
         assert "1.2.weight" in error_of(lambda one=one: backward(one, 0))
         one[1][2].weight.requires_grad_(False)
         backward(one, 0)
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_frozen_parameters_and_modules_without_any_may_be_added(api: str) -> None:
-    run_threads(harmless, 2, api)
 
 
 class Named(nn.Module):
@@ -166,19 +157,18 @@ class Named(nn.Module):
         return isinstance(other, Named) and other.name == self.name
 
 
-def unrelated(api: str) -> None:
+@pytest.mark.parametrize("api", list(APIS))
+@on_ranks(2)
+def test_modules_with_a_hash_of_their_own_are_made_as_before(api: str) -> None:
     model = make_model()
     APIS[api](model)
     Named("a").inner = nn.Linear(DIM, DIM)
     backward(model, dist.get_rank())
 
 
-@pytest.mark.parametrize("api", list(APIS))
-def test_modules_with_a_hash_of_their_own_are_made_as_before(api: str) -> None:
-    run_threads(unrelated, 2, api)
-
-
-def ignored(api: str) -> None:
+@pytest.mark.parametrize("api", APIS)
+@on_ranks(2)
+def test_what_is_ignored_may_grow(api: str) -> None:
     torch.manual_seed(0)
     model = make_model()
     APIS[api](model, ignored_modules=[model[1]])
@@ -194,11 +184,6 @@ def ignored(api: str) -> None:
         model[0].bias = nn.Parameter(torch.ones(DIM))
         backward(copy.deepcopy(model), 0)
         backward(model, 0)
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_what_is_ignored_may_grow(api: str) -> None:
-    run_threads(ignored, 2, api)
 
 
 # -- two averages
@@ -310,7 +295,8 @@ def test_looking_for_a_wrapper_keeps_no_class_alive() -> None:
     assert cls() is None
 
 
-def annotate_traced() -> None:
+@on_ranks(1)
+def test_annotating_keeps_no_class_alive() -> None:
     class Made(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -330,11 +316,9 @@ def annotate_traced() -> None:
     assert cls() is None
 
 
-def test_annotating_keeps_no_class_alive() -> None:
-    run_threads(annotate_traced, 1)
-
-
-def optimizer_in_backward(api: str) -> None:
+@pytest.mark.parametrize("api", APIS)
+@on_ranks(2)
+def test_an_optimizer_inside_backward_may_have_some_parameters_before_and_after_the_annotation(api: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit, on import
         from torch.distributed.optim import _apply_optimizer_in_backward
@@ -346,8 +330,3 @@ def optimizer_in_backward(api: str) -> None:
     _apply_optimizer_in_backward(torch.optim.SGD, [model[2].bias], {"lr": 0.1})
     backward(model, 0)
     assert [fqn for fqn, param in model.named_parameters() if param.grad is None] == ["1.0.weight", "2.bias"]
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_an_optimizer_inside_backward_may_have_some_parameters_before_and_after_the_annotation(api: str) -> None:
-    run_threads(optimizer_in_backward, 2, api)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from composable import (
     ConfigError,
     DesyncError,
+    HandleOptions,
     RaggedDTensor,
     accelerate_optimizer,
     full_state_dict,
@@ -83,10 +84,10 @@ def mixed(fqn: str, param: nn.Parameter) -> Any:
 
 
 WISHES: dict[str, dict[str, Any]] = {
-    "tensor": {"align": lambda fqn, param: "tensor"},
-    "blocks of rows": {"align": lambda fqn, param: 2},
-    "mixed": {"align": mixed},
-    "dict": {"align": {"second.weight": "tensor", "again.weight": 3, "norm.bias": "element"}},
+    "tensor": {"options": HandleOptions(align=lambda fqn, param: "tensor")},
+    "blocks of rows": {"options": HandleOptions(align=lambda fqn, param: 2)},
+    "mixed": {"options": HandleOptions(align=mixed)},
+    "dict": {"options": HandleOptions(align={"second.weight": "tensor", "again.weight": 3, "norm.bias": "element"})},
     "Shard(0)": {"shard_placement_fn": first_dim},
     "Shard(1)": {"shard_placement_fn": second_dim},
     "Shard(-1)": {"shard_placement_fn": last_dim},
@@ -220,7 +221,9 @@ def orthogonal_step(param: torch.Tensor, grad: torch.Tensor) -> None:
 
 def train_orthogonally() -> int:
     plain = build(Even)
-    model = fully_shard(copy.deepcopy(plain), align=lambda _, param: "tensor" if param.dim() == 2 else None)
+    model = fully_shard(
+        copy.deepcopy(plain), options=HandleOptions(align=lambda _, param: "tensor" if param.dim() == 2 else None)
+    )
     steps_here = 0
     for batch, own in zip(global_batches(), own_batches(), strict=True):
         plain(batch).square().mean().backward()
@@ -363,7 +366,7 @@ def train_random(seed: int) -> None:
     names = {param: fqn for fqn, param in model.named_parameters()}
     fully_shard(
         model,
-        align=lambda fqn, _: None if fqn in placed else wishes[fqn][0],
+        options=HandleOptions(align=lambda fqn, _: None if fqn in placed else wishes[fqn][0]),
         shard_placement_fn=lambda param: Shard(wishes[names[param]][1]) if names[param] in placed else None,
     )
     optimizers = [OPTIMIZERS["SGD"](one.parameters()) for one in (plain, model)]
@@ -387,8 +390,9 @@ def answer_by_rank(name: str, *, is_synced: bool) -> str:
         else (lambda param: Shard(param.dim() - 1) if rank == 1 and param.shape == (WIDTH, WIDTH) else None)
     )
     model = build(Net)
+    chosen: dict[str, Any] = {name: function} if name != "align" else {"options": HandleOptions(align=function)}
     with pytest.raises(DesyncError) as caught:
-        fully_shard(model, sync_module_states=is_synced, **{name: function})(images(0, 0))
+        fully_shard(model, sync_module_states=is_synced, **chosen)(images(0, 0))
     return str(caught.value)
 
 
@@ -413,7 +417,7 @@ def refuse_then_train() -> None:
             raise ZeroDivisionError
 
     with pytest.raises(ConfigError, match="align raised ZeroDivisionError"):
-        fully_shard(model, policy={nn.Conv2d}, align=fail)
+        fully_shard(model, policy={nn.Conv2d}, options=HandleOptions(align=fail))
     assert asked[-1] == "norm.bias"
     after = [sorted(vars(module)) for module in model.modules()], list(model.parameters())
     assert before[0] == after[0] and all(map(lambda a, b: a is b, before[1], after[1]))

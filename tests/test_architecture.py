@@ -14,28 +14,25 @@ REPO = Path(__file__).resolve().parent.parent
 
 # What each folder and top-level file may import, besides torch. What is not listed has no place yet.
 # Planning decides where, storage owns what, collectives move bytes, the runtime decides when.
-BASE = {"errors", "arguments", "argument_hints", "torch_private", "torch_hooks", "wording", "frames", "tracing"}
+BASE = {"errors", "arguments", "torch_private", "torch_hooks", "wording", "frames", "tracing"}
 # Which parameters are managed, what else averages gradients, and what comes later.
-MARKS = {"claims", "rivals", "registrations"}
+MARKS = {"claims"}
 EDGES: dict[str, set[str]] = {
     "errors": set(),
     "arguments": {"errors"},
-    "argument_hints": {"errors"},
     "torch_private": {"errors"},
     "wording": set(),
     "torch_hooks": {"torch_private"},
     "frames": {"torch_private"},
     "tracing": {"torch_private"},
     "casts": {"torch_hooks", "torch_private"},
-    "claims": set(),
-    "rivals": {"claims"},
-    "registrations": BASE | {"claims", "rivals"},
+    "claims": BASE,
     "fqns": BASE,
     "policies": BASE,
     "contract": BASE | {"fqns"},
     "collectives": BASE,
     "_traversal_utils": {"contract"},
-    "planning": BASE | {"claims", "rivals", "fqns", "policies", "contract"},
+    "planning": BASE | {"claims", "fqns", "policies", "contract"},
     "ragged": BASE | {"planning", "collectives"},
     "storage": BASE | {"fqns", "planning", "collectives", "ragged"},
     "replication": BASE | MARKS | {"casts", "fqns", "contract", "collectives", "planning", "storage"},
@@ -51,24 +48,18 @@ FOLDERS = {"testing", "collectives", "planning", "ragged", "storage", "replicati
 # What users call, and what it stands on among its own kind: it may import everything above.
 ENTRIES: dict[str, set[str]] = {
     "activation_checkpoint": set(),
+    "annotated_module": set(),
     "comm_hooks": set(),
-    "reduction_control": set(),
-    "fsdp_settings": set(),
-    "fsdp_module": {"class_swap", "fsdp_settings", "reduction_control"},
+    "fsdp_settings": {"annotated_module"},
+    "fsdp_module": {"annotated_module", "fsdp_settings"},
     "fully_shard": {"fsdp_module"},
-    "backward_steps": set(),
+    "backward_steps": {"comm_hooks"},
     "compiled": set(),
-    "class_swap": set(),
-    "group_life": set(),
-    "replicate": {"comm_hooks", "replicate_module"},
-    "replicate_module": {"class_swap", "gradient_sync", "hook_registration"},
-    "hook_registration": {"comm_hooks"},
-    "ddp_view": {"hook_registration"},
-    "gradient_sync": set(),
+    "replicate": {"replicate_module"},
+    "replicate_module": {"annotated_module", "comm_hooks"},
     "unannotate": {"activation_checkpoint", "fsdp_module", "replicate_module"},
-    "uneven_steps": set(),
-    "uneven_parts": {"uneven_steps"},
-    "uneven_inputs": {"uneven_parts", "uneven_steps"},
+    "uneven_parts": {"annotated_module"},
+    "uneven_inputs": {"annotated_module", "comm_hooks", "uneven_parts"},
     "installation": set(),
 }
 EDGES |= {name: set(EDGES) | others for name, others in ENTRIES.items()}
@@ -84,7 +75,7 @@ NAMES_OF_DIST = {
 
 FORBIDDEN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.nn.parallel")
 # Recognises them by name where users have put them around a model, and imports nothing.
-FILES_THAT_NAME_THEM = {"composable.rivals"}
+FILES_THAT_NAME_THEM = {"composable.claims"}
 HOOK_REGISTRATION = re.compile(r"_?register_\w*hook|queue_callback")
 # The second file gives names to what torch has; it registers nothing of its own accord.
 FILES_WITH_HOOKS = {"composable.torch_hooks", "composable.torch_private"}

@@ -21,6 +21,7 @@ from composable import (
     DataParallelMeshDims,
     DefaultState,
     FSDPModule,
+    HandleOptions,
     Link,
     Links,
     LowPrecisionState,
@@ -184,15 +185,22 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "reshard_after_forward": {"None", "True"},
             "mp_policy": OPTIONAL,
             "offload_policy": OPTIONAL,
-            "unused_gradients": set(),
-            "follows_parent": {"None", "True"},
             "ignored_params": {"None", "[]", "{}"},
             "ignored_modules": {"None", "[]", "{}"},
-            "align": {"None", "{}"},
             "shard_placement_fn": OPTIONAL,
-            "shard_as_bytes": {"[]", "{}"},
             "param_init_fn": {"None", "plain", "class"},  # what can be called
             "sync_module_states": SWITCH,
+            "options": set(),
+        },
+    ),
+    "HandleOptions": (
+        lambda **options: fully_shard(nn.Linear(2, 2), options=HandleOptions(**options)),
+        dict,
+        {
+            "unused_gradients": set(),
+            "follows_parent": {"None", "True"},
+            "align": {"None", "{}"},
+            "shard_as_bytes": {"[]", "{}"},
             "transport": set(),
         },
     ),
@@ -226,7 +234,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "param_to_hook_all_reduce": OPTIONAL,
             "device_mesh": OPTIONAL,
             "device_ids": OPTIONAL,
-            "device_id": OPTIONAL,
             "mp_policy": OPTIONAL,
         },
     ),
@@ -395,24 +402,11 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
     ),
     "fp16_compress_wrapper": (fp16_compress_wrapper, dict, {"hook": {"plain", "class"}}),
     "bf16_compress_wrapper": (bf16_compress_wrapper, dict, {"hook": {"plain", "class"}}),
-    "set_gradient_divide_factor": (
-        method("set_gradient_divide_factor"),
-        dict,
-        {"factor": {"None", "3", "1.5", "np.3"}},
-    ),
-    "set_reduce_scatter_divide_factor": (
-        method("set_reduce_scatter_divide_factor"),
-        dict,
-        {"factor": {"None", "3", "1.5", "np.3"}},
-    ),
-    "set_force_sum_reduction_for_comms": (method("set_force_sum_reduction_for_comms"), dict, {"enable": SWITCH}),
     "set_all_reduce_hook": (
         method("set_all_reduce_hook", hook=lambda shard: None),
         dict,
         {"hook": {"None", "plain", "class"}, "stream": OPTIONAL},  # what can be called
     ),
-    "set_custom_all_gather": (method("set_custom_all_gather"), dict, {"comm": OPTIONAL}),
-    "set_custom_reduce_scatter": (method("set_custom_reduce_scatter"), dict, {"comm": OPTIONAL}),
     "unannotate": (unannotate, lambda: {"module": sharded()}, {"module": set(), "recurse": SWITCH}),
     "unshard_params": (
         enter(unshard_params),
@@ -426,45 +420,44 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
     "CustomPolicy": (CustomPolicy, dict, {"predicate": set()}),
     "SizePolicy": (SizePolicy, dict, {"min_numel": {"3"}}),
     "RaggedShard": (RaggedShard, dict, {"bounds": set()}),
-    "unshard": (method("unshard"), dict, {"async_op": SWITCH}),
-    "set_requires_gradient_sync": (
-        method("set_requires_gradient_sync", requires_gradient_sync=True),
-        dict,
-        {"requires_gradient_sync": SWITCH, "recurse": SWITCH},
-    ),
-    "set_reshard_after_forward": (
-        method("set_reshard_after_forward", reshard_after_forward=True),
-        dict,
-        {"reshard_after_forward": SWITCH, "recurse": SWITCH},
-    ),
-    "set_modules_to_forward_prefetch": (method("set_modules_to_forward_prefetch"), dict, {"modules": {"[]"}}),
-    "set_modules_to_backward_prefetch": (method("set_modules_to_backward_prefetch"), dict, {"modules": {"[]"}}),
     **{
         name: (method(name, **{argument: True}), dict, {argument: SWITCH, "recurse": SWITCH})
         for name, argument in {
+            "set_requires_gradient_sync": "requires_gradient_sync",
             "set_requires_all_reduce": "requires_all_reduce",
+            "set_reshard_after_forward": "reshard_after_forward",
             "set_reshard_after_backward": "reshard_after_backward",
             "set_reduce_scatter_unused_params": "reduce_scatter_unused_params",
             "set_separate_reduce_scatter_group": "enable",
             "set_keep_unsharded_storage": "keep",
         }.items()
     },
-    "set_unshard_in_backward": (method("set_unshard_in_backward"), dict, {"unshard_in_backward": SWITCH}),
+    **{
+        name: (method(name), dict, {argument: taken})
+        for argument, taken, names in (
+            ("async_op", SWITCH, ("unshard", "finalize_backward")),
+            ("unshard_in_backward", SWITCH, ("set_unshard_in_backward",)),
+            ("is_last_backward", SWITCH, ("set_is_last_backward",)),
+            ("enabled", SWITCH, ("set_manual_backward_finalization",)),
+            ("enable", SWITCH, ("set_force_sum_reduction_for_comms",)),
+            (
+                "factor",
+                {"None", "3", "1.5", "np.3"},
+                ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"),
+            ),
+            ("comm", OPTIONAL, ("set_custom_all_gather", "set_custom_reduce_scatter")),
+            ("modules", {"[]"}, ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch")),
+            # What only refuses takes False.
+            ("value", set(), ("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm")),
+        )
+        for name in names
+    },
     "set_reduce_scatter_max_input_buffers": (
         method("set_reduce_scatter_max_input_buffers", max_input_buffers=2),
         dict,
         {"max_input_buffers": {"3"}, "recurse": SWITCH},
     ),
-    "set_is_last_backward": (method("set_is_last_backward"), dict, {"is_last_backward": SWITCH}),
-    "set_manual_backward_finalization": (method("set_manual_backward_finalization"), dict, {"enabled": SWITCH}),
-    "finalize_backward": (method("finalize_backward"), dict, {"async_op": SWITCH}),
     "set_post_optim_event": (method("set_post_optim_event"), lambda: {"event": torch.Event()}, {"event": set()}),
-    "set_allocate_memory_from_process_group_for_comm": (
-        method("set_allocate_memory_from_process_group_for_comm"),
-        dict,
-        {"enable": set()},  # only False
-    ),
-    "set_symm_mem_for_comm": (method("set_symm_mem_for_comm"), dict, {"backend": set()}),  # never
     "share_comm_ctx": (share_comm_ctx, dict, {"modules": {"[]"}}),
     "to_empty": (method("to_empty", device="cpu"), dict, {"device": OPTIONAL, "recurse": SWITCH}),
 }

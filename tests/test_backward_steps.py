@@ -3,7 +3,7 @@
 import copy
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from tests.live_bytes import LiveBytes
 from tests.models import BLOCK_CLASSES, Block, MLPBlock, loss_of, make_model
 from tests.parity import assert_equal_params, full_params, global_inputs, inputs_of
 from tests.test_replicate_graphs import delay, looped, loss_at, wide
-from tests.world import RankErrors, run_threads
+from tests.world import RankErrors, on_ranks, run_threads
 
 ANNOTATIONS = ("fully_shard", "replicate", "mixed")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -98,19 +98,37 @@ MAKES: dict[str, Make] = {
 }
 
 
+def backward(model: nn.Module, number: int, rank: int | None = None) -> None:
+    """Run forward and backward on a batch of this rank, or of another one."""
+    args, kwargs = inputs_of(model, number, dist.get_rank() if rank is None else rank)
+    loss_of(model(*args, **kwargs)).backward()
+
+
+def backward_of_all(model: nn.Module, number: int, world_size: int) -> None:
+    args, kwargs = global_inputs(model, number, world_size)
+    loss_of(model(*args, **kwargs)).backward()
+
+
+def step_and_drop(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def all_equal(runs: Iterable[Any], expected: Any, *, tolerance: float) -> None:
+    for params in runs:
+        assert_equal_params(params, expected, tolerance=tolerance)
+
+
 def train(name: str, api: str, make: Make, *, steps: int = 4, syncs: tuple[bool, ...] = (True,)) -> Any:
     """Train with an optimizer that steps in backward; ``syncs``: of each micro-batch, whether backward synchronises."""
     model = annotated(make_model(name), api)
     optimizer = make(model.parameters())
     step_in_backward(optimizer)
     for number in range(steps):
-        args, kwargs = inputs_of(model, number, dist.get_rank())
-        if syncs[number % len(syncs)]:
-            loss_of(model(*args, **kwargs)).backward()
-            assert all(param.grad is None for param in model.parameters())
-        else:
-            with no_sync(model):
-                loss_of(model(*args, **kwargs)).backward()
+        syncs_now = syncs[number % len(syncs)]
+        with nullcontext() if syncs_now else no_sync(model):
+            backward(model, number)
+        assert not syncs_now or all(param.grad is None for param in model.parameters())
     return full_params(model)
 
 
@@ -118,11 +136,9 @@ def train_alone(name: str, make: Make, world_size: int, *, steps: int = 4, syncs
     model = make_model(name)
     optimizer = make(model.parameters())
     for number in range(steps):
-        args, kwargs = global_inputs(model, number, world_size)
-        loss_of(model(*args, **kwargs)).backward()
+        backward_of_all(model, number, world_size)
         if syncs[number % len(syncs)]:
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_drop(optimizer)
     return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
 
 
@@ -134,24 +150,21 @@ def train_alone(name: str, make: Make, world_size: int, *, steps: int = 4, syncs
 @pytest.mark.parametrize("name", list(MAKES))
 def test_parameters_are_those_of_an_optimizer_that_steps_after_backward(name: str, api: str, world_size: int) -> None:
     expected = train_alone("mlp", MAKES[name], world_size)
-    for params in run_threads(train, world_size, "mlp", api, MAKES[name]):
-        assert_equal_params(params, expected, tolerance=1e-5)
+    all_equal(run_threads(train, world_size, "mlp", api, MAKES[name]), expected, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 6])
 @pytest.mark.parametrize("make", [foreach, adafactor])
 def test_copies_of_shards_are_stepped_alike(make: Make, world_size: int) -> None:
     expected = train_alone("mlp", make, world_size)
-    for params in run_threads(train, world_size, "mlp", "hybrid", make):
-        assert_equal_params(params, expected, tolerance=1e-5)
+    all_equal(run_threads(train, world_size, "mlp", "hybrid", make), expected, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("api", ANNOTATIONS)
 def test_backwards_without_synchronisation_add_up_and_the_next_one_steps(api: str) -> None:
     syncs = (False, False, True)
     expected = train_alone("mlp", sgd, 2, steps=6, syncs=syncs)
-    for params in run_threads(train, 2, "mlp", api, sgd, steps=6, syncs=syncs):
-        assert_equal_params(params, expected, tolerance=1e-5)
+    all_equal(run_threads(train, 2, "mlp", api, sgd, steps=6, syncs=syncs), expected, tolerance=1e-5)
 
 
 def train_checkpointed(*, is_first: bool) -> Any:
@@ -178,8 +191,7 @@ def test_a_forward_that_runs_again_is_no_graph_of_backward(is_first: bool) -> No
     optimizer = sgd(model.parameters())
     model(torch.ones(2, 4)).square().mean().backward()
     optimizer.step()
-    for params in run_threads(train_checkpointed, 2, is_first=is_first):
-        assert_equal_params(params, dict(model.named_parameters()), tolerance=1e-6)
+    all_equal(run_threads(train_checkpointed, 2, is_first=is_first), dict(model.named_parameters()), tolerance=1e-6)
 
 
 class _Twice(nn.Module):
@@ -196,7 +208,9 @@ class _Twice(nn.Module):
         return x
 
 
-def step_inside_of_another_backward(api: str, part: str) -> None:
+@pytest.mark.parametrize(("api", "part"), [("fully_shard", "first"), ("replicate", "first"), ("replicate", "block")])
+@on_ranks(2)
+def test_no_step_in_a_backward_inside_of_another_one_which_runs_a_forward_again_later(api: str, part: str) -> None:
     model = _Twice()
     if api == "fully_shard":
         fully_shard(model.get_submodule(part))
@@ -211,11 +225,6 @@ def step_inside_of_another_backward(api: str, part: str) -> None:
     model(torch.ones(2, 4)).square().mean().backward()
 
 
-@pytest.mark.parametrize(("api", "part"), [("fully_shard", "first"), ("replicate", "first"), ("replicate", "block")])
-def test_no_step_in_a_backward_inside_of_another_one_which_runs_a_forward_again_later(api: str, part: str) -> None:
-    run_threads(step_inside_of_another_backward, 2, api, part)
-
-
 def train_sharded_block_that_runs_twice(*, in_backward: bool) -> Any:
     torch.manual_seed(0)
     model = _Twice()
@@ -226,8 +235,7 @@ def train_sharded_block_that_runs_twice(*, in_backward: bool) -> Any:
     for step in range(3):
         model(torch.ones(2, 4) * (step + dist.get_rank())).square().mean().backward()
         if not in_backward:
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_drop(optimizer)
     return full_params(model)
 
 
@@ -243,14 +251,11 @@ def step_both_ways(name: str, api: str, make: Make, syncs: tuple[bool, ...]) -> 
     model = annotated(make_model(name), api)
     optimizer = make(model.parameters())
     for number in range(steps):
-        args, kwargs = inputs_of(model, number, dist.get_rank())
-        if syncs[number % len(syncs)]:
-            loss_of(model(*args, **kwargs)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            with no_sync(model):
-                loss_of(model(*args, **kwargs)).backward()
+        syncs_now = syncs[number % len(syncs)]
+        with nullcontext() if syncs_now else no_sync(model):
+            backward(model, number)
+        if syncs_now:
+            step_and_drop(optimizer)
     for fqn, param in full_params(model).items():
         assert torch.equal(stepped[fqn], param), fqn
 
@@ -268,15 +273,13 @@ NAMES = (
 )
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("STEP_CASES", "12"))))
-def test_random_models_optimizers_and_accumulation_step_as_after_backward(seed: int) -> None:
-    chance = random.Random(seed)
-    syncs = (*(chance.random() < 0.5 for _ in range(chance.randrange(3))), True)
-    name, api, make = chance.choice(NAMES), chance.choice(ANNOTATIONS[:2]), chance.choice([sgd, adam, foreach, fused])
-    run_threads(step_both_ways, chance.choice([1, 2, 3]), name, api, make, syncs)
+def _piece_of(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
-def compare_states(make: Make) -> None:
+@pytest.mark.parametrize("make", [sgd, adam, foreach, fused])
+@on_ranks(3)
+def test_the_state_is_that_of_an_optimizer_that_steps_after_backward(make: Make) -> None:
     """Train in both ways, load the state into another optimizer, and train on."""
     pair = []
     for in_backward in (True, False):
@@ -291,8 +294,7 @@ def compare_states(make: Make) -> None:
             with context:
                 loss_of(model(*args, **kwargs)).backward()
             if not in_backward:
-                optimizer.step()
-                optimizer.zero_grad()
+                step_and_drop(optimizer)
         pair.append([optimizer.state[param] for param in model.parameters()])
     for stepped, expected in zip(*pair, strict=True):
         assert list(stepped) == list(expected)
@@ -301,16 +303,8 @@ def compare_states(make: Make) -> None:
             assert torch.equal(_piece_of(stepped[key]), _piece_of(value)), key
 
 
-def _piece_of(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-@pytest.mark.parametrize("make", [sgd, adam, foreach, fused])
-def test_the_state_is_that_of_an_optimizer_that_steps_after_backward(make: Make) -> None:
-    run_threads(compare_states, 3, make)
-
-
-def fail_in_a_step() -> None:
+@on_ranks(2)
+def test_a_step_that_raises_leaves_the_optimizer_whole() -> None:
     model = annotated(make_model("mlp"), "fully_shard")
     optimizer = sgd(model.parameters())
     step_in_backward(optimizer)
@@ -326,27 +320,24 @@ def fail_in_a_step() -> None:
     assert not torch.equal(full_params(model)["inp.weight"], before["inp.weight"])
 
 
-def test_a_step_that_raises_leaves_the_optimizer_whole() -> None:
-    run_threads(fail_in_a_step, 2)
-
-
-@pytest.mark.parametrize("seed", range(int(os.environ.get("STEP_CASES", "12"))))
-def test_random_models_and_policies_step_as_after_backward(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(int(os.environ.get("STEP_CASES", "24"))))
+def test_random_models_optimizers_policies_and_accumulation_step_as_after_backward(seed: int) -> None:
     chance = random.Random(seed)
     syncs = (*(chance.random() < 0.5 for _ in range(chance.randrange(3))), True)
-    # Fused kernels, and those of Adam, take no gradients in another dtype.
-    policy, make = list(POLICIES)[seed % len(POLICIES)], chance.choice([sgd, adam, fused])
-    make = sgd if POLICIES[policy].keep_low_precision_grads else make
-    name = chance.choice([name for name in NAMES if name != "mixed_dtypes"])  # It asks for a dtype in forward.
-    run_threads(step_both_ways, chance.choice([1, 2, 3]), name, policy, make, syncs)
+    api = ("fully_shard", "replicate", *POLICIES)[seed % (2 + len(POLICIES))]
+    make, name = chance.choice([sgd, adam, foreach, fused]), chance.choice(NAMES)
+    if api in POLICIES:
+        # Fused kernels, and those of Adam, take no gradients in another dtype.
+        make = sgd if POLICIES[api].keep_low_precision_grads else chance.choice([sgd, adam, fused])
+        name = chance.choice([name for name in NAMES if name != "mixed_dtypes"])  # It asks for a dtype in forward.
+    run_threads(step_both_ways, chance.choice([1, 2, 3]), name, api, make, syncs)
 
 
 def reduce_after_all() -> Any:
     model = annotated(make_model("mlp"), "mixed")
     step_in_backward(sgd(model.parameters()))
     with no_sync(model):
-        args, kwargs = inputs_of(model, 0, dist.get_rank())
-        loss_of(model(*args, **kwargs)).backward()
+        backward(model, 0)
     before = full_params(model)
     reduce_gradients(model)
     assert any(not torch.equal(before[fqn], value) for fqn, value in full_params(model).items())
@@ -356,8 +347,7 @@ def reduce_after_all() -> Any:
 
 def test_reduce_gradients_steps_what_no_sync_left() -> None:
     expected = train_alone("mlp", sgd, 2, steps=1)
-    for params in run_threads(reduce_after_all, 2):
-        assert_equal_params(params, expected, tolerance=1e-6)
+    all_equal(run_threads(reduce_after_all, 2), expected, tolerance=1e-6)
 
 
 class _Branches(nn.Module):
@@ -390,8 +380,7 @@ def use_one_branch(api: str, make: Make, way: str) -> dict[str, torch.Tensor]:
         part = dist.get_rank() if step < 2 else 2
         model(torch.ones(2, 4) * (1 + step + dist.get_rank()), part).square().mean().backward()
         if way == "after":
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_drop(optimizer)
     assert optimizer.state.get(model.parts[3].weight) is None  # type: ignore[union-attr,index]
     return full_params(model)
 
@@ -479,10 +468,8 @@ def test_ranks_that_use_other_parameters_in_another_order_never_wait_in_vain(wor
             output = model(inputs_of_way(step, rank), way_of(seed, step, rank))
             (output.square().mean() / world_size).backward()
         if is_synchronised(seed, step):
-            optimizer.step()
-            optimizer.zero_grad()
-    for params in run_threads(go_different_ways, world_size, seed):
-        assert_equal_params(params, dict(model.named_parameters()), tolerance=1e-5)
+            step_and_drop(optimizer)
+    all_equal(run_threads(go_different_ways, world_size, seed), dict(model.named_parameters()), tolerance=1e-5)
 
 
 # Options of replicate
@@ -523,10 +510,10 @@ def test_it_goes_with_a_static_graph_and_with_delayed_gradients(name: str, steps
         for rank in range(world_size):
             (loss_at(model, step, rank) / world_size).backward()
         if step != 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    for params in run_threads(train_with_options, world_size, name, steps_by):
-        assert_equal_params(params, dict(model.named_parameters()), tolerance=1e-5)
+            step_and_drop(optimizer)
+    all_equal(
+        run_threads(train_with_options, world_size, name, steps_by), dict(model.named_parameters()), tolerance=1e-5
+    )
 
 
 def change_a_static_graph() -> Any:
@@ -547,7 +534,8 @@ def test_a_static_graph_that_changes_is_an_error_and_ranks_stay_equal() -> None:
     assert_equal_params(one, other, tolerance=0)
 
 
-def step_sparse_rows_after_backward() -> Any:
+@on_ranks(2)
+def test_an_embedding_with_sparse_gradients_is_stepped_by_another_optimizer() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
     twin = copy.deepcopy(model)
@@ -562,13 +550,8 @@ def step_sparse_rows_after_backward() -> Any:
         for other in range(world_size):
             (twin(torch.tensor([step, other])).square().sum() / world_size).backward()
         for one in (after, optimizer):
-            one.step()
-            one.zero_grad()
+            step_and_drop(one)
     assert_equal_params(full_params(model), dict(twin.named_parameters()), tolerance=1e-6)
-
-
-def test_an_embedding_with_sparse_gradients_is_stepped_by_another_optimizer() -> None:
-    run_threads(step_sparse_rows_after_backward, 2)
 
 
 # Memory
@@ -591,8 +574,7 @@ def peak_of_gradients(api: str, *, in_backward: bool, earlier: int = 2) -> int:
     for _ in range(earlier):
         model(torch.ones(1, DIM)).sum().backward()
         if not in_backward:
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_drop(optimizer)
     loss = model(torch.ones(1, DIM)).sum()
     with LiveBytes() as live:
         loss.backward()
@@ -624,8 +606,7 @@ def buckets_at_rest() -> int:
     model = replicate(make_model("mlp"))
     step_in_backward(sgd(model.parameters()))
     for number in range(3):
-        args, kwargs = inputs_of(model, number, dist.get_rank())
-        loss_of(model(*args, **kwargs)).backward()
+        backward(model, number)
     reducer = replicate.state(model).reducer  # type: ignore[union-attr]
     return sum(bucket.flat.numel() for bucket in reducer.buckets)
 
@@ -643,8 +624,7 @@ def follow_schedule(api: str) -> Any:
     step_in_backward(optimizer)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for number in range(3):
-        args, kwargs = inputs_of(model, number, dist.get_rank())
-        loss_of(model(*args, **kwargs)).backward()
+        backward(model, number)
         schedule.step()
     return full_params(model)
 
@@ -654,14 +634,11 @@ def test_a_scheduler_changes_the_rate_of_the_next_backward(api: str) -> None:
     model = make_model("mlp")
     optimizer = sgd(model.parameters())
     for number in range(3):
-        args, kwargs = global_inputs(model, number, 2)
-        loss_of(model(*args, **kwargs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        backward_of_all(model, number, 2)
+        step_and_drop(optimizer)
         optimizer.param_groups[0]["lr"] /= 2
     expected = {fqn: param.detach() for fqn, param in model.named_parameters()}
-    for params in run_threads(follow_schedule, 2, api):
-        assert_equal_params(params, expected, tolerance=1e-6)
+    all_equal(run_threads(follow_schedule, 2, api), expected, tolerance=1e-6)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -677,7 +654,9 @@ def replace_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
         param.grad.mul_(3)
 
 
-def follow_hooks(hook: Callable[..., None]) -> None:
+@pytest.mark.parametrize("hook", [set_rate, replace_gradients])
+@on_ranks(1)
+def test_hooks_on_a_step_of_sharded_parameters_change_it_and_see_its_state(hook: Callable[..., None]) -> None:
     model, twin = nn.Linear(4, 4), nn.Linear(4, 4)
     twin.load_state_dict(model.state_dict())
     fully_shard(model)
@@ -697,21 +676,14 @@ def follow_hooks(hook: Callable[..., None]) -> None:
     for _ in range(2):
         model(torch.ones(2, 4)).square().sum().backward()
         twin(torch.ones(2, 4)).square().sum().backward()
-        after.step()
-        after.zero_grad()
+        step_and_drop(after)
     assert_equal_params(full_params(model), dict(twin.named_parameters()), tolerance=1e-6)
     assert kept[0] == kept[1]
 
 
-@pytest.mark.parametrize("hook", [set_rate, replace_gradients])
-def test_hooks_on_a_step_of_sharded_parameters_change_it_and_see_its_state(hook: Callable[..., None]) -> None:
-    run_threads(follow_hooks, 1, hook)
-
-
 def save_and_go_on(api: str, folder: Path) -> None:
     def run(model: nn.Module, number: int) -> None:
-        args, kwargs = inputs_of(model, number, dist.get_rank())
-        loss_of(model(*args, **kwargs)).backward()
+        backward(model, number)
 
     model, other = (annotated(make_model("mlp"), api) for _ in range(2))
     optimizers = [adam(one.parameters()) for one in (model, other)]
@@ -730,7 +702,8 @@ def test_a_checkpoint_holds_its_state(api: str, tmp_path: Path) -> None:
     run_threads(save_and_go_on, 2, api, tmp_path / "run")
 
 
-def groups_and_plain() -> None:
+@on_ranks(2)
+def test_param_groups_and_parameters_beside_the_model_are_stepped() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
     plain = nn.Parameter(torch.ones(4))
@@ -747,8 +720,7 @@ def groups_and_plain() -> None:
     for number in range(4):
         (model(torch.ones(2, 4)) * plain).sum().backward()
         (twin(torch.ones(2, 4)) * twin_plain).sum().backward()
-        after.step()
-        after.zero_grad()
+        step_and_drop(after)
         with no_sync(model):
             (model(torch.ones(2, 4)) * plain).sum().backward()
         assert plain.grad is not None, number
@@ -758,11 +730,11 @@ def groups_and_plain() -> None:
     torch.testing.assert_close(plain, twin_plain)
 
 
-def test_param_groups_and_parameters_beside_the_model_are_stepped() -> None:
-    run_threads(groups_and_plain, 2)
-
-
-def keep_plain(api: str, way: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("way", ["reduce_gradients", "a backward"])
+@pytest.mark.parametrize("api", ANNOTATIONS)
+@on_ranks()
+def test_what_no_sync_left_on_parameters_beside_the_model_is_stepped_too(api: str, way: str) -> None:
     """Two backwards in ``no_sync`` leave gradients on a plain parameter too, which no other backward gets to."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model, twin = annotated(make_model("mlp"), api), make_model("mlp")
@@ -789,20 +761,13 @@ def keep_plain(api: str, way: str) -> None:
             for other in range(size):
                 (loss(twin, 10 * step + 2, other) / size).backward()
         assert plain.grad is None
-        after.step()
-        after.zero_grad()
+        step_and_drop(after)
         torch.testing.assert_close(plain, twin_plain)
         assert_equal_params(full_params(model), dict(twin.named_parameters()), tolerance=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("way", ["reduce_gradients", "a backward"])
-@pytest.mark.parametrize("api", ANNOTATIONS)
-def test_what_no_sync_left_on_parameters_beside_the_model_is_stepped_too(api: str, way: str, world_size: int) -> None:
-    run_threads(keep_plain, world_size, api, way)
-
-
-def step_beside_backwards_that_are_not_the_last() -> None:
+@on_ranks(2)
+def test_parameters_beside_the_model_are_stepped_in_the_last_backward() -> None:
     model, plain = replicate(nn.Linear(2, 2)), nn.Linear(2, 1)
     before = plain.weight.detach().clone()
     step_in_backward(sgd([*model.parameters(), *plain.parameters()]))
@@ -812,11 +777,8 @@ def step_beside_backwards_that_are_not_the_last() -> None:
         assert torch.equal(plain.weight, before) is not is_last
 
 
-def test_parameters_beside_the_model_are_stepped_in_the_last_backward() -> None:
-    run_threads(step_beside_backwards_that_are_not_the_last, 2)
-
-
-def sum_over_copies_later() -> None:
+@on_ranks(4)
+def test_what_waits_for_its_all_reduce_over_copies_is_stepped_in_the_backward_that_has_it() -> None:
     """Leave the all-reduce over the copies of shards to the second of two backwards, which steps."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model: Any = annotated(make_model("mlp"), "hybrid")
@@ -834,14 +796,9 @@ def sum_over_copies_later() -> None:
             args, kwargs = inputs_of(model, number, other)
             ((loss_of(twin(*args, **kwargs)) + twin_plain.square().sum()) / size).backward()
         if number % 2:
-            after.step()
-            after.zero_grad()
+            step_and_drop(after)
         torch.testing.assert_close(plain, twin_plain)
     assert_equal_params(full_params(model), dict(twin.named_parameters()), tolerance=1e-5)
-
-
-def test_what_waits_for_its_all_reduce_over_copies_is_stepped_in_the_backward_that_has_it() -> None:
-    run_threads(sum_over_copies_later, 4)
 
 
 # Ends
@@ -863,19 +820,19 @@ def end_it() -> Any:
         loss_of(model(*args, **kwargs)).backward()
         if number:
             assert any(param.grad is not None for param in model.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+            step_and_drop(optimizer)
     unannotate(model)
     return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
 
 
 def test_remove_and_the_end_of_the_context_go_back_to_steps_by_hand() -> None:
     expected = train_alone("mlp", sgd, 2)
-    for params in run_threads(end_it, 2):
-        assert_equal_params(params, expected, tolerance=1e-6)
+    all_equal(run_threads(end_it, 2), expected, tolerance=1e-6)
 
 
-def copy_it(api: str) -> None:
+@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
+@on_ranks(2)
+def test_a_deep_copy_does_not_step(api: str) -> None:
     model = annotated(make_model("mlp"), api)
     step_in_backward(sgd(model.parameters()))
     twin = copy.deepcopy(model)
@@ -887,11 +844,6 @@ def copy_it(api: str) -> None:
     loss_of(model(*args, **kwargs)).backward()
     assert not torch.equal(full_params(model)["inp.weight"], before["inp.weight"])
     step_in_backward(sgd(twin.parameters()))
-
-
-@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
-def test_a_deep_copy_does_not_step(api: str) -> None:
-    run_threads(copy_it, 2, api)
 
 
 def stop_in_backward(api: str, ranks: list[int]) -> Any:
@@ -1024,7 +976,8 @@ def different_ranks() -> None:
     step_in_backward((sgd if dist.get_rank() else adam)(model.parameters()))
 
 
-def hook_around_what_others_average() -> None:
+@on_ranks(2)
+def test_a_communication_hook_is_refused_around_modules_that_are_stepped() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(requires_grad=False))
     for module in (model[0], model):
         replicate(module)
@@ -1033,17 +986,14 @@ def hook_around_what_others_average() -> None:
         register_comm_hook(model, DefaultState(dist.group.WORLD), allreduce_hook)
 
 
-def test_a_communication_hook_is_refused_around_modules_that_are_stepped() -> None:
-    run_threads(hook_around_what_others_average, 2)
-
-
 def test_ranks_with_different_optimizers_are_told_on_every_rank() -> None:
     with pytest.raises(RankErrors, match="the ranks let different optimizers step inside backward") as caught:
         run_threads(different_ranks, 2)
     assert len(caught.value.errors) == 2
 
 
-def scale_gradients() -> None:
+@on_ranks(1)
+def test_a_scaler_of_gradients_finds_none() -> None:
     model = replicate(nn.Linear(2, 2))
     optimizer = sgd(model.parameters())
     step_in_backward(optimizer)
@@ -1051,10 +1001,6 @@ def scale_gradients() -> None:
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
     with pytest.raises((AssertionError, UsageError)):
         scaler.step(optimizer)
-
-
-def test_a_scaler_of_gradients_finds_none() -> None:
-    run_threads(scale_gradients, 1)
 
 
 def use_by_way_of_the_inputs(*, is_sharded: bool) -> dict[str, torch.Tensor]:
@@ -1075,8 +1021,7 @@ def use_by_way_of_the_inputs(*, is_sharded: bool) -> dict[str, torch.Tensor]:
 
 def test_a_gradient_that_comes_by_way_of_the_inputs_is_in_the_step() -> None:
     expected = use_by_way_of_the_inputs(is_sharded=False)
-    for params in run_threads(use_by_way_of_the_inputs, 2, is_sharded=True):
-        assert_equal_params(params, expected, tolerance=1e-6)
+    all_equal(run_threads(use_by_way_of_the_inputs, 2, is_sharded=True), expected, tolerance=1e-6)
 
 
 # torch's own
@@ -1101,8 +1046,7 @@ def step_by_torch(api: str, *, before: bool) -> Any:
     if not before:
         apply(torch.optim.SGD, model.parameters(), options)
     for number in range(4):
-        args, kwargs = inputs_of(model, number, dist.get_rank())
-        loss_of(model(*args, **kwargs)).backward()
+        backward(model, number)
         is_kept = os.environ.get("DDP_OVERLAPPED_OPTIM_SET_GRADS_TO_NONE") == "0"
         assert all((param.grad is not None) == is_kept for param in model.parameters())
         model.zero_grad()
@@ -1118,16 +1062,14 @@ def step_by_torch(api: str, *, before: bool) -> Any:
 @pytest.mark.parametrize("api", ANNOTATIONS)
 def test_torchs_optimizer_in_backward_steps_on_averages(api: str, before: bool, world_size: int) -> None:
     expected = train_alone("mlp", sgd, world_size)
-    for params in run_threads(step_by_torch, world_size, api, before=before):
-        assert_equal_params(params, expected, tolerance=1e-6)
+    all_equal(run_threads(step_by_torch, world_size, api, before=before), expected, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("api", ["low", "low, averaged in full"])
 def test_torchs_optimizer_in_backward_steps_on_what_was_averaged_in_low_precision(api: str, before: bool) -> None:
     expected, _ = run_threads(train, 2, "mlp", api, sgd)
-    for params in run_threads(step_by_torch, 2, api, before=before):
-        assert_equal_params(params, expected, tolerance=0)
+    all_equal(run_threads(step_by_torch, 2, api, before=before), expected, tolerance=0)
 
 
 def test_torchs_switch_keeps_the_gradients() -> None:
@@ -1140,7 +1082,9 @@ def test_torchs_switch_keeps_the_gradients() -> None:
         assert_equal_params(params, run_threads(train, 2, "mlp", "low", sgd)[0], tolerance=0)
 
 
-def refuse_hooks(api: str) -> None:
+@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
+@on_ranks(2)
+def test_torchs_optimizer_in_backward_is_refused_beside_a_hook(api: str) -> None:
     model = annotated(make_model("mlp"), api)
     state, hook = DefaultState(dist.group.WORLD), allreduce_hook if api == "replicate" else _hook
     register_comm_hook(model, state, hook)
@@ -1153,8 +1097,3 @@ def refuse_hooks(api: str) -> None:
     annotated(other, api)
     with pytest.raises(UsageError, match="goes with no communication hook"):
         register_comm_hook(other, state, hook)
-
-
-@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
-def test_torchs_optimizer_in_backward_is_refused_beside_a_hook(api: str) -> None:
-    run_threads(refuse_hooks, 2, api)

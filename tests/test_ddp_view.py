@@ -27,13 +27,12 @@ from composable import (
     no_sync,
     reduce_gradients,
     replicate,
-    step_in_backward,
     update_process_group,
 )
 from tests.models import make_model, random_input, seeded
 from tests.parity import assert_equal_params, full_params
 from tests.test_algorithms import adam, torch_optim, train_alone, train_with
-from tests.world import RankErrors, run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 # Hooks
 
@@ -165,9 +164,7 @@ class Normed(nn.Module):
         return self.out(self.norm(self.inp(x)).relu())
 
 
-def train_unevenly(
-    counts: list[int], *, as_wrapper: bool, divides_by_all: bool, accumulates: bool = False
-) -> dict[str, torch.Tensor]:
+def train_unevenly(counts: list[int], *, as_wrapper: bool, divides_by_all: bool) -> dict[str, torch.Tensor]:
     """Train with as many inputs as ``counts`` has for this rank; returns parameters and buffers."""
     model = seeded(Normed, 0)
     module: nn.Module = DistributedDataParallel(model) if as_wrapper else replicate(model)
@@ -178,10 +175,6 @@ def train_unevenly(
         warnings.simplefilter("ignore")
         with Join([view], divide_by_initial_world_size=divides_by_all):
             for step in range(counts[rank]):
-                if accumulates and step % 2 == 0:
-                    with module.no_sync() if as_wrapper else no_sync(model):
-                        module(random_input(10 * step + rank, 3, 4)).square().mean().backward()
-                    continue
                 module(random_input(10 * step + rank, 3, 4)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -198,15 +191,6 @@ def test_ranks_with_uneven_inputs_train_as_below_the_wrapper(counts: list[int], 
     for found, expected in zip(ours, theirs, strict=True):
         assert_equal_params(found, expected, tolerance=1e-6)
     assert_equal_params(ours[0], ours[-1], tolerance=0)
-
-
-def test_ranks_with_uneven_inputs_accumulate_as_below_the_wrapper() -> None:
-    ours, theirs = (
-        run_ranks(train_unevenly, 2, [2, 6], as_wrapper=one, divides_by_all=True, accumulates=True)
-        for one in (False, True)
-    )
-    for found, expected in zip(ours, theirs, strict=True):
-        assert_equal_params(found, expected, tolerance=1e-6)
 
 
 def drop_gradients(model: nn.Module, when: str, step: int, at: str) -> None:
@@ -311,22 +295,8 @@ def test_several_modules_and_a_sharded_optimizer_join() -> None:
         assert_equal_params(found, expected, tolerance=1e-6)
 
 
-def join_and_step_in_backward() -> dict[str, torch.Tensor]:
-    model = replicate(make_model("mlp"))
-    step_in_backward(adam(model.parameters()))
-    with Join([as_ddp(model)]):
-        for _ in range(2 + dist.get_rank()):
-            train_with(None, model, steps=1)
-    return full_params(model)
-
-
-def test_a_rank_without_inputs_steps_in_backward_as_the_others() -> None:
-    found, expected = run_ranks(join_and_step_in_backward, 3), run_ranks(join_with_zero, 3, is_sharded=False)
-    for one in found:
-        assert_equal_params(one, expected[2], tolerance=1e-6)
-
-
-def divide_by_those_with_inputs() -> None:
+@on_ranks(2)
+def test_sparse_gradients_too_are_divided_by_the_ranks_that_have_inputs() -> None:
     table, head = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1)
     model = replicate(seeded(lambda: nn.Sequential(table, head), 0))
     with Join([as_ddp(model)], divide_by_initial_world_size=False):
@@ -338,10 +308,6 @@ def divide_by_those_with_inputs() -> None:
     expected[[0, 2]] = head.weight.detach()
     assert table.weight.grad is not None
     torch.testing.assert_close(table.weight.grad.to_dense(), expected)
-
-
-def test_sparse_gradients_too_are_divided_by_the_ranks_that_have_inputs() -> None:
-    run_threads(divide_by_those_with_inputs, 2)
 
 
 def join_with_several_backwards_a_step() -> torch.Tensor:
@@ -365,23 +331,8 @@ def test_a_rank_without_inputs_follows_what_others_do_before_the_last_backward_o
         torch.testing.assert_close(weight, torch.full((1, 2), -3.0))
 
 
-def synchronise_elsewhere(*, in_forward: bool) -> None:
-    model = replicate(nn.Linear(2, 1))
-    with Join([as_ddp(model)]):
-        with no_sync(model) if in_forward else contextlib.nullcontext():
-            output = model(torch.ones(1, 2))
-        with contextlib.nullcontext() if in_forward else no_sync(model):
-            output.sum().backward()
-
-
-@pytest.mark.parametrize("in_forward", [True, False])
-def test_forward_and_backward_are_to_be_alike_where_ranks_may_have_no_inputs(*, in_forward: bool) -> None:
-    with pytest.raises(RankErrors, match="what its forward has told ranks without inputs") as caught:
-        run_threads(synchronise_elsewhere, 2, in_forward=in_forward)
-    assert {type(error) for error in caught.value.errors.values()} == {UsageError}
-
-
-def reduce_without_a_backward() -> None:
+@on_ranks(2)
+def test_gradients_are_not_reduced_where_ranks_without_inputs_would_not_follow() -> None:
     model = replicate(nn.Linear(2, 1))
     with Join([as_ddp(model)]):
         with no_sync(model):
@@ -390,10 +341,6 @@ def reduce_without_a_backward() -> None:
             reduce_gradients(model)
     reduce_gradients(model)
     torch.testing.assert_close(model.weight.grad, torch.ones(1, 2))
-
-
-def test_gradients_are_not_reduced_where_ranks_without_inputs_would_not_follow() -> None:
-    run_threads(reduce_without_a_backward, 2)
 
 
 def join_in_another_group() -> dict[str, torch.Tensor]:
@@ -414,33 +361,17 @@ def test_a_view_follows_its_module_to_another_group() -> None:
     assert_equal_params(first, second, tolerance=0)
 
 
-def throw() -> None:
-    model = replicate(nn.Linear(2, 1))
-    with Join([as_ddp(model)], throw_on_early_termination=True):
-        for _ in range(2 + dist.get_rank()):
-            model(torch.ones(1, 2)).sum().backward()
-
-
-def test_ranks_throw_where_one_has_no_inputs_left() -> None:
-    with pytest.raises(RankErrors, match="exhausted") as caught:
-        run_ranks(throw, 2)
-    assert len(caught.value.errors) == 2
-
-
-def refuse() -> None:
+@on_ranks(1)
+def test_what_has_no_view_says_why() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(UsageError, match="as_ddp found no replicate"):
         as_ddp(model)
     fully_shard(model[0])
     replicate(model)
-    with pytest.raises(UsageError, match="uneven inputs of a module with an annotated one below"):
+    with pytest.raises(UsageError, match="shards that it alone can step"):
         Join([as_ddp(model)])
     pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
     replicate(pair)
     with pytest.raises(UsageError, match="shares buckets with others"):
         as_ddp(pair[0])
     assert as_ddp(model) is as_ddp(model)
-
-
-def test_what_has_no_view_says_why() -> None:
-    run_threads(refuse, 1)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from composable import (
     ConfigError,
     DesyncError,
+    HandleOptions,
     UsageError,
     full_state_dict,
     fully_shard,
@@ -55,7 +56,11 @@ def make(annotation: str) -> Model:
     model = Model()
     if annotation == "replicate":
         return replicate(model, find_unused_parameters=True)
-    return fully_shard(model, policy={nn.Linear}, transport="process_group" if annotation == "ordered" else "auto")
+    return fully_shard(
+        model,
+        policy={nn.Linear},
+        options=HandleOptions(transport="process_group" if annotation == "ordered" else "auto"),
+    )
 
 
 def wait_for_a_verdict() -> None:
@@ -196,7 +201,7 @@ class Tokens(nn.Module):
 def cannot_reduce_on_one_rank(has_separate_group: bool) -> str:
     set_divergence_timeout(LIMIT_S)
     is_last = dist.get_rank() == dist.get_world_size() - 1
-    model = fully_shard(Tokens(sparse=False), unused_gradients="zero")
+    model = fully_shard(Tokens(sparse=False), options=HandleOptions(unused_gradients="zero"))
     model.set_separate_reduce_scatter_group(has_separate_group)
     model(torch.arange(3)).sum().backward()  # The first reduce-scatter in a group of its own makes the group.
     model.emb.sparse = is_last
@@ -474,7 +479,7 @@ def goes_on_after_its_exception(strategy: str, transport: str) -> list[str]:
     mesh = None
     if strategy == "HYBRID_SHARD":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = fully_shard(Failing(WIDTH, WIDTH), mesh=mesh, strategy=strategy, transport=transport)
+    model = fully_shard(Failing(WIDTH, WIDTH), mesh=mesh, strategy=strategy, options=HandleOptions(transport=transport))
     told = []
     for step in range(4):
         model.fails = step == 1 and dist.get_rank() == 1
@@ -514,7 +519,7 @@ class Aside(nn.Module):
 
 def goes_aside(aside: str) -> str:
     set_divergence_timeout(LIMIT_S)
-    model = fully_shard(Aside(), policy={nn.Linear}, transport="point_to_point")
+    model = fully_shard(Aside(), policy={nn.Linear}, options=HandleOptions(transport="point_to_point"))
     model(inputs()).sum().backward()
     try:
         for step in range(3):
@@ -536,7 +541,7 @@ def test_a_rank_that_alone_runs_a_module_a_checkpoint_or_a_backward_in_a_hook_is
 def call_in_between(extra: str, transport: str) -> str:
     """Train, while a second thread of one rank makes a call in the same process group that nobody else makes."""
     set_divergence_timeout(LIMIT_S)
-    model = fully_shard(Model(), policy={nn.Linear}, transport=transport)
+    model = fully_shard(Model(), policy={nn.Linear}, options=HandleOptions(transport=transport))
     model(inputs()).sum().backward()
     has_called = threading.Event()
 

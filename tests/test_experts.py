@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from composable import (
     ConfigError,
     DesyncError,
+    HandleOptions,
     MixedPrecisionPolicy,
     accelerate_optimizer,
     checkpoint,
@@ -85,7 +87,8 @@ def annotate(net: Net, mesh: Any, style: str = "each", **options: Any) -> None:
     # On all ranks, experts are what any other module is, unless told.
     follows = True if mesh["ep"].size() == 1 else None
     if next(experts_of(net), None) is not None:
-        annotate_experts(net, style, mesh=mesh["edp"], follows_parent=follows, **options)
+        chosen = replace(options.get("options", HandleOptions()), follows_parent=follows)
+        annotate_experts(net, style, mesh=mesh["edp"], **{**options, "options": chosen})
     for block in net.blocks:
         fully_shard(block, **options)
     fully_shard(net, **options)
@@ -204,7 +207,7 @@ class Recomputed(Net):
 
 def annotate_recomputed(net: Net, mesh: Any, unused: str) -> None:
     net.__class__ = Recomputed
-    annotate(net, mesh, unused_gradients=unused)
+    annotate(net, mesh, options=HandleOptions(unused_gradients=unused))
 
 
 @pytest.mark.parametrize("unused", ["none", "zero"])
@@ -274,7 +277,7 @@ def unshard_ahead(net: Net, mesh: Any, **options: Any) -> None:
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", SPREAD])
 def test_ranks_may_wait_for_experts_that_are_unsharded_by_hand_in_any_order(strategy: str) -> None:
     # One group has all of their gathers, which would otherwise be told apart by name.
-    run_threads(train_hybrid, 8, 4, unshard_ahead, strategy=strategy, transport="process_group")
+    run_threads(train_hybrid, 8, 4, unshard_ahead, strategy=strategy, options=HandleOptions(transport="process_group"))
 
 
 def annotate_copied(net: Net, mesh: Any) -> None:
@@ -424,7 +427,7 @@ def test_gradients_of_experts_are_divided_by_the_number_of_their_own_ranks_unles
 def unused_gradients(unused: str) -> dict[str, bool]:
     mesh = mesh_of((2, 2))
     net = local_net(4, mesh)
-    annotate(net, mesh, unused_gradients=unused)
+    annotate(net, mesh, options=HandleOptions(unused_gradients=unused))
     x, routes = batch_of(4, 0, dist.get_rank())
     step_with(net, (x, torch.zeros_like(routes)))
     return {fqn: param.grad is not None for fqn, param in net.named_parameters() if ".experts." in fqn}
@@ -461,9 +464,10 @@ class Case:
         self.keeps = rng.random() < 0.3
         self.options: dict[str, Any] = {
             "reshard_after_forward": rng.choice([None, True, False]),
-            "unused_gradients": rng.choice(["none", "none", "zero"]),
             "mp_policy": MixedPrecisionPolicy(param_dtype=rng.choice([None, None, torch.bfloat16])),
-            "transport": rng.choice(["auto", "process_group"]),
+            "options": HandleOptions(
+                unused_gradients=rng.choice(["none", "none", "zero"]), transport=rng.choice(["auto", "process_group"])
+            ),
         }
 
     @property
@@ -472,7 +476,7 @@ class Case:
 
     def annotate(self, net: Net, mesh: Any) -> None:
         if next(experts_of(net), None) is not None:
-            options = {**self.options, "follows_parent": self.follows}
+            options = {**self.options, "options": replace(self.options["options"], follows_parent=self.follows)}
             annotate_experts(net, self.style, mesh=mesh["edp"], **options)
         for block in net.blocks:
             if self.checkpoints:
@@ -870,7 +874,9 @@ def other_plans() -> None:
     mesh = mesh_of((2, 2))
     net = local_net(4, mesh)
     for expert in experts_of(net):
-        fully_shard(expert, mesh=mesh["edp"], unused_gradients="zero" if dist.get_rank() == 3 else "none")
+        fully_shard(
+            expert, mesh=mesh["edp"], options=HandleOptions(unused_gradients="zero" if dist.get_rank() == 3 else "none")
+        )
     for block in net.blocks:
         fully_shard(block)
     step_with(fully_shard(net), batch_of(4, 0, dist.get_rank()))
@@ -938,7 +944,7 @@ def apart() -> str:
     mesh = mesh_of((2, 2))
     net = local_net(4, mesh)
     for expert in experts_of(net):
-        fully_shard(expert, mesh=mesh["edp"], follows_parent=False)
+        fully_shard(expert, mesh=mesh["edp"], options=HandleOptions(follows_parent=False))
     for block in net.blocks:
         fully_shard(block)
     fully_shard(net)

@@ -21,6 +21,7 @@ from composable import (
     ConfigError,
     FSDPModule,
     GradientReductionHandle,
+    HandleOptions,
     MixedPrecisionPolicy,
     UsageError,
     full_state_dict,
@@ -30,6 +31,7 @@ from composable import (
     unannotate,
     unshard_params,
 )
+from composable.fsdp_module import REFUSED_SETTERS
 from composable.runtime.agreement import Agreement
 from composable.runtime.state import Root
 from composable.runtime.streams import DeviceStreams
@@ -41,7 +43,7 @@ from tests.models import DIM, MLPBlock, make_model, random_input, random_tokens,
 from tests.parity import full
 from tests.runtime.recorded import put_on_device
 from tests.runtime.recording import Recorder
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3])
 HANDLES = 4  # of the MLP: the root and three blocks
@@ -155,7 +157,9 @@ def test_what_only_one_rank_wrote_in_whatever_way_all_ranks_gather_again(way: st
     assert run_threads(write_on_one_rank, 3, way) == [[0 if way == "nothing" else 1]] * 3
 
 
-def kept_by_forwards() -> None:
+@WORLDS
+@on_ranks()
+def test_forwards_before_any_backward_share_one_gather() -> None:
     model = sharded(reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     counting = CountingTransport.install(root_of(model))
@@ -166,12 +170,14 @@ def kept_by_forwards() -> None:
     assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0, 1, 2]))
 
 
-@WORLDS
-def test_forwards_before_any_backward_share_one_gather(world_size: int) -> None:
-    run_threads(kept_by_forwards, world_size)
+def plain_with(values: dict[str, torch.Tensor]) -> nn.Module:
+    model = make_model("mlp")
+    model.load_state_dict(values)
+    return model
 
 
-def no_longer_kept() -> None:
+@on_ranks(1)
+def test_what_is_no_longer_to_be_kept_is_gathered_anew() -> None:
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.set_reshard_after_backward(False)
@@ -184,16 +190,6 @@ def no_longer_kept() -> None:
     one = loss(model, 1)
     other = loss(plain_with(full_state_dict(model)), 1)
     assert torch.equal(one, other)
-
-
-def plain_with(values: dict[str, torch.Tensor]) -> nn.Module:
-    model = make_model("mlp")
-    model.load_state_dict(values)
-    return model
-
-
-def test_what_is_no_longer_to_be_kept_is_gathered_anew() -> None:
-    run_threads(no_longer_kept, 1)
 
 
 def kept_in_low_precision(kept: bool) -> dict[str, Any]:
@@ -218,7 +214,9 @@ def test_parameters_kept_in_another_dtype_give_the_same_training(world_size: int
         assert torch.equal(value, usual[fqn])
 
 
-def unsharded_by_hand(async_op: bool) -> None:
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks(2)
+def test_unshard_shows_what_a_step_wrote_since_the_backward_that_kept_parameters(async_op: bool) -> None:
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.set_reshard_after_backward(False)
@@ -232,12 +230,8 @@ def unsharded_by_hand(async_op: bool) -> None:
     assert torch.equal(block.up.weight, expected)
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-def test_unshard_shows_what_a_step_wrote_since_the_backward_that_kept_parameters(async_op: bool) -> None:
-    run_threads(unsharded_by_hand, 2, async_op)
-
-
-def run_where_shown() -> None:
+@on_ranks(2)
+def test_one_rank_may_run_what_unshard_params_shows_of_a_model_that_keeps_parameters() -> None:
     model = sharded()
     model.set_reshard_after_backward(False)
     loss(model, own_seed(0)).backward()
@@ -246,10 +240,6 @@ def run_where_shown() -> None:
         if dist.get_rank() == 0:
             with torch.no_grad():
                 assert torch.equal(loss(model, 1), loss(plain, 1))
-
-
-def test_one_rank_may_run_what_unshard_params_shows_of_a_model_that_keeps_parameters() -> None:
-    run_threads(run_where_shown, 2)
 
 
 def compared_after_the_event() -> list[str]:
@@ -374,7 +364,9 @@ class CheckpointsInside(nn.Module):
         return checkpoint(lambda x: torch.tanh(x @ self.weight), x, use_reentrant=self.use_reentrant)
 
 
-def read_again(use_reentrant: bool) -> None:
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@on_ranks(2)
+def test_parameters_that_are_read_again_in_backward_and_not_gathered_are_an_error(use_reentrant: bool) -> None:
     model: Any = fully_shard(CheckpointsInside(use_reentrant))
     model.set_unshard_in_backward(False)
     out = model(random_input(0, 4, DIM).requires_grad_())
@@ -384,12 +376,8 @@ def read_again(use_reentrant: bool) -> None:
     model(random_input(0, 4, DIM).requires_grad_()).sum().backward()
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_parameters_that_are_read_again_in_backward_and_not_gathered_are_an_error(use_reentrant: bool) -> None:
-    run_threads(read_again, 2, use_reentrant)
-
-
-def set_after_forward() -> None:
+@on_ranks(2)
+def test_unshard_in_backward_holds_for_forwards_that_come_after_it() -> None:
     model = sharded()
     one = loss(model, own_seed(0))
     model.blocks[1].set_unshard_in_backward(False)
@@ -397,10 +385,6 @@ def set_after_forward() -> None:
     model.zero_grad()
     one.backward()
     assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
-
-
-def test_unshard_in_backward_holds_for_forwards_that_come_after_it() -> None:
-    run_threads(set_after_forward, 2)
 
 
 class InPlace(nn.Module):
@@ -515,7 +499,8 @@ def test_kept_storage_stays_at_its_address_until_it_is_no_longer_kept(world_size
     assert run_threads(addresses, world_size, False)[0][1] == [0] * 4
 
 
-def no_longer_kept_while_unsharded() -> None:
+@on_ranks(2)
+def test_what_is_unsharded_when_it_is_no_longer_to_be_kept_is_freed_with_its_use() -> None:
     model = sharded()
     model.set_keep_unsharded_storage(True)
     model.blocks[1].unshard()
@@ -523,10 +508,6 @@ def no_longer_kept_while_unsharded() -> None:
     loss(model, own_seed(0)).backward()
     assert unsharded_bytes(model) == 0
     assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
-
-
-def test_what_is_unsharded_when_it_is_no_longer_to_be_kept_is_freed_with_its_use() -> None:
-    run_threads(no_longer_kept_while_unsharded, 2)
 
 
 def groups_of_scatters(when: str) -> tuple[list[int], dict[str, Any]]:
@@ -567,7 +548,10 @@ def counted_messages(run: Callable[[], None]) -> int:
     return len(count)
 
 
-def deferred(lasts: list[bool]) -> None:
+@WORLDS
+@pytest.mark.parametrize("lasts", [[True], [False, True], [False, False, True], [False, True, True, False, True]])
+@on_ranks()
+def test_gradients_are_those_of_one_process_after_the_last_backward(lasts: list[bool]) -> None:
     model = sharded()
     counting = CountingTransport.install(root_of(model))
 
@@ -581,12 +565,6 @@ def deferred(lasts: list[bool]) -> None:
     run()
     assert counting.counts()["reduce_scatter"] == HANDLES * len(lasts)
     assert_same(gradients(model), plain_gradients(dist.get_world_size(), list(range(len(lasts)))))
-
-
-@WORLDS
-@pytest.mark.parametrize("lasts", [[True], [False, True], [False, False, True], [False, True, True, False, True]])
-def test_gradients_are_those_of_one_process_after_the_last_backward(lasts: list[bool], world_size: int) -> None:
-    run_threads(deferred, world_size, lasts)
 
 
 def message_counts() -> list[int]:
@@ -609,7 +587,10 @@ def test_the_ranks_talk_once_for_all_backwards_up_to_the_last() -> None:
     assert run_threads(message_counts, 1)[0] == [3, 1]
 
 
-def deferred_where_ranks_differ(last_syncs: bool) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("last_syncs", [True, False])
+@on_ranks()
+def test_what_only_one_rank_used_before_the_last_backward_is_not_lost(last_syncs: bool) -> None:
     """Each backward uses other parameters on each rank; the last one none of those that only the first used."""
     model: Any = fully_shard(seeded(Sometimes, 0))
     rank = dist.get_rank()
@@ -630,13 +611,8 @@ def deferred_where_ranks_differ(last_syncs: bool) -> None:
     assert_same(gradients(model), gradients(plain))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("last_syncs", [True, False])
-def test_what_only_one_rank_used_before_the_last_backward_is_not_lost(last_syncs: bool, world_size: int) -> None:
-    run_threads(deferred_where_ranks_differ, world_size, last_syncs)
-
-
-def hooks_run_once() -> None:
+@on_ranks(2)
+def test_a_hook_on_a_gradient_runs_once_on_the_sum_of_backwards_up_to_the_last() -> None:
     model = sharded()
     runs: list[int] = []
     model.inp.weight.register_hook(lambda grad: runs.append(1) or grad)
@@ -645,10 +621,6 @@ def hooks_run_once() -> None:
         loss(model, own_seed(seed)).backward()
         assert len(runs) == is_last
     assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0, 1, 2]))
-
-
-def test_a_hook_on_a_gradient_runs_once_on_the_sum_of_backwards_up_to_the_last() -> None:
-    run_threads(hooks_run_once, 2)
 
 
 def waits_for_the_last(what: str) -> str:
@@ -678,7 +650,10 @@ def test_models_whose_gradients_are_under_way_are_neither_copied_nor_unannotated
 # -- finalize_backward
 
 
-def finalized(way: str) -> None:
+@WORLDS
+@pytest.mark.parametrize("way", ["at once", "asynchronous", "one reduction"])
+@on_ranks()
+def test_gradients_are_those_of_one_process_after_finalize_backward(way: str) -> None:
     model = sharded()
     model.finalize_backward()  # nothing has run
     model.set_manual_backward_finalization(True)
@@ -708,12 +683,8 @@ def finalized(way: str) -> None:
 
 
 @WORLDS
-@pytest.mark.parametrize("way", ["at once", "asynchronous", "one reduction"])
-def test_gradients_are_those_of_one_process_after_finalize_backward(way: str, world_size: int) -> None:
-    run_threads(finalized, world_size, way)
-
-
-def finalized_after_both_kinds() -> None:
+@on_ranks()
+def test_finalize_backward_adds_what_waits_for_it_to_what_is_being_reduced() -> None:
     model = sharded()
     model.set_manual_backward_finalization(True)
     for seed in range(2):
@@ -724,12 +695,9 @@ def finalized_after_both_kinds() -> None:
     assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0, 1]))
 
 
-@WORLDS
-def test_finalize_backward_adds_what_waits_for_it_to_what_is_being_reduced(world_size: int) -> None:
-    run_threads(finalized_after_both_kinds, world_size)
-
-
-def cut_short(where: str) -> None:
+@pytest.mark.parametrize("where", ["begin", "finish"])
+@on_ranks(1)
+def test_the_step_after_an_end_that_was_cut_short_is_right(where: str) -> None:
     model = sharded()
     model.set_manual_backward_finalization(True)
     with no_sync(model):
@@ -744,12 +712,8 @@ def cut_short(where: str) -> None:
     assert_same(gradients(model), plain_gradients(1, [0]))
 
 
-@pytest.mark.parametrize("where", ["begin", "finish"])
-def test_the_step_after_an_end_that_was_cut_short_is_right(where: str) -> None:
-    run_threads(cut_short, 1, where)
-
-
-def dropped_before_finalize() -> None:
+@on_ranks(2)
+def test_finalize_backward_reduces_what_no_sync_kept_and_users_did_not_drop() -> None:
     model = sharded()
     model.set_manual_backward_finalization(True)
     with no_sync(model):
@@ -758,10 +722,6 @@ def dropped_before_finalize() -> None:
         loss(model, own_seed(1)).backward()
     model.finalize_backward()
     assert_same(gradients(model), plain_gradients(dist.get_world_size(), [1]))
-
-
-def test_finalize_backward_reduces_what_no_sync_kept_and_users_did_not_drop() -> None:
-    run_threads(dropped_before_finalize, 2)
 
 
 def mode_changes() -> list[str]:
@@ -799,7 +759,20 @@ class BrokenError(Exception):
     pass
 
 
-def reset_after(what: str) -> None:
+def raising(*_: Any) -> None:
+    raise BrokenError
+
+
+def backward_that_raises(model: nn.Module) -> None:
+    hook = model.blocks[0].register_forward_hook(lambda module, args, out: out.register_hook(raising) and None)
+    out = loss(model, own_seed(9))
+    hook.remove()
+    out.backward()
+
+
+@pytest.mark.parametrize("what", ["nothing", "forward", "backward", "no_sync", "not the last", "finalizing"])
+@on_ranks(2)
+def test_a_step_that_was_cut_short_leaves_nothing_after_a_reset(what: str) -> None:
     model = sharded()
     if what == "forward":
         hook = model.blocks[1].register_forward_hook(raising)
@@ -829,22 +802,6 @@ def reset_after(what: str) -> None:
     model.zero_grad()
     loss(model, own_seed(0)).backward()
     assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
-
-
-def raising(*_: Any) -> None:
-    raise BrokenError
-
-
-def backward_that_raises(model: nn.Module) -> None:
-    hook = model.blocks[0].register_forward_hook(lambda module, args, out: out.register_hook(raising) and None)
-    out = loss(model, own_seed(9))
-    hook.remove()
-    out.backward()
-
-
-@pytest.mark.parametrize("what", ["nothing", "forward", "backward", "no_sync", "not the last", "finalizing"])
-def test_a_step_that_was_cut_short_leaves_nothing_after_a_reset(what: str) -> None:
-    run_threads(reset_after, 2, what)
 
 
 # -- streams
@@ -896,7 +853,8 @@ def test_gathers_wait_for_the_event_of_the_optimizer_and_for_readers_of_freed_me
     assert len(waited) == 3  # once
 
 
-def roots_that_share() -> None:
+@on_ranks(2)
+def test_on_the_cpu_sharing_streams_changes_nothing() -> None:
     models = [sharded(), sharded()]
     loss(models[0], 0).backward()
     models[0].zero_grad()
@@ -910,10 +868,6 @@ def roots_that_share() -> None:
     loss(models[0], 0).backward()
     with pytest.raises(UsageError, match="streams cannot change within a step"):
         share_comm_ctx(models)
-
-
-def test_on_the_cpu_sharing_streams_changes_nothing() -> None:
-    run_threads(roots_that_share, 2)
 
 
 def streams_change() -> list[str]:
@@ -946,7 +900,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
     "text": (
         lambda m: m.set_keep_unsharded_storage("no"),
         ConfigError,
-        "keep is 'no', not a bool, in set_keep_unsharded_storage",
+        "keep is 'no', not a bool",
     ),
     "recurse": (lambda m: m.set_reshard_after_backward(True, recurse=1), ConfigError, "recurse is 1, not a bool"),
     "part: mode": (lambda m: m.blocks[0].set_manual_backward_finalization(True), UsageError, "for the root"),
@@ -971,7 +925,7 @@ def refused(name: str, runs: bool) -> None:
     before = [options_of(handle) for handle in root_of(model).handles]
     with pytest.raises(kind, match=re.escape(text)) as caught:
         call(model)
-    assert caught.value.fix and re.search(r"rank 0, module (MLP$|.*\(MLPBlock\)$)", caught.value.at)
+    assert caught.value.fix and re.search(r"rank 0(, module MLP|, module .*\(MLPBlock\))?$", caught.value.at)
     assert [options_of(handle) for handle in root_of(model).handles] == before
     loss(model, own_seed(0)).backward()
     assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
@@ -983,15 +937,12 @@ def test_what_cannot_be_is_an_error_that_says_so_and_changes_nothing(name: str) 
         run_threads(refused, 1, name, runs)
 
 
-def without_messages() -> None:
-    model = sharded(unused_gradients="zero")
+@on_ranks(1)
+def test_ranks_that_do_not_tell_each_other_what_they_used_always_fill_with_zeros() -> None:
+    model = sharded(options=HandleOptions(unused_gradients="zero"))
     model.set_reduce_scatter_unused_params(True)
     with pytest.raises(ConfigError, match=r"\(False\) on module MLP, annotated with unused_gradients='zero'"):
         model.set_reduce_scatter_unused_params(False)
-
-
-def test_ranks_that_do_not_tell_each_other_what_they_used_always_fill_with_zeros() -> None:
-    run_threads(without_messages, 1)
 
 
 def annotated_around() -> str:
@@ -1039,7 +990,8 @@ def settings_of(model: nn.Module) -> list[Any]:
     return [*held, root.state.settings.is_last_backward, root.state.settings.finalizes_by_hand]
 
 
-def copied_and_undone() -> None:
+@on_ranks(2)
+def test_a_copy_has_the_settings_on_its_own_and_unannotate_drops_them() -> None:
     model = sharded()
     usual = settings_of(model)
     set_all(model)
@@ -1057,20 +1009,13 @@ def copied_and_undone() -> None:
     assert settings_of(model) == usual
 
 
-def test_a_copy_has_the_settings_on_its_own_and_unannotate_drops_them() -> None:
-    run_threads(copied_and_undone, 2)
-
-
-def called_after_unannotate() -> None:
+@on_ranks(1)
+def test_a_setter_of_what_is_no_longer_annotated_says_so() -> None:
     model = sharded()
     setter = model.set_is_last_backward
     unannotate(model)
     with pytest.raises(UsageError, match="no longer annotated"):
         setter(True)
-
-
-def test_a_setter_of_what_is_no_longer_annotated_says_so() -> None:
-    run_threads(called_after_unannotate, 1)
 
 
 # -- all of them together
@@ -1192,7 +1137,8 @@ def kinds_of(function: Any) -> list[tuple[str, Any, Any]]:
 def test_methods_take_what_those_of_torch_take() -> None:
     theirs = {name for name, value in vars(torch_fsdp.FSDPModule).items() if callable(value) and name[0] != "_"}
     assert theirs <= set(METHODS)
-    shared = [name for name in METHODS if hasattr(torch_fsdp.FSDPModule, name) and hasattr(FSDPModule, name)]
+    kept = [name for name in METHODS if name not in REFUSED_SETTERS]
+    shared = [name for name in kept if hasattr(torch_fsdp.FSDPModule, name) and hasattr(FSDPModule, name)]
     assert len(shared) >= 18
     differing = [
         name for name in shared if kinds_of(getattr(FSDPModule, name)) != kinds_of(getattr(torch_fsdp.FSDPModule, name))

@@ -22,6 +22,7 @@ from composable import (
     ConfigError,
     DesyncError,
     FSDPModule,
+    HandleOptions,
     ModuleWrapPolicy,
     UsageError,
     fully_shard,
@@ -370,7 +371,12 @@ def test_parameters_keep_names_shapes_and_identity(way: str) -> None:
 
 def collectives_of(way: str, reshard: bool | None, steps: int) -> tuple[dict[str, int], dict[str, int], list[Any]]:
     model = make_model("gpt")
-    fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES), reshard_after_forward=reshard, transport=way)
+    fully_shard(
+        model,
+        policy=ModuleWrapPolicy(BLOCK_CLASSES),
+        reshard_after_forward=reshard,
+        options=HandleOptions(transport=way),
+    )
     root = root_of(model)
     counting = CountingTransport.install(root)
     for seed in range(steps):
@@ -1104,7 +1110,7 @@ def test_a_gradient_from_outside_the_forward_is_counted() -> None:
 
 def stray_gradient() -> tuple[str, bool]:
     model = UsedElsewhere()
-    fully_shard(model, policy={MLPBlock}, reshard_after_forward=False, unused_gradients="zero")
+    fully_shard(model, policy={MLPBlock}, reshard_after_forward=False, options=HandleOptions(unused_gradients="zero"))
     with pytest.raises(UsageError) as caught:
         model(torch.ones(2, 8)).sum().backward()
     model.zero_grad()
@@ -1212,7 +1218,7 @@ BAD: dict[str, Callable[[Any], Any]] = {
     "policy_kind": lambda model: fully_shard(model, policy=3),
     "strategy": lambda model: fully_shard(model, strategy="ZERO"),
     "strategy_and_reshard": lambda model: fully_shard(model, strategy="FULL_SHARD", reshard_after_forward=True),
-    "transport": lambda model: fully_shard(model, transport="pigeon"),
+    "transport": lambda model: fully_shard(model, options=HandleOptions(transport="pigeon")),
 }
 
 EXPECTED = {

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable import CustomPolicy, ModuleWrapPolicy, SizePolicy, fully_shard
+from composable import CustomPolicy, HandleOptions, ModuleWrapPolicy, SizePolicy, fully_shard
 from tests.models import BLOCK_CLASSES, MODELS, Conditional, MLPBlock, loss_of, make_model
 from tests.parity import (
     LR,
@@ -74,7 +74,7 @@ def test_training_by_policy_equals_one_process(name: str, world_size: int) -> No
 
 
 def by_policy_over(transport: str, model: nn.Module) -> None:
-    fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES), transport=transport)
+    fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES), options=HandleOptions(transport=transport))
 
 
 @pytest.mark.parametrize("transport", ["point_to_point", "process_group"])

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable import UsageError, clip_grad_norm_, fully_shard, no_sync, reduce_gradients, replicate
+from composable import HandleOptions, UsageError, clip_grad_norm_, fully_shard, no_sync, reduce_gradients, replicate
 from tests.counting import CountingTransport
 from tests.models import loss_of, make_model
 from tests.parity import assert_equal_params, full, global_inputs, inputs_of
-from tests.world import RankErrors, run_threads
+from tests.world import RankErrors, on_ranks, run_threads
 
 MICRO_BATCHES = 3
 
@@ -152,7 +152,7 @@ def test_nothing_comes_back_that_was_dropped() -> None:
 
 
 def gradients_around_a_pending_backward(unused_gradients: str) -> dict[str, torch.Tensor | None]:
-    model = fully_shard(make_model("mlp"), policy={nn.Linear}, unused_gradients=unused_gradients)
+    model = fully_shard(make_model("mlp"), policy={nn.Linear}, options=HandleOptions(unused_gradients=unused_gradients))
     for step in range(MICRO_BATCHES):
         args, kwargs = inputs_of(model, step, dist.get_rank())
         loss = loss_of(model(*args, **kwargs))
@@ -206,11 +206,8 @@ def refuse_plain_module() -> None:
         (refuse_plain_module, "reduce_gradients found no annotated module"),
     ],
 )
+@on_ranks(1)
 def test_the_wrong_moment_is_an_error(program: Callable[[], None], text: str) -> None:
-    run_threads(called_in_vain, 1, program, text)
-
-
-def called_in_vain(program: Callable[[], None], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         program()
 
@@ -328,7 +325,10 @@ def backward(model: nn.Module, step: int) -> None:
     loss_of(model(*args, **kwargs)).backward()
 
 
-def use_kept_gradients(use: str, *, is_beside: bool) -> None:
+@pytest.mark.parametrize("is_beside", [False, True])
+@pytest.mark.parametrize("use", USES)
+@on_ranks(2)
+def test_what_would_use_gradients_that_wait_is_an_error_until_they_are_reduced(use: str, *, is_beside: bool) -> None:
     model = annotate(make_model("mlp"), "policy")
     optimizer = torch.optim.AdamW(model.parameters())
     if is_beside:
@@ -345,13 +345,9 @@ def use_kept_gradients(use: str, *, is_beside: bool) -> None:
     USES[use](model, optimizer)
 
 
-@pytest.mark.parametrize("is_beside", [False, True])
-@pytest.mark.parametrize("use", USES)
-def test_what_would_use_gradients_that_wait_is_an_error_until_they_are_reduced(use: str, *, is_beside: bool) -> None:
-    run_threads(use_kept_gradients, 2, use, is_beside=is_beside)
-
-
-def use_after_dropping(*, sets_to_none: bool) -> None:
+@pytest.mark.parametrize("sets_to_none", [True, False])
+@on_ranks(2)
+def test_gradients_that_were_dropped_wait_for_nothing(*, sets_to_none: bool) -> None:
     model = annotate(make_model("mlp"), "policy")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = {fqn: full(param).clone() for fqn, param in model.named_parameters()}
@@ -363,8 +359,3 @@ def use_after_dropping(*, sets_to_none: bool) -> None:
     assert all(torch.equal(full(param), before[fqn]) for fqn, param in model.named_parameters())
     backward(model, 1)
     optimizer.step()
-
-
-@pytest.mark.parametrize("sets_to_none", [True, False])
-def test_gradients_that_were_dropped_wait_for_nothing(*, sets_to_none: bool) -> None:
-    run_threads(use_after_dropping, 2, sets_to_none=sets_to_none)

@@ -21,7 +21,7 @@ from composable import (
 )
 from composable.replication import check_replicated
 from tests.models import BATCH, DIM, make_model, random_input, seeded
-from tests.world import RankErrors, run_ranks, run_threads
+from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
 TINY_CAP_MB = 600 / 2**20
 
@@ -87,7 +87,8 @@ def test_the_ranks_that_are_left_go_on_in_another_group(way: str) -> None:
     run_threads(lose_a_rank, 3, way)
 
 
-def get_a_rank_back() -> None:
+@on_ranks(3)
+def test_a_rank_that_comes_back_takes_part_again() -> None:
     rank = dist.get_rank()
     groups = dist.new_group([0, 1]), dist.new_group([2])
     model = replicate(make_model("mlp"), process_group=groups[rank == 2])
@@ -99,11 +100,9 @@ def get_a_rank_back() -> None:
         torch.testing.assert_close(gradients_of(model), expected(step, [0, 1, 2]))
 
 
-def test_a_rank_that_comes_back_takes_part_again() -> None:
-    run_threads(get_a_rank_back, 3)
-
-
-def take_in_a_new_rank(*, static_graph: bool) -> None:
+@pytest.mark.parametrize("static_graph", [False, True])
+@on_ranks(2)
+def test_a_rank_without_a_backward_so_far_joins_others(*, static_graph: bool) -> None:
     rank = dist.get_rank()
     own = dist.new_group([rank], use_local_synchronization=True)
     options = {"bucket_cap_mb": TINY_CAP_MB, "static_graph": static_graph}
@@ -118,12 +117,8 @@ def take_in_a_new_rank(*, static_graph: bool) -> None:
         torch.testing.assert_close(gradients_of(model), expected(step, [0, 1]))
 
 
-@pytest.mark.parametrize("static_graph", [False, True])
-def test_a_rank_without_a_backward_so_far_joins_others(*, static_graph: bool) -> None:
-    run_threads(take_in_a_new_rank, 2, static_graph=static_graph)
-
-
-def step_in_another_group() -> None:
+@on_ranks(2)
+def test_an_optimizer_steps_in_backward_in_the_new_group_too() -> None:
     model = replicate(make_model("mlp"), bucket_cap_mb=TINY_CAP_MB)
     step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
     loss_at(model, 0, dist.get_rank()).backward()
@@ -131,10 +126,6 @@ def step_in_another_group() -> None:
     for step in range(2):
         loss_at(model, step, dist.get_rank()).backward()
         assert all(bucket.is_released for bucket in check_replicated(model, "a test").reducer.buckets)
-
-
-def test_an_optimizer_steps_in_backward_in_the_new_group_too() -> None:
-    run_threads(step_in_another_group, 2)
 
 
 @pytest.mark.parametrize("way", ["plain", "stopped"])
@@ -243,7 +234,8 @@ def test_what_cannot_be_is_an_error() -> None:
 # -- reduction_stats and debug levels
 
 
-def stats() -> None:
+@on_ranks(2)
+def test_stats_tell_buckets_order_and_times() -> None:
     model = make_model("conditional")
     replicate(model, find_unused_parameters=True, bucket_cap_mb=TINY_CAP_MB)
     fqns = [fqn for fqn, _ in model.named_parameters()]
@@ -269,10 +261,6 @@ def stats() -> None:
     assert timing is not None and timing.compute_ms > 0 and timing.reduce_ms > 0
     assert 0 <= timing.overlap_ms <= min(timing.compute_ms, timing.reduce_ms) + 1e-6
     assert 0 <= timing.overlap_ratio <= 1
-
-
-def test_stats_tell_buckets_order_and_times() -> None:
-    run_threads(stats, 2)
 
 
 class Apart(nn.ModuleList):

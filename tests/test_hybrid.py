@@ -18,6 +18,7 @@ from composable import (
     DataParallelMeshDims,
     DefaultState,
     FSDPModule,
+    HandleOptions,
     MixedPrecisionPolicy,
     UsageError,
     clip_grad_norm_,
@@ -113,7 +114,12 @@ def random_run(seed: int, shape: tuple[int, int]) -> None:
             strategy = draw.choice(HYBRID) if kind == "hybrid" else draw.choice(["FULL_SHARD", "SHARD_GRAD_OP"])
             fully_shard(module, mesh=mesh if kind == "hybrid" else line, strategy=strategy)
     unused_gradients = draw.choice(["none", "zero"])
-    fully_shard(model, mesh=mesh, reshard_after_forward=draw.choice([True, False]), unused_gradients=unused_gradients)
+    fully_shard(
+        model,
+        mesh=mesh,
+        reshard_after_forward=draw.choice([True, False]),
+        options=HandleOptions(unused_gradients=unused_gradients),
+    )
     is_partly = any(isinstance(module, FSDPModule) for module in model.children())
     optimizers = [torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9) for one in (model, plain)]
     for step in range(4):
@@ -167,8 +173,8 @@ def part_of_the_world() -> None:
 
 def two_transports() -> set[str]:
     mesh, model, plain = mesh_of((2, 2)), plain_model(0), plain_model(0)
-    fully_shard(model[1], mesh=mesh, transport="process_group")
-    fully_shard(model, mesh=mesh, transport="point_to_point")
+    fully_shard(model[1], mesh=mesh, options=HandleOptions(transport="process_group"))
+    fully_shard(model, mesh=mesh, options=HandleOptions(transport="point_to_point"))
     every = batches_of(0, 4)
     model(every[dist.get_rank()]).square().mean().backward()
     plain(torch.cat(every)).square().mean().backward()

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable import (
     ConfigError,
     DefaultState,
+    HandleOptions,
     MixedPrecisionPolicy,
     RaggedDTensor,
     ShardingStrategy,
@@ -121,7 +122,7 @@ def test_parameters_may_be_kept_between_forward_and_backward(shape: tuple[int, i
 @pytest.mark.parametrize("transport", ["process_group", "point_to_point"])
 def test_training_on_any_shape_of_mesh_is_that_of_one_process(shape: tuple[int, int], transport: str) -> None:
     world_size = math.prod(shape)
-    runs = run_threads(train_on, world_size, "mlp", shape, transport=transport)
+    runs = run_threads(train_on, world_size, "mlp", shape, options=HandleOptions(transport=transport))
     assert_equal_runs(runs, train_reference("mlp", world_size))
 
 
@@ -165,7 +166,12 @@ def annotate_at_random(shape: tuple[int, int], draw: random.Random, model: Any) 
     for module in (model[1], model[2]):
         if draw.random() < 0.7:
             fully_shard(module, mesh=mesh_of(shape), strategy=draw.choice([STRATEGY, STRATEGY, "HYBRID_SHARD"]))
-    fully_shard(model, mesh=mesh_of(shape), strategy=STRATEGY, unused_gradients=draw.choice(["none", "zero"]))
+    fully_shard(
+        model,
+        mesh=mesh_of(shape),
+        strategy=STRATEGY,
+        options=HandleOptions(unused_gradients=draw.choice(["none", "zero"])),
+    )
     model.set_reshard_after_backward(draw.random() < 0.7)
     model.set_separate_reduce_scatter_group(draw.random() < 0.3)
     if draw.random() < 0.3:

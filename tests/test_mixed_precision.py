@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint as run_with_checkpoint
 
 from composable import (
     ConfigError,
+    HandleOptions,
     MixedPrecisionPolicy,
     UsageError,
     accelerate_optimizer,
@@ -104,7 +105,7 @@ def test_both_transports_reduce_in_low_precision(policy: MixedPrecisionPolicy, t
 
 def large_gradient(transport: str) -> list[float]:
     model = nn.Linear(2, 2, bias=False)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(FP16), transport=transport)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(FP16), options=HandleOptions(transport=transport))
     model(torch.full((1, 2), 40_000.0)).sum().backward()
     assert model.weight.grad is not None
     return model.weight.grad.full_tensor().flatten().tolist()  # type: ignore[attr-defined,no-any-return]

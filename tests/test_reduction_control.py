@@ -15,6 +15,7 @@ from composable import (
     ConfigError,
     DefaultState,
     DesyncError,
+    HandleOptions,
     MixedPrecisionPolicy,
     UsageError,
     fully_shard,
@@ -219,7 +220,7 @@ def returned_by_hook(kind: str, ranks: Sequence[int], options: dict[str, Any]) -
         ("Tensor", (0, 1), {}),
         ("Tensor", (1,), {}),
         ("Work", (0, 1), {}),
-        ("Work", (0, 1), {"unused_gradients": "zero"}),
+        ("Work", (0, 1), {"options": HandleOptions(unused_gradients="zero")}),
     ],
 )
 def test_what_an_all_reduce_hook_returns_is_an_error_on_every_rank(

@@ -15,10 +15,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from composable import register_comm_hook, replicate
+from composable import no_sync, register_comm_hook, replicate
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError
 from composable.fully_shard import fully_shard
-from composable.gradient_sync import no_sync
 from tests.models import BATCH, DIM, MODELS, MLPBlock, WithBuffers, loss_of, make_model, random_input, seeded
 from tests.parity import Run, assert_equal_runs, global_inputs, inputs_of, train_annotated, train_reference
 from tests.world import run_ranks, run_threads

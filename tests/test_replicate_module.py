@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import composable
 from composable import ConfigError, ReplicateModule, UsageError, fully_shard, replicate, unannotate
 from tests.models import BATCH, DIM, make_model, random_input
-from tests.world import run_threads
+from tests.world import on_ranks, run_threads
 
 
 def loss_at(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -43,7 +43,13 @@ def turn_off(model: Any, way: str, *, on: bool) -> None:
         model.require_backward_grad_sync = on
 
 
-def accumulate(way: str, *, nested: bool) -> None:
+WAYS = ["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward", "no_sync", "attribute"]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_gradients_add_up_on_their_rank_until_they_are_averaged(way: str, *, nested: bool) -> None:
     model: Any = make_model("mlp")
     if nested:
         replicate(model.blocks[1])
@@ -65,16 +71,8 @@ def accumulate(way: str, *, nested: bool) -> None:
         torch.testing.assert_close(gradients_of(model), expected([0, 1]))
 
 
-WAYS = ["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward", "no_sync", "attribute"]
-
-
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_add_up_on_their_rank_until_they_are_averaged(way: str, *, nested: bool) -> None:
-    run_threads(accumulate, 2, way, nested=nested)
-
-
-def only_the_outer_one() -> None:
+@on_ranks(2)
+def test_without_recursion_a_replicated_module_below_goes_on_averaging() -> None:
     model: Any = make_model("mlp")
     replicate(model.blocks[1])
     replicate(model)
@@ -87,11 +85,8 @@ def only_the_outer_one() -> None:
     torch.testing.assert_close(gradients_of(model), wanted)
 
 
-def test_without_recursion_a_replicated_module_below_goes_on_averaging() -> None:
-    run_threads(only_the_outer_one, 2)
-
-
-def with_hook() -> None:
+@on_ranks(2)
+def test_a_communication_hook_is_registered_on_the_module_itself() -> None:
     model: Any = replicate(make_model("mlp"))
     handle = model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     loss_at(model, 0, dist.get_rank()).backward()
@@ -102,11 +97,8 @@ def with_hook() -> None:
     torch.testing.assert_close(gradients_of(model), expected([0]))
 
 
-def test_a_communication_hook_is_registered_on_the_module_itself() -> None:
-    run_threads(with_hook, 2)
-
-
-def classes() -> None:
+@on_ranks(2)
+def test_the_class_is_swapped_and_comes_back() -> None:
     plain = make_model("mlp")
     cls, names = type(plain), list(plain.state_dict())
     model = replicate(plain)
@@ -125,11 +117,8 @@ def classes() -> None:
         assert type(loaded) is cls
 
 
-def test_the_class_is_swapped_and_comes_back() -> None:
-    run_threads(classes, 2)
-
-
-def slices_and_lists() -> None:
+@on_ranks(1)
+def test_containers_and_copies_keep_to_the_classes_of_their_parts() -> None:
     chain = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     replicate(chain)
     assert type(chain[:2]) is nn.Sequential
@@ -142,10 +131,6 @@ def slices_and_lists() -> None:
     assert isinstance(twin[0], ReplicateModule) and not isinstance(twin, ReplicateModule)
 
 
-def test_containers_and_copies_keep_to_the_classes_of_their_parts() -> None:
-    run_threads(slices_and_lists, 1)
-
-
 class CopiesItself(nn.Linear):
     """Has a way of its own to be copied."""
 
@@ -153,13 +138,10 @@ class CopiesItself(nn.Linear):
         return CopiesItself(self.in_features, self.out_features)
 
 
-def copy_by_itself() -> None:
+@on_ranks(1)
+def test_a_class_that_copies_itself_gives_what_it_gives_without_the_annotation() -> None:
     twin = copy.deepcopy(replicate(CopiesItself(2, 3)))
     assert type(twin) is CopiesItself and replicate.state(twin) is None
-
-
-def test_a_class_that_copies_itself_gives_what_it_gives_without_the_annotation() -> None:
-    run_threads(copy_by_itself, 1)
 
 
 def wrong_calls() -> list[str]:

@@ -147,9 +147,8 @@ def refuse(arguments: str) -> tuple[str, bool]:
         "two devices": {"device_ids": ["cpu", "cpu"]},
         "no devices": {"device_ids": []},
         "devices": {"device_ids": "cpu"},
-        "device": {"device_id": "gpu"},
-        "both devices": {"device_ids": ["cpu"], "device_id": "cpu"},
-        "elsewhere": {"device_id": "meta"},
+        "device": {"device_ids": ["gpu"]},
+        "elsewhere": {"device_ids": ["meta"]},
         "ignored": {"ignored_params": model.out.weight},
         "ignored item": {"ignored_params": [3]},
         "ignored name": {"ignored_params": ["out.wait"]},
@@ -173,8 +172,7 @@ def refuse(arguments: str) -> tuple[str, bool]:
         ("two devices", "ConfigError: device_ids is ['cpu', 'cpu']\n  at:  rank 1"),
         ("no devices", "ConfigError: device_ids is []\n  at:  rank 1"),
         ("devices", "ConfigError: device_ids is 'cpu'\n  at:  rank 1"),
-        ("device", "ConfigError: device_id is 'gpu'\n  at:  rank 1"),
-        ("both devices", "ConfigError: both device_ids and device_id are given\n  at:  rank 1"),
+        ("device", "ConfigError: device_ids[0] is 'gpu'\n  at:  rank 1"),
         (
             "elsewhere",
             "ConfigError: parameter is on cpu, and the device that was given is meta\n"

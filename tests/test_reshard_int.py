@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from composable import (
     ConfigError,
     DesyncError,
+    HandleOptions,
     MixedPrecisionPolicy,
     fully_shard,
     plan,
@@ -77,8 +78,8 @@ def test_training_is_that_of_one_process_on_the_global_batch(name: str) -> None:
 def train_by_hand(ranks: int, transport: str) -> Run:
     def annotate(model: nn.Module) -> None:
         for block in [module for module in model.modules() if type(module) in BLOCK_CLASSES]:
-            fully_shard(block, reshard_after_forward=ranks, transport=transport)
-        fully_shard(model, reshard_after_forward=ranks, transport=transport)
+            fully_shard(block, reshard_after_forward=ranks, options=HandleOptions(transport=transport))
+        fully_shard(model, reshard_after_forward=ranks, options=HandleOptions(transport=transport))
 
     return train_annotated("mlp", annotate)
 
@@ -125,7 +126,11 @@ def annotate_at_random(draw: random.Random, model: Any) -> None:
     for module in (model[1], model[2]):
         if draw.random() < 0.7:
             fully_shard(module, reshard_after_forward=draw.choice([None, True, False, *divisors * 2]))
-    fully_shard(model, reshard_after_forward=draw.choice(divisors), unused_gradients=draw.choice(["none", "zero"]))
+    fully_shard(
+        model,
+        reshard_after_forward=draw.choice(divisors),
+        options=HandleOptions(unused_gradients=draw.choice(["none", "zero"])),
+    )
     model.set_reshard_after_backward(draw.random() < 0.7)
     model.set_keep_unsharded_storage(draw.random() < 0.3)
 
@@ -200,7 +205,7 @@ def counted(ranks: int, options: dict[str, Any]) -> tuple[dict[str, int], dict[s
 def test_collectives_and_bytes_of_a_step_are_those_of_the_plan(
     world_size: int, ranks: int, transport: str, policy: MixedPrecisionPolicy
 ) -> None:
-    options = {"transport": transport, "mp_policy": policy}
+    options = {"options": HandleOptions(transport=transport), "mp_policy": policy}
     for counts, sent, made, steps, kept in run_threads(counted, world_size, ranks, options):
         expected = made.expected_collectives()
         for op in ("all_gather", "secondary_all_gather", "reduce_scatter"):
@@ -475,7 +480,10 @@ def groups_of(model: nn.Module) -> set[Any]:
 
 
 def groups() -> None:
-    models = [sharded_net(transport=transport) for transport in ("process_group", "process_group", "point_to_point")]
+    models = [
+        sharded_net(options=HandleOptions(transport=transport))
+        for transport in ("process_group", "process_group", "point_to_point")
+    ]
     first, second, third = (groups_of(model) for model in models)
     assert first == second != third and len(first) == 1
     rank = dist.get_rank()
@@ -558,7 +566,7 @@ def packed() -> None:
     model, plain = (
         seeded(lambda: nn.Sequential(Linear4bit(nn.Linear(16, 16, bias=False)), nn.Linear(16, 4)), 0) for _ in range(2)
     )
-    fully_shard(model, shard_as_bytes=[Params4bit], reshard_after_forward=2)
+    fully_shard(model, options=HandleOptions(shard_as_bytes=[Params4bit]), reshard_after_forward=2)
     x = torch.randn(3, 16, requires_grad=True)
     model(x).square().sum().backward()
     grad, x.grad = x.grad, None

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from composable import (
     ConfigError,
+    HandleOptions,
     MixedPrecisionPolicy,
     RaggedDTensor,
     UsageError,
@@ -320,7 +321,7 @@ def test_weights_that_their_class_gathers_may_get_their_values_later(world_size:
 
 def train_quantised() -> tuple[list[float], dict[str, torch.Tensor]]:
     model = seeded(Quantised, 0)
-    fully_shard(model, policy={Adapted}, shard_as_bytes=BYTES)
+    fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
     return train(model, WIDTH), full_state_dict(model)
 
 
@@ -356,7 +357,7 @@ def gather_random(seed: int) -> None:
     options: dict[str, Any] = {"policy": {Linear4bit, AffineLinear}} if rng.random() < 0.5 else {}
     if rng.random() < 0.5:
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16)
-    fully_shard(model, shard_as_bytes=BYTES, reshard_after_forward=rng.random() < 0.5, **options)
+    fully_shard(model, options=HandleOptions(shard_as_bytes=BYTES), reshard_after_forward=rng.random() < 0.5, **options)
     looks = []
 
     def look_at_bytes(module: Any, *_: Any) -> None:
@@ -395,7 +396,7 @@ def test_every_bit_of_random_quantised_weights_arrives_with_their_state(world_si
 def load_into_others(folder: Path | None) -> bool:
     trained, fresh = seeded(Quantised, 0), seeded(Quantised, 1)
     for model in (trained, fresh):
-        fully_shard(model, policy={Adapted}, shard_as_bytes=BYTES)
+        fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
     x = batch(0, 0, WIDTH)
     train(trained, WIDTH, steps=1)
     expected, before = trained(x), fresh(x)
@@ -421,7 +422,7 @@ def test_what_is_saved_of_quantised_weights_makes_another_model_the_same(
 
 def cast_while_saving() -> dict[str, tuple[torch.dtype, bool]]:
     model, before = seeded(Quantised, 0), seeded(Quantised, 0)
-    fully_shard(model, policy={Adapted}, shard_as_bytes=BYTES)
+    fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
     values = full_state_dict(model, dtype=torch.float16)
     packed = before.layers[1].base.weight.data.view(torch.uint8)
     return {
@@ -438,7 +439,7 @@ def test_a_cast_of_a_state_dict_leaves_bytes_alone_whatever_their_dtype_is_calle
 
 def load_less() -> str:
     model = seeded(Quantised, 0)
-    fully_shard(model, policy={Adapted}, shard_as_bytes=BYTES)
+    fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
     state = dict(model.state_dict())
     del state["layers.2.base.weight.impl.scale"]
     with pytest.raises(RuntimeError) as caught:
@@ -464,7 +465,7 @@ def mixed() -> nn.Module:
 
 def copy_and_undo(policy: Any) -> None:
     model = mixed()
-    fully_shard(model, policy=policy, shard_as_bytes=BYTES)
+    fully_shard(model, policy=policy, options=HandleOptions(shard_as_bytes=BYTES))
     train(model, WIDTH, steps=1)
     twin = copy.deepcopy(model)
     x = batch(5, 0, WIDTH)
@@ -507,7 +508,7 @@ def test_copies_are_independent_and_undoing_gives_back_every_class_with_its_stat
 
 def show_whole(rank0_only: bool) -> None:
     model, before = mixed(), mixed()
-    fully_shard(model, policy={Adapted}, shard_as_bytes=BYTES)
+    fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
     with torch.no_grad(), unshard_params(model, rank0_only=rank0_only):
         if dist.get_rank() == 0 or not rank0_only:
             assert type(model.layers[0].base.weight) is Params4bit
@@ -531,7 +532,7 @@ def test_unshard_params_shows_instances_of_each_class_and_writes_back(world_size
 
 def see_marks() -> tuple[str, tuple[str, ...], bool, tuple[str, ...]]:
     model = mixed()
-    fully_shard(model, policy={Adapted}, shard_as_bytes=BYTES)
+    fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
     seen: list[Any] = []
     model.layers[0].up.register_forward_pre_hook(lambda module, *_: seen.append(module.bias))
     model(batch(0, 0, WIDTH)).sum().backward()
@@ -854,10 +855,10 @@ def test_a_class_that_breaks_the_protocol_is_named_with_its_parameter(kind: type
 def misuse() -> list[str]:
     found = []
     with pytest.raises(ConfigError, match="sync_module_states does not send the state") as caught:
-        fully_shard(seeded(Quantised, 0), shard_as_bytes=BYTES, sync_module_states=True)
+        fully_shard(seeded(Quantised, 0), options=HandleOptions(shard_as_bytes=BYTES), sync_module_states=True)
     found.append(str(caught.value.at))
     model = seeded(Quantised, 0)
-    fully_shard(model, shard_as_bytes=BYTES)
+    fully_shard(model, options=HandleOptions(shard_as_bytes=BYTES))
     other = seeded(Quantised, 1).layers[0].base.state_dict(keep_vars=True)
     model.layers[0].base.load_state_dict(other, assign=True)
     with pytest.raises(UsageError, match="was replaced by another Params4bit") as caught:

@@ -27,6 +27,7 @@ from composable import (
     ConfigError,
     CPUOffloadPolicy,
     DesyncError,
+    HandleOptions,
     MixedPrecisionPolicy,
     OffloadPolicy,
     RaggedShard,
@@ -255,10 +256,10 @@ def test_blocks_are_computed_in_the_dtype_of_the_policy(
 @pytest.mark.parametrize(
     "options",
     [
-        {"align": whole_on_one_rank},
-        {"transport": "process_group"},
-        {"transport": "point_to_point"},
-        {"unused_gradients": "zero"},
+        {"options": HandleOptions(align=whole_on_one_rank)},
+        {"options": HandleOptions(transport="process_group")},
+        {"options": HandleOptions(transport="point_to_point")},
+        {"options": HandleOptions(unused_gradients="zero")},
         {"offload_policy": CPUOffloadPolicy()},
         {"shard_placement_fn": cut_last_dim},
     ],
@@ -794,14 +795,13 @@ def random_run(seed: int, sizes: tuple[int, ...]) -> None:
     split_some(model, mesh["tp"], ways, tied)
     options: dict[str, Any] = {
         "reshard_after_forward": draw.choice([None, True, False]),
-        "transport": draw.choice(["auto", "process_group"]),
-        "align": draw.choice([None, lambda fqn, param: draw_of(fqn)]),
         "shard_placement_fn": draw.choice([None, None, lambda param: Shard(param.dim() - 1) if param.dim() else None]),
         "mp_policy": draw.choice([MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.float64)]),
         "offload_policy": draw.choice([OffloadPolicy(), CPUOffloadPolicy()]),
     }
-    if options["shard_placement_fn"] is not None:
-        options["align"] = None
+    transport, align = draw.choice(["auto", "process_group"]), draw.choice([None, lambda fqn, param: draw_of(fqn)])
+    align = None if options["shard_placement_fn"] is not None else align
+    options["options"] = HandleOptions(transport=transport, align=align)
     if draw.random() < 0.3:
         for block in model.blocks:
             checkpoint(block)
@@ -1065,7 +1065,13 @@ def differ(way: str, failing: int, mesh: DeviceMesh) -> None:
     differs = dist.get_rank() == failing
     model: Any = split(seeded(Model, 0), mesh["tp"])
     if way == "arguments":
-        fully_shard(model, mesh=mesh["dp"], policy={Block}, sync_module_states=True, align="no" if differs else None)
+        fully_shard(
+            model,
+            mesh=mesh["dp"],
+            policy={Block},
+            sync_module_states=True,
+            options=HandleOptions(align="no" if differs else None),
+        )
     if way == "first values":
         model.scale = nn.Parameter(model.scale.to("meta"))
 
@@ -1079,7 +1085,7 @@ def differ(way: str, failing: int, mesh: DeviceMesh) -> None:
         model,
         mesh=mesh["dp"],
         policy=None if way == "plans" and differs else {Block},
-        unused_gradients="zero" if way == "a factor, without messages" else "none",
+        options=HandleOptions(unused_gradients="zero" if way == "a factor, without messages" else "none"),
     )
     if way == "a hook":
         halve_on_all_but(model, failing)

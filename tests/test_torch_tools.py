@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from composable import UsageError, fully_shard, replicate, unannotate, unshard_params
+from composable import HandleOptions, UsageError, fully_shard, replicate, unannotate, unshard_params
 from tests.world import run_ranks
 
 PAGE = Path(__file__).parent.parent / "docs" / "tools.md"
@@ -59,7 +59,7 @@ def profile() -> None:
 
 def count_collectives() -> None:
     for transport, gathers, reductions in (("process_group", 9, 4), ("point_to_point", 0, 0)):
-        model, optimizer = make_model(transport=transport)
+        model, optimizer = make_model(options=HandleOptions(transport=transport))
         step(model, optimizer)
         with CommDebugMode() as counter:
             step(model, optimizer)

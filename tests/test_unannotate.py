@@ -33,7 +33,7 @@ from tests.parity import (
     train_annotated,
     train_reference,
 )
-from tests.world import run_threads
+from tests.world import on_ranks, run_threads
 
 Annotate = Callable[[nn.Module], Any]
 WAYS: dict[str, Annotate] = {
@@ -293,7 +293,9 @@ class Watching(nn.Linear):
         super().__setattr__(name, value)
 
 
-def watch_memory() -> None:
+@on_ranks(1)
+def test_shards_are_freed_handle_by_handle_and_a_stale_backward_is_an_error() -> None:
+    # One rank, since a thread of gloo may hold a tensor a moment longer than its collective takes.
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Watching(8, 8))
     fully_shard(model, policy={nn.Linear})
     loss = model(torch.ones(2, 8)).sum()
@@ -311,7 +313,8 @@ def watch_memory() -> None:
         stale.backward()
 
 
-def step_with_a_stale_optimizer() -> None:
+@on_ranks(2)
+def test_a_stale_optimizer_is_an_error() -> None:
     model = fully_shard(make_model("mlp"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(model, 0)
@@ -320,16 +323,9 @@ def step_with_a_stale_optimizer() -> None:
         optimizer.step()
 
 
-def test_shards_are_freed_handle_by_handle_and_a_stale_backward_is_an_error() -> None:
-    # One rank, since a thread of gloo may hold a tensor a moment longer than its collective takes.
-    run_threads(watch_memory, 1)
-
-
-def test_a_stale_optimizer_is_an_error() -> None:
-    run_threads(step_with_a_stale_optimizer, 2)
-
-
-def watch_buckets() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_buckets_are_freed_and_the_process_group_is_used_again() -> None:
     model = replicate(make_model("mlp"))
     backward(model, 0)
     backward(model, 0)
@@ -351,12 +347,9 @@ def watch_buckets() -> None:
     assert_equal_params(found, grads, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_buckets_are_freed_and_the_process_group_is_used_again(world_size: int) -> None:
-    run_threads(watch_buckets, world_size)
-
-
-def fail_in_backward(annotate: str) -> None:
+@pytest.mark.parametrize("annotate", ["policy", "replicate"])
+@on_ranks(2)
+def test_a_step_that_an_exception_stopped_does_not_stand_in_the_way(annotate: str) -> None:
     model = make_model("mlp")
     WAYS[annotate](model)
     backward(model, 0)
@@ -367,8 +360,3 @@ def fail_in_backward(annotate: str) -> None:
     unannotate(model)
     assert is_plain(model, make_model("mlp"))
     assert_equal_params(dict(model.named_parameters()), dict(make_model("mlp").named_parameters()), tolerance=0)
-
-
-@pytest.mark.parametrize("annotate", ["policy", "replicate"])
-def test_a_step_that_an_exception_stopped_does_not_stand_in_the_way(annotate: str) -> None:
-    run_threads(fail_in_backward, 2, annotate)

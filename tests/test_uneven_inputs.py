@@ -3,7 +3,7 @@
 import contextlib
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -21,6 +21,7 @@ from composable import (
     CPUOffloadPolicy,
     DefaultState,
     DesyncError,
+    HandleOptions,
     MixedPrecisionPolicy,
     UsageError,
     as_ddp,
@@ -44,7 +45,7 @@ from tests.counting import Collective, CountingTransport
 from tests.models import random_input, seeded
 from tests.ordered_groups import HAS_ORDERED_GROUPS
 from tests.parity import assert_equal_params, full, full_params
-from tests.world import RankErrors, run_ranks, run_threads
+from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
 DIM = 4
 LR = 0.1
@@ -179,13 +180,13 @@ def checkpoint_blocks(model: Net) -> None:
 # Annotations with settings, in which every rank runs all modules.
 SETTINGS: dict[str, Callable[[Net], None]] = {
     "offloaded": lambda model: shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-    "zeros for unused": lambda model: shard(model, unused_gradients="zero"),
+    "zeros for unused": lambda model: shard(model, options=HandleOptions(unused_gradients="zero")),
     "kept after backward": set_up(keep_after_backward),
     "hybrid kept after backward": set_up(keep_after_backward, lambda model: shard_hybrid(model, "HYBRID_SHARD_ZERO2")),
     "secondary shards": lambda model: shard(model, reshard_after_forward=hybrid_mesh().size(1)),
     "prefetch by hand": set_up(prefetch_by_hand),
     # Collectives of one group are told apart by their order alone.
-    "in one order": lambda model: shard(model, transport="process_group"),
+    "in one order": lambda model: shard(model, options=HandleOptions(transport="process_group")),
     "one gradient buffer": set_up(lambda model: model.set_reduce_scatter_max_input_buffers(1)),
     "groups apart": set_up(lambda model: model.set_separate_reduce_scatter_group(True)),
     "sums": set_up(lambda model: model.set_force_sum_reduction_for_comms(True)),
@@ -302,10 +303,34 @@ def train_jointly(case: Case) -> dict[str, torch.Tensor]:
     return full_params(model)
 
 
-def check(case: Case, *, tolerance: float = 1e-6) -> None:
-    expected = train_alone(case)
-    for found in run_threads(train_jointly, len(case.counts), case):
+def train_plain(
+    groups: Iterable[Iterable[tuple[int, int]]], divisor: int, *, momentum: float = 0.0, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Step once for each group of inputs, by (number, rank), in one process."""
+    model = seeded(Net, seed)
+    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum))
+    for group in groups:
+        for number, rank in group:
+            (model(random_input(10 * number + rank, 3, DIM)).square().mean() / divisor).backward()
+        step_all()
+    return full_params(model)
+
+
+def stepping(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def step_all() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step_all
+
+
+def all_equal(runs: Iterable[dict[str, torch.Tensor]], expected: Any, *, tolerance: float = 1e-6) -> None:
+    for found in runs:
         assert_equal_params(found, expected, tolerance=tolerance)
+
+
+def check(case: Case, *, tolerance: float = 1e-6) -> None:
+    all_equal(run_threads(train_jointly, len(case.counts), case), train_alone(case), tolerance=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -487,8 +512,7 @@ def follow_loop(model: Net, optimizer: torch.optim.Optimizer | None, case: Case,
 
 def test_ranks_without_inputs_follow_in_low_precision() -> None:
     case = Case([2, 0, 3])
-    for found in run_threads(train_in_low_precision, 3, case):
-        assert_equal_params(found, train_alone(case), tolerance=2e-2)
+    all_equal(run_threads(train_in_low_precision, 3, case), train_alone(case), tolerance=2e-2)
 
 
 def train_in_backward(case: Case, annotation: str) -> dict[str, torch.Tensor]:
@@ -501,8 +525,7 @@ def train_in_backward(case: Case, annotation: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("annotation", ["full", "hybrid", "replicate inside", "replicate around"])
 def test_an_optimizer_inside_backward_steps_on_ranks_without_inputs(annotation: str) -> None:
     case = Case([2, 0, 1, 3])
-    for found in run_threads(train_in_backward, 4, case, annotation):
-        assert_equal_params(found, train_alone(case), tolerance=1e-6)
+    all_equal(run_threads(train_in_backward, 4, case, annotation), train_alone(case))
 
 
 def divide_by_own_factor(case: Case) -> dict[str, torch.Tensor]:
@@ -516,21 +539,15 @@ def divide_by_own_factor(case: Case) -> dict[str, torch.Tensor]:
 def test_a_divide_factor_of_the_users_stays_what_it_is() -> None:
     # As of four ranks, of which two never have inputs.
     expected = train_alone(Case([3, 1, 0, 0]))
-    for found in run_threads(divide_by_own_factor, 2, Case([3, 1], divides_by_all=False)):
-        assert_equal_params(found, expected, tolerance=1e-6)
+    all_equal(run_threads(divide_by_own_factor, 2, Case([3, 1], divides_by_all=False)), expected)
 
 
 def train_in_parts(case: Case, kind: str) -> dict[str, torch.Tensor]:
     """Average once for two backwards, in one of the ways to do so."""
     model: Any = net()
     shard(model, **({"mesh": hybrid_mesh()} if kind == "all-reduce" else {}))
-    optimizer = case.make_optimizer(model.parameters())
+    step_all = stepping(case.make_optimizer(model.parameters()))
     rank = dist.get_rank()
-
-    def step_all() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
     if kind == "by hand":
         model.set_manual_backward_finalization(True)
     with joined(joinable(model, step=step_all), divide_by_initial_world_size=case.divides_by_all):
@@ -555,20 +572,14 @@ def train_in_parts(case: Case, kind: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("counts", [[4, 2, 0, 6], [2, 2, 4, 4]])
 def test_ranks_without_inputs_follow_reductions_that_end_later(kind: str, counts: list[int]) -> None:
     case = Case(counts, accumulates=True)
-    for found in run_threads(train_in_parts, 4, case, kind):
-        assert_equal_params(found, train_alone(case), tolerance=1e-6)
+    all_equal(run_threads(train_in_parts, 4, case, kind), train_alone(case))
 
 
 def run_out_between_two_legs() -> dict[str, torch.Tensor]:
     model: Any = net()
     shard(model, mesh=hybrid_mesh())
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR))
     case, rank = Case([4, 1, 4, 4]), dist.get_rank()
-
-    def step_all() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
     with joined(joinable(model, step=step_all)):
         for step in range(case.counts[rank]):
             model.set_requires_all_reduce(step % 2 == 1)
@@ -579,18 +590,9 @@ def run_out_between_two_legs() -> dict[str, torch.Tensor]:
 
 
 def test_what_was_reduced_before_inputs_end_counts() -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    case = Case([4, 1, 4, 4])
-    for step in range(4):
-        for rank, count in enumerate(case.counts):
-            if step < count:
-                (model(case.input_of(step, rank)).square().mean() / 4).backward()
-        if step % 2 == 1:
-            optimizer.step()
-            optimizer.zero_grad()
-    for found in run_threads(run_out_between_two_legs, 4):
-        assert_equal_params(found, full_params(model), tolerance=1e-6)
+    first, second = [(0, rank) for rank in range(4)], [(1, rank) for rank in (0, 2, 3)]
+    third = [(step, rank) for step in (2, 3) for rank in (0, 2, 3)]
+    all_equal(run_threads(run_out_between_two_legs, 4), train_plain([first + second, third], 4))
 
 
 # Loops
@@ -600,13 +602,8 @@ def train_with_forwards_alone(annotation: str, counts: list[int], kind: str) -> 
     """Run forwards that no backward follows, or that share one."""
     model = net()
     ANNOTATIONS[annotation](model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR))
     case, rank = Case(counts), dist.get_rank()
-
-    def step_all() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
     with joined(joinable(model, step=step_all)):
         for step in range(counts[rank]):
             x = case.input_of(step, rank)
@@ -631,21 +628,11 @@ def train_with_forwards_alone(annotation: str, counts: list[int], kind: str) -> 
     "annotation", ["full", "no root", "kept after forward", "replicate inside", "replicate around"]
 )
 def test_ranks_without_inputs_follow_forwards_that_have_no_backward_of_their_own(annotation: str, kind: str) -> None:
-    counts = [2, 0, 3]
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    case = Case(counts)
-    for step in range(3):
-        for rank in range(3):
-            if step < counts[rank]:
-                (model(case.input_of(step, rank)).square().mean() / 3).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for found in run_threads(train_with_forwards_alone, 3, annotation, counts, kind):
-        assert_equal_params(found, full_params(model), tolerance=1e-6)
+    expected = train_plain([[(0, 0), (0, 2)], [(1, 0), (1, 2)], [(2, 2)]], 3)
+    all_equal(run_threads(train_with_forwards_alone, 3, annotation, [2, 0, 3], kind), expected)
 
 
-def train_two_models(*, is_whole: bool) -> list[dict[str, torch.Tensor]]:
+def train_two_models() -> list[dict[str, torch.Tensor]]:
     models = [net(), seeded(Net, 1)]
     fully_shard(models[0], policy={Block})
     replicate(models[1])
@@ -656,7 +643,7 @@ def train_two_models(*, is_whole: bool) -> list[dict[str, torch.Tensor]]:
         optimizers[number].step()
         optimizers[number].zero_grad()
 
-    view = as_ddp(models[1]) if is_whole else joinable(models[1], step=lambda: step_by(1))
+    view = joinable(models[1], step=lambda: step_by(1))
     with joined(joinable(models[0], step=lambda: step_by(0)), view):
         for step in range(1 + 2 * rank):
             for number, model in enumerate(models):
@@ -665,20 +652,10 @@ def train_two_models(*, is_whole: bool) -> list[dict[str, torch.Tensor]]:
     return [full_params(model) for model in models]
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_several_models_join_beside_each_other(*, is_whole: bool) -> None:
-    expected = []
-    for seed in range(2):
-        model = seeded(Net, seed)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-        for step in range(3):
-            for rank in range(2):
-                if step < 1 + 2 * rank:
-                    (model(random_input(10 * step + rank, 3, DIM)).square().mean() / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        expected.append(full_params(model))
-    for found in run_threads(train_two_models, 2, is_whole=is_whole):
+def test_several_models_join_beside_each_other() -> None:
+    groups = [[(0, 0), (0, 1)], [(1, 1)], [(2, 1)]]
+    expected = [train_plain(groups, 2, momentum=0.9, seed=seed) for seed in range(2)]
+    for found in run_threads(train_two_models, 2):
         for one, other in zip(found, expected, strict=True):
             assert_equal_params(one, other, tolerance=1e-6)
 
@@ -686,13 +663,8 @@ def test_several_models_join_beside_each_other(*, is_whole: bool) -> None:
 def train_before_and_after(annotation: str, counts: list[int]) -> dict[str, torch.Tensor]:
     model = net()
     (ANNOTATIONS | SETTINGS)[annotation](model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
     rank = dist.get_rank()
-
-    def step_all() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
     for epoch in range(3):
         context = joined(joinable(model, step=step_all)) if epoch != 1 else contextlib.nullcontext()
         with context:
@@ -705,18 +677,13 @@ def train_before_and_after(annotation: str, counts: list[int]) -> dict[str, torc
 @pytest.mark.parametrize("annotation", [*sorted(ANNOTATIONS), "kept after backward", "groups apart"])
 def test_all_ranks_go_on_alike_after_the_context(annotation: str) -> None:
     counts = [3, 0, 1, 2]
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    for epoch in range(3):
-        for step in range(3 if epoch != 1 else 2):
-            for rank, count in enumerate(counts):
-                if epoch == 1 or step < count:
-                    x = random_input(100 * epoch + 10 * step + rank, 3, DIM)
-                    (model(x).square().mean() / 4).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for found in run_threads(train_before_and_after, 4, annotation, counts):
-        assert_equal_params(found, full_params(model), tolerance=1e-6)
+    groups = [
+        [(10 * epoch + step, rank) for rank, count in enumerate(counts) if epoch == 1 or step < count]
+        for epoch in range(3)
+        for step in range(3 if epoch != 1 else 2)
+    ]
+    expected = train_plain(groups, 4, momentum=0.9)
+    all_equal(run_threads(train_before_and_after, 4, annotation, counts), expected)
 
 
 def train_on_two_meshes(case: Case, *, is_whole: bool) -> dict[str, torch.Tensor]:
@@ -770,20 +737,14 @@ def run_a_part_before() -> dict[str, torch.Tensor]:
 
 def test_a_part_that_ran_before_joins_with_the_root_around_it() -> None:
     expected = train_alone(Case([2, 0, 1]))
-    for found in run_threads(run_a_part_before, 3):
-        assert_equal_params(found, expected, tolerance=1e-6)
+    all_equal(run_threads(run_a_part_before, 3), expected)
 
 
 def gather_by_hand() -> dict[str, torch.Tensor]:
     model: Any = net()
     shard_in_calls(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
     case, rank = Case([2, 0, 1]), dist.get_rank()
-
-    def step_all() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
     with joined(joinable(model, step=step_all)):
         for step in range(case.counts[rank]):
             model.blocks[1].unshard(async_op=True)
@@ -794,8 +755,7 @@ def gather_by_hand() -> dict[str, torch.Tensor]:
 
 def test_ranks_without_inputs_follow_gathers_by_hand() -> None:
     expected = train_alone(Case([2, 0, 1]))
-    for found in run_threads(gather_by_hand, 3):
-        assert_equal_params(found, expected, tolerance=1e-6)
+    all_equal(run_threads(gather_by_hand, 3), expected)
 
 
 # What all ranks have at the end
@@ -843,8 +803,7 @@ def frozen_after_nothing() -> dict[str, torch.Tensor]:
 
 
 def test_ranks_that_all_have_no_inputs_end_at_once() -> None:
-    for found in run_threads(frozen_after_nothing, 2):
-        assert_equal_params(found, full_params(net()), tolerance=0)
+    all_equal(run_threads(frozen_after_nothing, 2), full_params(net()), tolerance=0)
 
 
 def drop_what_was_not_averaged() -> dict[str, torch.Tensor]:
@@ -862,12 +821,7 @@ def drop_what_was_not_averaged() -> dict[str, torch.Tensor]:
 
 
 def test_what_a_rank_has_not_averaged_when_its_inputs_end_is_dropped() -> None:
-    model = net()
-    for step in range(2):
-        (model(random_input(10 * step + 1, 3, DIM)).square().mean() / 2).backward()
-    torch.optim.SGD(model.parameters(), lr=LR).step()
-    for found in run_threads(drop_what_was_not_averaged, 2):
-        assert_equal_params(found, full_params(model), tolerance=1e-6)
+    all_equal(run_threads(drop_what_was_not_averaged, 2), train_plain([[(0, 1), (1, 1)]], 2))
 
 
 def drop_by_hand() -> dict[str, torch.Tensor]:
@@ -886,12 +840,7 @@ def drop_by_hand() -> dict[str, torch.Tensor]:
 
 
 def test_gradients_that_the_others_drop_are_dropped_without_inputs_too() -> None:
-    model = net()
-    for rank in (1, 2, 3):
-        (model(random_input(10 + rank, 3, DIM)).square().mean() / 4).backward()
-    torch.optim.SGD(model.parameters(), lr=LR).step()
-    for found in run_threads(drop_by_hand, 4):
-        assert_equal_params(found, full_params(model), tolerance=1e-6)
+    all_equal(run_threads(drop_by_hand, 4), train_plain([[(1, rank) for rank in (1, 2, 3)]], 4))
 
 
 def leave_gradients_to_wait(annotation: str) -> dict[str, torch.Tensor]:
@@ -910,28 +859,20 @@ def leave_gradients_to_wait(annotation: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("annotation", ["full", "calls"])
 def test_gradients_that_wait_at_the_end_are_dropped_on_all_ranks(annotation: str) -> None:
-    model = net()
-    for rank in range(2):
-        (model(random_input(rank, 3, DIM)).square().mean() / 2).backward()
-    torch.optim.SGD(model.parameters(), lr=LR).step()
-    for found in run_threads(leave_gradients_to_wait, 2, annotation):
-        assert_equal_params(found, full_params(model), tolerance=1e-6)
+    all_equal(run_threads(leave_gradients_to_wait, 2, annotation), train_plain([[(0, 0), (0, 1)]], 2))
 
 
 # Choices of Join
 
 
-def train_without_unevenness() -> dict[str, torch.Tensor]:
+@on_ranks(2)
+def test_a_context_that_is_switched_off_changes_nothing() -> None:
     model = net()
     shard(model)
     with joined(joinable(model, step=model.zero_grad), enable=False):
         for step in range(2):
             model(random_input(step, 3, DIM)).square().mean().backward()
     return full_params(model)
-
-
-def test_a_context_that_is_switched_off_changes_nothing() -> None:
-    run_threads(train_without_unevenness, 2)
 
 
 def train_on_inputs(model: Net, count: int, **options: Any) -> None:
@@ -963,18 +904,6 @@ def raise_inside(model: Net) -> None:
         raise KeyError
 
 
-def leave_by_an_exception() -> None:
-    model = net()
-    shard(model)
-    with pytest.raises(KeyError):
-        raise_inside(model)
-    model(random_input(dist.get_rank(), 3, DIM)).square().mean().backward()
-
-
-def test_an_exception_on_all_ranks_ends_the_context() -> None:
-    run_threads(leave_by_an_exception, 2)
-
-
 def stop_after_two_steps(model: nn.Module) -> None:
     rank = dist.get_rank()
     stop = mock.Mock(side_effect=[None, KeyError])
@@ -1001,8 +930,7 @@ def test_after_an_exception_ranks_that_followed_are_as_the_others(annotation: st
     for rank in range(3):
         (model(random_input(rank, 3, DIM)).square().mean() / 3).backward()
     expected = {name: param.grad for name, param in model.named_parameters()}
-    for found in run_threads(raise_while_one_rank_follows, 3, annotation):
-        assert_equal_params(found, expected, tolerance=1e-6)
+    all_equal(run_threads(raise_while_one_rank_follows, 3, annotation), expected)
 
 
 def fail(_: torch.Tensor) -> None:
@@ -1012,12 +940,8 @@ def fail(_: torch.Tensor) -> None:
 def skip_an_input_that_raises(annotation: str) -> dict[str, torch.Tensor]:
     model = net()
     ANNOTATIONS[annotation](model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    step_all = stepping(torch.optim.SGD(model.parameters(), lr=LR))
     rank = dist.get_rank()
-
-    def step_all() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
 
     def fail_in_backward(_: nn.Module, args: object, output: torch.Tensor) -> None:
         output.register_hook(fail)
@@ -1031,7 +955,7 @@ def skip_an_input_that_raises(annotation: str) -> dict[str, torch.Tensor]:
                 hook.remove()
                 with pytest.raises(KeyError):
                     loss.backward()
-                optimizer.zero_grad()
+                model.zero_grad()
                 continue
             loss.backward()
             step_all()
@@ -1040,31 +964,21 @@ def skip_an_input_that_raises(annotation: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("annotation", sorted(ANNOTATIONS))
 def test_ranks_without_inputs_follow_others_that_skip_an_input(annotation: str) -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for step, ranks in ((0, (0, 1, 2, 3)), (2, (1, 2, 3))):
-        for rank in ranks:
-            (model(random_input(10 * step + rank, 3, DIM)).square().mean() / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for found in run_threads(skip_an_input_that_raises, 4, annotation):
-        assert_equal_params(found, full_params(model), tolerance=1e-6)
+    expected = train_plain([[(0, rank) for rank in range(4)], [(2, rank) for rank in (1, 2, 3)]], 4)
+    all_equal(run_threads(skip_an_input_that_raises, 4, annotation), expected)
 
 
 # What is refused
 
 
-def refuse_a_part() -> None:
+@on_ranks(2)
+def test_a_part_of_a_model_cannot_join() -> None:
     model = net()
     with pytest.raises(UsageError, match="joinable found no annotated module"):
         joinable(model)
     shard(model)
     with pytest.raises(UsageError, match="a part of what is annotated together"):
         Join([joinable(model.blocks, step=model.zero_grad)])
-
-
-def test_a_part_of_a_model_cannot_join() -> None:
-    run_threads(refuse_a_part, 2)
 
 
 def go_without_a_step() -> None:
@@ -1080,7 +994,8 @@ def test_a_step_is_needed_where_ranks_have_shards_of_their_own() -> None:
     assert "pass joinable(model, step=...)" in str(caught.value.errors[0])
 
 
-def need_no_step() -> None:
+@on_ranks(2)
+def test_no_step_is_needed_where_nothing_is_trained() -> None:
     model = net()
     fully_shard(model.requires_grad_(False))
     with joined(joinable(model)):
@@ -1090,10 +1005,6 @@ def need_no_step() -> None:
     with torch.no_grad(), joined(joinable(model)):
         for _ in range(dist.get_rank()):
             model(torch.ones(1, DIM))
-
-
-def test_no_step_is_needed_where_nothing_is_trained() -> None:
-    run_threads(need_no_step, 2)
 
 
 def choose_differently() -> None:
@@ -1129,16 +1040,13 @@ def test_ranks_with_inputs_that_run_different_modules_are_told() -> None:
     ]
 
 
-def pass_no_bool() -> None:
+@on_ranks(2)
+def test_the_choice_of_a_divisor_is_a_bool() -> None:
     model = net()
     shard(model)
     for wrong in (0, None, "yes"):
         with pytest.raises(ConfigError, match="divide_by_initial_world_size"):
             Join([joinable(model, step=model.zero_grad)], divide_by_initial_world_size=wrong)
-
-
-def test_the_choice_of_a_divisor_is_a_bool() -> None:
-    run_threads(pass_no_bool, 2)
 
 
 def refuse_a_static_graph() -> None:
@@ -1153,22 +1061,20 @@ def test_a_static_graph_cannot_join() -> None:
         run_threads(refuse_a_static_graph, 2)
 
 
-def miss_a_gradient(*, is_whole: bool) -> None:
+def miss_a_gradient() -> None:
     model = net()
     replicate(model)
     rank = dist.get_rank()
-    view = as_ddp(model) if is_whole else joinable(model, step=model.zero_grad)
-    with joined(view):
+    with joined(joinable(model, step=model.zero_grad)):
         for step in range([3, 1, 3][rank]):
             # In the last step rank 1 has no inputs left, and rank 0 skips a block.
             model(torch.ones(1, DIM), 1 if (step, rank) == (2, 0) else -1).sum().backward()
             model.zero_grad()
 
 
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_a_missing_gradient_is_named_by_what_ranks_with_inputs_had(*, is_whole: bool) -> None:
+def test_a_missing_gradient_is_named_by_what_ranks_with_inputs_had() -> None:
     with pytest.raises(RankErrors) as caught:
-        run_threads(miss_a_gradient, 3, is_whole=is_whole)
+        run_threads(miss_a_gradient, 3)
     names = "'blocks.1.inp.weight', 'blocks.1.inp.bias', 'blocks.1.out.weight', 'blocks.1.out.bias'"
     last = "    the last module to get a gradient: 'first' on ranks 0, 2"
     assert {rank: str(error).splitlines()[:-2] for rank, error in caught.value.errors.items()} == {
@@ -1219,17 +1125,14 @@ def test_annotations_cannot_change_inside_the_context(kind: str, *, is_whole: bo
         )
 
 
-def change_after_an_exception() -> None:
+@on_ranks(2)
+def test_annotations_may_change_after_a_context_that_an_exception_has_ended() -> None:
     model = net()
     shard(model)
     with pytest.raises(KeyError):
         raise_inside(model)
     unannotate(model)
     assert all(type(param) is nn.Parameter for param in model.parameters())
-
-
-def test_annotations_may_change_after_a_context_that_an_exception_has_ended() -> None:
-    run_threads(change_after_an_exception, 2)
 
 
 def fail_while_it_follows(way: str) -> str:
@@ -1296,8 +1199,7 @@ def test_ranks_do_not_hang_where_one_of_them_raises(run: Callable[..., Any]) -> 
 @pytest.mark.parametrize("annotation", ["full", "hybrid", "replicate inside", "replicate around", "hooks of both"])
 def test_processes_with_uneven_inputs_train_like_one(annotation: str) -> None:
     case = Case([3, 0, 1, 2], annotation, clips=True)
-    for found in run_ranks(train_jointly, 4, case):
-        assert_equal_params(found, train_alone(case), tolerance=1e-6)
+    all_equal(run_ranks(train_jointly, 4, case), train_alone(case))
 
 
 # What travels

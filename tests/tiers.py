@@ -93,6 +93,7 @@ PROMISES: Mapping[str, tuple[str, ...]] = {
         "runtime/test_forward_methods.py", "test_registered_methods_train_as_forward_does"
     ),
     "`FSDPModule`": proved("test_fsdp_settings.py", "test_gradients_are_those_of_one_process_after_finalize_backward"),
+    "`HandleOptions`": proved("test_comm_hooks.py", "test_a_hook_takes_the_place_of_every_reduce_scatter"),
     "`share_comm_ctx`": proved("test_fsdp_settings.py", "test_on_the_cpu_sharing_streams_changes_nothing"),
     "`accelerate_optimizer`": proved("optim/test_flat_step.py", "test_element_wise_optimizers_to_the_bit"),
     "`ReplicateModule`": proved("test_replicate_module.py", "test_the_class_is_swapped_and_comes_back"),

@@ -20,7 +20,10 @@ costs a tenth of a second.
 import atexit
 import datetime
 import faulthandler
+import functools
 import gc
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -132,6 +135,27 @@ def run_threads(
         }
         raise RankErrors(dict(outcome.errors), _paragraphs(reports))
     return [pickle.loads(outcome.results[rank]) for rank in range(world_size)]
+
+
+def on_ranks(world_size: int | None = None) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """Let each of so many ranks, threads of this process, run the body of a test; ``None``: its ``world_size``."""
+
+    def decorate(body: Callable[..., object]) -> Callable[..., None]:
+        def test(**kwargs: Any) -> None:
+            run_threads(_run_body, world_size or kwargs.pop("world_size"), body.__module__, body.__name__, **kwargs)
+
+        functools.update_wrapper(test, body)
+        own = inspect.signature(body)
+        size = [inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)] if world_size is None else []
+        test.__signature__ = own.replace(parameters=[*own.parameters.values(), *size])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_body(module: str, name: str, **kwargs: object) -> None:
+    """Find the body where its test is: ranks share no object."""
+    getattr(importlib.import_module(module), name).__wrapped__(**kwargs)
 
 
 def shut_down() -> None:

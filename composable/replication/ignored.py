@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from composable.arguments import described
+from composable.claims import names_left_alone
 from composable.errors import ConfigError, place_of_rank
 from composable.fqns import describe_module
-from composable.rivals import names_left_alone
 
 __all__ = ["Ignored", "find_ignored"]
 

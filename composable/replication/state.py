@@ -9,21 +9,22 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable.arguments import check_module
-from composable.claims import claim, release
+from composable.claims import (
+    Contents,
+    check_callers,
+    claim,
+    count_registrations,
+    is_left_alone,
+    leave_alone,
+    release,
+    take_charge,
+    watch_registrations,
+)
 from composable.collectives import Grid, OwnTransport, described
 from composable.contract import get_registry
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_split_backward, is_functional_call
-from composable.registrations import (
-    Contents,
-    check_callers,
-    count_registrations,
-    is_left_alone,
-    leave_alone,
-    take_charge,
-    watch_registrations,
-)
 from composable.replication.broadcasts import BufferSync, broadcast_tensors
 from composable.replication.bucket import check_steppable
 from composable.replication.ignored import Ignored

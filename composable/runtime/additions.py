@@ -9,18 +9,18 @@ from typing import Protocol
 from torch import nn
 
 import _traversal_utils
-from composable.claims import is_managed
-from composable.contract import excludes
-from composable.errors import UsageError, place_of_rank
-from composable.frames import is_functional_call
-from composable.planning import name_modules
-from composable.registrations import (
+from composable.claims import (
     Contents,
     check_callers,
     count_registrations,
     is_left_alone,
+    is_managed,
     watch_registrations,
 )
+from composable.contract import excludes
+from composable.errors import UsageError, place_of_rank
+from composable.frames import is_functional_call
+from composable.planning import name_modules
 from composable.storage import Handle, forget_torch_hooks, refuse_steppers, step_torch_optimizers
 from composable.torch_private import optimizers_in_backward
 from composable.wording import join_fqn, list_text

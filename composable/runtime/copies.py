@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from composable.claims import is_left_alone, leave_alone
 from composable.contract import Annotation, get_registry, promote_member
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward
 from composable.planning import ShardPlan
-from composable.registrations import is_left_alone, leave_alone
 from composable.runtime.part import AnnotatedPart
 from composable.runtime.state import FullyShardState, sharded_state_of
 from composable.storage import FIX_COPY, modules_of_copy

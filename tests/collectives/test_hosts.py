@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable import ConfigError, fully_shard
+from composable import ConfigError, HandleOptions, fully_shard
 from composable.collectives import Ranks
 from composable.collectives.ranks import hosts_of, number_hosts, rows_of_hosts
 from composable.runtime import sharded_state_of
@@ -153,7 +153,7 @@ def test_uneven_hosts_are_refused_on_every_rank() -> None:
 
 
 def transports_before_and_after_a_forward(transport: str) -> tuple[str, str]:
-    model = fully_shard(nn.Linear(4, 4), transport=transport)
+    model = fully_shard(nn.Linear(4, 4), options=HandleOptions(transport=transport))
     state = sharded_state_of(model)
     before = state.plan.transport
     model(torch.ones(2, 4)).sum().backward()

@@ -11,7 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable import ComposableError, SizePolicy, checkpoint, fully_shard, load_full_state_dict, replicate
+from composable import (
+    ComposableError,
+    HandleOptions,
+    SizePolicy,
+    checkpoint,
+    fully_shard,
+    load_full_state_dict,
+    replicate,
+)
 from tests.fuzz.copies import Copies, hooked, options_of, unless_refused
 from tests.fuzz.nodes import Node
 from tests.fuzz.trees import Model, candidates
@@ -345,7 +353,7 @@ def _shard(annotation: Annotation, name: str, *modules: nn.Module, **options: An
         options["strategy"] = HYBRID[strategy] if is_hybrid else strategy
     else:
         options["reshard_after_forward"] = draw_freed(rng, annotation.replicas if is_hybrid else 1)
-    return _Request(fully_shard, modules, {"transport": annotation.transport, **options})
+    return _Request(fully_shard, modules, {"options": HandleOptions(transport=annotation.transport), **options})
 
 
 def draw_freed(rng: random.Random, replicas: int = 1) -> bool | int | None:

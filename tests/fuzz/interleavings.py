@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable import fully_shard, no_sync, replicate
+from composable import HandleOptions, fully_shard, no_sync, replicate
 from tests.fuzz.annotations import draw_freed
 from tests.fuzz.nodes import WIDTH
 from tests.fuzz.runner import check_gradients
@@ -84,34 +84,34 @@ class Layout:
 
 
 def _by_policy(model: nn.Module, rng: random.Random) -> None:
-    fully_shard(model, policy={nn.Linear}, transport=_transport(rng))
+    fully_shard(model, policy={nn.Linear}, options=HandleOptions(transport=_transport(rng)))
 
 
 def _by_hand(model: nn.Module, rng: random.Random) -> None:
     transport = _transport(rng)
     for module in reversed(list(model.modules())):
         if isinstance(module, nn.Linear) and rng.random() < 0.5:
-            fully_shard(module, reshard_after_forward=draw_freed(rng), transport=transport)
+            fully_shard(module, reshard_after_forward=draw_freed(rng), options=HandleOptions(transport=transport))
     blocks = list(dict.fromkeys(module for module in model.modules() if isinstance(module, Block)))
     for block in blocks:
-        fully_shard(block, reshard_after_forward=draw_freed(rng), transport=transport)
-    fully_shard(model, reshard_after_forward=draw_freed(rng), transport=transport)
+        fully_shard(block, reshard_after_forward=draw_freed(rng), options=HandleOptions(transport=transport))
+    fully_shard(model, reshard_after_forward=draw_freed(rng), options=HandleOptions(transport=transport))
 
 
 def _roots(model: nn.Module, rng: random.Random) -> None:
     transport = _transport(rng)
     for part in (*model.trunk, *model.heads, model.judge, model.spare):
         if isinstance(part, Block):
-            fully_shard(part.first, transport=transport)
-            fully_shard(part, transport=transport)
-    fully_shard(model.trunk, transport=transport)
+            fully_shard(part.first, options=HandleOptions(transport=transport))
+            fully_shard(part, options=HandleOptions(transport=transport))
+    fully_shard(model.trunk, options=HandleOptions(transport=transport))
 
 
 def _shared(model: nn.Module, rng: random.Random) -> None:
     transport = _transport(rng)
-    fully_shard(model.one[0], transport=transport)
-    fully_shard(model.one, transport=transport)
-    fully_shard(model.two, transport=transport)
+    fully_shard(model.one[0], options=HandleOptions(transport=transport))
+    fully_shard(model.one, options=HandleOptions(transport=transport))
+    fully_shard(model.two, options=HandleOptions(transport=transport))
 
 
 def _mixed(model: nn.Module, rng: random.Random) -> None:
@@ -131,7 +131,12 @@ def _transport(rng: random.Random) -> str:
 
 _PARTS = ("all", "trunk", "heads.0", "heads.1", "judge")
 LAYOUTS = {
-    "root": Layout(Parts, lambda model, rng: fully_shard(model, transport=_transport(rng)), _PARTS, has_no_sync=True),
+    "root": Layout(
+        Parts,
+        lambda model, rng: fully_shard(model, options=HandleOptions(transport=_transport(rng))),
+        _PARTS,
+        has_no_sync=True,
+    ),
     "policy": Layout(Parts, _by_policy, _PARTS, has_no_sync=True),
     "hand": Layout(Parts, _by_hand, _PARTS, has_no_sync=True),
     "parts called alone": Layout(Parts, _by_hand, ("heads.0", "heads.1", "judge", "trunk.0"), is_direct=True),

@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import ConfigError, MixedPrecisionPolicy, UsageError, fully_shard, plan
+from composable import ConfigError, HandleOptions, MixedPrecisionPolicy, UsageError, fully_shard, plan
 from composable.planning.estimate import Exchange, Group, groups_of
 from tests.models import MLP, Block, MLPBlock, TinyGPT
 from tests.world import run_ranks, run_threads
@@ -185,10 +185,9 @@ def bytes_of_step(transport: str, low: bool, reshard: bool, trains: bool) -> tup
     fully_shard(
         model,
         policy={MLPBlock},
-        transport=transport,
+        options=HandleOptions(transport=transport, unused_gradients="zero"),
         reshard_after_forward=reshard,
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None),
-        unused_gradients="zero",
     )
     x = torch.ones(1, 64, requires_grad=True)
     for _ in range(2):

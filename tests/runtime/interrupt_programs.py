@@ -11,7 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from composable import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync, register_comm_hook, replicate
+from composable import (
+    FSDPModule,
+    HandleOptions,
+    MixedPrecisionPolicy,
+    fully_shard,
+    no_sync,
+    register_comm_hook,
+    replicate,
+)
 from tests.models import random_input, seeded
 from tests.ordered_groups import HAS_ORDERED_GROUPS
 
@@ -133,7 +141,7 @@ def by_policy(model: Net) -> None:
 
 
 def by_policy_on_group(model: Net) -> None:
-    fully_shard(model, policy={Block}, transport="process_group")
+    fully_shard(model, policy={Block}, options=HandleOptions(transport="process_group"))
 
 
 def with_shared_buffers(model: Net) -> None:
@@ -144,7 +152,7 @@ def with_shared_buffers(model: Net) -> None:
 
 
 def with_zeros(model: Net) -> None:
-    fully_shard(model, policy={Block}, unused_gradients="zero")
+    fully_shard(model, policy={Block}, options=HandleOptions(unused_gradients="zero"))
 
 
 def by_hand(model: Net) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable import ConfigError, DesyncError, fully_shard, set_divergence_timeout
+from composable import ConfigError, DesyncError, HandleOptions, fully_shard, set_divergence_timeout
 from tests.models import DIM, MLPBlock, make_model, random_input
 from tests.parity import full
 from tests.world import run_ranks, run_threads
@@ -97,7 +97,9 @@ def test_a_choice_that_differs_between_ranks_is_an_error_on_all_that_names_it(
 
 
 def test_ranks_that_send_no_message_compare_once_all_have_chosen() -> None:
-    for text in run_threads(set_otherwise, 2, "divide factor", False, {"unused_gradients": "zero"}):
+    for text in run_threads(
+        set_otherwise, 2, "divide factor", False, {"options": HandleOptions(unused_gradients="zero")}
+    ):
         check(text, "divide factor", 2)
 
 
@@ -123,7 +125,7 @@ def set_alone(name: str, options: dict[str, Any]) -> str:
     [
         (
             "set_gradient_divide_factor",
-            {"unused_gradients": "zero"},
+            {"options": HandleOptions(unused_gradients="zero")},
             "settings of module 'blocks.1' (MLPBlock) differ: rank 0: as annotated; rank 1: gradient divide factor 3.0",
         ),
         (
@@ -151,7 +153,7 @@ def train_with_own_class(unused_gradients: str) -> None:
     if rank == 0:
         for block in model.blocks:
             block.__class__ = type("Logged", (MLPBlock,), {})
-    sharded: Any = fully_shard(model, policy={MLPBlock}, unused_gradients=unused_gradients)
+    sharded: Any = fully_shard(model, policy={MLPBlock}, options=HandleOptions(unused_gradients=unused_gradients))
     backward(sharded, 0, rank)
     sharded.set_gradient_divide_factor(3.0)
     backward(sharded, 1, rank)

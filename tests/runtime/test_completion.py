@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from composable import UsageError, fully_shard, no_sync, plan, replicate
+from composable import HandleOptions, UsageError, fully_shard, no_sync, plan, replicate
 from composable.runtime.agreement import Agreement
 from composable.runtime.state import Root
 from tests.counting import CountingTransport
@@ -446,7 +446,7 @@ def pass_through(model: nn.Module, seed: int, scale: float) -> None:
 
 
 def add_pass_through(transport: str) -> None:
-    annotate = each("lin", transport=transport, reshard_after_forward=True)
+    annotate = each("lin", options=HandleOptions(transport=transport), reshard_after_forward=True)
     program(f"pass through, {transport}", PassThrough, annotate)(pass_through)
 
 
@@ -604,7 +604,7 @@ def test_an_unused_head_moves_as_in_one_process(kind: str, decay: float) -> None
 
 def zeros_for_unused() -> tuple[list[str], int, bool]:
     model = Heads()
-    fully_shard(model, unused_gradients="zero")
+    fully_shard(model, options=HandleOptions(unused_gradients="zero"))
     root = root_of(model)
     counting = CountingTransport.install(root)
     model(model(x_of(0)), 1).sum().backward()
@@ -819,8 +819,8 @@ def test_a_gradient_that_one_rank_cannot_reduce_is_an_error_on_all() -> None:
 def sparse_on_all_ranks_without_a_message() -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     model, plain = Tokens(), Tokens()
     plain.load_state_dict(model.state_dict())
-    fully_shard(model.emb, unused_gradients="zero")
-    fully_shard(model, unused_gradients="zero")
+    fully_shard(model.emb, options=HandleOptions(unused_gradients="zero"))
+    fully_shard(model, options=HandleOptions(unused_gradients="zero"))
     with pytest.raises(UsageError) as caught:
         model(torch.arange(3)).sum().backward()
     for each in (model, plain):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from composable import ConfigError, fully_shard, no_sync, replicate
+from composable import ConfigError, HandleOptions, fully_shard, no_sync, replicate
 from composable.testing import check_parity
 from tests.models import MODELS, loss_of
 from tests.parity import inputs_of
@@ -118,7 +118,7 @@ def test_a_weight_without_a_gradient_is_told_from_one_with_zeros() -> None:
         return torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def zeros_for_unused(model: nn.Module) -> nn.Module:
-        return fully_shard(model, unused_gradients="zero")
+        return fully_shard(model, options=HandleOptions(unused_gradients="zero"))
 
     class Partly(nn.Module):
         def __init__(self) -> None:

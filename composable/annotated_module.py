@@ -1,0 +1,202 @@
+"""What fully sharded and replicated modules share: how their class is swapped, and when their gradients travel."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import nn
+
+from composable.arguments import check_module
+from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.fqns import describe_module
+from composable.frames import in_backward, is_asked_by_pipeline
+from composable.replication import Reducer, replicate_state_of
+from composable.runtime import handle_of_module, sharded_state_of
+from composable.storage import Handle
+
+__all__ = ["AnnotatedModule", "ClassSwap", "no_sync", "original_class", "place_of", "reduce_gradients"]
+
+
+class AnnotatedModule:
+    """Mixin of every module whose class an annotation has swapped."""
+
+    _composable_kind = ""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # `sequential[:2]` builds `type(sequential)(...)`: the slice is a plain container again.
+        return original_class(cls)(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            f"a {self._composable_kind} module cannot be pickled as a whole",
+            at=place_of(self),
+            fix="save its state_dict(); copy.deepcopy copies it; unannotate makes it a plain module",
+        )
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return what ``nn.Module.parameters`` does.
+
+        Raises:
+            UsageError: A stage of torch's pipelines asks, that takes gradients of inputs and of parameters apart.
+        """
+        if is_asked_by_pipeline():
+            self._check_split_backward()
+        return super().parameters(recurse)  # type: ignore[misc,no-any-return]  # of nn.Module, further down the MRO
+
+    def _check_split_backward(self) -> None:
+        """Raise ``UsageError`` if gradients of inputs and of parameters cannot be taken apart."""
+
+
+class ClassSwap:
+    """Gives modules the methods of a mixin, by a subclass of their class, and takes them away again.
+
+    Args:
+        mixin: What is gained.
+        prefix: In front of the names of the classes.
+    """
+
+    def __init__(self, mixin: type[AnnotatedModule], prefix: str) -> None:
+        self._mixin = mixin
+        self._prefix = prefix
+        # Weakly: torch.fx makes a class for each module.
+        self._classes: weakref.WeakKeyDictionary[type[nn.Module], weakref.ref[type[nn.Module]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def add(self, module: nn.Module) -> None:
+        """Give ``module`` the mixin, unless it has it."""
+        if isinstance(module, self._mixin):
+            return
+        cls = type(module)
+        known = self._classes.get(cls)
+        found = None if known is None else known()
+        if found is None:
+            # Messages name the class that users know.
+            members: dict[str, Any] = {"__module__": cls.__module__, "_composable_class_name": cls.__name__}
+            if not hasattr(cls, "join_hook"):
+                members["join_hook"] = _join_hook
+            found = type(f"{self._prefix}{cls.__name__}", (self._mixin, cls), members)
+            self._classes[cls] = weakref.ref(found)
+        module.__class__ = found
+
+    def remove(self, module: nn.Module) -> None:
+        """Undo ``add``."""
+        if isinstance(module, self._mixin):
+            module.__class__ = original_class(type(module))
+
+
+def original_class(cls: type) -> Any:
+    """Return the class that a module of class ``cls`` had before ``ClassSwap.add``."""
+    return cls.__bases__[1]
+
+
+def place_of(module: object) -> str:
+    """Return how messages name this rank and ``module``."""
+    assert isinstance(module, nn.Module), "the mixins are on modules only"
+    return f"{place_of_rank()}, {describe_module(module)}"
+
+
+def _join_hook(module: nn.Module, **_: object) -> NoReturn:
+    """Refuse: ``Join`` asks what it is given for this, as torch's ``DistributedDataParallel`` has it."""
+    raise ConfigError(
+        "Join got an annotated module itself",
+        at=place_of(module),
+        fix="pass joinable(model, step=...), as in docs/uneven_inputs.md; or as_ddp(model), if it is replicated alone",
+    )
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Let backwards in this context keep gradients on their rank.
+
+    They add up, in full size, until the next backward outside the context synchronises all of them.
+    What counts is where backward runs, not where forward ran. It applies to every module at or
+    below ``module`` that ``fully_shard`` or ``replicate`` manages. Every rank enters alike.
+
+    Raises:
+        UsageError: There is none.
+        ConfigError: ``module`` is no module.
+    """
+    found = _synchronised_by(module, caller="no_sync")
+    before = [(one, one.requires_gradient_sync, one.sync_after_context) for one in found]
+    try:
+        for one, syncs, after in before:
+            one.sync_after_context = syncs if after is None else after
+            one.requires_gradient_sync = False
+        yield
+        _restore(before)
+    except BaseException:
+        # Also where Ctrl-C came into the line above.
+        _restore(before)
+        raise
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """Synchronise now what backwards without synchronisation have left, without another backward.
+
+    For loops in which nothing knows the last backward, such as pipeline schedules: they run all of them in ``no_sync``
+    and end with this. Gradients and parameters are then as after a backward that synchronised. What
+    ``set_is_last_backward(False)`` or ``set_manual_backward_finalization`` left under way ends too. Where nothing was
+    left, nothing changes. Modules that ``set_requires_gradient_sync(False)`` excludes stay as they are; of a part of
+    a fully sharded model the whole takes part. Communication hooks of ``replicate`` do not run.
+
+    Collective: all ranks of the meshes at or below ``module``.
+
+    Raises:
+        UsageError: There is no annotated module, it is inside ``no_sync`` or torch's ``Join``, a backward is running,
+            or a forward of a sharded module is.
+        ConfigError: ``module`` is no module.
+    """
+    found = _synchronised_by(module, caller="reduce_gradients")
+    if any(one.sync_after_context is not None for one in found):
+        raise _untimely(module, "inside of no_sync, which keeps gradients on their rank", "call it after the context")
+    if any(isinstance(one, Reducer) and one.before_round is not None for one in found):
+        what = "inside of Join, where ranks without inputs follow backwards only"
+        raise _untimely(module, what, "let the last backward of a step average")
+    states = [state for visited in module.modules() if (state := sharded_state_of(visited)) is not None]
+    if not in_backward():
+        for state in states:
+            # Before the first forward there is no root, and nothing was left, but for a deep copy.
+            if any(handle.has_unsynced_gradients for handle in state._handles):
+                state.lazy_init()
+    schedulers = dict.fromkeys(state.root.scheduler for state in states if state.root is not None)
+    if in_backward() or not all(scheduler.is_idle for scheduler in schedulers):
+        raise _untimely(module, "while a forward or backward is running", "call it after the last backward")
+    for scheduler in schedulers:
+        scheduler.backwards.reduce_kept()
+        if scheduler.is_deferred:
+            # Backwards were told that they are not the last one: this is the end of all of them.
+            scheduler.finalize()
+            scheduler.end_finalize()
+    for one in found:
+        if isinstance(one, Reducer) and one.requires_gradient_sync:
+            one.average_kept_gradients()
+
+
+def _untimely(module: nn.Module, when: str, fix: str) -> UsageError:
+    return UsageError(f"reduce_gradients {when}", at=place_of(module), fix=fix)
+
+
+def _synchronised_by(module: nn.Module, *, caller: str) -> list[Handle | Reducer]:
+    """Return what synchronises gradients at or below ``module``; raise if nothing does."""
+    check_module("module", module)
+    found: dict[Handle | Reducer, None] = {}
+    for visited in module.modules():
+        handle, replicated = handle_of_module(visited), replicate_state_of(visited)
+        if handle is not None:
+            found[handle] = None
+        if replicated is not None:
+            found[replicated.reducer] = None
+    if not found:
+        raise UsageError(
+            f"{caller} found no annotated module",
+            at=place_of(module),
+            fix="call fully_shard or replicate on the module first",
+        )
+    return list(found)
+
+
+def _restore(before: Iterable[tuple[Handle | Reducer, bool, bool | None]]) -> None:
+    for one, syncs, after in before:
+        one.requires_gradient_sync, one.sync_after_context = syncs, after
