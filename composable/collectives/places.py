@@ -52,7 +52,7 @@ _AROUND = frozenset({"annotate", "annotate_on_rank", "pre_forward", "post_forwar
 # What calls hooks and collectives of users.
 _CALL_HOOKS = tuple(
     os.path.join(_OURS, *parts)
-    for parts in (("storage", "hook_paths.py"), ("storage", "gather_path.py"), ("replication", "sender.py"))
+    for parts in (("storage", "hook_paths.py"), ("storage", "gather_path.py"), ("replication", "exchange.py"))
 )
 _COLLECTIVES = frozenset(
     {
