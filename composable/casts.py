@@ -10,7 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,21 +23,15 @@ from composable.torch_private import opaque, running_transform, tree_map
 
 __all__ = ["CastBuffers", "LendHook", "Lending", "LentBuffers", "cast_floats", "keep_dtype"]
 
-T = TypeVar("T")
-
 _PLAIN = (bool, int, float, complex, str, bytes)
 
 
-def cast_floats(value: T, dtype: torch.dtype) -> T:
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Return ``value`` with the floating-point tensors in it cast, by operations that autograd knows.
 
     It looks into tuples, lists, dicts, dataclasses and what else torch's pytrees know; what has nothing to
     cast stays the same object.
     """
-    return _cast(value, dtype)  # type: ignore[no-any-return]  # of the same type
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         if value.dtype is dtype or not value.is_floating_point():
             return value
@@ -47,10 +41,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     kind = type(value)
     # What most forwards take: a tree map costs as much as ten tensors that fit.
     if kind is tuple or kind is list:
-        parts = [_cast(part, dtype) for part in value]
+        parts = [cast_floats(part, dtype) for part in value]
         return value if all(map(operator.is_, parts, value)) else kind(parts)
     if kind is dict:
-        items = {key: _cast(part, dtype) for key, part in value.items()}
+        items = {key: cast_floats(part, dtype) for key, part in value.items()}
         return value if all(map(operator.is_, items.values(), value.values())) else items
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _cast_fields(value, dtype)
@@ -58,7 +52,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
     def cast(leaf: Any) -> Any:
         nonlocal is_changed
-        changed = leaf if leaf is value else _cast(leaf, dtype)
+        changed = leaf if leaf is value else cast_floats(leaf, dtype)
         is_changed |= changed is not leaf
         return changed
 
@@ -70,7 +64,7 @@ def _cast_fields(value: Any, dtype: torch.dtype) -> Any:
     changed = value
     for field in dataclasses.fields(value):
         held = getattr(value, field.name, None)
-        new = _cast(held, dtype)
+        new = cast_floats(held, dtype)
         if new is not held:
             if changed is value:
                 changed = copy.copy(value)

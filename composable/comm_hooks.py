@@ -26,7 +26,7 @@ from composable.contract import get_registry
 from composable.errors import ComposableError, ConfigError, SignatureError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward
-from composable.replication import Reducer, ReplicateState, check_memory
+from composable.replication import Reducer, ReplicateState
 from composable.runtime import handle_of_module, sharded_state_of
 from composable.storage import Handle, HookFunction, Registration, nearest
 from composable.wording import class_name
@@ -355,8 +355,6 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
             _check_hook(hook)
             _check_state(hook, state)
             _check_free(module, state, units)
-            callers = [unit for unit in units if isinstance(unit, Reducer)]
-            check_memory(state, [unit for unit in callers if nearest([*unit.comm_hooks, one]) is one])
             for unit in units:
                 unit.check_comm_hooks([*unit.comm_hooks, one])
         except ComposableError as error:

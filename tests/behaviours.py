@@ -763,10 +763,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "Memory over many steps",
             "Tensors, bytes, objects, threads and files are level, whatever the options; so is resident memory over "
             "hundreds of steps (`python -m tests.fuzz.soak`).",
-            (
-                *proved("fuzz/test_soak.py", "test_nothing_grows"),
-                *proved("test_comm_hooks.py", "test_states_whose_hooks_are_gone_leave_nothing_behind"),
-            ),
+            (*proved("fuzz/test_soak.py", "test_nothing_grows"),),
         ),
         Row(
             "Scripts written for the wrapper",

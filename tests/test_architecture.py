@@ -69,7 +69,7 @@ EDGES[""] = set(EDGES) - {"testing"}  # composable/__init__.py
 FILES_THAT_COMMUNICATE = {"collectives", "testing", "torch_private"}
 NAMES_OF_DIST = {
     "composable.errors": {"is_available", "is_initialized", "get_rank"},
-    "composable.replication.debugging": {"get_debug_level"},
+    "composable.replication.reports": {"get_debug_level"},
     "composable.ragged.gather": {"get_debug_level"},
 }
 

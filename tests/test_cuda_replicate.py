@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from composable import MixedPrecisionPolicy, no_sync, replicate
-from composable.replication.cast_streams import DeviceCasts
+from composable.replication.low_precision import DeviceCasts
 from tests.low_precision import BF16, FP16, FP32, batch_of, make_net
 
 pytestmark = pytest.mark.cuda

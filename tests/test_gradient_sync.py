@@ -9,7 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable import HandleOptions, UsageError, clip_grad_norm_, fully_shard, no_sync, reduce_gradients, replicate
+from composable import (
+    HandleOptions,
+    UsageError,
+    clip_grad_norm_,
+    fully_shard,
+    no_sync,
+    reduce_gradients,
+    register_comm_hook,
+    replicate,
+)
 from tests.counting import CountingTransport
 from tests.models import loss_of, make_model
 from tests.parity import assert_equal_params, full, global_inputs, inputs_of
@@ -235,13 +244,14 @@ def test_a_rank_that_enters_no_sync_alone_is_logged_once_on_every_rank(
 ) -> None:
     with suppress(RankErrors):  # One has a backward more than the other.
         run_threads(train_with_a_plan, 2, plan)
-    said = [one.getMessage() for one in caplog.records if "different numbers of backwards" in one.getMessage()]
+    said = [
+        one.getMessage() for one in caplog.records if "different numbers of forwards or backwards" in one.getMessage()
+    ]
     assert len(said) == 2
     for text in said:
         assert text.startswith(
-            "ranks had different numbers of backwards since gradients were last averaged\n"
-            f"    rank 0: {counts[0]} backward{'s' * (counts[0] > 1)}\n"
-            f"    rank 1: {counts[1]} backward{'s' * (counts[1] > 1)}\n"
+            "ranks had different numbers of forwards or backwards since gradients were last averaged\n"
+            f"    rank 0: {counts[0]}\n    rank 1: {counts[1]}\n"
         )
 
 
@@ -283,15 +293,17 @@ def test_a_rank_that_leaves_out_a_backward_is_logged_once_on_every_rank(
     plan: list[str], counts: tuple[int, int] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert run_threads(train_out_of_step, 2, plan, lists=False) == [[1.0, 1.0]] * 2
-    said = [one.getMessage() for one in caplog.records if "different numbers of forwards" in one.getMessage()]
+    said = [
+        one.getMessage() for one in caplog.records if "different numbers of forwards or backwards" in one.getMessage()
+    ]
     assert len(said) == (0 if counts is None else 2)
     for text in said if counts else ():
-        assert f"    rank 0: {counts[0]} forwards\n    rank 1: {counts[1]} forward" in text and "'weight'" in text
+        assert f"    rank 0: {counts[0]}\n    rank 1: {counts[1]}\n" in text and "'weight'" in text
 
 
 def test_forwards_of_a_list_of_modules_are_not_counted(caplog: pytest.LogCaptureFixture) -> None:
     run_threads(train_out_of_step, 2, ["fbb", "bb"], lists=True)
-    assert not [one for one in caplog.records if "different numbers of forwards" in one.getMessage()]
+    assert not [one for one in caplog.records if "different numbers of forwards or backwards" in one.getMessage()]
 
 
 def reduce_uneven_numbers() -> float:
@@ -308,6 +320,27 @@ def reduce_uneven_numbers() -> float:
 
 def test_ranks_may_keep_different_numbers_of_backwards_for_reduce_gradients() -> None:
     assert run_threads(reduce_uneven_numbers, 2) == [2.0, 2.0]
+
+
+def reduce_by_a_hook() -> tuple[list[int], float]:
+    model = replicate(nn.Linear(2, 1, bias=False))
+    seen: list[int] = []
+
+    def hook(state: object, grad: torch.Tensor) -> None:
+        seen.append(grad.numel())
+        dist.all_reduce(grad)
+        grad.div_(dist.get_world_size())
+
+    register_comm_hook(model, None, hook)
+    with no_sync(model):
+        model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+    reduce_gradients(model)
+    assert model.weight.grad is not None
+    return seen, model.weight.grad[0, 0].item()
+
+
+def test_what_no_sync_left_is_reduced_by_the_hook_of_a_replicated_module() -> None:
+    assert run_threads(reduce_by_a_hook, 2) == [([2], 1.5)] * 2
 
 
 # What needs gradients that wait

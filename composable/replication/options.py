@@ -8,12 +8,52 @@ from torch import nn
 
 from composable.arguments import check_bool, check_device, check_number, described
 from composable.errors import ConfigError, place_of_rank
-from composable.replication.bucket import BucketOptions, Delay
 
-__all__ = ["Choices", "check_device_of", "choose_delay", "choose_device"]
+__all__ = ["BucketOptions", "Choices", "Delay", "check_device_of", "choose_delay", "choose_device"]
 
 # Each rank may choose for itself.
 _LOCAL = {"gradient_as_bucket_view"}
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Gradients that are not sent before that of another parameter has arrived.
+
+    Attributes:
+        params: Whose gradients, by their place among all.
+        trigger: Which parameter they wait for.
+    """
+
+    params: frozenset[int]
+    trigger: int
+
+    def order(self, order: Sequence[int]) -> list[int]:
+        """Return an order of arrival with the delayed ones behind the one they wait for."""
+        at = list(order).index(self.trigger) + 1
+        before = [index for index in order[:at] if index not in self.params]
+        after = [index for index in order[at:] if index not in self.params]
+        return [*before, *(index for index in order if index in self.params), *after]
+
+
+@dataclass(frozen=True)
+class BucketOptions:
+    """What the user chose; equal on all ranks.
+
+    Attributes:
+        cap_bytes: Most bytes of a bucket that holds more than one parameter.
+        find_unused: Parameters without a gradient are no error.
+        grads_as_views: After backward ``param.grad`` is a view of its bucket, not a copy.
+        static_graph: Every backward gives the same parameters as many gradients.
+        delay: Gradients that wait for another; ``None``: none do.
+        has_policy: There is a mixed precision policy.
+    """
+
+    cap_bytes: int = 25 * 2**20
+    find_unused: bool = False
+    grads_as_views: bool = True
+    static_graph: bool = False
+    delay: Delay | None = None
+    has_policy: bool = False
 
 
 @dataclass(frozen=True)

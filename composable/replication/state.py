@@ -1,7 +1,7 @@
 """What a replicated module remembers."""
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -20,19 +20,16 @@ from composable.claims import (
     take_charge,
     watch_registrations,
 )
-from composable.collectives import Grid, OwnTransport, described
+from composable.collectives import Grid, OwnTransport, Started, Told, Transport, Tree, described, notice_tree
 from composable.contract import get_registry
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_split_backward, is_functional_call
-from composable.replication.broadcasts import BufferSync, broadcast_tensors
-from composable.replication.bucket import check_steppable
-from composable.replication.ignored import Ignored
-from composable.replication.locals import local_of
-from composable.replication.precision import Precision
+from composable.replication.forwards import Precision
+from composable.replication.outside_buckets import BufferSync, broadcast_tensors
 from composable.replication.reducer import Reducer
-from composable.replication.standing import Standing
-from composable.replication.tensors import own_modules, unmanaged_params
+from composable.replication.rounds import Phase
+from composable.replication.tensors import Ignored, check_steppable, local_of, own_modules, unmanaged_params
 from composable.storage import (
     forget_torch_hooks,
     has_torch_optimizer,
@@ -47,6 +44,65 @@ from composable.wording import class_name, list_text
 __all__ = ["ReplicateState", "check_replicated", "replicate_state_of"]
 
 
+@dataclass(eq=False, repr=False)
+class ReplicaProgress:
+    """Tells ranks that wait where the replicated modules of one annotation are; read from another thread.
+
+    Attributes:
+        name: What the modules are called.
+        reducer: Averages their gradients.
+        transport: Of their ranks.
+        forwards: How many there were, the running one included.
+        rounds_before: How many backwards there were before the last forward.
+        is_forward: It is running.
+        failure: What it raised.
+    """
+
+    name: str
+    reducer: Reducer
+    transport: Transport
+    forwards: int = 0
+    rounds_before: int = 0
+    is_forward: bool = False
+    failure: str = ""
+
+    def __post_init__(self) -> None:
+        notice_tree(self)
+
+    def enter_forward(self) -> None:
+        """Note that a forward begins."""
+        self.forwards += 1
+        self.rounds_before = self.reducer.rounds
+        self.is_forward, self.failure = True, ""
+
+    def exit_forward(self, failure: str) -> None:
+        """Note that a forward ends; ``failure``: what it raised."""
+        self.is_forward, self.failure = False, failure
+
+    def tell(self, *, in_backward: bool) -> Told | None:
+        """Return where they are; ``None`` before they talk."""
+        reducer, transport = self.reducer, self.transport
+        if not transport.groups:
+            return None
+        phase = reducer.round.phase
+        is_last = phase is Phase.OPEN or reducer.rounds > self.rounds_before
+        tree = Tree(
+            self.name,
+            self.forwards,
+            reducer.rounds,
+            is_inside=self.is_forward or phase is Phase.OPEN or (is_last and in_backward),
+            is_backward=is_last,
+            was_stopped=is_last and phase is Phase.STOPPED,
+            failure=self.failure,
+        )
+        return Told(transport.groups[0].group_name, tree, transport)
+
+    def name_of(self, started: Started) -> str | None:
+        """Return what is exchanged."""
+        own = self.transport.groups
+        return self.reducer.exchange.name_of(started.tag // 2) if own and started.transport.groups == own else None
+
+
 class UnevenInputs(Protocol):
     """What is to be told of each forward that a backward may follow."""
 
@@ -59,6 +115,7 @@ class UnevenInputs(Protocol):
         ...
 
 
+@dataclass(eq=False, repr=False)
 class ReplicateState:
     """State of one ``replicate`` annotation.
 
@@ -80,27 +137,23 @@ class ReplicateState:
         uneven: Told of each forward, while ranks may run out of inputs; ``None``: they do not.
     """
 
-    modules: tuple[nn.Module, ...]
-    reducer: Reducer
-    grid: Grid
-    transport: OwnTransport
-    buffers: "BufferSync | None"
-    frozen: list[tuple[str, nn.Parameter]]
-
-    def __init__(self) -> None:
-        self.modules = ()
-        self.compared = ""
-        self.has_parts = self.follows = False
-        self.ignored = Ignored()
-        self.buffers = None
-        self.precision: Precision | None = None
-        self.frozen = []
-        self.hook_handles: list[RemovableHandle] = []
-        self._seen = (-1, 0)
-        self._contents: dict[nn.Module, Contents] = {}
-        self.uneven: UnevenInputs | None = None
-        self.view: object = None
-        self.standing = Standing()
+    reducer: Reducer = field(init=False)
+    grid: Grid = field(init=False)
+    transport: OwnTransport = field(init=False)
+    standing: ReplicaProgress = field(init=False)
+    modules: tuple[nn.Module, ...] = ()
+    ignored: Ignored = field(default_factory=Ignored)
+    buffers: BufferSync | None = None
+    precision: Precision | None = None
+    frozen: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    compared: str = ""
+    hook_handles: list[RemovableHandle] = field(default_factory=list)
+    view: object = None
+    follows: bool = False
+    has_parts: bool = False
+    uneven: UnevenInputs | None = None
+    _seen: tuple[int, int] = (-1, 0)
+    _contents: dict[nn.Module, Contents] = field(default_factory=dict)
 
     @property
     def is_joined(self) -> bool:
@@ -135,10 +188,10 @@ class ReplicateState:
 
     def _meet(self, module: nn.Module) -> None:
         """Do what the ranks do together before a forward. Collective."""
-        if len(self.modules) == 1:  # Of several, ranks may call some.
-            self.reducer.round.forwards += 1
         self.transport.connect()
         self.reducer.prepare()
+        if len(self.modules) == 1:  # Of several, ranks may call some.
+            self.reducer.round.forwards += 1
         broadcasts = self.buffers is not None and module.training and self.reducer.requires_gradient_sync
         if self.uneven is not None:
             self.uneven.begin_forward(module, broadcasts=broadcasts)
@@ -268,7 +321,7 @@ class ReplicateState:
     def follow(self) -> None:
         """Let other ranks that wait ask where the modules are."""
         name = " + ".join(class_name(module) for module in self.modules)
-        self.standing.follow(name, self.reducer, self.transport)
+        self.standing = ReplicaProgress(name, self.reducer, self.transport)
 
     def abandon_step(self) -> None:
         """Put things right after a backward that an exception stopped; see ``Reducer.prepare``."""
@@ -307,7 +360,7 @@ class ReplicateState:
             copied = copy.deepcopy(item.param, memo)
             if copied.grad_dtype is not item.param.grad_dtype:
                 copied.grad_dtype = item.param.grad_dtype
-            if item.param.grad is not None and self.reducer.has_sound_gradients:
+            if item.param.grad is not None and self.reducer.round.phase is Phase.AT_REST:
                 copied.grad = item.param.grad.detach().clone()
         params = [replace(item, param=memo[id(item.param)]) for item in self.reducer.params]
         twin.reducer = self.reducer.copied(params, twin.transport, memo)

@@ -1,24 +1,225 @@
-"""Which parameters and buffers of a module ``replicate`` manages, and whether it can."""
+"""Which parameters and buffers ``replicate`` manages, which it leaves alone, and whether it can manage them.
 
-from collections.abc import Collection, Iterator, Sequence
+Of a parameter that tensor parallelism has split, a rank averages the part that it holds.
+"""
+
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from composable.claims import claim_of, is_left_alone, is_managed, is_sharded, keep_one, rival_on
+from composable.arguments import described
+from composable.claims import (
+    claim_of,
+    is_left_alone,
+    is_managed,
+    is_sharded,
+    keep_one,
+    names_left_alone,
+    rival_on,
+)
 from composable.contract import excludes, get_registry
 from composable.errors import ConfigError, place_of_rank
 from composable.fqns import describe_module
 from composable.planning import replacement_of
-from composable.replication.ignored import Ignored
-from composable.replication.locals import is_split_elsewhere
 from composable.storage import has_torch_optimizer, stepper_of
-from composable.wording import class_name, join_fqn
+from composable.wording import class_name, join_fqn, list_text
 
-__all__ = ["ManagedTensors", "find_tensors", "own_modules", "unmanaged_params"]
+__all__ = [
+    "Ignored",
+    "ManagedTensors",
+    "ReducedParam",
+    "check_steppable",
+    "find_ignored",
+    "find_tensors",
+    "grad_dtype_of",
+    "local_gradient",
+    "local_of",
+    "own_modules",
+    "unmanaged_params",
+    "wrapped_like",
+]
+
+_Buffers = dict[str, torch.Tensor | None]
+
+
+@torch.no_grad()
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``tensor``, with its memory; of a plain one, itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_gradient(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a gradient, split as ``param`` is.
+
+    Collective over the ranks of the parameter's own mesh, where the gradient is split in another way, such as a sum
+    that is still to be taken.
+    """
+    if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    return local_of(grad)
+
+
+def wrapped_like(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return ``local`` as a tensor that is split as ``param`` is, on the same memory; of a plain one, itself."""
+    if not isinstance(param, DTensor):
+        return local
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def grad_dtype_of(param: nn.Parameter) -> torch.dtype:
+    """Return the dtype in which the parameter's gradient rests."""
+    return param.grad_dtype or param.dtype  # None: any
+
+
+@dataclass(frozen=True)
+class ReducedParam:
+    """A parameter whose gradient is averaged.
+
+    Attributes:
+        fqn: Its name below the annotated module.
+        param: The parameter itself.
+        module_index: Which of the annotated modules it belongs to.
+        reduce_dtype: In which its gradient travels; ``None``: that of the parameter.
+        is_sparse: Its gradient is sparse, and in no bucket.
+    """
+
+    fqn: str
+    param: nn.Parameter
+    module_index: int = 0
+    reduce_dtype: torch.dtype | None = None
+    is_sparse: bool = False
+
+    @property
+    def bucket_dtype(self) -> torch.dtype:
+        """The dtype of the bucket that holds its gradient."""
+        return self.reduce_dtype or self.param.dtype.to_real()
+
+    @property
+    def bucket_bytes(self) -> int:
+        """What its gradient takes in the bucket."""
+        return local_of(self.param).nbytes // self.param.dtype.to_real().itemsize * self.bucket_dtype.itemsize
+
+
+def check_steppable(params: Sequence[ReducedParam]) -> None:
+    """Raise unless an optimizer can step these parameters inside backward, bucket by bucket.
+
+    Raises:
+        ConfigError: Not every gradient comes in a bucket.
+    """
+    sparse = [item.fqn for item in params if item.is_sparse]
+    if sparse:
+        raise ConfigError(
+            f"an optimizer cannot step inside backward beside sparse gradients, of {list_text(sparse, 3)}",
+            at=f"{place_of_rank()}, parameter {params[0].fqn!r}",
+            fix="step after backward, or build embeddings with sparse=False",
+        )
+
+
+# What is left alone
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """What one annotation leaves alone.
+
+    Attributes:
+        modules: With all below them.
+        tensors: Parameters and buffers of other modules.
+    """
+
+    modules: frozenset[nn.Module] = frozenset()
+    tensors: tuple[torch.Tensor, ...] = ()
+
+    def ids(self, roots: Sequence[nn.Module]) -> set[int]:
+        """Return the ids of all parameters and buffers that are left alone, by the mark of torch on a root too."""
+        found = [*self.tensors]
+        for module in self.modules:
+            found += [*module.parameters(), *module.buffers()]
+        ids = {id(tensor) for tensor in found}
+        for root in roots:
+            if names := frozenset(names_left_alone(root)):
+                # What is tied is left alone if all its names are marked.
+                named = list(_named_tensors([root]))
+                others = {id(tensor) for fqn, tensor in named if fqn not in names}
+                ids |= {id(tensor) for _, tensor in named} - others
+        return ids
+
+    def copied(self, modules: Collection[nn.Module], memo: dict[int, Any]) -> "Ignored":
+        """Return the same of a deep copy of ``modules``."""
+        return Ignored(
+            frozenset(copy.deepcopy(module, memo) for module in self.modules if module in modules),
+            tuple(copy.deepcopy(tensor, memo) for tensor in self.tensors),
+        )
+
+
+def find_ignored(roots: Sequence[nn.Module], ignored_modules: object, ignored_params: object) -> Ignored:
+    """Return what the two arguments name.
+
+    Args:
+        roots: The annotated modules.
+        ignored_modules: A list or set of modules below them.
+        ignored_params: Parameters, or names of parameters and buffers: below the root, or behind the number
+            of the root where there are several, as in messages. A tied one is left alone under all its names.
+
+    Raises:
+        ConfigError: One is of another kind, or not below ``roots``.
+    """
+    modules = [] if ignored_modules is None else ignored_modules
+    if isinstance(modules, nn.Module) or not isinstance(modules, Collection):
+        raise ConfigError(f"ignored_modules is a {type(modules).__name__}", fix="pass a list or set of modules")
+    inside = {visited for root in roots for visited in root.modules()}
+    for one in modules:
+        if not isinstance(one, nn.Module):
+            raise ConfigError(f"ignored_modules holds a {type(one).__name__}", fix="pass modules only")
+        if one not in inside:
+            raise ConfigError(
+                "an ignored module is not in the module that ignores it",
+                at=f"{place_of_rank()}, {describe_module(one)}",
+                fix="take it out of ignored_modules",
+            )
+    return Ignored(frozenset(modules), tuple(_ignored_tensors(roots, ignored_params)))
+
+
+def _ignored_tensors(roots: Sequence[nn.Module], ignored_params: object) -> Iterator[torch.Tensor]:
+    if ignored_params is None:
+        return
+    fix = "pass a list or set of parameters of the module, or of names of its parameters and buffers"
+    if isinstance(ignored_params, str | torch.Tensor | Mapping) or not isinstance(ignored_params, Iterable):
+        raise ConfigError(f"ignored_params is {described(ignored_params)}", at=place_of_rank(), fix=fix)
+    by_name = dict(_named_tensors(roots))
+    known = {id(tensor) for tensor in by_name.values()}
+    for one in ignored_params:
+        if isinstance(one, str) and one in by_name:
+            yield by_name[one]
+        elif isinstance(one, nn.Parameter) and id(one) in known:
+            yield one
+        elif isinstance(one, str | nn.Parameter):
+            what = f"{one!r}" if isinstance(one, str) else f"a parameter {list(one.shape)}"
+            raise ConfigError(
+                f"ignored_params holds {what}, which is not in the module",
+                at=f"{place_of_rank()}, {describe_module(roots[0])}",
+                fix="take it out, or correct its name",
+            )
+        else:
+            raise ConfigError(f"ignored_params holds {described(one)}", at=place_of_rank(), fix=fix)
+
+
+def _named_tensors(roots: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for index, root in enumerate(roots):
+        prefix = str(index) if len(roots) > 1 else ""
+        yield from root.named_parameters(prefix, remove_duplicate=False)
+        yield from root.named_buffers(prefix, remove_duplicate=False)
+
+
+# What is managed
 
 
 @dataclass
@@ -34,7 +235,7 @@ class ManagedTensors:
     """
 
     params: list[tuple[str, nn.Parameter, int]] = field(default_factory=list)
-    buffers: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
+    buffers: list[tuple[_Buffers, str]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     sparse: set[int] = field(default_factory=set)
@@ -54,7 +255,6 @@ def find_tensors(
     Raises:
         ConfigError: One of them, or a module, cannot be used.
     """
-    managed = ManagedTensors()
     for module in modules:
         if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
             raise ConfigError(
@@ -62,40 +262,45 @@ def find_tensors(
                 at=f"{place_of_rank()}, {describe_module(module)}",
                 fix="pass the modules in it as a list: replicate([*module])",
             )
+    managed = ManagedTensors()
     seen = ignored.ids(modules)
-    nested = _nested_states(modules)
-    for index, module in enumerate(modules):
-        prefix = f"{index}" if len(modules) > 1 else ""
-        for path, visited in own_modules(module, ignored.modules, modules):
-            path = f"{prefix}.{path}".strip(".")
-            managed.modules.append(visited)
-            _check_alone(visited)
-            if isinstance(visited, nn.Embedding | nn.EmbeddingBag) and visited.sparse:
-                managed.sparse.add(id(visited.weight))
-                managed.lines.append(f"sparse gradients of module {path!r}")
-            for name, param in visited._parameters.items():
-                if param is not None and id(param) not in seen:
-                    seen.add(id(param))
-                    fqn = f"{path}.{name}" if path else name
-                    claim = claim_of(param)
-                    if claim is not None and id(claim.owner) in nested:
-                        continue  # Averaged there, whoever uses it.
-                    _check_free(fqn, param, modules)
-                    _check_tensor("parameter", fqn, param, device_type, is_split=is_split_elsewhere(param, ranks))
-                    managed.params.append((fqn, param, index))
-                    managed.lines.append(
-                        f"parameter {fqn!r} {list(param.shape)} {param.dtype}, requires_grad={param.requires_grad}"
-                        f"{f', {param.placements}' if isinstance(param, DTensor) else ''}"
-                        f"{', with an optimizer in backward' if has_torch_optimizer(param) else ''}"
-                    )
-            for name, buffer in visited._buffers.items():
-                if buffer is not None and id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    fqn = f"{path}.{name}" if path else name
-                    _check_tensor("buffer", fqn, buffer, None, is_split=False)
-                    managed.buffers.append((visited._buffers, name))
-                    managed.lines.append(f"buffer {fqn!r} {list(buffer.shape)} {buffer.dtype}")
-    if not any(param.requires_grad for _, param, _ in managed.params) and not _has_annotated(modules):
+    below = [get_registry(one) for module in modules for one in module.modules() if one not in modules]
+    nested = {id(found["replicate"].state) for found in below if "replicate" in found}
+    for path, visited, index in _own_modules(modules, ignored.modules):
+        managed.modules.append(visited)
+        _check_alone(visited)
+        if isinstance(visited, nn.Embedding | nn.EmbeddingBag) and visited.sparse:
+            managed.sparse.add(id(visited.weight))
+            managed.lines.append(f"sparse gradients of module {path!r}")
+        for name, param in visited._parameters.items():
+            if param is None or id(param) in seen:
+                continue
+            seen.add(id(param))
+            claim = claim_of(param)
+            if claim is not None and id(claim.owner) in nested:
+                continue  # Averaged there, whoever uses it.
+            fqn = join_fqn(path, name)
+            _check_free(fqn, param, modules)
+            _check_tensor("parameter", fqn, param)
+            _check_place(fqn, param, device_type, ranks)
+            managed.params.append((fqn, param, index))
+            managed.lines.append(
+                f"parameter {fqn!r} {list(param.shape)} {param.dtype}, requires_grad={param.requires_grad}"
+                f"{f', {param.placements}' if isinstance(param, DTensor) else ''}"
+                f"{', with an optimizer in backward' if has_torch_optimizer(param) else ''}"
+            )
+        for name, buffer in visited._buffers.items():
+            if buffer is None or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            fqn = join_fqn(path, name)
+            _check_tensor("buffer", fqn, buffer)
+            if isinstance(buffer, DTensor):
+                raise _sharded_already("buffer", fqn, buffer)
+            managed.buffers.append((visited._buffers, name))
+            managed.lines.append(f"buffer {fqn!r} {list(buffer.shape)} {buffer.dtype}")
+    is_annotated_below = any(not {"replicate", "fully_shard"}.isdisjoint(found) for found in below)
+    if not any(param.requires_grad for _, param, _ in managed.params) and not is_annotated_below:
         raise ConfigError(
             "no parameter requires a gradient, so there is nothing to average",
             at=f"{place_of_rank()}, {describe_module(modules[0])}",
@@ -107,14 +312,17 @@ def find_tensors(
 def unmanaged_params(modules: Sequence[nn.Module], ignored: Ignored) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (FQN, parameter) for what ``modules`` hold now and no annotation manages."""
     left = ignored.ids(modules)
-    for index, module in enumerate(modules):
-        prefix = str(index) if len(modules) > 1 else ""
-        for path, visited in own_modules(module, ignored.modules, modules):
-            if is_left_alone(visited):
-                continue
-            for name, param in visited._parameters.items():
-                if param is not None and id(param) not in left and not is_managed(param):
-                    yield ".".join(filter(None, [prefix, path, name])), param
+    for path, visited, _ in _own_modules(modules, ignored.modules):
+        for name, param in () if is_left_alone(visited) else visited._parameters.items():
+            if param is not None and id(param) not in left and not is_managed(param):
+                yield join_fqn(path, name), param
+
+
+def _own_modules(roots: Sequence[nn.Module], ignored: Collection[nn.Module]) -> Iterator[tuple[str, nn.Module, int]]:
+    """Yield what ``own_modules`` does of each root, behind its number where there are several, and that number."""
+    for index, root in enumerate(roots):
+        for path, module in own_modules(root, ignored, roots):
+            yield (f"{index}.{path}".rstrip(".") if len(roots) > 1 else path), module, index
 
 
 def own_modules(
@@ -135,19 +343,6 @@ def own_modules(
         stack.extend((join_fqn(path, name), child) for name, child in reversed(children))
 
 
-def _nested_states(modules: Sequence[nn.Module]) -> set[int]:
-    """Return the ids of the states of each ``replicate`` below ``modules``."""
-    below = (visited for module in modules for visited in module.modules() if visited not in modules)
-    found = (get_registry(visited).get("replicate") for visited in below)
-    return {id(annotation.state) for annotation in found if annotation is not None}
-
-
-def _has_annotated(modules: Sequence[nn.Module]) -> bool:
-    """Say whether something below ``modules`` is annotated, so that nothing may be left to do."""
-    below = (visited for module in modules for visited in module.modules() if visited not in modules)
-    return any(not {"replicate", "fully_shard"}.isdisjoint(get_registry(visited)) for visited in below)
-
-
 def _check_alone(module: nn.Module) -> None:
     """Refuse a module of which torch averages the gradients."""
     rival = rival_on(module)
@@ -160,11 +355,7 @@ def _check_alone(module: nn.Module) -> None:
 
 
 def _check_free(fqn: str, param: nn.Parameter, modules: Sequence[nn.Module]) -> None:
-    """Refuse a parameter that another annotation, or an optimizer of its own, takes care of.
-
-    Raises:
-        ConfigError: It names both.
-    """
+    """Refuse a parameter that another annotation, or an optimizer of its own, takes care of."""
     claim, replacement = claim_of(param), replacement_of(param)
     if claim is not None:
         others: tuple[nn.Module, ...] = getattr(claim.owner, "modules", ())
@@ -174,9 +365,8 @@ def _check_free(fqn: str, param: nn.Parameter, modules: Sequence[nn.Module]) -> 
         if all(module in around for module in modules):
             fix = "call replicate on the inner module before the outer one, or leave it to the outer one"
     elif replacement is not None or (is_sharded(param) and not isinstance(param, DTensor)):
-        what = (
-            f"fully_shard has taken and sharded this parameter, as {fqn if replacement is None else replacement.fqn!r}"
-        )
+        name = fqn if replacement is None else replacement.fqn
+        what = f"fully_shard has taken and sharded this parameter, as {name!r}"
         fix = "let one annotation have all modules that share it: call fully_shard on the module around them"
     elif stepper_of(param) is not None:
         what = "step_in_backward steps on this parameter, before its gradient is averaged"
@@ -190,24 +380,36 @@ def _names(modules: Sequence[nn.Module]) -> str:
     return " and ".join(map(describe_module, modules))
 
 
-def _check_tensor(kind: str, fqn: str, tensor: torch.Tensor, device_type: str | None, *, is_split: bool) -> None:
-    place = f"{place_of_rank()}, {kind} {fqn!r}"
+def _check_tensor(kind: str, fqn: str, tensor: torch.Tensor) -> None:
     if is_lazy(tensor):
+        place = f"{place_of_rank()}, {kind} {fqn!r}"
         raise ConfigError(f"{kind} has no shape yet", at=place, fix="run one forward before replicate")
-    place += f" {list(tensor.shape)} {tensor.dtype}".replace("torch.", "")
     if tensor.device.type == "meta":
+        fix = "materialize and initialise the module before replicate"
+        raise ConfigError(f"{kind} is on the meta device", at=_place(kind, fqn, tensor), fix=fix)
+
+
+def _check_place(fqn: str, param: nn.Parameter, device_type: str, ranks: Sequence[int]) -> None:
+    """Refuse a parameter of another device, or one that is split over the ranks that average."""
+    if isinstance(param, DTensor):
+        shared = {*param.device_mesh.mesh.flatten().tolist()} & {*ranks}
+        if is_sharded(param) or len(shared) != 1:  # This rank alone is in both.
+            raise _sharded_already("parameter", fqn, param)
+    if param.device.type != device_type:
         raise ConfigError(
-            f"{kind} is on the meta device", at=place, fix="materialize and initialise the module before replicate"
+            f"parameter is on {param.device}, and gradients are averaged on {device_type}",
+            at=_place("parameter", fqn, param),
+            fix=f"move the module to {device_type}, or pass a mesh of device type {param.device.type!r}",
         )
-    if isinstance(tensor, DTensor) and not is_split:
-        raise ConfigError(
-            f"{kind} is a {type(tensor).__name__}, which is sharded already",
-            at=place,
-            fix="ignore its module, or call replicate on it before fully_shard on an ancestor",
-        )
-    if device_type is not None and tensor.device.type != device_type:
-        raise ConfigError(
-            f"{kind} is on {tensor.device}, and gradients are averaged on {device_type}",
-            at=place,
-            fix=f"move the module to {device_type}, or pass a mesh of device type {tensor.device.type!r}",
-        )
+
+
+def _sharded_already(kind: str, fqn: str, tensor: torch.Tensor) -> ConfigError:
+    return ConfigError(
+        f"{kind} is a {type(tensor).__name__}, which is sharded already",
+        at=_place(kind, fqn, tensor),
+        fix="ignore its module, or call replicate on it before fully_shard on an ancestor",
+    )
+
+
+def _place(kind: str, fqn: str, tensor: torch.Tensor) -> str:
+    return f"{place_of_rank()}, {kind} {fqn!r} {list(tensor.shape)} {tensor.dtype}".replace("torch.", "")

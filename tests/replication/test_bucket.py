@@ -1,6 +1,7 @@
 """Buckets and their reducer, without ranks: a transport that remembers what it was asked for."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ from torch import nn
 
 from composable.collectives import Grid, Pending, Ranks, Transport
 from composable.errors import UsageError
-from composable.replication.bucket import Bucket, BucketOptions, ReducedParam, plan_buckets
-from composable.replication.reducer import Reducer
+from composable.replication import BucketOptions, ReducedParam, Reducer
+from composable.replication.buckets import Bucket, plan_buckets
 from composable.torch_hooks import at_end_of_backward
 from tests.models import MLP, random_input, seeded
 
@@ -94,29 +95,20 @@ def plan(sizes: Sequence[int], cap: int, *, first: int | None = None, keys: str 
     )
 
 
-def test_a_bucket_is_closed_before_it_exceeds_its_capacity() -> None:
-    assert plan([4, 4, 4, 4, 4], 10) == [[0, 1], [2, 3], [4]]
-
-
-def test_a_parameter_above_the_capacity_has_a_bucket_of_its_own() -> None:
-    assert plan([4, 40, 4, 4], 10) == [[0], [1], [2, 3]]
-
-
-def test_the_first_bucket_is_small() -> None:
-    assert plan([4, 4, 4, 4, 4], 12, first=4) == [[0], [1, 2, 3], [4]]
-
-
-def test_the_first_bucket_is_never_larger_than_the_others() -> None:
-    assert plan([4, 4, 4], 4, first=100) == [[0], [1], [2]]
-
-
-def test_a_bucket_holds_one_dtype_and_device() -> None:
-    assert plan([1, 1, 1, 1], 10, keys="abab") == [[0, 2], [1, 3]]
-
-
-def test_buckets_are_ordered_by_their_last_gradient() -> None:
-    # The bucket of a is begun first and complete last.
-    assert plan([1, 1, 1], 10, keys="aba") == [[1], [0, 2]]
+@pytest.mark.parametrize(
+    ("sizes", "cap", "options", "expected"),
+    [
+        pytest.param([4, 4, 4, 4, 4], 10, {}, [[0, 1], [2, 3], [4]], id="closed before it exceeds its capacity"),
+        pytest.param([4, 40, 4, 4], 10, {}, [[0], [1], [2, 3]], id="a parameter above it has one of its own"),
+        pytest.param([4, 4, 4, 4, 4], 12, {"first": 4}, [[0], [1, 2, 3], [4]], id="the first is small"),
+        pytest.param([4, 4, 4], 4, {"first": 100}, [[0], [1], [2]], id="the first is never larger than the others"),
+        pytest.param([1, 1, 1, 1], 10, {"keys": "abab"}, [[0, 2], [1, 3]], id="one dtype and device in each"),
+        # The bucket of a is begun first and complete last.
+        pytest.param([1, 1, 1], 10, {"keys": "aba"}, [[1], [0, 2]], id="ordered by their last gradient"),
+    ],
+)
+def test_parameters_are_grouped(sizes: list[int], cap: int, options: dict[str, Any], expected: list[list[int]]) -> None:
+    assert plan(sizes, cap, **options) == expected
 
 
 def test_buckets_follow_the_order_of_arrival() -> None:
@@ -128,7 +120,9 @@ def test_buckets_follow_the_order_of_arrival() -> None:
 
 def make_bucket(*params: torch.Tensor, tail_numel: int = 0) -> Bucket:
     members = [(index, nn.Parameter(param)) for index, param in enumerate(params)]
-    return Bucket(0, members, tail_numel=tail_numel, is_last=True, key=0)
+    return Bucket(
+        0, members, tail_numel=tail_numel, is_last=True, key=0, like=torch.empty(0, dtype=params[0].dtype.to_real())
+    )
 
 
 def test_a_bucket_has_the_methods_of_torchs_grad_bucket() -> None:
@@ -230,11 +224,11 @@ def test_the_first_round_has_one_bucket_and_the_next_ones_follow_the_order_of_ar
     assert [reducer.params[bucket.param_indices[0]].fqn for bucket in reducer.buckets] == first_round
 
 
-def test_a_round_sends_every_gradient_once_a_flag_per_parameter_and_four_numbers_per_rank() -> None:
+def test_a_round_sends_every_gradient_once_a_flag_per_parameter_and_three_numbers_per_rank() -> None:
     model = nn.Linear(16, 16, bias=False)
     _, transport = attach(model, world_size=3)
     model(torch.ones(1, 16)).sum().backward()
-    assert transport.sent == [16 * 16 + 1 + 4 * 3]
+    assert transport.sent == [16 * 16 + 1 + 3 * 3]
 
 
 def test_a_bucket_is_sent_as_soon_as_it_is_full() -> None:
@@ -270,7 +264,7 @@ def test_a_full_bucket_waits_for_the_one_before_it() -> None:
         transport.sent.clear()
         model(swap=swap).backward()
         # The last bucket carries the flags.
-        assert transport.sent == [40, 80 + 2 + 4 * 2]
+        assert transport.sent == [40, 80 + 2 + 3 * 2]
     assert arrived == ["first", "second", "second", "first"]
 
 

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint as run_with_checkpoint
 
 from composable import MixedPrecisionPolicy, replicate
-from composable.replication import cast_streams, low_params
+from composable.replication import low_precision
 from tests.low_precision import BF16, DIM
 from tests.models import random_input, seeded
 from tests.runtime.recording import Recorder
@@ -196,7 +196,7 @@ class Made(NamedTuple):
     casts: Any
 
 
-REAL = Made(low_params.LowPrecisionParams, cast_streams.DeviceCasts)
+REAL = Made(low_precision.LowPrecisionParams, low_precision.DeviceCasts)
 
 
 def record(program: str, mutation: "Mutation | None" = None) -> tuple[list[str], tuple[int, int, int]]:
@@ -221,7 +221,7 @@ def train_random(seed: int, *, on_device: bool) -> tuple[dict[str, torch.Tensor]
 
     def adopt(model: nn.Module) -> None:
         for part in replicate.state(model).precision.parts:
-            part.params.casts = cast_streams.DeviceCasts(recorder)
+            part.params.casts = low_precision.DeviceCasts(recorder)
 
     if not on_device:
         return train_tree(seed, steps=6, micros=2), []
@@ -249,10 +249,10 @@ class Mutation(NamedTuple):
     finds: str
 
 
-FILES = (cast_streams, low_params)
+FILES = (low_precision,)
 WAIT_FOR_WRITES = "        self._casts.wait_stream(current)\n"
 FILL = "        with self._device.stream(self._casts):\n"
-FILLED = "            return [Filled(_copies_of(group), self._casts.record_event()) for group in groups]\n"
+FILLED = "            return [(_copies_of(group), self._casts.record_event()) for group in groups]\n"
 WAIT = "        current.wait_event(event)\n"
 END = "            self._device.current_stream().wait_stream(self._casts)\n"
 MUTATIONS = [
@@ -269,7 +269,7 @@ MUTATIONS = [
             (
                 FILLED,
                 "            event = self._casts.record_event()\n"
-                "            return [Filled(_copies_of(group), event) for group in groups]\n",
+                "            return [(_copies_of(group), event) for group in groups]\n",
             )
         ],
         "train",
@@ -380,7 +380,7 @@ def mutated(mutation: Mutation) -> Made:
     for module, source in mutated_source(mutation).items():
         made[module] = ModuleType(module.__name__)
         exec(compile(source, f"<{mutation.name}>", "exec"), made[module].__dict__)
-    return Made(made[low_params].LowPrecisionParams, made[cast_streams].DeviceCasts)
+    return Made(made[low_precision].LowPrecisionParams, made[low_precision].DeviceCasts)
 
 
 def find(mutation: Mutation) -> list[str]:
@@ -400,13 +400,13 @@ def test_what_is_only_slower_is_not_found(mutation: Mutation) -> None:
 
 
 def test_every_line_that_orders_streams_is_broken_once() -> None:
-    source = inspect.getsource(cast_streams).splitlines()
+    source = inspect.getsource(low_precision).splitlines()
     orders = re.compile(r"wait_event|wait_stream|record_event|device\.stream\(|_home = current|return is_home|\|=")
-    first = inspect.getsourcelines(cast_streams.DeviceCasts)[1]
+    first = inspect.getsourcelines(low_precision.DeviceCasts)[1]
     lines = {index for index in range(first, len(source)) if orders.search(source[index])}
     broken: set[int] = set()
     for mutation in [*MUTATIONS, *HARMLESS]:
-        edited = mutated_source(mutation)[cast_streams].splitlines()
+        edited = mutated_source(mutation)[low_precision].splitlines()
         for tag, start, stop, _, _ in difflib.SequenceMatcher(None, source, edited, autojunk=False).get_opcodes():
             if tag in {"delete", "replace"}:
                 broken.update(range(start, stop))
@@ -417,7 +417,7 @@ def test_every_line_that_orders_streams_is_broken_once() -> None:
 # What is cast when
 
 
-class Noting(cast_streams.DeviceCasts):
+class Noting(low_precision.DeviceCasts):
     """Notes the widths of what is cast together, and of what is waited for."""
 
     def __init__(self, device: Any) -> None:
@@ -477,10 +477,11 @@ def test_casts_run_in_the_order_of_the_last_forward_and_each_module_waits_for_it
     ]
 
 
-class NotingOnHost(cast_streams.HostCasts):
+class NotingOnHost(low_precision.HostCasts):
     """Notes the widths of what is cast together."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.seen: list[Any] = []
 
     def fill(self, groups: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from composable.replication.unread import Unread
+from composable.replication.low_precision import Unread
 
 
 def make() -> tuple[Unread, dict[str, Any], list[str]]:

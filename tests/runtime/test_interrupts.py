@@ -19,9 +19,8 @@ from composable.backward_steps import BackwardSteps
 from composable.casts import CastBuffers, LentBuffers
 from composable.collectives import Transport
 from composable.collectives.transport import transport_class
-from composable.replication.bucket import Bucket
-from composable.replication.bucket_steps import step_rest
-from composable.replication.reducer import Reducer
+from composable.replication import Reducer
+from composable.replication.buckets import Bucket
 from composable.runtime.forwards import Forwards
 from composable.runtime.unsharded import Unsharded
 from composable.storage import Handle
@@ -55,7 +54,7 @@ def test_ranks_that_use_other_parameters_are_stopped_wherever_a_gradient_arrives
     program = program_named(name)
     lines, first = inspect.getsourcelines(Reducer._make_arrival)
     arrives = range(first, first + len(lines))
-    points = [one for one in points_of(program) if one.file.endswith("/reducer.py") and one.line in arrives]
+    points = [one for one in points_of(program) if one.file.endswith("/averaging.py") and one.line in arrives]
     assert len(points) > 20
     tried = try_points(program, points)
     assert not tried.wrong, {str(point): what for point, what in tried.wrong.items()}
@@ -92,10 +91,10 @@ def test_where_things_could_stay_half_done_steps_are_stopped_at_any_line(
 
 def test_ranks_that_have_stepped_other_buckets_are_stopped_between_two_steps() -> None:
     program = program_named("replicate, steps in backward, unused parameters")
-    lines, first = inspect.getsourcelines(step_rest)
+    lines, first = inspect.getsourcelines(Reducer._step_rest)
     # Where the optimizer has begun, some of its parameters may be stepped; that is so in any step.
-    between = {first + number for number, line in enumerate(lines) if "_step_bucket(" not in line}
-    points = [one for one in points_of(program) if one.file.endswith("/bucket_steps.py") and one.line in between]
+    between = {first + number for number, line in enumerate(lines) if "self.step(" not in line}
+    points = [one for one in points_of(program) if one.file.endswith("/averaging.py") and one.line in between]
     assert len(points) > 20
     tried = try_points(program, points)
     assert not tried.wrong, {str(point): what for point, what in tried.wrong.items()}
@@ -105,7 +104,7 @@ def test_ranks_that_have_stepped_other_buckets_are_stopped_between_two_steps() -
 def test_no_memory_is_freed_that_gloo_writes_to(name: str) -> None:
     program = dataclasses.replace(program_named(name), dim=64)
     # Where ranks start and wait; what is cut short there is what can be written to later.
-    files = ("/collectives/", "storage/handle", "/reductions", "/agreement", "/reducer", "/sender", "/torch_hooks")
+    files = ("/collectives/", "storage/handle", "/reductions", "/agreement", "/averaging", "/exchange", "/torch_hooks")
     points = [point for point in points_of(program) if any(part in point.file for part in files)]
     run_ranks(interrupted_often, program.world_size, name, sample(points, 20, 0))
 

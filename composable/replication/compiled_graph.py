@@ -1,23 +1,62 @@
-"""Joins the all-reduces of gradients in a graph of compiled autograd into buckets.
+"""What compiled autograd traces of a replicated module: one all-reduce for each gradient, joined into buckets.
 
-A graph has one for each gradient, as ``traced.py`` put it there. They are known by what they are: the sum over a
+A backward is a graph there, which nothing tells of its end. So there are no rounds: a gradient is averaged where it is
+accumulated, and a backend of the compiler may join the all-reduces. It knows them by what they are: the sum over a
 group of a scaled gradient, copied back into it. So other collectives, of tensor parallelism say, stay as they are.
 What a bucket waits for goes to the end of the graph, or before the first that reads one of its gradients.
+Every rank must run the same graph.
 
 Source: bucketing, PyTorch Distributed, arXiv 2006.15704.
 """
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from composable.torch_private import foreach_mul, graph_collectives
+from composable.errors import UsageError, place_of_rank
+from composable.torch_private import foreach_mul, graph_collectives, opaque
 
-__all__ = ["FORMS", "join_all_reduces"]
+__all__ = ["FORMS", "join_all_reduces", "traced_arrival"]
+
+
+def traced_arrival(find_reducer: Callable[[], Any], fqn: str) -> Callable[[torch.Tensor], None]:
+    """Return what a graph does once the ``grad`` of a parameter has this backward's gradient in it.
+
+    The compiler makes another graph where one of the reducer's attributes that are read here changes.
+    """
+
+    def arrive(param: torch.Tensor) -> None:
+        found = find_reducer()
+        if found is None or not found.requires_gradient_sync:
+            return
+        exchange = found.exchange
+        if not (exchange.group_name or found.steppers):
+            return
+        if found.untraceable:
+            _refuse(found.untraceable, fqn)
+        assert param.grad is not None, "accumulated"
+        _average_in_graph(param.grad, exchange.scale, exchange.group_name)
+
+    return arrive
+
+
+def _average_in_graph(grad: torch.Tensor, scale: float, group_name: str) -> None:
+    """Make ``grad`` its mean over the ranks of a group; ``join_all_reduces`` knows these operations again."""
+    real = torch.view_as_real(grad) if grad.is_complex() else grad
+    real.copy_(graph_collectives.wait_tensor(graph_collectives.all_reduce(real * scale, "sum", group_name)))
+
+
+@opaque
+def _refuse(why: str, fqn: str) -> None:
+    raise UsageError(
+        f"compiled autograd runs this backward, where {why}",
+        at=f"{place_of_rank()}, parameter {fqn!r}",
+        fix="leave compiled autograd off: compiled models need it for nothing",
+    )
 
 
 @dataclass(frozen=True)
@@ -31,22 +70,13 @@ class _Average:
     copied: fx.Node
 
     @property
-    def scale(self) -> Any:
-        return self.scaled.args[1]
-
-    @property
-    def group_name(self) -> Any:
-        return self.reduced.args[2]
-
-    @property
     def key(self) -> object:
-        """What those that travel together have in common."""
-        like = self._like
-        return self.group_name, self.scale, like.dtype, like.device
+        """What the averages of one bucket have in common: group, scale, dtype, device."""
+        return self.reduced.args[2], self.scaled.args[1], self._like.dtype, self._like.device
 
     @property
     def numel_bytes(self) -> int:
-        return int(self._like.numel()) * self._like.element_size()
+        return self._like.nbytes
 
     @property
     def _like(self) -> torch.Tensor:
@@ -60,13 +90,13 @@ class _Average:
         return {self.grad, self.copied, *(viewed.all_input_nodes if viewed is not None else ())}
 
 
+@dataclass
 class _Bucket:
     """Averages that travel together."""
 
-    def __init__(self) -> None:
-        self.averages: list[_Average] = []
-        self.numel_bytes = 0
-        self.gives: set[fx.Node] = set()
+    averages: list[_Average] = field(default_factory=list)
+    numel_bytes: int = 0
+    gives: set[fx.Node] = field(default_factory=set)
 
     def add(self, average: _Average) -> None:
         self.averages.append(average)
@@ -138,22 +168,18 @@ def _join(graph: fx.Graph, bucket: _Bucket, start: _Start, end: _End) -> None:
     last = bucket.averages[-1]
     grads = [average.grad for average in bucket.averages]
     with graph.inserting_before(last.scaled):
-        started = graph.call_function(start, (grads, last.scale, last.group_name))
-    with graph.inserting_before(_first_reader(graph, bucket)):
+        started = graph.call_function(start, (grads, last.scaled.args[1], last.reduced.args[2]))
+    # The first node after the last of the gradients that reads an average, or the end.
+    reader = last.copied.next
+    while reader.op != "output" and bucket.gives.isdisjoint(reader.all_input_nodes):
+        reader = reader.next
+    with graph.inserting_before(reader):
         graph.call_function(end, (grads, started))
     for average in bucket.averages:
         # Who reads the result of the copy reads the gradient.
         average.copied.replace_all_uses_with(average.grad)
         for node in (average.copied, average.waited, average.reduced, average.scaled):
             graph.erase_node(node)
-
-
-def _first_reader(graph: fx.Graph, bucket: _Bucket) -> fx.Node:
-    """Return the first node after the last of its gradients that reads an average, or the end."""
-    node = bucket.averages[-1].copied.next
-    while node.op != "output" and bucket.gives.isdisjoint(node.all_input_nodes):
-        node = node.next
-    return node
 
 
 # As functions, which the compiler traces in its turn.

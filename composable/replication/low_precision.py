@@ -1,16 +1,22 @@
 """Copies of parameters in low precision, which a replicated module holds while it runs.
 
 They are cast anew in every forward that is not inside another, and kept for what runs again in backward until
-that ends. A module's copies are waited for, or made, when one of its parameters is first read; on a device
-with streams they were started before, in the order of the last forward. Autograd takes the gradient of a
-copy to its parameter, in the dtype that the gradient rests in: so hooks on parameters, and ``param.grad``, are
-what they are without copies. What autograd has saved of the copies lives as long as the graph does; between steps
-nothing is left.
+that ends. A module's copies are waited for, or made, when one of its parameters is first read. Autograd takes the
+gradient of a copy to its parameter, in the dtype that the gradient rests in: so hooks on parameters, and
+``param.grad``, are what they are without copies. What autograd has saved of the copies lives as long as the graph
+does; between steps nothing is left.
+
+On a device with streams they are cast ahead, in the order of the last forward, on a stream of their own, which
+allocates the copies. It waits for what the current stream was given before, an optimizer's step and the last readers
+of copies that were freed; who reads a copy waits for an event recorded after it; and before the parameters may be
+written to again the current stream has waited for all casts. ``record_stream`` is not used; docs/notes/streams.md.
+On the CPU there is nothing to run ahead on.
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,19 +24,182 @@ import torch
 from torch import nn
 
 from composable.casts import Lending
-from composable.replication.cast_streams import AtOnce, CastStreams, casts_for
-from composable.replication.unread import Unread
 from composable.torch_private import (
     alias_of,
+    foreach_copy_,
     has_compiled,
     outside_transforms,
     replace_flat_weights,
     running_transform,
 )
 
-__all__ = ["LowPrecisionParams", "ParamSlot"]
+__all__ = ["DeviceCasts", "HostCasts", "LowPrecisionParams", "ParamSlot", "Unread"]
+
+# Every so many forwards the host casts nothing ahead, to see what is still read. Such a forward took 6 ms longer, of a
+# step of 155 ms, with 388 modules.
+_LOOKS_AGAIN = 64
+# A tensor and the dtype of its copy, one group for each module.
+_Groups: TypeAlias = Sequence[Sequence[tuple[torch.Tensor, torch.dtype]]]
 
 
+class HostCasts:
+    """Casts that have run when they return.
+
+    Attributes:
+        is_lazy: Copies may be made, or waited for, when they are first read.
+        runs_ahead: They are worth making before that.
+    """
+
+    runs_ahead = False
+
+    def __init__(self, *, is_lazy: bool = True) -> None:
+        self.is_lazy = is_lazy
+
+    def begin(self) -> None:
+        """Let casts see what the current stream was given so far."""
+
+    def fill(self, groups: _Groups) -> list[tuple[Sequence[torch.Tensor], Any]]:
+        """Return new tensors with the values of others, in other dtypes, and an event after them, group by group.
+
+        Without an event nobody has to wait.
+        """
+        rest = iter(_copies_of([pair for group in groups for pair in group]))
+        return [([next(rest) for _ in group], None) for group in groups]
+
+    def wait_for(self, event: Any) -> bool:
+        """Let the current stream wait for an event; returns whether that holds for all who read later."""
+        return True
+
+    def end(self) -> None:
+        """Let the current stream wait for all casts: parameters may be written to from now on."""
+
+
+class DeviceCasts(HostCasts):
+    """Casts on a stream beside those that compute.
+
+    Args:
+        device: The module of torch for the device type, such as ``torch.cuda``: what is used of it is
+            ``Stream``, ``current_stream`` and ``stream``, and the events of streams.
+
+    Attributes:
+        names: Name of each stream by its id, for debugging.
+    """
+
+    runs_ahead = True
+
+    def __init__(self, device: Any) -> None:
+        super().__init__()
+        self._device = device
+        self._casts = device.Stream(priority=-1)
+        # Where the forward started whose casts run; `None`: none do.
+        self._home: Any = None
+        # Whether another stream has ever read a copy; and whether a forward went by in which none did.
+        self._has_branches = False
+        self._is_alone = False
+        self.names = {device.current_stream().stream_id: "default", self._casts.stream_id: "casts"}
+
+    def begin(self) -> None:
+        current = self._device.current_stream()
+        if self._home is None:
+            self._home = current
+        self._casts.wait_stream(current)
+
+    def fill(self, groups: _Groups) -> list[tuple[Sequence[torch.Tensor], Any]]:
+        with self._device.stream(self._casts):
+            return [(_copies_of(group), self._casts.record_event()) for group in groups]
+
+    def wait_for(self, event: Any) -> bool:
+        current = self._device.current_stream()
+        current.wait_event(event)
+        is_home = bool(current == self._home)
+        self._has_branches |= not is_home
+        # A stream that branched off before this waits for nothing that this one does, and may read the same copy next.
+        return is_home and self._is_alone
+
+    def end(self) -> None:
+        if self._home is not None:
+            self._device.current_stream().wait_stream(self._casts)
+            self._home = None
+            self._is_alone = not self._has_branches
+
+
+def _copies_of(group: Sequence[tuple[torch.Tensor, torch.dtype]]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        copies = [torch.empty_like(own, dtype=dtype, requires_grad=False) for own, dtype in group]
+        if copies:
+            foreach_copy_(copies, [own for own, _ in group])
+    return copies
+
+
+_ON_HOST = HostCasts()
+# On the stream that is current when a forward starts: all that reads copies comes after it anyway.
+_AT_ONCE = HostCasts(is_lazy=False)
+
+
+def _casts_for(params: Iterable[torch.Tensor]) -> HostCasts:
+    """Return what casts ``params``: those on the current device run ahead, those on others on the current stream."""
+    devices = {param.device for param in params}
+    if all(device.type in ("cpu", "meta") for device in devices):
+        return _ON_HOST
+    device = devices.pop()
+    found = None if devices or device.type in ("cpu", "meta") else torch.get_device_module(device)
+    return DeviceCasts(found) if found is not None and found.current_device() == device.index else _AT_ONCE
+
+
+class Unread(dict[str, Any]):
+    """What stands for the dict of a module's parameters, which is made ready when somebody looks at one of them.
+
+    So a copy is made, or waited for, when it is first used, whoever uses it: the module itself, one around it that
+    reads ``self.out.weight``, or a loop over ``parameters()``.
+
+    Empty itself: what looks into a dict without asking it finds no parameter, rather than one that is not ready.
+
+    Args:
+        held: The dict.
+        read: Makes it ready. What changes it calls this too, so that it changes what a reader would have seen.
+    """
+
+    __slots__ = ("_held", "_read")
+
+    def __init__(self, held: dict[str, Any], read: Callable[[], None]) -> None:
+        super().__init__()
+        self._held = held
+        self._read = read
+
+    # Modules ask for names whenever an attribute of theirs is read, also a submodule.
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __reversed__(self) -> Iterator[str]:
+        return reversed(self._held)
+
+    def keys(self) -> Any:
+        return self._held.keys()
+
+
+def _ready(name: str) -> Callable[..., Any]:
+    def call(self: Unread, *args: Any, **kwargs: Any) -> Any:
+        self._read()
+        return getattr(self._held, name)(*args, **kwargs)
+
+    return call
+
+
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "__eq__", "__ne__", "__or__", "__ror__", "__ior__", "__repr__"),
+    *("__reduce_ex__", "clear", "copy", "get", "items", "pop", "popitem", "setdefault", "update", "values"),
+):
+    setattr(Unread, _name, _ready(_name))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ParamSlot:
     """Where a parameter hangs, and what it is computed with.
 
@@ -40,22 +209,15 @@ class ParamSlot:
         dtype: Of its copies.
     """
 
-    __slots__ = ("dtype", "module", "name")
-
-    def __init__(self, module: nn.Module, name: str, dtype: torch.dtype) -> None:
-        self.module = module
-        self.name = name
-        self.dtype = dtype
+    module: nn.Module
+    name: str
+    dtype: torch.dtype
 
     @property
     def is_to_cast(self) -> bool:
         """The parameter has another dtype."""
         param = self.module._parameters.get(self.name)
         return param is not None and param.dtype is not self.dtype
-
-
-# The id of a parameter, and the dtype of its copy.
-_Key: TypeAlias = tuple[int, torch.dtype]
 
 
 class _Copy(NamedTuple):
@@ -67,6 +229,7 @@ class _Copy(NamedTuple):
     version: int
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Unit:
     """The places of one module.
 
@@ -78,20 +241,20 @@ class _Unit:
         copies: Of this forward, kept for backward; ``None``: there are none yet.
         event: Comes after they were made; ``None``: nobody has to wait.
         is_lent: The dict holds them.
-        is_flat: The module keeps a list of its parameters beside that, which is read as it is.
     """
 
-    __slots__ = ("copies", "event", "held", "is_flat", "is_lent", "module", "slots", "unread")
+    module: nn.Module
+    slots: list[ParamSlot] = field(default_factory=list)
+    held: dict[str, Any] | None = None
+    unread: Unread | None = None
+    copies: list[_Copy] | None = None
+    event: Any = None
+    is_lent: bool = False
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.slots: list[ParamSlot] = []
-        self.held: dict[str, Any] | None = None
-        self.unread: Unread | None = None
-        self.copies: list[_Copy] | None = None
-        self.event: Any = None
-        self.is_lent = False
-        self.is_flat = isinstance(module, nn.RNNBase)
+    @property
+    def is_flat(self) -> bool:
+        """The module keeps a list of its parameters beside the dict, which is read as it is."""
+        return isinstance(self.module, nn.RNNBase)
 
     @property
     def is_plain(self) -> bool:
@@ -118,12 +281,12 @@ class LowPrecisionParams(Lending):
         for slot in slots:
             units.setdefault(slot.module, _Unit(slot.module)).slots.append(slot)
         self._units = list(units.values())
-        self.casts: CastStreams | None = None
+        self.casts: HostCasts | None = None
         self._is_lent = False
         # A forward may run modules in threads, which read a copy at the same time.
         self._lock = threading.RLock()
         # One copy serves all places of a tied parameter.
-        self._tied: dict[_Key, torch.Tensor] = {}
+        self._tied: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         # Units as this forward reads them, and what of that is expected of the next one.
         self._read: dict[_Unit, None] = {}
         self._ahead = dict.fromkeys(self._units)
@@ -180,7 +343,7 @@ class LowPrecisionParams(Lending):
         self._is_lent = True
         if self.casts is None:
             held = (unit.module._parameters.get(slot.name) for unit in self._units for slot in unit.slots)
-            self.casts = casts_for(param for param in held if param is not None)
+            self.casts = _casts_for(param for param in held if param is not None)
         casts = self.casts
         # Where the compiler reads parameters, nobody is asked; a copy that is made in a transform is part of it.
         is_lazy = casts.is_lazy and not has_compiled() and running_transform() is None
@@ -244,60 +407,46 @@ class LowPrecisionParams(Lending):
             for unit in self._units:
                 replace_flat_weights(unit.module, others)
 
-    def _cast(self, units: Iterable[_Unit], casts: CastStreams) -> None:
+    def _cast(self, units: Iterable[_Unit], casts: HostCasts) -> None:
         """Make copies for those of ``units`` that have none; one for all places of a tied parameter.
 
         Streams: memory comes from that of ``casts``, which fills it; what autograd notes belongs to the current
         one, on which it will run the backward of that.
         """
-        tied = self._tied
-        seen = set(tied)
-        found: list[tuple[_Unit, list[tuple[ParamSlot, Any, _Key]]]] = []
-        fresh: list[list[tuple[Any, torch.dtype]]] = []
+        tied, seen = self._tied, set(self._tied)
+        found: list[tuple[_Unit, list[tuple[ParamSlot, Any]], list[tuple[Any, torch.dtype]]]] = []
         # Inside a forward without gradients there may be a part with them.
         with torch.inference_mode(mode=False), torch.enable_grad():
             is_transformed = running_transform() is not None
             for unit in units:
                 if unit.copies is not None:
                     continue
-                places: list[tuple[ParamSlot, Any, _Key]] = []
+                places: list[tuple[ParamSlot, Any]] = []
                 plain: list[tuple[Any, torch.dtype]] = []
-                found.append((unit, places))
-                fresh.append(plain)
+                found.append((unit, places, plain))
                 params = unit.held if unit.held is not None else unit.module.__dict__["_parameters"]
                 for slot in unit.slots:
                     own, dtype = params.get(slot.name), slot.dtype
                     if own is None or own.dtype is dtype or not own.is_floating_point():
                         continue
-                    key = id(own), dtype
-                    places.append((slot, own, key))
-                    if key in seen:
+                    places.append((slot, own))
+                    if (id(own), dtype) in seen:
                         continue
-                    seen.add(key)
+                    seen.add((id(own), dtype))
                     if is_transformed or type(own) is not nn.Parameter:
                         # What a functional call lends, a DTensor, an instance of a user's class: as they cast.
-                        tied[key] = own.to(dtype)
+                        tied[id(own), dtype] = own.to(dtype)
                     else:
                         plain.append((own, dtype))
-            filled = casts.fill(fresh)
-            for (unit, places), plain, (values, event) in zip(found, fresh, filled, strict=True):
-                for pair, value in zip(plain, values, strict=True):
-                    own, dtype = pair
+            filled = casts.fill([plain for _, _, plain in found])
+            for (unit, places, plain), (values, event) in zip(found, filled, strict=True):
+                for (own, dtype), value in zip(plain, values, strict=True):
                     copied = alias_of(own, value) if own.requires_grad else value
                     copied._is_param = True
                     tied[id(own), dtype] = copied
-                copies = []
-                for slot, own, key in places:
-                    copied = tied[key]
-                    copies.append(_Copy(slot, own, copied, copied._version))
                 unit.event = event
-                unit.copies = copies
-
-
-_AT_ONCE = AtOnce()
-# Every so many forwards the host casts nothing ahead, to see what is still read. Such a forward took 6 ms longer, of a
-# step of 155 ms, with 388 modules.
-_LOOKS_AGAIN = 64
+                held = [(slot, own, tied[id(own), slot.dtype]) for slot, own in places]
+                unit.copies = [_Copy(slot, own, copied, copied._version) for slot, own, copied in held]
 
 
 def _hold(unit: _Unit) -> None:

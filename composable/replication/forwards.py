@@ -1,12 +1,11 @@
-"""Mixed precision of replicated modules: which dtype each parameter has where, and what their hooks cast.
+"""What a replicated module does around its forward and its backward; mixed precision lends and casts there.
 
 Parameters stay what they are, for optimizers and state dicts. While a module runs it holds copies of them,
-see ``low_params.py``; gradients travel in buckets of the dtype of the reduction, and rest in that of the parameter.
+see ``low_precision.py``; gradients travel in buckets of the dtype of the reduction, and rest in that of the parameter.
 """
 
 import copy
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,22 +15,110 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from composable.casts import CastBuffers, cast_floats, keep_dtype
+from composable.casts import CastBuffers, Lending, cast_floats, keep_dtype
 from composable.claims import claim_of
 from composable.contract import get_registry
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.fqns import describe_module
-from composable.frames import is_called_again, modules_in_call
+from composable.frames import in_backward, is_called_again, modules_in_call
 from composable.planning import NO_CASTS, MixedPrecisionPolicy, ParamDtypes, skipped_modules
-from composable.replication.bucket import ReducedParam, grad_dtype_of
-from composable.replication.hooks import ReplicateHooks, register_replicate_hooks
-from composable.replication.low_params import LowPrecisionParams, ParamSlot
-from composable.replication.tensors import ManagedTensors, own_modules
-from composable.torch_hooks import GradientHook, around_forward, around_state_dict, differentiable_tensors, on_gradient
-from composable.torch_private import opaque
+from composable.replication.low_precision import LowPrecisionParams, ParamSlot
+from composable.replication.tensors import ManagedTensors, ReducedParam, grad_dtype_of, own_modules
+from composable.torch_hooks import (
+    GradientHook,
+    around_forward,
+    around_state_dict,
+    before_forward,
+    beside_forward,
+    differentiable_tensors,
+    on_gradient,
+)
+from composable.torch_private import opaque, tree_map
 from composable.wording import dtype_text
 
-__all__ = ["NO_PRECISION", "Precision", "PrecisionPlan", "plan_precision"]
+__all__ = [
+    "NO_PRECISION",
+    "Precision",
+    "PrecisionPlan",
+    "move_inputs",
+    "plan_precision",
+    "register_replicate_hooks",
+]
+
+
+def register_replicate_hooks(
+    module: nn.Module,
+    before_forward: Callable[[nn.Module], None],
+    after_forward: Callable[[BaseException | None], None],
+    before_backward: Callable[[], None],
+) -> list[RemovableHandle]:
+    """Call ``before_forward`` before ``module`` runs, ``before_backward`` when the gradient of an output arrives.
+
+    ``after_forward`` gets what the forward raised, if anything. Activation checkpointing runs a module again inside
+    backward: that is no forward here. A deep copy of the module gets deep copies of the three: pass bound methods,
+    not closures.
+    """
+    hooks = _ReplicateHooks(before_forward, after_forward, before_backward)
+    return beside_forward(module, hooks.pre_forward, hooks.post_forward)
+
+
+def move_inputs(module: nn.Module, device: torch.device) -> list[RemovableHandle]:
+    """Let the forward of ``module`` find the tensors among its arguments on ``device``."""
+    return [before_forward(module, partial(_on_device, device))]
+
+
+@opaque
+def _on_device(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def move(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+    return tree_map(move, (args, kwargs))
+
+
+@dataclass(eq=False, repr=False)
+class _ReplicateHooks:
+    """The hooks of one replicated module."""
+
+    before_forward: Callable[[nn.Module], None]
+    after_forward: Callable[[BaseException | None], None]
+    before_backward: Callable[[], None]
+
+    @opaque
+    def pre_forward(self, module: nn.Module, *_: Any) -> None:
+        if not in_backward():
+            self.before_forward(module)
+
+    @opaque
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not in_backward():
+            self.after_forward(sys.exc_info()[1] if output is None else None)
+        if torch.is_grad_enabled():
+            hook = _OutputHook(self.before_backward)
+            for tensor in differentiable_tensors(output):
+                on_gradient(tensor, hook)
+
+
+def _nothing(_: "_OutputHook", grad: torch.Tensor) -> None:
+    """Do nothing: in a graph there are no rounds, and where parameters are lent its first gradient is refused."""
+
+
+class _OutputHook(GradientHook):
+    """Runs when the gradient of an output arrives; equal to those of the module's other calls."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+
+    @partial(opaque, traced=_nothing)
+    def __call__(self, grad: torch.Tensor) -> None:
+        self._run()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _OutputHook and other._run == self._run
+
+    def __hash__(self) -> int:
+        return hash(self._run)
 
 
 @dataclass(frozen=True)
@@ -131,7 +218,7 @@ class Precision:
         self._rest_grads(params)
 
     def copied(self, params: Sequence[ReducedParam], memo: dict[int, Any]) -> "Precision":
-        """Return that of a copy of the modules, whose parameters are ``params``."""
+        """Return the precision of a copy of the modules, whose parameters are ``params``."""
         twin = copy.copy(self)
         twin._skipped = tuple(copy.deepcopy(module, memo) for module in self._skipped)
         twin.parts = [copy.deepcopy(part, memo) for part in self.parts]
@@ -179,61 +266,56 @@ class Precision:
                     _rest_grad_in(item.param, item.reduce_dtype)
 
 
+@dataclass(eq=False, repr=False)
 class _Part:
     """What is lent while one annotated module runs.
 
-    Args:
+    Attributes:
         module: The annotated module.
         slots: The places of the parameters that are cast.
         spare: Of those that have the dtype already: they are cast once ``module.to(dtype)`` gave them another one.
         buffer_dtype: Of buffers meanwhile; ``None``: their own.
         modules: Whose buffers.
-
-    Attributes:
-        slots: As given.
         params: Lends the copies of parameters.
+        buffers: Lends the copies of buffers, if they are cast.
+        calls: How many are running.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        slots: Sequence[ParamSlot],
-        spare: Sequence[ParamSlot],
-        buffer_dtype: torch.dtype | None,
-        modules: Sequence[nn.Module],
-    ) -> None:
-        self._module = module
-        self.slots = slots
-        self._spare = spare
-        self._buffer_dtype = buffer_dtype
-        self._modules = modules
-        self.params = LowPrecisionParams(slots)
-        self._buffers = None if buffer_dtype is None else CastBuffers(buffer_dtype)
-        # What lives as long as the frame of each call that is running: Ctrl-C skips the hooks after forward.
-        self._calls: list[weakref.ref[_Arguments]] = []
+    module: nn.Module
+    slots: Sequence[ParamSlot]
+    spare: Sequence[ParamSlot]
+    buffer_dtype: torch.dtype | None
+    modules: Sequence[nn.Module]
+    params: LowPrecisionParams = field(init=False)
+    buffers: Sequence[CastBuffers] = field(init=False)
+    calls: int = 0
 
-    def enter(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Lend for a call; returns its keyword arguments, to be held by its frame."""
-        is_outermost = not self._calls or not is_called_again(self._module)
+    def __post_init__(self) -> None:
+        self.params = LowPrecisionParams(self.slots)
+        self.buffers = [] if self.buffer_dtype is None else [CastBuffers(self.buffer_dtype)]
+
+    @property
+    def _lendings(self) -> Sequence[Lending]:
+        return [self.params, *self.buffers]
+
+    def enter(self) -> None:
+        """Lend for a call."""
+        is_outermost = not self.calls or not is_called_again(self.module)
         if is_outermost:
-            self._calls.clear()
-            if self._spare and self._spare[0].is_to_cast:
-                self.slots, self._spare = [*self.slots, *self._spare], ()
+            self.calls = 0
+            if self.spare and self.spare[0].is_to_cast:
+                self.slots, self.spare = [*self.slots, *self.spare], ()
                 self.params = LowPrecisionParams(self.slots)
-        held = _Arguments(kwargs)
-        self._calls.append(weakref.ref(held, self._cut_short))
-        self.params.enter(self._modules, is_outermost=is_outermost)
-        if self._buffers is not None:
-            self._buffers.enter(self._modules, is_outermost=is_outermost)
-        return held
+        self.calls += 1
+        for lending in self._lendings:
+            lending.enter(self.modules, is_outermost=is_outermost)
 
     def leave(self) -> None:
         """Undo ``enter``."""
-        if self._calls:
-            self._calls.pop()
-            self.params.leave()
-            if self._buffers is not None:
-                self._buffers.leave()
+        if self.calls:
+            self.calls -= 1
+            for lending in self._lendings:
+                lending.leave()
 
     def check_not_written(self) -> None:
         """Refuse what a forward wrote to a copy.
@@ -249,77 +331,48 @@ class _Part:
                 fix="write to it between two steps, or add the class of its module to skipped_module_classes",
             )
 
-    def forget(self) -> None:
-        """Free the copies: no backward is to come."""
-        self.params.forget()
-
     def enter_backward(self) -> None:
         """Lend for the running backward, in which parts of forward may run again."""
-        self.params.enter_backward(self._modules)
-        if self._buffers is not None:
-            self._buffers.enter_backward(self._modules)
+        for lending in self._lendings:
+            lending.enter_backward(self.modules)
 
     def put_back(self) -> None:
         """Let the modules hold their own, unless the module is running."""
-        if self._module not in modules_in_call():
-            self._calls.clear()
-            self.params.put_back()
-            if self._buffers is not None:
-                self._buffers.put_back()
-
-    def _cut_short(self, call: "weakref.ref[_Arguments]") -> None:
-        if call in self._calls:
-            del self._calls[self._calls.index(call) :]
-            if not self._calls:
-                self.put_back()
+        if self.module not in modules_in_call():
+            self.calls = 0
+            for lending in self._lendings:
+                lending.put_back()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Part":
         slots, spare = (
             [ParamSlot(copy.deepcopy(slot.module, memo), slot.name, slot.dtype) for slot in several]
-            for several in (self.slots, self._spare)
+            for several in (self.slots, self.spare)
         )
-        modules = [copy.deepcopy(module, memo) for module in self._modules]
-        return _Part(copy.deepcopy(self._module, memo), slots, spare, self._buffer_dtype, modules)
+        modules = [copy.deepcopy(module, memo) for module in self.modules]
+        return _Part(copy.deepcopy(self.module, memo), slots, spare, self.buffer_dtype, modules)
 
 
-class _Arguments(dict[str, Any]):
-    """Keyword arguments of a call that something waits for the end of."""
-
-    __slots__ = ("__weakref__",)
-
-
-class _CastingHooks(ReplicateHooks):
+@dataclass(eq=False, repr=False)
+class _CastingHooks(_ReplicateHooks):
     """The hooks of one replicated module that has a mixed precision policy."""
 
-    __slots__ = ("_part", "_policy")
-
-    def __init__(
-        self,
-        before_forward: Callable[[nn.Module], None],
-        after_forward: Callable[[BaseException | None], None],
-        before_backward: Callable[[], None],
-        part: _Part,
-        policy: MixedPrecisionPolicy,
-    ) -> None:
-        super().__init__(before_forward, after_forward, before_backward)
-        self._part = part
-        self._policy = policy
+    part: _Part
+    policy: MixedPrecisionPolicy
 
     @opaque
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         # Buffers are broadcast before they are cast.
         super().pre_forward(module)
-        held = self._part.enter(kwargs)
-        policy = self._policy
+        self.part.enter()
+        policy = self.policy
         dtype = policy.casts_inputs(is_root=policy.cast_root_forward_inputs is not None and _is_root(module))
         if dtype is not None:
-            args = cast_floats(args, dtype)
-            held.update(cast_floats(kwargs, dtype))
-        return args, held
+            return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        return args, kwargs
 
     @opaque
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        part = self._part
+        part = self.part
         part.leave()
         has_failed = output is None and sys.exc_info()[1] is not None
         found = output
@@ -328,48 +381,25 @@ class _CastingHooks(ReplicateHooks):
                 part.check_not_written()
             except UsageError:
                 super().post_forward(module, args, None)  # It reads what is raised.
-                part.forget()
+                part.params.forget()
                 raise
-            if self._policy.output_dtype is not None:
-                found = cast_floats(output, self._policy.output_dtype)
+            if self.policy.output_dtype is not None:
+                found = cast_floats(output, self.policy.output_dtype)
         super().post_forward(module, args, found)
         has_graph = False
         if torch.is_grad_enabled() and not has_failed:
-            hook = _LendHook(part)
+            hook = _OutputHook(part.enter_backward)
             for tensor in differentiable_tensors(found):
                 has_graph = True
                 if tensor.grad_fn is not None:
                     on_gradient(tensor, hook)
         if not has_graph:
-            part.forget()
+            part.params.forget()
         return None if found is output else found
 
     @opaque
     def before_state_dict(self, *_: Any) -> None:
-        self._part.put_back()
-
-
-def _nothing(_: "_LendHook", grad: torch.Tensor) -> None:
-    """In a graph of compiled autograd: the first gradient that arrives is refused."""
-
-
-class _LendHook(GradientHook):
-    """Runs when the gradient of an output arrives; equal to those of the module's other calls."""
-
-    __slots__ = ("_part",)
-
-    def __init__(self, part: _Part) -> None:
-        self._part = part
-
-    @partial(opaque, traced=_nothing)
-    def __call__(self, grad: torch.Tensor) -> None:
-        self._part.enter_backward()
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is _LendHook and other._part is self._part
-
-    def __hash__(self) -> int:
-        return hash(self._part)
+        self.part.put_back()
 
 
 def _part_of(plan: PrecisionPlan, root: nn.Module, ignored: frozenset[nn.Module], roots: Sequence[nn.Module]) -> _Part:

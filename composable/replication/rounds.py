@@ -1,72 +1,65 @@
-"""What a reducer knows of one backward: which gradients arrived, in which order, and how it ended."""
+"""What a reducer knows of one backward: what arrived, in which order, how it ended, how the first one was."""
 
+import enum
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from composable.replication.bucket import Bucket, ReducedParam
+from composable.replication.buckets import Bucket
+from composable.replication.tensors import ReducedParam
 from composable.torch_private import current_autograd_node, running_transform, will_engine_execute_node
 
-__all__ = ["Round"]
+__all__ = ["Phase", "Round", "StaticGraph"]
 
 
+class Phase(enum.Enum):
+    """How far a backward is.
+
+    AT_REST: none runs, and the last one ended well, or was put right. OPEN: a gradient arrived, or an exception
+    stopped it just now. STOPPED: an exception stopped it, and nobody has put things right since.
+    """
+
+    AT_REST = enum.auto()
+    OPEN = enum.auto()
+    STOPPED = enum.auto()
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class Round:
     """The state of one backward, and after it of the next: what runs for each gradient holds ``seen`` and ``order``.
 
-    Args:
-        numel: How many parameters there are.
-
     Attributes:
+        phase: How far it is.
         is_led: A module around began it, on all ranks: nothing is started before its end.
-        is_open: The backward is running, and a gradient arrived in it; or an exception stopped it just now.
         synchronises: It averages gradients.
-        was_stopped: The last backward ended by an exception, and nobody has put things right since.
+        accumulates: Gradients are added to those of the parameters, which ``torch.autograd.grad`` does not do.
         seen: For each parameter, how many gradients of it arrived.
         order: Parameters in the order of arrival.
         sent: How many buckets were started, which is the index of the next.
         stepped: How many of them had their parameters stepped, inside backward.
-        accumulates: Gradients are added to those of the parameters, which ``torch.autograd.grad`` does not do.
         complaint: What this rank tells the others: parameters without a gradient, -1 for a backward that was stopped.
         kept: How many backwards there were since the last that averaged; -1: this rank follows the others, with zeros.
         forwards: How many forwards that record a graph there were since then; 0: they do not count.
     """
 
-    __slots__ = (
-        "_armed_modules",
-        "_guard",
-        "_node",
-        "accumulates",
-        "complaint",
-        "forwards",
-        "is_led",
-        "is_open",
-        "kept",
-        "order",
-        "seen",
-        "sent",
-        "stepped",
-        "synchronises",
-        "was_stopped",
-    )
-
-    def __init__(self, numel: int) -> None:
-        self.is_led = False
-        self.is_open = False
-        self.synchronises = True
-        self.was_stopped = False
-        self.seen = [0] * numel
-        self.order: list[int] = []
-        self.sent = 0
-        self.stepped = 0
-        self.accumulates = False
-        self.complaint = 0
-        self.kept = self.forwards = 0
-        self._armed_modules: set[int] = set()
-        self._node: Any = None
-        self._guard: weakref.ref[Callable[[], None]] | None = None
+    seen: list[int]
+    order: list[int] = field(default_factory=list)
+    phase: Phase = Phase.AT_REST
+    is_led: bool = False
+    synchronises: bool = True
+    accumulates: bool = False
+    sent: int = 0
+    stepped: int = 0
+    complaint: int = 0
+    kept: int = 0
+    forwards: int = 0
+    _armed_modules: set[int] = field(default_factory=set)
+    _node: Any = None
+    _guard: "weakref.ref[Callable[[], None]] | None" = None
 
     @property
     def is_complete(self) -> bool:
@@ -78,11 +71,8 @@ class Round:
         self.seen[:] = [0] * len(self.seen)
         self.order.clear()
         self._armed_modules.clear()
-        self.sent = 0
-        self.stepped = 0
-        self.accumulates = False
-        self.is_led = False
-        self.complaint = 0
+        self.sent = self.stepped = self.complaint = 0
+        self.accumulates = self.is_led = False
         for bucket in buckets:
             bucket.pending = bucket.arrivals
         self.synchronises = synchronises
@@ -90,13 +80,12 @@ class Round:
     def open(self, end: Callable[[], None]) -> None:
         """Begin; ``end`` is what autograd frees when backward ends."""
         self._guard = weakref.ref(end, self._note_end)
-        self.is_open = True
+        self.phase = Phase.OPEN
 
     def _note_end(self, guard: "weakref.ref[Callable[[], None]]") -> None:
         """Notice a backward whose end did not come to an end: an exception stopped it."""
-        if guard is self._guard and self.is_open:
-            self.was_stopped = True
-            self.is_open = False
+        if guard is self._guard and self.phase is Phase.OPEN:
+            self.phase = Phase.STOPPED
             self._node = None
 
     def is_due(self) -> bool:
@@ -107,8 +96,7 @@ class Round:
 
     def close(self) -> None:
         """End: everybody has what the backward was for, or a backward that was stopped was put right."""
-        self.was_stopped = False
-        self.is_open = False
+        self.phase = Phase.AT_REST
 
     def reset(self) -> None:
         """Be as before the first backward, whatever the last one left."""
@@ -182,3 +170,43 @@ def _is_whole_backward(node: Any) -> bool:
             seen.add(following)
             stack.append(following)
     return True
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class StaticGraph:
+    """What a promise that every backward runs the same graph is worth: counts of the first one, for the next ones.
+
+    Attributes:
+        counts: How many gradients each parameter gets in a backward of this rank; ``None``: no backward has shown it.
+        used: Of each parameter, how many ranks had a gradient for it then.
+        unused: The parameters that no rank had a gradient for; equal on all ranks.
+        changes: (parameter, gradients, gradients expected) for what was not as expected in the last backward.
+    """
+
+    counts: list[int] | None = None
+    used: list[float] = field(default_factory=list)
+    unused: list[int] = field(default_factory=list)
+    changes: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def learn(self, seen: Sequence[int], used: Sequence[float]) -> None:
+        """Take a backward that ended well on every rank as the one that all others are like."""
+        self.counts = list(seen)
+        self.used = list(used)
+        self.unused = [index for index, number in enumerate(used) if not number]
+
+    def allows(self, index: int, seen: int) -> bool:
+        """Say whether the gradient number ``seen`` of a parameter in one backward is one of those expected."""
+        return self.counts is not None and seen <= self.counts[index]
+
+    def holds(self, seen: Sequence[int], kept: Sequence[int]) -> bool:
+        """Say whether a backward is like the first one; notes ``changes``.
+
+        Args:
+            seen: How many gradients of each parameter it had.
+            kept: Of each parameter, whether one came without synchronisation before: of ``unused`` it is in no bucket.
+        """
+        self.changes = [(index, 1, 0) for index in self.unused if kept[index] and not seen[index]]
+        if self.counts is not None and self.counts != seen:
+            expected = enumerate(zip(seen, self.counts, strict=True))
+            self.changes += [(index, now, then) for index, (now, then) in expected if now != then]
+        return not self.changes

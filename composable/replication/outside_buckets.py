@@ -1,13 +1,15 @@
-"""Averages sparse gradients, which lie in no bucket: rows are gathered, and added up on every rank."""
+"""Tensors that travel in no bucket: sparse gradients, and parameters and buffers that are made equal."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import nn
 
 from composable.collectives import Transport
+from composable.torch_private import foreach_copy_
 
-__all__ = ["SparseGradients"]
+__all__ = ["BufferSync", "SparseGradients", "broadcast_tensors"]
 
 # Instead of a number of rows: this rank has no gradient, or one that is not sparse.
 _NONE = -1
@@ -99,3 +101,85 @@ class SparseGradients:
 
 def _is_table(grad: torch.Tensor) -> bool:
     return grad.layout == torch.sparse_coo and grad.sparse_dim() == 1
+
+
+# Tensors below this size travel together.
+_PACKED_BYTES = 2**20
+
+
+class BufferSync:
+    """Gives every rank the buffers of the first one.
+
+    Args:
+        slots: Where each buffer hangs: the module's buffers and the name in them. A module may
+            put another tensor there between two forwards.
+        transport: Of the ranks.
+        device: Of the transport's tensors.
+    """
+
+    def __init__(
+        self, slots: Sequence[tuple[dict[str, torch.Tensor | None], str]], transport: Transport, device: torch.device
+    ) -> None:
+        self.slots = slots
+        self._transport = transport
+        self._device = device
+        self._key = transport.allocate_key()
+        self._packed: _Packed | None = None
+
+    def broadcast(self, source_rank: int = 0) -> None:
+        """Overwrite the buffers with those of one rank, all in one broadcast. Collective."""
+        if self._transport.world_size == 1:
+            return
+        # Through `data`, since a backward may still need what a buffer was saved for.
+        tensors = [buffers.data for owner, name in self.slots if (buffers := owner[name]) is not None]
+        if self._packed is None or not self._packed.fits(tensors):
+            self._packed = _Packed(tensors, self._device)
+        self._packed.broadcast(tensors, self._transport, self._key, source_rank)
+
+
+class _Packed:
+    """Memory for tensors of any dtypes, as bytes back to back."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        *starts, stop = accumulate((-(-tensor.nbytes // 16) * 16 for tensor in tensors), initial=0)
+        self.flat = torch.zeros(stop, dtype=torch.uint8, device=device)
+        self.views = [
+            self.flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=True)
+        ]
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return len(tensors) == len(self.views) and all(
+            tensor.shape == view.shape and tensor.dtype == view.dtype
+            for tensor, view in zip(tensors, self.views, strict=True)
+        )
+
+    def broadcast(self, tensors: list[torch.Tensor], transport: Transport, key: int, source_rank: int = 0) -> None:
+        if not self.flat.numel():
+            return
+        if transport.rank == source_rank:
+            foreach_copy_(self.views, tensors)
+        transport.begin_broadcast(self.flat, source_rank, key).finish()
+        if transport.rank != source_rank:
+            foreach_copy_(tensors, self.views)
+
+
+def broadcast_tensors(
+    tensors: Sequence[torch.Tensor], transport: Transport, device: torch.device, source_rank: int = 0
+) -> None:
+    """Overwrite ``tensors`` with those of one rank, holding few bytes at a time. Collective."""
+    if transport.world_size == 1:
+        return
+    key = transport.allocate_key()
+    small: list[torch.Tensor] = []
+    for tensor in tensors:
+        data = tensor.data
+        if data.nbytes >= _PACKED_BYTES and data.is_contiguous() and data.device == device:
+            transport.begin_broadcast(data.view(-1).view(torch.uint8), source_rank, key).finish()
+            continue
+        small.append(data)
+        if sum(one.nbytes for one in small) >= _PACKED_BYTES:
+            _Packed(small, device).broadcast(small, transport, key, source_rank)
+            small = []
+    if small:
+        _Packed(small, device).broadcast(small, transport, key, source_rank)
