@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _AVERAGED = "_composable_averaged"
-_SHARDED = "_composable_managed"  # set in storage/handle.py
+_SHARDED = "_composable_managed"  # set in engine/handle.py
 
 
 class Claim:
@@ -272,7 +272,7 @@ def _before_parameter(parent: nn.Module, name: str, param: nn.Parameter) -> None
     if is_managed(param):
         return
     if is_sharded(parent._parameters.get(name)) and is_load():
-        param._composable_loaded = True  # type: ignore[attr-defined]  # read in storage/handle.py
+        param._composable_loaded = True  # type: ignore[attr-defined]  # read in engine/handle.py
     if _is_watched(parent):
         _COUNT.value += 1
         if hasattr(param, "_st_info"):

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from composable.annotated_module import AnnotatedModule, place_of
+from composable.annotation import FullyShardState, Root, handle_of_module, sharded_state_of
 from composable.arguments import check_bool, check_number, described
+from composable.engine import Handle, Scheduler, streams_for
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward, modules_in_call
-from composable.runtime import FullyShardState, Root, Scheduler, handle_of_module, sharded_state_of, streams_for
-from composable.storage import Handle
 
 __all__ = [
     "GatherSettings",

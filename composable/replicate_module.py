@@ -19,11 +19,11 @@ from composable.collectives import Grid, resolve_ranks
 from composable.comm_hooks import CommHookHandle
 from composable.comm_hooks import register_comm_hook as reduce_by_hook
 from composable.contract import get_registry
+from composable.engine import HookFunction
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward
 from composable.replication import BackwardTiming, Reducer, ReplicateState, check_replicated, replicate_state_of
-from composable.storage import HookFunction
 
 __all__ = [
     "ReductionStats",

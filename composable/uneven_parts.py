@@ -11,13 +11,14 @@ from typing import Any, Protocol
 from torch import nn
 
 from composable.annotated_module import place_of
+from composable.annotation import FullyShardState, Root, sharded_state_of
 from composable.collectives import Ranks
+from composable.engine import FlatBuffer, Handle
 from composable.errors import UsageError, place_of_rank
+from composable.features import Follower
 from composable.fqns import describe_module
 from composable.planning import managed_modules
 from composable.replication import ReplicateState, replicate_state_of
-from composable.runtime import Follower, FullyShardState, Root, sharded_state_of
-from composable.storage import FlatBuffer, Handle
 
 __all__ = ["Part", "ReplicatedPart", "ShardedPart", "check_shares", "find_states", "ranks_of"]
 

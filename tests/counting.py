@@ -8,8 +8,8 @@ from unittest import mock
 
 import torch
 
+from composable.annotation.root import Root
 from composable.collectives import Pending, Ranks, Transport
-from composable.runtime.state import Root
 
 __all__ = ["Collective", "CountingTransport", "counting_ranks"]
 

@@ -4,7 +4,6 @@ import copy
 import itertools
 import random
 import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 

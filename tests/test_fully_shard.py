@@ -30,9 +30,9 @@ from composable import (
     plan,
     register_fsdp_forward_method,
 )
+from composable.annotation.root import Root, handle_of_module
+from composable.engine import Handle
 from composable.ragged.tensor import RaggedDTensor
-from composable.runtime.state import Root, handle_of_module
-from composable.storage import Handle
 from tests.counting import CountingTransport
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model, random_input, seeded
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
@@ -71,9 +71,10 @@ def record_events(root: Root) -> list[str]:
     class Recorded(Handle):
         __slots__ = ()
 
-        def use_unsharded(self) -> None:
-            events.append(f"unshard {self.fqn}")
-            super().use_unsharded()
+        def show(self) -> None:
+            if not self.is_unsharded:
+                events.append(f"unshard {self.fqn}")
+            super().show()
 
         def reshard(self, *, frees: bool = True) -> None:
             events.append(f"reshard {self.fqn}")

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from composable.arguments import check_bool, check_number, list_of_tensors
 from composable.claims import claim_of
 from composable.collectives import Grid, Ranks
+from composable.engine import has_torch_optimizer, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.optim.flat_step import local_gradients
 from composable.ragged import (
@@ -34,7 +35,6 @@ from composable.ragged import (
     note_written,
     summed_in,
 )
-from composable.storage import has_torch_optimizer, stepper_of
 from composable.torch_private import foreach_mul_, foreach_norm
 from composable.wording import count_text
 

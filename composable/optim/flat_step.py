@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.arguments import check_bool, check_module
+from composable.engine import ELEMENT_WISE, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.optim.checks import CHECKS_ITSELF, check_parameters, check_replaced
 from composable.optim.rebind import cut_state, is_per_element
@@ -39,7 +40,6 @@ from composable.optim.units import (
 )
 from composable.planning import marks_made
 from composable.ragged import RaggedDTensor, RaggedLayout, note_written, slice_full
-from composable.storage import ELEMENT_WISE, stepper_of
 from composable.torch_hooks import around_optimizer
 from composable.torch_private import DisableTorchFunction
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from composable.collectives import Grid, Transport
+from composable.engine import Registration, Stepper, check_backward
 from composable.errors import UsageError, place_of_rank
 from composable.replication.buckets import Bucket
 from composable.replication.compiled_graph import traced_arrival
@@ -31,7 +32,6 @@ from composable.replication.options import BucketOptions
 from composable.replication.reports import GRAPH_CHANGED, STOPPED, Report, Stopwatch, second_gradient
 from composable.replication.rounds import Phase, Round, StaticGraph
 from composable.replication.tensors import ReducedParam, grad_dtype_of
-from composable.storage import Registration, Stepper, check_backward
 from composable.torch_hooks import Ending, next_ending_number
 from composable.torch_private import opaque
 

@@ -13,6 +13,7 @@ import torch
 
 from composable.arguments import described
 from composable.collectives import Grid, Pending, Transport
+from composable.engine import Registration, reduced_otherwise
 from composable.errors import ConfigError, place_of_rank
 from composable.replication.buckets import Arrangement, Bucket
 from composable.replication.options import BucketOptions
@@ -28,7 +29,6 @@ from composable.replication.reports import (
 )
 from composable.replication.rounds import Round, StaticGraph
 from composable.replication.tensors import ReducedParam
-from composable.storage import Registration, reduced_otherwise
 from composable.torch_private import autograd_profiler
 from composable.tracing import in_region
 from composable.wording import list_text

@@ -7,12 +7,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composable.collectives import Grid, Transport
+from composable.engine import Registration, Stepper, copied_registrations, nearest, refuse_steppers
 from composable.errors import UsageError, place_of_rank
 from composable.replication.averaging import GradientAverager
 from composable.replication.buckets import Bucket
 from composable.replication.rounds import Phase, StaticGraph
 from composable.replication.tensors import ReducedParam, check_steppable
-from composable.storage import Registration, Stepper, copied_registrations, nearest, refuse_steppers
 
 __all__ = ["Reducer"]
 

@@ -22,6 +22,13 @@ from composable.claims import (
 )
 from composable.collectives import Grid, OwnTransport, Started, Told, Transport, Tree, described, notice_tree
 from composable.contract import get_registry
+from composable.engine import (
+    forget_torch_hooks,
+    has_torch_optimizer,
+    modules_of_copy,
+    refuse_steppers,
+    step_torch_optimizers,
+)
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_split_backward, is_functional_call
@@ -30,13 +37,6 @@ from composable.replication.outside_buckets import BufferSync, broadcast_tensors
 from composable.replication.reducer import Reducer
 from composable.replication.rounds import Phase
 from composable.replication.tensors import Ignored, check_steppable, local_of, own_modules, unmanaged_params
-from composable.storage import (
-    forget_torch_hooks,
-    has_torch_optimizer,
-    modules_of_copy,
-    refuse_steppers,
-    step_torch_optimizers,
-)
 from composable.torch_hooks import after_gradients
 from composable.torch_private import optimizers_in_backward
 from composable.wording import class_name, list_text

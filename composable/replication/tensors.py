@@ -24,10 +24,10 @@ from composable.claims import (
     rival_on,
 )
 from composable.contract import excludes, get_registry
+from composable.engine import has_torch_optimizer, stepper_of
 from composable.errors import ConfigError, place_of_rank
 from composable.fqns import describe_module
 from composable.planning import replacement_of
-from composable.storage import has_torch_optimizer, stepper_of
 from composable.wording import class_name, join_fqn, list_text
 
 __all__ = [

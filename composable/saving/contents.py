@@ -28,8 +28,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
+from composable.annotation import handle_of_module
 from composable.collectives import Ranks
 from composable.contract import get_registry
+from composable.engine import Handle, Registration
 from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
 from composable.optim import (
     GroupNames,
@@ -41,10 +43,8 @@ from composable.optim import (
 )
 from composable.ragged import RaggedDTensor
 from composable.replication import Reducer, ReplicateState
-from composable.runtime import handle_of_module
 from composable.saving.files import DISTRUST, as_data, read_data
 from composable.saving.run_folder import HookName, HookStates, hook_file
-from composable.storage import Handle, Registration
 from composable.torch_private import tree_leaves, tree_map
 from composable.wording import list_text, plain_fqn
 

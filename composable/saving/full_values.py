@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from composable.arguments import check_bool, check_device, described
 from composable.collectives import ModelRanks, Ranks
 from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.features import by_grid, collect_whole, spread_whole
 from composable.ragged import RaggedDTensor, cast_dtype
 from composable.saving.entries import (
     Entries,
@@ -30,7 +31,6 @@ from composable.saving.entries import (
     meet_for_entries,
 )
 from composable.saving.loads import Differences, find_differences, make_room
-from composable.storage import by_grid, collect_whole, spread_whole
 from composable.wording import bytes_text
 
 __all__ = [

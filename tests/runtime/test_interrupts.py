@@ -19,11 +19,11 @@ from composable.backward_steps import BackwardSteps
 from composable.casts import CastBuffers, LentBuffers
 from composable.collectives import Transport
 from composable.collectives.transport import transport_class
+from composable.engine import Handle
+from composable.engine.forward_pass import Forwards
+from composable.engine.unsharded import Unsharded
 from composable.replication import Reducer
 from composable.replication.buckets import Bucket
-from composable.runtime.forwards import Forwards
-from composable.runtime.unsharded import Unsharded
-from composable.storage import Handle
 from tests.runtime.interrupt_programs import PROGRAMS, Program
 from tests.runtime.interrupts import Point, points_of, sample, train_through, try_points
 from tests.world import run_ranks
@@ -71,7 +71,7 @@ def test_ranks_that_use_other_parameters_are_stopped_wherever_a_gradient_arrives
         (Handle.keep_secondary, "resharded to two ranks"),
         (Forwards._reshard, "resharded to two ranks"),
         (Handle.begin_unshard, "over two hosts"),
-        (Unsharded._filled, "over two hosts"),
+        (Unsharded.begin_forward, "over two hosts"),
     ],
 )
 def test_where_things_could_stay_half_done_steps_are_stopped_at_any_line(
@@ -210,7 +210,7 @@ def at_instructions(fn: Callable[[], object], stop: tuple[object, ...] = ()) -> 
 
 def test_gradients_that_an_interrupt_leaves_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     program = program_named("policy")
-    points = [point for point in points_of(program) if point.file.endswith("runtime/account.py")]
+    points = [point for point in points_of(program) if point.file.endswith("engine/gradients.py")]
     monkeypatch.setattr(Handle, "drop_gradients", lambda handle: None)
     tried = try_points(program, sample(points, 16, 0))
     assert any("gradient of" in what for what in tried.wrong.values())

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable.errors import ConfigError, UsageError
 from composable.planning.layout import RaggedShard, plan_layout
-from composable.ragged.gather import fallback_counts, strict_mode
 from composable.ragged.gather import strict_mode
 from composable.ragged.spec import ragged_spec
 from composable.ragged.tensor import RaggedDTensor

@@ -11,8 +11,8 @@ from torch import nn
 
 from composable import fully_shard
 from composable.collectives import Pending
-from composable.storage.gather_path import GatherPath
-from composable.storage.gradient_path import GradientPath, Reduction
+from composable.engine.gather_paths import GatherPath
+from composable.engine.reduce_paths import GradientPath, Reduction
 from tests.counting import Collective, CountingTransport
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.parity import LR, Run, assert_equal_params, full_params, inputs_of, train_reference
@@ -26,16 +26,8 @@ class HalfPrecision:
         self.inner = inner
 
     def begin(self, source: torch.Tensor) -> Reduction:
-        return Cast(self.inner.begin(source.bfloat16()), source.dtype)
-
-
-class Cast:
-    def __init__(self, inner: Reduction, dtype: torch.dtype) -> None:
-        self.inner = inner
-        self.dtype = dtype
-
-    def finish(self) -> torch.Tensor:
-        return self.inner.finish().to(self.dtype)
+        finish = self.inner.begin(source.bfloat16())
+        return lambda: finish().to(source.dtype)
 
 
 class FromAfar:
