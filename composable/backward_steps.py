@@ -1,7 +1,7 @@
 """An optimizer that steps inside backward: each parameter as soon as its averaged gradient is there.
 
 Then the gradient is dropped, so that those of one bucket or handle are alive, and not those of the model. Who hands
-parameters over, and when, is the business of ``replication/reducer.py`` and ``storage/flat_buffer.py``.
+parameters over, and when, is the business of ``replication/reducer.py`` and ``engine/buffer.py``.
 
 Source: fusing the step into backward, arXiv 2306.09782.
 """
@@ -16,15 +16,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from composable.annotation import model_ranks_of
 from composable.arguments import check_optimizer
 from composable.claims import claim_of
 from composable.collectives import Ranks, compare_in_each
-from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
-from composable.frames import in_backward, will_get_gradient
-from composable.optim import CHECKS_ITSELF, PartStep, check_replaced
-from composable.replication import Reducer, ReplicateState, check_steppable
-from composable.runtime import model_ranks_of
-from composable.storage import (
+from composable.engine import (
     Handle,
     check_backward,
     handle_of,
@@ -33,6 +29,10 @@ from composable.storage import (
     stepper_of,
     unmark_stepped,
 )
+from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
+from composable.frames import in_backward, will_get_gradient
+from composable.optim import CHECKS_ITSELF, PartStep, check_replaced
+from composable.replication import Reducer, ReplicateState, check_steppable
 from composable.torch_hooks import after_gradients, after_step, before_step
 from composable.torch_private import opaque
 

@@ -13,7 +13,7 @@ from torch import nn
 __all__ = ["Claim", "claim", "claim_of", "is_managed", "is_sharded", "release"]
 
 _AVERAGED = "_composable_averaged"
-_SHARDED = "_composable_managed"  # set in storage/handle.py
+_SHARDED = "_composable_managed"  # set in engine/handle.py
 
 
 class Claim:

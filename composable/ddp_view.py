@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from composable.annotation import sharded_state_of
 from composable.arguments import check_bool
 from composable.collectives import wait_for_work
 from composable.contract import get_registry
+from composable.engine import HookFunction
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.hook_registration import register_comm_hook as register
 from composable.replication import ReplicateState, check_replicated
-from composable.runtime import sharded_state_of
-from composable.storage import HookFunction
 
 __all__ = ["DDPView", "as_ddp"]
 

@@ -13,15 +13,15 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from composable.annotation import FullyShardState, call_as_forward, copy_module, handle_of_module, sharded_state_of
 from composable.arguments import check_bool, check_device, check_module, described
 from composable.class_swap import ClassSwap, original_class
+from composable.engine import FlatBuffer, Handle, MarkedMemory, ShardedParam
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import is_asked_by_pipeline
 from composable.fsdp_settings import FSDPSettings, handles_of, managed, roots_of
 from composable.reduction_control import ReductionControl
-from composable.runtime import FullyShardState, call_as_forward, copy_module, handle_of_module, sharded_state_of
-from composable.storage import FlatBuffer, Handle, MarkedMemory, ShardedParam
 
 __all__ = ["FSDPModule", "UnshardHandle", "add_mixin", "register_fsdp_forward_method", "remove_mixin"]
 

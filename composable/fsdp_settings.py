@@ -11,12 +11,12 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from composable.annotation import FullyShardState, Root, handle_of_module, sharded_state_of
 from composable.arguments import described
+from composable.engine import Handle, Scheduler, streams_for
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward, modules_in_call
-from composable.runtime import FullyShardState, Root, Scheduler, handle_of_module, sharded_state_of, streams_for
-from composable.storage import Handle
 
 __all__ = ["FSDPSettings", "GradientReductionHandle", "handles_of", "managed", "roots_of", "share_comm_ctx"]
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import _traversal_utils
+from composable.annotation import FullyShardState, register_fully_shard_hooks
 from composable.arguments import check_bool, check_outside_inference, readable_twice
 from composable.casts import keep_dtype
 from composable.collectives import (
@@ -32,7 +33,24 @@ from composable.collectives import (
     resolve_grid,
 )
 from composable.contract import annotated_below, check_not_joined, contract, set_member
+from composable.engine import (
+    FlatBuffer,
+    Handle,
+    RestingPlace,
+    give_torch_optimizers,
+    has_stepped,
+    step_torch_optimizers,
+    stepper_of,
+)
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
+from composable.features import (
+    ClassGatheredBuffer,
+    FirstValues,
+    ParamInitFn,
+    describe_buffers,
+    follow_inputs,
+    move_buffers,
+)
 from composable.fqns import describe_module
 from composable.fsdp_module import add_mixin
 from composable.planning import (
@@ -58,22 +76,7 @@ from composable.policies import PolicyLike
 from composable.ragged import RaggedDTensor
 from composable.registrations import take_charge
 from composable.replication import ReplicateState
-from composable.runtime import FullyShardState, follow_inputs, register_fully_shard_hooks
 from composable.saving import register_load_check, register_room
-from composable.storage import (
-    ClassGatheredBuffer,
-    FirstValues,
-    FlatBuffer,
-    Handle,
-    ParamInitFn,
-    RestingPlace,
-    describe_buffers,
-    give_torch_optimizers,
-    has_stepped,
-    move_buffers,
-    step_torch_optimizers,
-    stepper_of,
-)
 from composable.wording import list_text
 
 __all__ = ["fully_shard"]

@@ -5,13 +5,13 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from composable.annotation import handle_of_module, sharded_state_of
 from composable.arguments import check_module
+from composable.engine import Handle
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward
 from composable.replication import Reducer, replicate_state_of
-from composable.runtime import handle_of_module, sharded_state_of
-from composable.storage import Handle
 
 __all__ = ["no_sync", "reduce_gradients"]
 

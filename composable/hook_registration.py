@@ -12,16 +12,16 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from composable.annotation import handle_of_module, sharded_state_of
 from composable.arguments import check_module, described
 from composable.collectives import Ranks, compare_in_each
 from composable.comm_hooks import DefaultState, check_hook, check_state, takes_arguments, takes_bucket
 from composable.contract import get_registry
+from composable.engine import Handle, HookFunction, Registration, nearest
 from composable.errors import ComposableError, ConfigError, SignatureError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward
 from composable.replication import Reducer, ReplicateState, check_memory
-from composable.runtime import handle_of_module, sharded_state_of
-from composable.storage import Handle, HookFunction, Registration, nearest
 from composable.wording import class_name
 
 __all__ = ["CommHookHandle", "register_comm_hook"]

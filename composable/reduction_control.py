@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from composable.annotation import handle_of_module, sharded_state_of
 from composable.arguments import check_bool, check_number, described
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
-from composable.runtime import handle_of_module, sharded_state_of
 
 __all__ = ["ReductionControl"]
 

@@ -155,7 +155,7 @@ def _before_parameter(parent: nn.Module, name: str, param: nn.Parameter) -> None
     if is_managed(param):
         return
     if is_sharded(parent._parameters.get(name)) and is_load():
-        param._composable_loaded = True  # type: ignore[attr-defined]  # read in storage/handle.py
+        param._composable_loaded = True  # type: ignore[attr-defined]  # read in engine/handle.py
     if _is_watched(parent):
         _COUNT.value += 1
         if hasattr(param, "_st_info"):

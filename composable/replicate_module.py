@@ -14,6 +14,7 @@ from torch import nn
 from composable.arguments import check_bool
 from composable.class_swap import ClassSwap, original_class
 from composable.contract import get_registry
+from composable.engine import HookFunction
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import is_asked_by_pipeline
@@ -21,7 +22,6 @@ from composable.gradient_sync import no_sync
 from composable.hook_registration import CommHookHandle
 from composable.hook_registration import register_comm_hook as reduce_by_hook
 from composable.replication import Precision, Reducer, replicate_state_of
-from composable.storage import HookFunction
 
 __all__ = ["ReplicateModule", "add_replicate_mixin", "remove_replicate_mixin"]
 

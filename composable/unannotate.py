@@ -14,9 +14,11 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from composable.activation_checkpoint import check_forward_in_place, restore_forward
+from composable.annotation import AnnotatedPart, FullyShardState, model_ranks_of
 from composable.arguments import check_bool
 from composable.collectives import Grid, Ranks, compare_in_each
 from composable.contract import check_not_joined, get_registry, managing_state, remove_annotation, remove_member
+from composable.engine import Handle, ShardedParam, handle_of, reaches_out, waits_for_copies
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_backward, modules_in_call
@@ -26,8 +28,6 @@ from composable.ragged import RaggedDTensor, collect_blocks
 from composable.registrations import leave_alone
 from composable.replicate_module import remove_replicate_mixin
 from composable.replication import ReplicateState
-from composable.runtime import AnnotatedPart, FullyShardState, model_ranks_of
-from composable.storage import Handle, ShardedParam, handle_of, reaches_out, waits_for_copies
 
 __all__ = ["unannotate"]
 

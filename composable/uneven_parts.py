@@ -10,13 +10,14 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
+from composable.annotation import FullyShardState, Root, sharded_state_of
 from composable.collectives import Ranks
+from composable.engine import FlatBuffer, Handle
 from composable.errors import UsageError, place_of_rank
+from composable.features import Follower
 from composable.fqns import describe_module
 from composable.planning import managed_modules
 from composable.replication import ReplicateState, replicate_state_of
-from composable.runtime import Follower, FullyShardState, Root, sharded_state_of
-from composable.storage import FlatBuffer, Handle
 from composable.uneven_steps import Steps
 
 __all__ = ["Part", "check_shares", "find_parts", "ranks_of"]

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from composable.collectives import Ranks
+from composable.engine import FlatBuffer
 from composable.errors import DesyncError, place_of_rank
 from composable.frames import in_backward
-from composable.storage import FlatBuffer
 from composable.torch_hooks import at_end_of_backward, next_ending_number
 
 __all__ = ["STEP", "Steps", "Told"]

@@ -8,9 +8,9 @@ from unittest import mock
 
 import torch
 
+from composable.annotation.root import Root
 from composable.collectives import Ranks
 from composable.collectives.base import Pending, Transport
-from composable.runtime.state import Root
 
 __all__ = ["Collective", "CountingTransport", "counting_ranks"]
 

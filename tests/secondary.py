@@ -24,9 +24,9 @@ from composable import (
     unannotate,
     unshard_params,
 )
+from composable.annotation.root import Root
 from composable.contract import get_registry
-from composable.runtime.state import Root
-from composable.storage import RestingPlace
+from composable.engine import RestingPlace
 from tests.models import BLOCK_CLASSES, DIM, MLPBlock, random_input, seeded
 from tests.parity import LR, Run, full, train_annotated
 

@@ -339,7 +339,7 @@ def test_a_forbidden_edge_is_seen(source: str) -> None:
 
 def test_reaching_past_the_face_of_a_folder_is_seen() -> None:
     tree = ast.parse("from composable.planning.layout import FlatLayout")
-    assert forbidden_edges("composable.storage.handle", tree)
+    assert forbidden_edges("composable.engine.handle", tree)
     assert not forbidden_edges("composable.planning.planner", tree)
 
 
@@ -360,7 +360,7 @@ def test_a_permitted_edge_is_allowed(source: str) -> None:
     ],
 )
 def test_a_collective_is_seen(source: str) -> None:
-    assert collectives_used("composable.storage.handle", ast.parse(source))
+    assert collectives_used("composable.engine.handle", ast.parse(source))
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_a_collective_is_seen(source: str) -> None:
     ],
 )
 def test_a_forbidden_name_is_seen(source: str) -> None:
-    assert forbidden_names("composable.storage.handle", ast.parse(source))
+    assert forbidden_names("composable.engine.handle", ast.parse(source))
 
 
 @pytest.mark.parametrize(
@@ -393,14 +393,14 @@ def test_a_forbidden_name_is_seen(source: str) -> None:
     ],
 )
 def test_a_hook_registration_is_seen(source: str) -> None:
-    assert hook_registrations("composable.storage.handle", ast.parse(source))
+    assert hook_registrations("composable.engine.handle", ast.parse(source))
 
 
 def test_asking_a_collective_for_its_result_is_seen() -> None:
-    assert results_asked("composable.storage.handle", ast.parse("dist.all_reduce(tensor, async_op=True).result()"))
+    assert results_asked("composable.engine.handle", ast.parse("dist.all_reduce(tensor, async_op=True).result()"))
 
 
 def test_a_name_taken_from_the_traversal_is_seen() -> None:
     rule = names_taken_from_the_traversal
-    assert rule("composable.storage.handle", ast.parse("from _traversal_utils import walk"))
-    assert not rule("composable.storage.handle", ast.parse("import _traversal_utils"))
+    assert rule("composable.engine.handle", ast.parse("from _traversal_utils import walk"))
+    assert not rule("composable.engine.handle", ast.parse("import _traversal_utils"))

@@ -14,7 +14,7 @@ from torch import nn
 
 from composable import ModuleWrapPolicy, fully_shard
 from composable.collectives.base import Pending, Transport
-from composable.runtime.scheduler import Scheduler
+from composable.engine.scheduler import Scheduler
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.parity import full, inputs_of
 

@@ -30,10 +30,10 @@ from composable import (
     unannotate,
     unshard_params,
 )
-from composable.runtime.agreement import Agreement
-from composable.runtime.state import Root
-from composable.runtime.streams import DeviceStreams
-from composable.storage import Handle
+from composable.annotation.root import Root
+from composable.engine import Handle
+from composable.engine.finish import Agreement
+from composable.engine.streams import DeviceStreams
 from composable.torch_private import top_saved_tensors_hooks
 from tests.counting import CountingTransport
 from tests.fsdp_methods import FUNCTIONS, METHODS, PAGE, with_table

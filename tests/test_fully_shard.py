@@ -29,9 +29,9 @@ from composable import (
     plan,
     register_fsdp_forward_method,
 )
+from composable.annotation.root import Root, handle_of_module
+from composable.engine import Handle
 from composable.ragged.tensor import RaggedDTensor
-from composable.runtime.state import Root, handle_of_module
-from composable.storage import Handle
 from tests.counting import CountingTransport
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model, random_input, seeded
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of

@@ -35,7 +35,7 @@ from composable import (
     unannotate,
     unshard_params,
 )
-from composable.runtime import sharded_state_of
+from composable.annotation import sharded_state_of
 from tests.counting import CountingTransport
 from tests.models import DIM, MODELS, MLPBlock, random_input, seeded
 from tests.parity import LR, Run, assert_equal_runs, full, train_reference

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 import _traversal_utils
 import composable
 from composable import ConfigError, FSDPModule, fully_shard, load_full_state_dict, replicate, unshard_params
-from composable.runtime.state import FullyShardState
+from composable.annotation.root import FullyShardState
 from tests.world import run_ranks, run_threads
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -23,8 +23,8 @@ from composable import (
     unannotate,
     unshard_params,
 )
+from composable.engine import handle_of
 from composable.optim.units import homes_of, sharded_params_of
-from composable.storage import handle_of
 from tests.models import MLPBlock, loss_of, make_model, random_input, seeded
 from tests.parity import assert_equal_runs, inputs_of, train_annotated, train_reference
 from tests.world import run_threads

@@ -38,9 +38,9 @@ from composable import (
     unannotate,
     unshard_params,
 )
-from composable.storage import RestingPlace
-from composable.storage.gather_path import CopyGather
-from composable.storage.gradient_path import PathHome
+from composable.engine import RestingPlace
+from composable.engine.gather_paths import CopyGather
+from composable.engine.reduce_paths import PathHome
 from tests.models import BLOCK_CLASSES, loss_of, make_model, random_input, seeded
 from tests.parity import LR, Run, assert_equal_runs, full, full_params, inputs_of, train_annotated, train_reference
 from tests.runtime.test_notices import recorded

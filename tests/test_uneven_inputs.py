@@ -37,8 +37,8 @@ from composable import (
     step_in_backward,
     unannotate,
 )
+from composable.annotation import sharded_state_of
 from composable.collectives import Ranks
-from composable.runtime import sharded_state_of
 from composable.torch_private import store_of_default_group
 from tests.counting import Collective, CountingTransport
 from tests.models import random_input, seeded

@@ -9,10 +9,10 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.claims import claim_of
 from composable.collectives import watch_ranks
+from composable.engine import META_FIX
 from composable.errors import UsageError, place_of_rank
 from composable.planning import first_replacement
 from composable.ragged import RaggedDTensor, check_finished
-from composable.storage import META_FIX
 from composable.torch_hooks import before_every_step
 from composable.torch_private import opaque
 from composable.wording import dtype_text, list_text

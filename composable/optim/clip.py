@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.arguments import check_bool, check_number, list_of_tensors
 from composable.collectives import Ranks
+from composable.engine import has_torch_optimizer, stepper_of
 from composable.errors import ConfigError, DesyncError, UsageError, place_of_rank
 from composable.optim.annotated import has_parts, ranks_of_layout, ranks_of_param
 from composable.optim.local_step import LocalGradients, local_gradients
@@ -36,7 +37,6 @@ from composable.ragged import (
     refuse_in_each,
     summed_in,
 )
-from composable.storage import has_torch_optimizer, stepper_of
 from composable.torch_private import Placement, foreach_mul_, foreach_norm
 from composable.wording import count_text
 

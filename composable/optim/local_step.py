@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from composable.arguments import check_bool, check_module
+from composable.engine import ELEMENT_WISE, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.optim.census import Census, Neighbours, take_census
 from composable.optim.checks import CHECKS_ITSELF, check_parameters, check_replaced
@@ -27,7 +28,6 @@ from composable.optim.step_plan import Group, State, StepPlan, make_stand_in, pl
 from composable.optim.units import cut_of, homes_of, sharded_params_of
 from composable.optim.watch import WatchedEntry
 from composable.ragged import RaggedLayout
-from composable.storage import ELEMENT_WISE, stepper_of
 from composable.torch_hooks import around_optimizer
 
 __all__ = ["accelerate_optimizer", "local_gradients"]

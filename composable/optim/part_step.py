@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from composable.engine import ELEMENT_WISE
 from composable.optim.entries import cut_state
 from composable.optim.step_plan import Group, State, join_state, lend_to, make_stand_in, show_unit
 from composable.optim.units import Piece, Unit
 from composable.ragged import RaggedDTensor
-from composable.storage import ELEMENT_WISE
 
 __all__ = ["PartStep"]
 

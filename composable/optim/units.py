@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import _traversal_utils
+from composable.engine import Handle
 from composable.optim.annotated import ranks_of_layout
 from composable.optim.entries import is_per_element
 from composable.ragged import RaggedDTensor, RaggedLayout, RaggedSpec
-from composable.storage import Handle
 
 __all__ = [
     "Home",

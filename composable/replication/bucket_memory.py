@@ -4,9 +4,9 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from composable.engine import Registration
 from composable.errors import ConfigError
 from composable.replication.bucket import ReducedParam
-from composable.storage import Registration
 from composable.wording import list_text
 
 __all__ = ["check_memory", "note_caller"]

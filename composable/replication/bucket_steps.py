@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from composable.engine import Stepper
 from composable.replication.bucket import Bucket, ReducedParam, grad_dtype_of
 from composable.replication.round import Round
 from composable.replication.sender import Sender
-from composable.storage import Stepper
 
 __all__ = ["step_complete", "step_rest", "step_sent"]
 

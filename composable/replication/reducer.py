@@ -23,6 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composable.collectives import Grid, Transport
+from composable.engine import Registration, Stepper, check_backward, copied_registrations, nearest, refuse_steppers
 from composable.errors import UsageError
 from composable.replication.bucket import Bucket, BucketOptions, ReducedParam, check_steppable
 from composable.replication.bucket_memory import note_caller
@@ -43,14 +44,6 @@ from composable.replication.static_graph import StaticGraph
 from composable.replication.tail import Report
 from composable.replication.timing import Stopwatch
 from composable.replication.traced import traced_arrival
-from composable.storage import (
-    Registration,
-    Stepper,
-    check_backward,
-    copied_registrations,
-    nearest,
-    refuse_steppers,
-)
 from composable.torch_hooks import Ending, next_ending_number
 from composable.torch_private import opaque
 

@@ -7,10 +7,10 @@ import torch
 
 from composable.arguments import described
 from composable.collectives import Pending, Transport
+from composable.engine import Registration, reduced_otherwise
 from composable.errors import ConfigError
 from composable.replication.bucket import Bucket
 from composable.replication.patience import waited_for
-from composable.storage import Registration, reduced_otherwise
 from composable.torch_private import autograd_profiler
 from composable.tracing import in_region
 

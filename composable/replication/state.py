@@ -12,6 +12,13 @@ from composable.arguments import check_module
 from composable.claims import claim, release
 from composable.collectives import Grid, OwnTransport, described
 from composable.contract import get_registry
+from composable.engine import (
+    forget_torch_hooks,
+    has_torch_optimizer,
+    modules_of_copy,
+    refuse_steppers,
+    step_torch_optimizers,
+)
 from composable.errors import UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import in_split_backward, is_functional_call
@@ -32,13 +39,6 @@ from composable.replication.precision import Precision
 from composable.replication.reducer import Reducer
 from composable.replication.standing import Standing
 from composable.replication.tensors import own_modules, unmanaged_params
-from composable.storage import (
-    forget_torch_hooks,
-    has_torch_optimizer,
-    modules_of_copy,
-    refuse_steppers,
-    step_torch_optimizers,
-)
 from composable.torch_hooks import after_gradients
 from composable.torch_private import optimizers_in_backward
 from composable.wording import class_name, list_text

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from composable.claims import claim_of, is_managed, is_sharded
 from composable.contract import excludes, get_registry
+from composable.engine import has_torch_optimizer, stepper_of
 from composable.errors import ConfigError, place_of_rank
 from composable.fqns import describe_module
 from composable.planning import replacement_of
@@ -17,7 +18,6 @@ from composable.registrations import is_left_alone
 from composable.replication.ignored import Ignored
 from composable.replication.locals import is_split_elsewhere
 from composable.rivals import keep_one, rival_on
-from composable.storage import has_torch_optimizer, stepper_of
 from composable.wording import class_name, join_fqn
 
 __all__ = ["ManagedTensors", "find_tensors", "own_modules", "unmanaged_params"]

@@ -34,9 +34,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from composable.arguments import as_path, check_bool, check_module, described
 from composable.collectives import Ranks, call_before_destroy, make_host_ranks
+from composable.engine import notice_hook_states
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.optim import OptimizerNames
-from composable.runtime import notice_hook_states
 from composable.saving.contents import (
     DataPlanner,
     apply,

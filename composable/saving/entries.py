@@ -12,16 +12,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composable.annotation import FullyShardState, handle_of_module, sharded_state_of
 from composable.arguments import check_module
 from composable.collectives import ModelRanks, Ranks
 from composable.contract import get_registry, managing_state
+from composable.engine import META_FIX, handle_of
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.optim import ranks_of_param
 from composable.replication import ReplicateState
-from composable.runtime import FullyShardState, handle_of_module, sharded_state_of
 from composable.saving.selection import Names, pick
-from composable.storage import META_FIX, handle_of
 from composable.wording import list_text
 
 __all__ = ["Entries", "batches", "entries_now", "entries_of", "has_meta", "largest_handle_bytes", "ranks_of"]

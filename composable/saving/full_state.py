@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from composable.arguments import check_bool, check_device
 from composable.collectives import ModelRanks, Ranks
 from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.features import by_grid, collect_whole, spread_whole
 from composable.ragged import RaggedDTensor, cast_dtype
 from composable.saving.entries import (
     Entries,
@@ -28,7 +29,6 @@ from composable.saving.entries import (
 from composable.saving.fit import Differences, find_differences
 from composable.saving.room import make_room
 from composable.saving.selection import Names
-from composable.storage import by_grid, collect_whole, spread_whole
 
 __all__ = [
     "IncompatibleKeys",

@@ -16,14 +16,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from composable.annotation import handle_of_module, sharded_state_of
 from composable.collectives import Ranks
 from composable.contract import get_registry
+from composable.engine import Handle, Registration
 from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
 from composable.replication import Reducer, ReplicateState
-from composable.runtime import handle_of_module, sharded_state_of
 from composable.saving.contents import as_data, read_data
 from composable.saving.manifest import HookName, HookStates, Manifest, hook_file
-from composable.storage import Handle, Registration
 from composable.torch_private import tree_leaves, tree_map
 from composable.wording import plain_fqn
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable.runtime import handle_of_module
+from composable.annotation import handle_of_module
 
 __all__ = ["add_state", "load_state", "state_of"]
 

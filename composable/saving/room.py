@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from composable.annotation import handle_of_module, sharded_state_of
+from composable.engine import mark_unfilled
 from composable.errors import located, place_of_rank
-from composable.runtime import handle_of_module, sharded_state_of
 from composable.saving.quantized import add_state, load_state, state_of
-from composable.storage import mark_unfilled
 from composable.torch_hooks import around_state_dict
 from composable.wording import join_fqn, plain_fqn
 

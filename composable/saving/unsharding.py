@@ -17,11 +17,11 @@ from torch.distributed import ReduceOp
 import _traversal_utils
 from composable.arguments import check_bool, check_module
 from composable.collectives import Ranks
+from composable.engine import Handle, Scheduler, ShardedParam, waits_for_copies
 from composable.errors import DesyncError, UsageError, place_of_rank
+from composable.features import collect_at, spread_from
 from composable.fqns import describe_module
 from composable.ragged import RaggedDTensor, hand_over_grad, slice_block
-from composable.runtime import Scheduler
-from composable.storage import Handle, ShardedParam, collect_at, spread_from, waits_for_copies
 
 __all__ = ["unshard_params"]
 

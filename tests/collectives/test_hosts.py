@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from composable import ConfigError, fully_shard
+from composable.annotation import sharded_state_of
 from composable.collectives import Ranks
 from composable.collectives.hosts import hosts_of, number_hosts, rows_of_hosts
-from composable.runtime import sharded_state_of
 from tests.hosts import why_no_hosts
 from tests.world import run_ranks, run_threads, told
 

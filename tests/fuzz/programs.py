@@ -17,8 +17,8 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 from composable import UsageError, as_ddp, no_sync, reduce_gradients, unshard_params
+from composable.annotation import sharded_state_of
 from composable.fsdp_module import FSDPModule
-from composable.runtime import sharded_state_of
 from tests.fuzz.copies import replicated
 from tests.fuzz.nodes import WIDTH, Call
 from tests.fuzz.trees import Boom, Model

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from composable import FSDPModule, fully_shard
-from composable.runtime.state import Root
-from composable.storage import RestingPlace
+from composable.annotation.root import Root
+from composable.engine import RestingPlace
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.parity import LR, inputs_of
 from tests.runtime.recorded import REAL, Runtime, put_on_device

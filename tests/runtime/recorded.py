@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import torch
 
+from composable.annotation.root import Root
 from composable.collectives import Pending, Transport
-from composable.runtime.scheduler import Scheduler
-from composable.runtime.state import Root
-from composable.runtime.streams import DeviceStreams
+from composable.engine.scheduler import Scheduler
+from composable.engine.streams import DeviceStreams
 from composable.torch_hooks import at_end_of_backward
 from tests.runtime.recording import Event, Recorder
 

@@ -19,7 +19,7 @@ from composable import (
     fully_shard,
     no_sync,
 )
-from composable.storage import RestingPlace
+from composable.engine import RestingPlace
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.parity import LR, inputs_of
 from tests.runtime.bench import Bench, Case

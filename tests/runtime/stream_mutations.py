@@ -8,16 +8,11 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
-from composable.runtime import (
-    backwards,
-    completion,
-    forwards,
-    reductions,
-    scheduler,
-    step,
-    streams,
-    unsharded,
-)
+from composable.engine import backward_pass as backwards
+from composable.engine import backward_pass as completion
+from composable.engine import finish as reductions
+from composable.engine import forward_pass as forwards
+from composable.engine import scheduler, step, streams, unsharded
 from tests.runtime.bench import Case, run_case
 from tests.runtime.recorded import Runtime
 from tests.runtime.recording import Recorder

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from composable import UsageError, fully_shard, no_sync, plan, replicate
-from composable.runtime.agreement import Agreement
-from composable.runtime.state import Root
+from composable.annotation.root import Root
+from composable.engine.finish import Agreement
 from tests.counting import CountingTransport
 from tests.models import random_input, seeded
 from tests.parity import full

@@ -19,12 +19,12 @@ from composable.backward_steps import BackwardSteps
 from composable.casts import CastBuffers, LentBuffers
 from composable.collectives.base import Transport
 from composable.collectives.choose import make_transport
+from composable.engine import Handle
+from composable.engine.forward_pass import Forwards
+from composable.engine.unsharded import Unsharded
 from composable.replication.bucket import Bucket
 from composable.replication.bucket_steps import step_rest
 from composable.replication.reducer import Reducer
-from composable.runtime.forwards import Forwards
-from composable.runtime.unsharded import Unsharded
-from composable.storage import Handle
 from tests.runtime.interrupt_programs import PROGRAMS, Program
 from tests.runtime.interrupts import Point, points_of, sample, train_through, try_points
 from tests.world import run_ranks
@@ -211,7 +211,7 @@ def at_instructions(fn: Callable[[], object], stop: tuple[object, ...] = ()) -> 
 
 def test_gradients_that_an_interrupt_leaves_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     program = program_named("policy")
-    points = [point for point in points_of(program) if point.file.endswith("runtime/account.py")]
+    points = [point for point in points_of(program) if point.file.endswith("engine/gradients.py")]
     monkeypatch.setattr(Handle, "drop_gradients", lambda handle: None)
     tried = try_points(program, sample(points, 16, 0))
     assert any("gradient of" in what for what in tried.wrong.values())

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from composable import fully_shard
-from composable.runtime import streams
-from composable.runtime.streams import DeviceStreams
+from composable.engine import streams
+from composable.engine.streams import DeviceStreams
 from tests.models import BLOCK_CLASSES
 from tests.ordered_groups import needs_ordered_groups
 from tests.parity import Run, assert_equal_runs, train_annotated, train_reference

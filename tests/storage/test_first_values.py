@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from composable import ConfigError, DesyncError, UsageError, full_state_dict, fully_shard, replicate, unshard_params
-from composable.storage.handle import Handle
-from composable.storage.unfilled import mark_unfilled
+from composable.engine.handle import Handle
+from composable.engine.unfilled import mark_unfilled
 from tests.models import make_model
 from tests.parity import full_params
 from tests.world import run_ranks, run_threads

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from composable import fully_shard
+from composable.annotation.root import Root
 from composable.collectives import Pending, Transport
-from composable.runtime.state import Root
-from composable.storage.gradient_buffer import GRADIENT_BUFFERS
+from composable.engine.gradients import GRADIENT_BUFFERS
 from tests.counting import Collective, CountingTransport
 from tests.models import DIM, random_input
 from tests.world import run_threads

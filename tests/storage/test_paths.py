@@ -11,8 +11,8 @@ from torch import nn
 
 from composable import fully_shard
 from composable.collectives import Pending
-from composable.storage.gather_path import GatherPath
-from composable.storage.gradient_path import GradientPath, Reduction
+from composable.engine.gather_paths import GatherPath
+from composable.engine.reduce_paths import GradientPath, Reduction
 from tests.counting import Collective, CountingTransport
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.parity import LR, Run, assert_equal_params, full_params, inputs_of, train_reference

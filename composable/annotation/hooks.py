@@ -1,0 +1,378 @@
+"""What a fully sharded module does around its forward and its backward.
+
+Its forward hooks run outside all others, so that activation checkpointing and user hooks see
+unsharded parameters; the one after forward also runs when forward raises, so that nothing stays
+unsharded.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from composable.annotation.root import FullyShardState, handle_of_module, sharded_state_of
+from composable.casts import CastBuffers, LendHook, cast_floats
+from composable.engine import Backwards, Handle, SavingForbidden, Scheduler
+from composable.errors import DesyncError, UsageError, place_of_rank
+from composable.fqns import describe_module
+from composable.frames import run_as_call
+from composable.torch_hooks import GradientHook, around_forward, differentiable_tensors, on_gradient, tensors_in
+from composable.torch_private import next_node_number, opaque, outside_transforms, running_transform, tree_map
+
+__all__ = ["call_as_forward", "register_fully_shard_hooks"]
+
+
+T = TypeVar("T")
+
+
+def register_fully_shard_hooks(
+    module: nn.Module, state: FullyShardState, handle: Handle | None
+) -> list[RemovableHandle]:
+    """Let ``module`` unshard before and reshard after its forward and its backward.
+
+    Args:
+        module: A fully sharded module, or an annotated module without parameters of its own.
+        state: State of the annotation that manages it.
+        handle: Its handle, ``None`` if it has none.
+    """
+    hooks = _hooks_of(module, state, handle)
+    return around_forward(module, hooks.pre_forward, hooks.post_forward)
+
+
+def call_as_forward(module: nn.Module, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    """Return ``function(*args, **kwargs)``, around which a module does what it does around its forward."""
+    state = sharded_state_of(module)
+    if state is None:
+        return function(*args, **kwargs)
+    hooks = _hooks_of(module, state, handle_of_module(module))
+
+    def run_between_hooks() -> T:
+        output: Any = None
+        changed = hooks.pre_forward(module, args, kwargs)
+        own_args, own_kwargs = (args, kwargs) if changed is None else changed
+        try:
+            output = function(*own_args, **own_kwargs)
+        finally:
+            changed = hooks.post_forward(module, args, output)
+        return output if changed is None else changed  # type: ignore[no-any-return]  # what the function returned
+
+    return run_as_call(module, run_between_hooks)
+
+
+class _ModuleHooks:
+    """The hooks of one module. A deep copy belongs to the copied state and handle; closures would stay."""
+
+    __slots__ = ("_handle", "_saving", "_state")
+
+    def __init__(self, state: FullyShardState, handle: Handle | None) -> None:
+        self._state = state
+        self._handle = handle
+        self._saving: list[SavingForbidden] = []
+
+    @opaque
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if running_transform() is not None:
+            with outside_transforms():
+                return self.pre_forward(module, args, kwargs)
+        state, handle = self._state, self._handle
+        root = state.root
+        if root is None:
+            _check_not_traced(module, ())
+            root = state.lazy_init()
+        scheduler = root.scheduler
+        forwards = scheduler.forwards
+        is_outermost = scheduler.step.is_idle
+        if is_outermost:
+            _check_not_traced(module, root.handles)
+        if handle is not None:
+            if not handle.is_in_place():
+                _put_right(handle, scheduler)
+            for follower in scheduler.followers_of(handle):
+                if not follower.handle.is_in_place():
+                    _put_right(follower.handle, scheduler)
+        if is_outermost and torch.is_grad_enabled():
+            root.additions.check(module, root.states)
+        forwards.enter_forward(module)
+        if is_outermost and torch.is_grad_enabled():
+            for companion in scheduler.step.companions:
+                companion.follow_forward()
+        if handle is not None:
+            if not handle.unshard_in_backward:
+                self._saving.append(SavingForbidden(handle))
+            forwards.pre_forward(handle)
+        if is_outermost and state.mesh.device_type != "cpu":
+            return _move_inputs(args, kwargs, state.grid.shard.device)
+        return None
+
+    @opaque
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        handle = self._handle
+        root = self._state.root
+        if root is None or not root.scheduler.forwards.is_running(module):
+            # pre_forward raised, or a user's hook before it.
+            return None
+        forwards = root.scheduler.forwards
+        if self._saving:
+            self._saving.pop().end()
+        has_failed = False
+        if output is None and (error := sys.exc_info()[1]) is not None:
+            forwards.note_failure(error, handle)
+            if isinstance(error, DesyncError):
+                # Nothing that is under way will arrive: what the forward has raised already says why.
+                with suppress(DesyncError):
+                    if handle is not None:
+                        forwards.post_forward(handle, module, is_differentiable=False)
+                with suppress(DesyncError):
+                    forwards.exit_forward(has_failed=True)
+                return None
+            has_failed = True
+        changed = None
+        if handle is not None:
+            changed = _without_own_memory(output, handle)
+            _hook_outputs(output if changed is None else changed, root.scheduler, handle, module)
+        forwards.exit_forward(has_failed=has_failed)
+        return changed
+
+
+class _CastingHooks(_ModuleHooks):
+    """The hooks of one module that has a mixed precision policy."""
+
+    __slots__ = ("_buffers", "_modules")
+
+    def __init__(self, state: FullyShardState, handle: Handle | None) -> None:
+        super().__init__(state, handle)
+        dtype = state.plan.mp_policy.buffer_dtype
+        self._buffers = None if dtype is None else CastBuffers(dtype)
+        self._modules: list[nn.Module] | None = None
+
+    @opaque
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        changed = super().pre_forward(module, args, kwargs)
+        if self._shows_full(module):
+            return changed
+        state = self._state
+        root = state.root
+        assert root is not None, "the call above decided it"
+        is_root = root.state is state and module in state.modules
+        dtype = state.plan.mp_policy.casts_inputs(is_root=is_root)
+        if dtype is not None:
+            args, kwargs = (args, kwargs) if changed is None else changed
+            changed = cast_floats(args, dtype), cast_floats(kwargs, dtype) if kwargs else kwargs
+        if self._buffers is not None:
+            if self._modules is None:
+                self._modules = state.modules_around(module)
+            is_outermost = root.scheduler.forwards.is_outermost(module)
+            self._buffers.take_from(root.lent_buffers)
+            self._buffers.enter(self._modules, is_outermost=is_outermost)
+        return changed
+
+    @opaque
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        root = self._state.root
+        if root is None or not root.scheduler.forwards.is_running(module) or self._shows_full(module):
+            return super().post_forward(module, args, output)
+        if self._buffers is not None:
+            self._buffers.leave()
+        dtype, cast = self._state.plan.mp_policy.output_dtype, output
+        if dtype is not None and output is not None:
+            try:
+                cast = cast_floats(output, dtype)
+            except BaseException:
+                super().post_forward(module, args, None)
+                raise
+        changed = super().post_forward(module, args, cast)
+        found = cast if changed is None else changed
+        if self._buffers is not None and self._modules is not None and torch.is_grad_enabled():
+            hook = LendHook(self._buffers, self._modules)
+            for tensor in differentiable_tensors(found):
+                if tensor.grad_fn is not None:
+                    on_gradient(tensor, hook)
+        return None if found is output else found
+
+    def _shows_full(self, module: nn.Module) -> bool:
+        """Inside ``unshard_params`` a module is the plain one."""
+        if self._handle is not None:
+            return self._handle.held_with is not None
+        root = self._state.root
+        if root is None or all(handle.held_with is None for handle in root.handles):
+            return False
+        # Without parameters of its own it is as what is below: shown as a whole, or not.
+        below = [handle for inner in module.modules() if (handle := handle_of_module(inner)) is not None]
+        return bool(below) and all(handle.held_with is not None for handle in below)
+
+
+def _hooks_of(module: nn.Module, state: FullyShardState, handle: Handle | None) -> _ModuleHooks:
+    is_plain = not str(state.plan.mp_policy) or module in state.skipped_modules
+    return (_ModuleHooks if is_plain else _CastingHooks)(state, handle)
+
+
+class _OutputHook(GradientHook):
+    """Runs when the gradient of an output of one forward call arrives.
+
+    A call may have several outputs, and an output may also be one of another module's;
+    only the first gradient in a backward counts.
+    """
+
+    __slots__ = ("_backward_id", "_backwards", "_clock", "_gathers", "_handle", "_version")
+
+    def __init__(self, backwards: Backwards, handle: Handle, clock: float) -> None:
+        self._backwards = backwards
+        self._handle = handle
+        self._clock = clock
+        # As it was in forward: what is saved by now may be parameters.
+        self._gathers = handle.unshard_in_backward
+        self._version = handle.version
+        self._backward_id = -1
+
+    @opaque
+    def __call__(self, grad: torch.Tensor) -> None:
+        if running_transform() is not None:
+            with outside_transforms():
+                self(grad)
+            return
+        backwards = self._backwards
+        if not backwards.is_running(self._backward_id):
+            self._backward_id = backwards.pre_backward(self._handle, self._clock, gathers=self._gathers)
+            if self._version != self._handle.version and self._gathers and type(self) is _OutputHook:
+                raise self._handle.written_too_early()
+
+
+class _LeafHook(_OutputHook):
+    """The hook of an output that is a leaf, which lives on: one for all calls.
+
+    Autograd accumulates the gradient of a leaf as soon as it can, so that says nothing about what has run.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, backwards: Backwards, handle: Handle) -> None:
+        super().__init__(backwards, handle, math.inf)
+        self._gathers = True
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _LeafHook and other._handle is self._handle and other._backwards is self._backwards
+
+    def __hash__(self) -> int:
+        return hash(self._handle)
+
+
+def _put_right(handle: Handle, scheduler: Scheduler) -> None:
+    """Make parameters that were assigned since the last forward, say by a load of a part, values of the shards.
+
+    Raises:
+        UsageError: They have another shape or dtype, or ``check_held`` raises.
+    """
+    handle.check_held()
+    assigned = [found for found in handle.misplaced() if found.is_stranger]
+    # A gather in flight reads the shards: it ends here.
+    scheduler.reshard(handle)
+    handle.drop_secondary()
+    for module, name, _, held in assigned:
+        module._parameters[name] = held
+    handle.attach()
+    scheduler.shards_written()
+
+
+def _check_not_traced(module: nn.Module, handles: Sequence[Handle]) -> None:
+    """Refuse to record a graph of a forward that gathers: it would hold the messages of this run, if anything."""
+    is_tracing: bool = torch.jit.is_tracing()  # type: ignore[no-untyped-call,attr-defined]
+    # What `unshard_params` holds needs no gather, but is no parameter of the module that is exported.
+    if torch.compiler.is_exporting() or (is_tracing and all(handle.held_with is None for handle in handles)):
+        raise UsageError(
+            "a sharded module is traced or exported, and a graph cannot hold its gathers",
+            at=f"{place_of_rank()}, {describe_module(module)}",
+            fix="do it after unannotate(model), or on a plain model that has loaded full_state_dict(model)",
+        )
+
+
+def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, module: nn.Module) -> None:
+    forwards, backwards = scheduler.forwards, scheduler.backwards
+    if not torch.is_grad_enabled():
+        forwards.post_forward(handle, module, is_differentiable=False)
+        return
+    if isinstance(output, torch.Tensor):
+        tensors = [output] if output.requires_grad else []
+    else:
+        tensors = list(differentiable_tensors(output))
+    first_node = forwards.first_node
+    if first_node < 0:
+        forwards.post_forward(handle, module, is_differentiable=bool(tensors))
+        return
+    # What a forward leaves in attributes of its module, such as a loss, leaves it as outputs do.
+    if torch.Tensor in map(type, module.__dict__.values()):
+        tensors += _made_since(first_node, module.__dict__.values())
+    clock = forwards.post_forward(handle, module, is_differentiable=bool(tensors), leaks=_leaks(tensors, first_node))
+    if not tensors:
+        return
+    hook = _OutputHook(backwards, handle, clock)
+    for tensor in tensors:
+        on_gradient(tensor, hook if tensor.grad_fn is not None else _LeafHook(backwards, handle))
+
+
+def _made_since(first_node: int, values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among ``values`` whose node of autograd is not older than a number."""
+    tensors = [value for value in values if type(value) is torch.Tensor and value.grad_fn is not None]
+    return [tensor for tensor in tensors if tensor.grad_fn._sequence_nr() >= first_node]  # type: ignore[union-attr]
+
+
+def _leaks(outputs: Iterable[torch.Tensor], first_node: int) -> bool:
+    """Say whether a call made nodes of autograd that are younger than its outputs.
+
+    They belong to what left the call by another way, such as an attribute, and run before an output's hook does.
+
+    Args:
+        outputs: Of the call.
+        first_node: Number of the first node that the call could make.
+    """
+    youngest = next_node_number() - 1
+    if youngest < first_node:
+        return False
+    for tensor in outputs:
+        node = tensor.grad_fn
+        if node is not None and node._sequence_nr() == youngest:
+            return False
+    return True
+
+
+def _without_own_memory(output: Any, handle: Handle) -> Any:
+    """Return the output with copies of the tensors that are views of the handle's buffers; ``None``: there are none.
+
+    A module that returns a parameter, or part of one, would return memory that is freed and filled again.
+
+    Raises:
+        UsageError: They lie in an object of a class that is not known.
+    """
+    if isinstance(output, torch.Tensor):
+        # The common case at once: what an operation made is neither a view nor a leaf.
+        if output.grad_fn is not None and output._base is None:
+            return None
+        tensors = [output]
+    else:
+        tensors = list(tensors_in(output))
+    if not any(handle.lies_in_buffer(tensor) for tensor in tensors):
+        return None
+
+    def copy(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) and handle.lies_in_buffer(value) else value
+
+    changed: Any = tree_map(copy, output)
+    if any(handle.lies_in_buffer(tensor) for tensor in tensors_in(changed)):
+        raise UsageError(
+            f"forward returns a parameter, or a view of one, in a {type(output).__name__}",
+            at=f"{place_of_rank()}, {handle.described}",
+            fix="return a copy of it (clone()), or return tensors in tuples, lists and dicts",
+        )
+    return changed
+
+
+def _move_inputs(args: Any, kwargs: Any, device: torch.device) -> tuple[Any, Any]:
+    def move(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+    moved: tuple[Any, Any] = tree_map(move, (args, kwargs))
+    return moved

@@ -1,0 +1,530 @@
+"""Replicated modules on a part of a root's ranks: they take part in every step of the root, called or not.
+
+Which of them a rank calls depends on its tokens, as with sharded ones that follow. So they begin with the root: what
+ranks do together before a forward, and the averaging of a backward.
+"""
+
+import functools
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+
+import _traversal_utils
+from composable.annotation.additions import Additions
+from composable.annotation.readiness import check_ready
+from composable.casts import LentBuffers
+from composable.collectives import (
+    Grid,
+    ModelRanks,
+    OwnTransport,
+    Ranks,
+    Transport,
+    host_transport_of,
+    notice_tree,
+    part_of,
+    settle_transport_for,
+    transport_of,
+)
+from composable.contract import annotated_below, get_registry, managing_state
+from composable.engine import (
+    Account,
+    Agreement,
+    Choices,
+    Companion,
+    Comparison,
+    Handle,
+    Replicas,
+    RootSettings,
+    Scheduler,
+    find_stale,
+    notice_experts,
+    notice_offload,
+    notice_plan,
+    notice_unset,
+    streams_for,
+)
+from composable.errors import ComposableError, UsageError, located, place_of_rank
+from composable.features import Standing, move_buffers
+from composable.planning import ShardPlan, managed_modules, name_modules
+from composable.torch_hooks import at_end_of_backward, put_outermost
+from composable.wording import class_name, module_text
+
+__all__ = [
+    "FullyShardState",
+    "Root",
+    "find_companions",
+    "handle_of_module",
+    "model_ranks_of",
+    "sharded_state_of",
+]
+
+
+def find_companions(modules: Sequence[nn.Module], grid: Grid) -> list[Companion]:
+    """Return those below a root's modules, in an order equal on all ranks that share them."""
+    states = dict.fromkeys(state for _, state in annotated_below(modules) if isinstance(state, Companion))
+    found = [state for state in states if state.grid.everyone.size < grid.everyone.size]
+    return sorted(found, key=lambda state: state.grid.everyone.order)
+
+
+class _Join(Protocol):
+    def is_live(self) -> bool: ...
+
+
+class FullyShardState:
+    """State of one ``fully_shard`` annotation.
+
+    Attributes:
+        modules: The annotated module, or the list of modules of one call.
+        plan: What the annotation decided.
+        mesh: 1-D mesh of the shard group.
+        grid: The ranks of the mesh, and those of its replicas.
+        transport_choice: How the handles' bytes shall travel, as the user said.
+        ignored_modules: What the annotation leaves alone, with all below.
+        ignored_slots: (module, name) of the parameters outside of these that it leaves alone.
+        skipped_modules: What keeps its dtype under the mixed precision policy, each with the outermost around it.
+        marked_buffers: (module, name) of buffers that may hold the mark of memory that nobody has written to.
+        follows_parent: Handles go with the one around; ``None``: if they are on fewer ranks than the root.
+        _handles: Handles of this annotation, left to right, depth first.
+        hook_handles: Remove them, and the modules run as plain ones again.
+        settings: Of the root, should this be its state.
+        root: What runs the tree that this state is in; ``None`` until lazy init.
+        around: States of modules annotated around these ones, later and so further out.
+    """
+
+    def __init__(self) -> None:
+        self.modules: tuple[nn.Module, ...] = ()
+        self.plan: ShardPlan
+        self.mesh: DeviceMesh
+        self.grid: Grid
+        self.transport_choice = "auto"
+        self.ignored_modules: frozenset[nn.Module] = frozenset()
+        self.ignored_slots: list[tuple[nn.Module, str]] = []
+        self.skipped_modules: dict[nn.Module, nn.Module] = {}
+        self.marked_buffers: list[tuple[nn.Module, str]] = []
+        self.follows_parent: bool | None = None
+        self._handles: list[Handle] = []
+        self._module_to_handle: dict[nn.Module, Handle] = {}
+        self.hook_handles: list[RemovableHandle] = []
+        self.settings = RootSettings()
+        self.root: Root | None = None
+        self.around: list[weakref.ref[FullyShardState]] = []
+
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether this is the outermost annotation; ``None`` until lazy init."""
+        return None if self.root is None else self.root.state is self
+
+    @property
+    def is_joined(self) -> bool:
+        """The model is inside of a ``Join``: ranks without inputs follow it as it was when that was made."""
+        return self.root is not None and self.root.join is not None and self.root.join.is_live()
+
+    @property
+    def _all_handles(self) -> list[Handle]:
+        """Every handle of the tree, left to right, depth first; of a root state only."""
+        return self._as_root().handles
+
+    @property
+    def _all_states(self) -> "list[FullyShardState]":
+        """Every state of the tree, in the same order; of a root state only."""
+        return self._as_root().states
+
+    def _as_root(self) -> "Root":
+        if self.root is None or self.root.state is not self:
+            raise AttributeError("only the state where forward starts knows the whole tree, from the first forward on")
+        return self.root
+
+    def modules_around(self, module: nn.Module) -> list[nn.Module]:
+        """Return what a fully sharded module runs: itself and what is below, but for other fully sharded modules.
+
+        Nor those that the annotation ignores or skips, with what is below them.
+        """
+        found: dict[nn.Module, None] = {}
+        stack = [module]
+        while stack:
+            visited = stack.pop()
+            is_other = visited is not module and (
+                visited in self._module_to_handle or get_registry(visited) or visited in self.ignored_modules
+            )
+            if visited not in found and not is_other and visited not in self.skipped_modules:
+                found[visited] = None
+                stack += visited.children()
+        return list(found)
+
+    def mark_handles(self) -> None:
+        """Note that parameters may hold the mark of memory that nobody has written to."""
+        for handle in self._handles:
+            for flat in handle.buffers:
+                flat.is_marked = True
+
+    def lazy_init(self) -> "Root":
+        """Decide the root, on the first forward or the first call that needs it.
+
+        The outermost module annotated on the same ranks is the root, whichever part of it runs first: were it the
+        part, forwards and gradients of before the first call of the whole would belong to another scheduler.
+        Collective over the shard group when no root is known yet: ranks compare their plans.
+
+        Raises:
+            DesyncError: The ranks annotated different plans.
+            UsageError: A parameter or buffer is still on the meta device, or nothing has filled it, on any rank.
+        """
+        if self.root is not None:
+            return self.root
+        return Root.adopt(self.outermost())
+
+    def enclose(self) -> None:
+        """Let the annotations below know this one, which was made around them."""
+        for state in _states_below(self.modules):
+            if state is not self:
+                state.around.append(weakref.ref(self))
+
+    def outermost(self) -> "FullyShardState":
+        """Return the state that is the root's, or will be as things are. Not collective."""
+        if self.root is not None:
+            return self.root.state
+        for around in reversed(self.around):
+            state = around()
+            if state is not None and state.grid.everyone == self.grid.everyone:
+                below = _states_below(state.modules)
+                # Modules may have been moved away since, and annotations undone.
+                if state in below and self in below:
+                    return state
+        return self
+
+    def connect_secondary(self, between: dict[tuple[Ranks, str], Replicas]) -> None:
+        """Let handles that keep secondary shards gather from fewer ranks. Collective, after plans were compared."""
+        host, hosts = self.grid.inner, self.grid.outer
+        if host is not None and hosts is not None:
+            name = settle_transport_for(hosts, self.transport_choice)
+            key = hosts, name
+            if key not in between:
+                between[key] = Replicas(transport_of(hosts.process_group, name))
+            name = settle_transport_for(host, self.transport_choice)
+            transport = transport_of(host.process_group, name)
+            for handle in self._handles:
+                for flat in handle.buffers:
+                    flat.routes.gather_secondary_by(transport, host)
+                    flat.routes.fill_by(transport, between[key], hosts)
+        parts: dict[int, tuple[Transport, Ranks]] = {}
+        for handle in self._handles:
+            # As planned, which all ranks have compared, and not as it was set since.
+            size = handle.plan.secondary_ranks
+            if size is None:
+                continue
+            if size not in parts:
+                part = part_of(self.grid.shard, size)
+                name = settle_transport_for(part, self.transport_choice)
+                parts[size] = transport_of(part.process_group, name), part
+            for flat in handle.buffers:
+                flat.routes.gather_secondary_by(*parts[size])
+
+    def abandon_step(self) -> None:
+        """Forget a step that an exception or Ctrl-C cut short. Nothing is running."""
+        if self.root is not None:
+            self.root.scheduler.abandon_step()
+
+
+class Root:
+    """A tree of annotated modules, whichever of them runs first.
+
+    Attributes:
+        state: Of the outermost annotation.
+        handles: Every handle of the tree, left to right, depth first.
+        states: Every state of the tree, in the same order.
+        scheduler: Runs the handles.
+        additions: Notices parameters that come after the annotation.
+        lent_buffers: What modules hold in place of their buffers while they run.
+        standing: Tells other ranks that wait where the tree is.
+        join: What says whether ranks without inputs follow; ``None``: none do.
+    """
+
+    def __init__(
+        self, state: FullyShardState, handles: list[Handle], states: list[FullyShardState], scheduler: Scheduler
+    ) -> None:
+        self.state = state
+        self.handles = handles
+        self.states = states
+        self.scheduler = scheduler
+        self.additions = Additions()
+        self.lent_buffers = LentBuffers()
+        self.join: _Join | None = None
+        self._scatters: dict[Ranks, OwnTransport] = {}
+        self.standing = Standing(class_name(state.modules[0]), scheduler, state.settings)
+        notice_tree(self.standing)
+
+    @staticmethod
+    def adopt(state: FullyShardState) -> "Root":
+        """Make ``state`` the root of everything below its modules. Collective; see ``lazy_init``."""
+        modules = state.modules
+        names = name_modules(modules)
+        states = _states_below(modules)
+        handles: list[Handle] = list(
+            dict.fromkeys(handle for module in modules for handle in _traversal_utils._get_fsdp_handles(module))
+        )
+        for handle in handles:
+            handle.name_modules([names.get(*pair) for pair in zip(handle.modules, handle.module_fqns, strict=True)])
+        models = model_ranks_of(handles)
+        _compare_plans(states, models, _find_failure(state, states, names))
+        _note_parts(state, handles)
+        for found in states:
+            if found.root is not None:
+                found.root.scheduler.let_go(found._handles)
+                for handle in found._handles:
+                    # Graphs of forwards below either root may read them: nobody knows when the last one is gone.
+                    handle.is_shared |= found.root.state not in states
+        replicas: dict[tuple[Ranks, str], Replicas] = {}
+        for found in states:
+            name = settle_transport_for(found.grid.shard, found.transport_choice)
+            inner = found.grid.inner
+            # What rests on all ranks travels among them where users ask for it, and never in a step.
+            in_steps = name if inner is None else settle_transport_for(inner, found.transport_choice)
+            if in_steps != found.plan.transport:
+                found.plan = replace(found.plan, transport=in_steps)
+            transport = transport_of(found.grid.shard.process_group, name)
+            copies = found.grid.replicas
+            between: Replicas | None = None
+            if copies is not None:
+                key = copies, name
+                between = replicas.get(key) or Replicas(transport_of(copies.process_group, name))
+                replicas[key] = between
+            for handle in found._handles:
+                for flat in handle.buffers:
+                    flat.routes.connect(transport, found.grid.divisor, between)
+            found.connect_secondary(replicas)
+            put_outermost(found.hook_handles)
+            if any(handle.is_offloaded for handle in found._handles):
+                # ``to_empty`` has made them where the parameters rest.
+                managed = managed_modules(found.modules, found.ignored_modules)
+                move_buffers(dict.fromkeys(managed, ""), found.grid.shard.device)
+        streams = state.settings.streams or streams_for(state.grid.shard.device)
+        scheduler = Scheduler(handles, streams, at_end_of_backward, state.settings)
+        leaders = _find_leaders(state, states)
+        scheduler.follow(leaders)
+        scheduler.step.companions = find_companions(modules, state.grid)
+        for companion in scheduler.step.companions:
+            companion.begin_to_follow()
+        scheduler.agree_by(functools.partial(_make_agreements, states, models))
+        scheduler.compare_by(
+            functools.partial(
+                find_stale,
+                state.grid.everyone,
+                {handle: found.grid.everyone for found in states for handle in found._handles},
+            )
+        )
+        root = Root(state, handles, states, scheduler)
+        # Backward starts with the root's parameters, so freeing them after forward only costs a gather.
+        own = state._module_to_handle.get(modules[0])
+        for handle in handles:
+            option = handle.reshard_option
+            handle.reshard_after_forward = handle is not own if option is None else bool(option)
+        root.connect_scatters()
+        # Last, and where forward starts after all others: what was cut short is done again.
+        for found in states:
+            if found is not state:
+                found.root = root
+        state.root = root
+        notice_plan(state.plan, state.grid.everyone)
+        notice_experts(handles, leaders, state.grid.everyone)
+        for found in states:
+            notice_offload(found.plan, found.grid.everyone)
+            notice_unset(found.plan, found.grid.everyone)
+        return root
+
+    def connect_scatters(self) -> None:
+        """Let handles reduce-scatter in the process groups that their settings ask for, one for each set of ranks.
+
+        Every rank of them alike; a group is made when the first of its reduce-scatters starts.
+        """
+        apart: dict[Ranks, OwnTransport] = {}
+        for state in self.states:
+            for handle in state._handles:
+                ranks = state.grid.inner or state.grid.shard
+                if handle.scatters_apart and ranks not in apart:
+                    apart[ranks] = self._scatters.get(ranks) or OwnTransport(ranks)
+                for flat in handle.buffers:
+                    flat.routes.scatter_by(apart[ranks] if handle.scatters_apart else None)
+        self._scatters = apart
+
+    def close(self) -> None:
+        """Undo ``adopt``, so that the next forward decides the root anew; that is collective again."""
+        self.scheduler.close()
+        self.standing.close()
+        for companion in self.scheduler.step.companions:
+            companion.end_to_follow()
+        for state in self.states:
+            state.root = None
+
+
+def _note_parts(root: FullyShardState, handles: Sequence[Handle]) -> None:
+    """Let the handles on all ranks of the root know whether modules lie on a part of these, on any. Collective."""
+    everyone = root.grid.everyone
+    grids = {getattr(state, "grid", root.grid) for _, state in annotated_below(root.modules)}
+    own = any(grid.everyone.size < everyone.size for grid in grids)
+    with torch.inference_mode(mode=False):
+        has_parts = bool(everyone.reduce(torch.tensor(own, dtype=torch.int32), ReduceOp.MAX))
+    for handle in handles:
+        handle.has_parts = has_parts and handle.grid.everyone == everyone
+
+
+def model_ranks_of(handles: Iterable[Handle]) -> dict[Ranks, ModelRanks]:
+    """Return, for the ranks of each handle, these with the ranks of tensor parallelism beside them.
+
+    Collective over all of them where there are some beside.
+
+    Raises:
+        ConfigError: On every rank: they are no grid.
+    """
+    beside: dict[Ranks, dict[tuple[int, ...], Ranks]] = {}
+    seen: set[tuple[Ranks, DeviceMesh]] = set()
+    for handle in handles:
+        ranks = handle.grid.everyone
+        others = beside.setdefault(ranks, {})
+        for layout in (param.layout for param in handle.params):
+            if layout.mesh.ndim > 1 and (ranks, layout.mesh) not in seen:
+                seen.add((ranks, layout.mesh))
+                along = [Ranks.of_mesh(layout.mesh, dim) for dim in range(layout.mesh.ndim) if dim != layout.mesh_dim]
+                others.update({one.numbers: one for one in along})
+    ordered = sorted(beside.items(), key=lambda item: item[0].order)
+    return {ranks: ModelRanks.of(ranks, list(others.values())) for ranks, others in ordered}
+
+
+def _make_agreements(
+    states: Sequence[FullyShardState], models: Mapping[Ranks, ModelRanks], accounts: Sequence[Account]
+) -> "list[Agreement | Comparison]":
+    """Return one agreement for each group of ranks that shares handles. Collective over them."""
+    ranks_of = {flat: state for state in states for handle in state._handles for flat in handle.buffers}
+    found: dict[Ranks, tuple[str, list[Account]]] = {}
+    for account in accounts:
+        state = ranks_of[account.flat]
+        own = found.setdefault(state.grid.everyone, (state.plan.transport, []))[1]
+        if not account.fills_with_zeros:
+            own.append(account)
+    handles: dict[Ranks, list[Handle]] = {}
+    for state in states:
+        handles.setdefault(state.grid.everyone, []).extend(state._handles)
+    made: list[Agreement | Comparison] = []
+    for ranks, (name, own) in sorted(found.items(), key=lambda item: models[item[0]].everyone.order):
+        model = models[ranks]
+        if own:
+            if model.others:
+                name = settle_transport_for(model.everyone, "auto")
+            made.append(Agreement(model, host_transport_of(model.everyone, name), own, handles[ranks]))
+        else:
+            made.append(Comparison(model.everyone, handles[ranks]))
+    return made
+
+
+def _find_leaders(root: FullyShardState, states: Sequence[FullyShardState]) -> dict[Handle, list[Handle]]:
+    """Return whom handles go with: the nearest ones around on the root's ranks that go their own way.
+
+    Where no module around has parameters of its own, a handle goes its own way too.
+    """
+    everyone = root.grid.everyone
+    follows = {
+        handle: state.follows_parent if state.follows_parent is not None else state.grid.everyone != everyone
+        for state in states
+        for handle in state._handles
+    }
+    leaders: dict[Handle, dict[Handle, None]] = {handle: {} for handle, is_led in follows.items() if is_led}
+    if not leaders:
+        return {}
+    reachable = {below for module in root.modules for below in _traversal_utils._get_modules(module)}
+    seen: set[tuple[nn.Module, Handle | None]] = set()
+    stack: list[tuple[nn.Module, Handle | None]] = [(module, None) for module in reversed(root.modules)]
+    while stack:
+        visited = module, leader = stack.pop()
+        if visited in seen or module not in reachable:
+            continue
+        seen.add(visited)
+        handle = handle_of_module(module)
+        if handle in leaders:
+            if leader is not None:
+                leaders[handle][leader] = None
+        elif handle in follows and handle.grid.everyone == everyone:
+            leader = handle
+        stack += [(child, leader) for child in reversed(module._modules.values()) if child is not None]
+    return {handle: list(found) for handle, found in leaders.items() if found}
+
+
+def _states_below(modules: Sequence[nn.Module]) -> list[FullyShardState]:
+    """Return the states at or below ``modules``, each once."""
+    found = (state for module in modules for state in _traversal_utils._get_fsdp_states(module))
+    return list(dict.fromkeys(found))
+
+
+def sharded_state_of(module: nn.Module) -> FullyShardState | None:
+    """Return the state that manages ``module``, annotated itself or picked by a policy further up."""
+    state = managing_state(module, "fully_shard")
+    return state if isinstance(state, FullyShardState) else None
+
+
+def handle_of_module(module: nn.Module) -> Handle | None:
+    """Return the handle that ``module``, fully sharded, unshards and reshards; ``None`` where it has none."""
+    state = sharded_state_of(module)
+    return None if state is None else state._module_to_handle.get(module)
+
+
+def _compare_plans(
+    states: Sequence[FullyShardState], models: Mapping[Ranks, ModelRanks], failure: UsageError | None
+) -> None:
+    """Raise on every rank unless all ranks annotated the same plans, and none has a failure.
+
+    Ranks with other blocks, of tensor parallelism, have other plans and hear of failures.
+
+    Raises:
+        DesyncError: With the first line in which a rank differs.
+        UsageError: ``failure``, or that of another rank.
+    """
+    members: dict[Ranks, list[FullyShardState]] = {}
+    for state in states:
+        members.setdefault(state.grid.everyone, []).append(state)
+    for model in models.values():
+        members.setdefault(model.everyone, [])
+    found: ComposableError | None = failure
+    for ranks, own in sorted(members.items(), key=lambda item: item[0].order):
+        choices = Choices([handle for state in own for handle in state._handles])
+        try:
+            if not own:
+                ranks.raise_together(found)
+                continue
+            ranks.compare(
+                "".join([*(f"{state.plan.digest()} {state.follows_parent}" for state in own), choices.text()]),
+                found,
+                shown="\n".join([*(state.plan.compared_text() for state in own), choices.shown()]),
+                what="the ranks annotated different plans",
+                fix="build the same model and call fully_shard with the same arguments on every rank; what differs by "
+                "rank, such as experts, on the ranks that share it",
+            )
+        except ComposableError as error:
+            # Of some experts: those around tell the ranks of all others.
+            found = error
+    if found is not None:
+        raise found
+
+
+def _find_failure(
+    root: FullyShardState, states: Sequence[FullyShardState], names: Mapping[nn.Module, str]
+) -> UsageError | None:
+    """Return what keeps this rank from training: parameters or buffers without values, settings of another root."""
+    try:
+        with located(place_of_rank()):
+            for state in states:
+                if state is not root and state.settings != RootSettings():
+                    raise UsageError(
+                        "the root's settings were made on a module that a later annotation is around",
+                        at=module_text(names.get(state.modules[0], ""), class_name(state.modules[0])),
+                        fix="annotate all first, then make them on the outermost module; set this one's back",
+                    )
+                for handle in state._handles:
+                    handle.attach()
+            check_ready(states, names)
+    except UsageError as error:
+        return error
+    return None

@@ -1,0 +1,94 @@
+"""The engine: parameters, buffers, the paths that bytes take, and when each of them is taken in a step."""
+
+from composable.engine.backward_pass import Backwards
+from composable.engine.buffer import FlatBuffer
+from composable.engine.copy_reach import modules_of_copy, reaches_out
+from composable.engine.finish import Agreement, Choices, Comparison, find_stale
+from composable.engine.forward_pass import SavingForbidden
+from composable.engine.gather_paths import RestingPlace
+from composable.engine.gradients import GradientBuffer, Gradients
+from composable.engine.handle import FIX_COPY, Handle, handle_of, waits_for_copies
+from composable.engine.handle_step import Account, Companion
+from composable.engine.notices import (
+    notice_experts,
+    notice_hook_states,
+    notice_local_gradients,
+    notice_offload,
+    notice_plan,
+    notice_unset,
+)
+from composable.engine.param import ShardedParam, has_own_setattr
+from composable.engine.reduce_paths import Replicas
+from composable.engine.scheduler import Scheduler
+from composable.engine.step import RootSettings
+from composable.engine.stepping import (
+    ELEMENT_WISE,
+    Stepper,
+    check_backward,
+    forget_torch_hooks,
+    give_torch_optimizers,
+    has_stepped,
+    has_torch_optimizer,
+    mark_stepped,
+    refuse_steppers,
+    step_torch_optimizers,
+    stepper_of,
+    unmark_stepped,
+)
+from composable.engine.streams import streams_for
+from composable.engine.unfilled import META_FIX, MarkedMemory, is_unfilled, mark_unfilled
+from composable.engine.user_comms import HookFunction, Registration, copied_registrations, nearest, reduced_otherwise
+
+__all__ = [
+    "ELEMENT_WISE",
+    "FIX_COPY",
+    "META_FIX",
+    "Account",
+    "Agreement",
+    "Backwards",
+    "Choices",
+    "Companion",
+    "Comparison",
+    "FlatBuffer",
+    "GradientBuffer",
+    "Gradients",
+    "Handle",
+    "HookFunction",
+    "MarkedMemory",
+    "Registration",
+    "Replicas",
+    "RestingPlace",
+    "RootSettings",
+    "SavingForbidden",
+    "Scheduler",
+    "ShardedParam",
+    "Stepper",
+    "check_backward",
+    "copied_registrations",
+    "find_stale",
+    "forget_torch_hooks",
+    "give_torch_optimizers",
+    "handle_of",
+    "has_own_setattr",
+    "has_stepped",
+    "has_torch_optimizer",
+    "is_unfilled",
+    "mark_stepped",
+    "mark_unfilled",
+    "modules_of_copy",
+    "nearest",
+    "notice_experts",
+    "notice_hook_states",
+    "notice_local_gradients",
+    "notice_offload",
+    "notice_plan",
+    "notice_unset",
+    "reaches_out",
+    "reduced_otherwise",
+    "refuse_steppers",
+    "step_torch_optimizers",
+    "stepper_of",
+    "streams_for",
+    "unmark_stepped",
+    "waits_for_copies",
+]

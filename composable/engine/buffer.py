@@ -1,0 +1,417 @@
+"""One class of a handle's parameters, alike in dtypes and requires_grad, laid out in one flat buffer.
+
+Owns two tensors: the rank's *shard* [S], alive for good, maybe on the host; and the unsharded *buffer* [W * S],
+whose storage is allocated and freed in place so that views saved by autograd stay right. Between forward
+and backward there may be a third: this rank's *secondary shard* [W * S / n], from which n ranks gather. How
+one becomes the other, in which dtypes too, is the business of its routes; gradients are that of ``gradients.py``.
+
+Sizes are in elements. Nothing here decides when, or on which stream, anything runs.
+
+Source: flat parameters, arXiv 2304.11277.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from composable.collectives import Pending
+from composable.engine.gather_paths import RestingPlace
+from composable.engine.gradients import Gradients
+from composable.engine.param import make_sharded_params
+from composable.engine.routes import Routes
+from composable.engine.unfilled import META_FIX
+from composable.errors import UsageError, place_of_rank
+from composable.planning import NO_CASTS, BufferPlan, HandleMembers, MixedPrecisionPolicy
+
+__all__ = ["FlatBuffer"]
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+class FlatBuffer:
+    """Storage and collectives of one class of a handle's parameters.
+
+    Args:
+        plan: Layout, dtype and trainability of the class.
+        module_fqn: The handle's module, as the plan names it.
+        members: The parameters and every place that holds them, by the plan's FQNs.
+        mesh: 1-D mesh of the shard group.
+        device: Where buffers live.
+        is_deferred: The values come later: the shard is where it rests and zero, also where
+            the originals are real. Without it, it is on meta as long as one of them is.
+        home: Where the shard and its gradient rest; default: on ``device``.
+        mp_policy: That made the plan.
+
+    Attributes:
+        dtype: Of the shard.
+        compute_dtype: Of the buffer, and of the gradients that autograd makes.
+        gradient_dtype: Of reduced gradients.
+        home: Where the shard and its gradient rest.
+        is_away: The shard is elsewhere: on the meta device, or where torch has moved it.
+        holds_instances: Some unsharded parameter is more than a view of the buffer: of a class that packs or gathers.
+        is_marked: Part of the shard may hold the mark of memory that nobody has written to.
+        routes: How bytes travel between the ranks.
+        gradients: Of the parameters.
+    """
+
+    gradients_class = Gradients
+
+    __slots__ = (
+        "_buffer",
+        "_buffer_bytes",
+        "_is_allocated",
+        "_secondary",
+        "_split",
+        "_storage",
+        "compute_dtype",
+        "device",
+        "dtype",
+        "gradient_dtype",
+        "gradients",
+        "holds_instances",
+        "home",
+        "is_away",
+        "is_empty",
+        "is_marked",
+        "params",
+        "plan",
+        "routes",
+        "shard",
+    )
+
+    def __init__(
+        self,
+        plan: BufferPlan,
+        module_fqn: str,
+        members: HandleMembers,
+        mesh: DeviceMesh,
+        device: torch.device,
+        *,
+        is_deferred: bool = False,
+        home: RestingPlace | None = None,
+        mp_policy: MixedPrecisionPolicy = NO_CASTS,
+    ) -> None:
+        self.plan = plan
+        self.dtype = plan.dtype
+        self.compute_dtype = plan.compute_dtype
+        self.gradient_dtype = plan.reduce_dtype if mp_policy.keep_low_precision_grads else plan.dtype
+        self.is_empty = plan.layout.numel == 0
+        self.device = device
+        self.home = home or RestingPlace(device)
+        self.is_marked = False
+        self.is_away = not is_deferred and any(members.originals[span.fqn].is_meta for span in plan.layout.spans)
+        if self.is_away:
+            self.shard = torch.empty(plan.layout.shard_numel, dtype=plan.dtype, device="meta")
+        else:
+            self.shard = self.home.zeros(plan.layout.shard_numel, plan.dtype)
+        self.params = make_sharded_params(
+            plan, module_fqn, members, mesh, self.shard, self.gradient_dtype, self.home.device, device
+        )
+        self.holds_instances = any(param.form is not None and param.form.kind != "marked" for param in self.params)
+        if not is_deferred:
+            self._take_values([members.originals[span.fqn] for span in plan.layout.spans])
+        self._split = plan.layout.split_of(mesh.get_local_rank())
+        self.routes = Routes(
+            mesh.get_group(),
+            self.home,
+            self.gradient_dtype,
+            plan.reduce_dtype,
+            self.params[0].fqn,
+            casts_params=self.compute_dtype != self.dtype,
+        )
+        self._buffer: torch.Tensor | None = None
+        self._storage: torch.UntypedStorage | None = None
+        self._secondary: torch.Tensor | None = None
+        self._is_allocated = False
+        self._buffer_bytes = plan.buffer_bytes
+        self.gradients = self.gradients_class(plan, self.params, self._split, self.routes, device)
+
+    def _take_values(self, originals: Sequence[nn.Parameter]) -> None:
+        """Keep this rank's pieces of the originals; without a shard, in memory of their own where there are values."""
+        for param, original in zip(self.params, originals, strict=True):
+            if not self.is_away:
+                param.write_full(original)
+            elif not original.is_meta:
+                param.take(param.storage_of(original))
+
+    @property
+    def is_trainable(self) -> bool:
+        """Some parameter requires a gradient now; users freeze and unfreeze between steps, alike on all ranks."""
+        # In every backward: a generator costs as much again.
+        for param in self.params:  # noqa: SIM110
+            if param.sharded.requires_grad:
+                return True
+        return False
+
+    @property
+    def is_offloaded(self) -> bool:
+        """The shard does not rest where the buffer is."""
+        return self.home.is_elsewhere
+
+    def begin_unshard(self) -> Pending:
+        """Allocate the buffer and start the all-gather into it, on the current stream; the shard is usable."""
+        path = self.routes.gather_path
+        assert path is not None, "connected when the root was decided"
+        return path.begin(self._allocated(), self.shard)
+
+    def begin_unshard_again(self) -> Pending:
+        """Do so from secondary shards. Collective: all ranks of the smaller group, same order."""
+        path = self.routes.secondary_path
+        assert path is not None and self._secondary is not None, "kept after forward"
+        return path.begin(self._allocated(), self._secondary)
+
+    def begin_fill(self) -> Pending:
+        """Allocate the secondary shard and start to gather it from shards, on the current stream.
+
+        Collective: all ranks with the same place on other hosts, same order.
+        """
+        path = self.routes.fill_path
+        assert path is not None, "connected when the root was decided"
+        if self._secondary is None:
+            with torch.inference_mode(mode=False):
+                numel = self.shard.numel() * path.transport.world_size
+                self._secondary = torch.empty(numel, dtype=self.compute_dtype, device=self.device)
+        return path.begin(self._secondary, self.shard)
+
+    def _allocated(self) -> torch.Tensor:
+        """Return the buffer, with memory."""
+        if self._storage is None:
+            self._make_buffer()
+        elif not self._is_allocated:
+            # What was kept stays where it is: to resize it would move it.
+            self._storage.resize_(self._buffer_bytes)
+        self._is_allocated = True
+        assert self._buffer is not None, "made above"
+        return self._buffer
+
+    def keep_secondary(self) -> None:
+        """Copy this rank's secondary shard out of the buffer, which is full, to new memory on the current stream."""
+        path = self.routes.secondary_path
+        assert path is not None and self._buffer is not None, "connected, and unsharded"
+        numel = self.plan.layout.numel // path.transport.world_size
+        start = path.transport.rank * numel
+        self._secondary = None  # Freed first, if there is one.
+        self._secondary = self._buffer[start : start + numel].clone()
+
+    def drop_secondary(self) -> None:
+        """Free the secondary shard, if there is one."""
+        self._secondary = None
+
+    @property
+    def is_usable(self) -> bool:
+        """Every sharded parameter shows the shard, and the shard is where it rests."""
+        for param in self.params:
+            if param.sharded._local_tensor is not param.local:  # type: ignore[attr-defined]  # cheaper than a check
+                return False
+        return not self.is_away
+
+    def check_usable(self) -> None:
+        """Raise ``UsageError`` if parameters are on another device than they rest on."""
+        home = self.home.device
+        away = [param for param in self.params if param.sharded.device.type != home.type]
+        if away:
+            device = away[0].sharded.device
+            if self.is_offloaded:
+                wanted = f"offload_policy keeps them on {home}"
+                fix = "model.to('cpu'), then move its buffers to the device; or leave out what moved the model"
+            else:
+                wanted, fix = f"the ranks talk on {self.device}", f"model.to({home.type!r})"
+            raise UsageError(
+                f"parameters are on {device}, and {wanted}",
+                at=f"{place_of_rank()}, parameter {', '.join(repr(param.fqn) for param in away[:3])}",
+                fix=META_FIX if device.type == "meta" else fix,
+            )
+
+    def attach(self) -> None:
+        """Bring pieces to which torch gave other memory back into the shard, with their values.
+
+        ``to_empty`` of a single module and loads that assign do that. Nothing happens while one of
+        the parameters is still on the meta device. Not collective.
+
+        Raises:
+            UsageError: A parameter was cast to another dtype.
+        """
+        pieces = [param.ragged._local_tensor for param in self.params]
+        if all(param.is_attached for param in self.params) or any(piece.is_meta for piece in pieces):
+            return
+        for param, piece in zip(self.params, pieces, strict=True):
+            if piece.dtype != self.dtype:
+                raise _cannot_cast(param.fqn, self.dtype, piece.dtype)
+        # Maybe inside a first forward in inference mode; see ``_make_buffer``.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if self.shard.is_meta or self.is_away:
+                self._rest_on(self.home.zeros(self.shard.numel(), self.dtype))
+            for param, piece in zip(self.params, pieces, strict=True):
+                if piece is not param.local:
+                    param.local.data.copy_(piece)
+                    param.show(param.local)
+
+    def check_convertible(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Raise ``UsageError`` if ``fn`` cannot be applied: it changes the dtype, or the device of what others hold."""
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self.shard.device))
+        if probe.dtype != self.dtype:
+            raise _cannot_cast(self.params[0].fqn, self.dtype, probe.dtype)
+        held = [param.fqn for param in self.params if param.is_weakly_held]
+        if probe.device != self.shard.device and held:
+            raise UsageError(
+                "the device of a parameter to which something holds a weak reference cannot change",
+                at=f"parameter {', '.join(map(repr, held))}",
+                fix="drop views of it and other weak references first",
+            )
+
+    @torch.no_grad()
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Do to the shard and the gradients what ``Module._apply`` does to tensors; every parameter is attached."""
+        was_meta = self.shard.is_meta
+        shard = fn(self.shard)
+        if shard is self.shard:
+            return
+        grads = [param.sharded.grad for param in self.params]
+        for param in self.params:
+            param.sharded.grad = None
+        self._rest_on(shard)
+        for param, grad in zip(self.params, grads, strict=True):
+            param.show(param.local)
+            if grad is not None:
+                param.sharded.grad = fn(grad)
+        if was_meta:
+            for index, part in enumerate(self.shard.split_with_sizes(self._split.sizes)):
+                if index not in self._split.indices:
+                    part.zero_()
+
+    def _rest_on(self, shard: torch.Tensor) -> None:
+        """Make ``shard`` [S] the place of the pieces; the parameters still show the old one."""
+        shard = self.shard = self.home.pinned(shard)
+        # Remembered, since asking a tensor for its device costs microseconds.
+        self.is_away = shard.device.type != self.home.device.type
+        for param in self.params:
+            param.local = param.piece_of(shard)
+
+    def make_leaves(self) -> None:
+        """Create the unsharded parameters of a class without elements: nothing is ever gathered."""
+        if self._buffer is None:
+            self._make_buffer()
+
+    def free_buffer(self) -> None:
+        """Release the buffer's memory; its views stay valid for the next unshard."""
+        if self._storage is not None:
+            # First: what is cut short here is allocated anew.
+            self._is_allocated = False
+            try:
+                self._storage.resize_(0)
+            except RuntimeError:
+                if self._storage.resizable():
+                    raise
+                # A view of it has become an array of numpy: its memory stays for as long as the handle.
+                self._is_allocated = True
+
+    def is_fresh(self) -> bool:
+        """Say whether the full buffer has, for this rank, what a gather of its shard would put there.
+
+        By comparing values: not every way of writing leaves a trace on a tensor. The host waits for a device.
+        """
+        if self.is_empty:
+            return True
+        if self._buffer is None or not self.is_usable:
+            return False
+        return self._equals_shard(self._buffer[self.plan.layout.shard_of(self.params[0].layout.rank)])
+
+    def is_secondary_fresh(self) -> bool:
+        """Say whether the secondary shard has, for this rank, what filling it from its shard would put there."""
+        path = self.routes.fill_path
+        if self.is_empty:
+            return True
+        if path is None or self._secondary is None or not self.is_usable:
+            return False
+        numel = self.shard.numel()
+        return self._equals_shard(self._secondary[path.transport.rank * numel :][:numel])
+
+    def _equals_shard(self, own: torch.Tensor) -> bool:
+        # As bytes: zeros have signs, and NaN equals NaN.
+        shard = self.shard.detach().to(own.device, self.compute_dtype)
+        return torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Say whether a plain tensor lies in the buffer, whose memory is there."""
+        storage = self._storage
+        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        # Tensors of other classes, or under a transform, have no memory of their own.
+        if storage is None or type(tensor) not in _PLAIN or tensor.device.type != self.device.type:
+            return False
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:
+            return False
+        start = storage.data_ptr()
+        return start <= address < start + self._buffer_bytes
+
+    def write_back(self) -> None:
+        """Make this rank's part of the unsharded values the values of the shard; the buffer is full."""
+        if self._buffer is None or self.is_empty:
+            return
+        for leaf, view in self._moved_leaves():
+            view.copy_(leaf.data)
+        rank = self.params[0].layout.rank
+        self.shard.data.copy_(self._buffer[self.plan.layout.shard_of(rank)])
+
+    def mend_leaves(self) -> None:
+        """Put leaves that were given other data (``leaf.data = values``) back on the buffer."""
+        for leaf, view in self._moved_leaves():
+            leaf.data = view
+
+    def _moved_leaves(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        if self._buffer is None:
+            return []
+        views = [span.view_in(self._buffer) for span in self.plan.layout.spans]
+        # Who shows instances of other classes shows copies, and leaves these as they are.
+        leaves = [] if self.holds_instances else [param.leaf() for param in self.params]
+        pairs = zip(leaves, views, strict=not self.holds_instances)
+        return [(leaf, view) for leaf, view in pairs if leaf.data_ptr() != view.data_ptr() or leaf.shape != view.shape]
+
+    def copied(self, memo: dict[int, Any], *, with_kept_gradients: bool) -> "FlatBuffer":
+        """Return a deep copy with a shard of its own, not connected to a transport.
+
+        Args:
+            memo: Of the running ``copy.deepcopy``.
+            with_kept_gradients: Also copy gradients that wait on the unsharded parameters to be reduced.
+        """
+        twin = copy.copy(self)
+        twin.shard = self.home.pinned(self.shard.clone())
+        twin.params = [param.copied(twin.shard, memo) for param in self.params]
+        twin.routes = self.routes.unconnected()
+        twin.gradients = self.gradients.copied(twin.params, twin.routes)
+        twin._buffer = twin._storage = twin._secondary = None
+        twin._is_allocated = False
+        if with_kept_gradients and self.gradients.bits():
+            twin._make_buffer()
+            twin.free_buffer()
+            for param, own in zip(self.params, twin.params, strict=True):
+                if param.unsharded is not None and param.unsharded.grad is not None:
+                    grad = param.unsharded.grad.clone()
+                    own.leaf().grad_dtype = grad.dtype
+                    own.leaf().grad = grad
+        return twin
+
+    def _make_buffer(self) -> None:
+        layout = self.plan.layout
+        # What is made in inference mode could never be saved for backward, and this is made once.
+        with torch.inference_mode(mode=False):
+            buffer = torch.empty(layout.numel, dtype=self.compute_dtype, device=self.device)
+            for span, param in zip(layout.spans, self.params, strict=True):
+                param.make_unsharded(span.view_in(buffer.data))
+            self._buffer = buffer.data
+        self._storage = buffer.untyped_storage()
+
+
+def _cannot_cast(fqn: str, old: torch.dtype, new: torch.dtype) -> UsageError:
+    return UsageError(
+        f"a sharded parameter of {str(old)[6:]} cannot become {str(new)[6:]}",
+        at=f"parameter {fqn!r}",
+        fix="convert the model before fully_shard; for another dtype in computation pass mp_policy",
+    )

@@ -1,0 +1,534 @@
+"""One parameter's two faces: the shard that the user and the optimizer see, and the unsharded leaf.
+
+Outside forward and backward a module holds the *sharded* parameter, a ``RaggedDTensor``
+whose local tensor is a view of the handle's shard. While its handle is unsharded the
+module holds the *unsharded* parameter: a plain leaf that views the handle's buffer, so
+that the user's ``forward`` and autograd meet an ordinary tensor. Both live as long as the
+annotation; only the entry in ``module._parameters`` changes.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from composable.collectives import Ranks, joined_mesh
+from composable.engine.unfilled import mark_unfilled
+from composable.errors import UsageError, place_of_rank
+from composable.planning import BufferPlan, Form, HandleMembers, Span, SplitNode, local_shape, mark_replaced
+from composable.ragged import (
+    HOOKS,
+    RaggedDTensor,
+    RaggedLayout,
+    RaggedSpec,
+    hand_over_grad,
+    ragged_spec,
+    slice_block,
+    splits_of,
+    was_zeroed,
+    watch_zeroing,
+)
+from composable.torch_private import flat_weight_refs, without_flat_weight_refs
+
+__all__ = ["Owner", "ShardedParam", "make_sharded_params"]
+
+
+Owner = tuple[nn.Module, str]
+
+
+class ShardedParam:
+    """One unique parameter and every place that holds it.
+
+    Attributes:
+        fqn: Name below the handle's module; of several modules behind the position of the one that it is below.
+        owners: (module, attribute name) of every place, tied ones included.
+        form: Where it is of a tensor subclass, how an instance comes apart and together; shapes are those of what
+            is sharded.
+        sharded: What ``module.parameters()`` gives: ``RaggedDTensor``, full shape.
+        unsharded: Plain leaf that views the buffer; ``None`` until the first unshard.
+        local: This rank's piece, a view of the handle's shard; what ``sharded`` shows, unless torch replaced it.
+        grad_spec: Cut and dtype of the gradient that ``sharded`` gets.
+        home: Where the piece rests.
+        is_split: Tensor parallelism has split it: the unsharded leaf and its gradients are DTensors of blocks.
+        shape: Of what is sharded: of the block.
+        start: First element of this rank's piece in the handle's shard.
+        stop: Past the last one; equal to ``start`` where this rank owns nothing.
+        placeholder: The zero gradient that ``sharded`` has while the leaf keeps one to be reduced later.
+    """
+
+    __slots__ = (
+        "_empty_grad",
+        "_is_flat",
+        "_kept_beside",
+        "_marks",
+        "form",
+        "fqn",
+        "grad_spec",
+        "home",
+        "is_split",
+        "local",
+        "local_shape",
+        "owners",
+        "placeholder",
+        "shape",
+        "sharded",
+        "spec",
+        "start",
+        "stop",
+        "unsharded",
+    )
+
+    def __init__(
+        self,
+        fqn: str,
+        owners: Sequence[Owner],
+        original: nn.Parameter,
+        spec: RaggedSpec,
+        shard: torch.Tensor,
+        start: int,
+        stop: int,
+        local_shape: Sequence[int],
+        grad_dtype: torch.dtype,
+        home: torch.device,
+        form: Form | None = None,
+    ) -> None:
+        self.fqn = fqn
+        self.home = home
+        self.owners = tuple(owners)
+        self.form = form
+        self.is_split = form is not None and isinstance(form.node, SplitNode)
+        self.shape = spec.layout.block_shape
+        self.spec = spec
+        self.grad_spec = spec.cast(grad_dtype)
+        self.start = start
+        self.stop = stop
+        self.local_shape = tuple(local_shape)
+        self._is_flat = len(self.local_shape) == 1
+        self.local = self.piece_of(shard)
+        self.sharded = nn.Parameter(RaggedDTensor.wrap(self.local, spec), requires_grad=original.requires_grad)
+        self._permit_grad()
+        self.unsharded: nn.Parameter | None = None
+        self._empty_grad: RaggedDTensor | None = None
+        self.placeholder: RaggedDTensor | None = None
+        self._kept_beside: torch.Tensor | None = None
+        _share_hooks(original, self.sharded)
+        # Marks that users put on parameters (say, `no_weight_decay`) must survive.
+        _copy_marks(original, self.sharded, form)
+        if form is not None and form.kind == "bytes":
+            _name_state(self.sharded, form, self.owners)
+            self.sharded._composable_holds_bytes = True  # type: ignore[attr-defined]  # casts of state dicts ask
+        self._marks = self.sharded.__dict__
+
+    def piece_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return this rank's piece of the parameter as a view of a shard [S]."""
+        return shard[self.start : self.stop].view(self.local_shape)
+
+    @property
+    def is_attached(self) -> bool:
+        """The sharded parameter shows the handle's shard; torch did not give it other memory."""
+        return self.ragged._local_tensor is self.local
+
+    def has_face(self, held: torch.Tensor | None) -> bool:
+        """Say whether ``held`` is the sharded or the unsharded parameter."""
+        return held is not None and (held is self.sharded or held is self.unsharded)
+
+    def storage_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return what is sharded of a full value, which may be an instance of the parameter's own class."""
+        return value.detach() if self.form is None else self.form.storage_of(value)
+
+    def block_of_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return what is sharded of a gradient of the leaf, a plain tensor.
+
+        Where the parameter is split and the gradient placed otherwise, collective over the ranks with the blocks.
+        """
+        return self.storage_of(grad) if self.is_split else grad
+
+    def around_grad(self, block: torch.Tensor) -> torch.Tensor:
+        """Undo ``block_of_grad``."""
+        return self.form.around(block) if self.form is not None and self.is_split else block
+
+    def write_full(self, full: torch.Tensor) -> None:
+        """Keep this rank's piece of a full value, of any dtype and device, in the shard."""
+        self.local.data.copy_(slice_block(self.storage_of(full), self.layout))
+
+    def show(self, local: torch.Tensor) -> None:
+        """Let the sharded parameter, which stays the same object with the same marks, show other memory."""
+        sharded = self.ragged
+        if sharded.device == local.device:
+            sharded._local_tensor = local
+        else:
+            fresh = nn.Parameter(RaggedDTensor.wrap(local, self.spec), requires_grad=sharded.requires_grad)
+            with without_flat_weight_refs(module for module, _ in self.owners):
+                torch.utils.swap_tensors(sharded, fresh)
+            _share_hooks(fresh, sharded)
+            self._permit_grad()
+            self._empty_grad = None
+        self.bring_back_marks()
+
+    def _permit_grad(self) -> None:
+        """Let the sharded parameter have gradients of another dtype, where they stay in that of the reduction."""
+        if self.grad_spec.dtype != self.spec.dtype:
+            self.sharded.grad_dtype = self.grad_spec.dtype
+
+    def bring_back_marks(self) -> None:
+        """Give the sharded parameter its attributes again, if torch has swapped it for another one."""
+        held = self.sharded.__dict__
+        if held is not self._marks:
+            held.update(self._marks)
+            self._marks = held
+
+    @torch.no_grad()
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Do to this parameter alone, and its gradient, what ``Module._apply`` does to tensors."""
+        held, grad = self.ragged._local_tensor, self.sharded.grad
+        local = fn(held)
+        if local is not held:
+            self.sharded.grad = None
+            self.show(local)
+            if grad is not None:
+                self.sharded.grad = fn(grad)
+
+    @property
+    def is_weakly_held(self) -> bool:
+        """Something has a weak reference to the sharded parameter: neither its owners, nor this object."""
+        owned = {id(ref) for module, _ in self.owners for ref in flat_weight_refs(module)}
+        return any(id(ref) not in owned for ref in weakref.getweakrefs(self.sharded))
+
+    def make_room(self) -> None:
+        """Let the sharded parameter show memory of its own, marked as not filled."""
+        local = torch.empty(self.local_shape, dtype=self.spec.dtype, device=self.home)
+        mark_unfilled(local)
+        self.show(local)
+
+    def take(self, value: torch.Tensor) -> None:
+        """Adopt the value of a parameter that replaced the sharded one: ragged in the same cut, or full.
+
+        Raises:
+            UsageError: It has another shape, or is cut otherwise; or it has a state of its own.
+        """
+        if self.form is not None and self.form.kind == "bytes" and isinstance(value, self.form.cls):
+            raise UsageError(
+                f"a parameter that is sharded as bytes was replaced by another {self.form.subclass.name}, "
+                "whose state may differ",
+                at=f"parameter {self.fqn!r}",
+                fix="unannotate, replace it, and annotate again",
+            )
+        if isinstance(value, RaggedDTensor) and value._spec.layout.matches(self.layout):
+            piece = value._local_tensor
+        elif not self._can_take(value):
+            raise UsageError(
+                f"a parameter of shape {list(self.spec.shape)} was replaced by "
+                f"{type(value).__name__} {list(value.shape)}",
+                at=f"parameter {self.fqn!r}",
+                fix="call parallelize_module before fully_shard"
+                if isinstance(value, DTensor)
+                else "change values in place, or load tensors of the full shape",
+            )
+        else:
+            piece = slice_block(self.storage_of(value), self.layout)
+        if self.ragged.is_meta:
+            if not piece.is_meta:
+                self.show(piece.detach().to(self.home, self.spec.dtype, copy=True))
+        else:
+            self.ragged._local_tensor.data.copy_(piece)
+            increment_version(self.ragged._local_tensor)
+
+    def _can_take(self, value: torch.Tensor) -> bool:
+        if self.is_split and isinstance(value, DTensor):
+            return not isinstance(value, RaggedDTensor) and value.shape == self.spec.shape
+        return not isinstance(value, DTensor) and value.shape in (self.shape, self.spec.shape)
+
+    @property
+    def ragged(self) -> RaggedDTensor:
+        """The sharded parameter, as what it is."""
+        assert isinstance(self.sharded, RaggedDTensor)
+        return self.sharded
+
+    @property
+    def layout(self) -> RaggedLayout:
+        """Which elements each rank owns."""
+        return self.ragged._spec.layout
+
+    def make_unsharded(self, view: torch.Tensor) -> nn.Parameter:
+        """Create the leaf over ``view``, a view of the buffer's ``.data`` in the full shape.
+
+        ``.data`` gives the leaf a version counter of its own: filling the buffer again
+        between forward and backward must not look like an in-place change.
+        """
+        self.unsharded = self.make_stand_in(view)
+        return self.unsharded
+
+    def make_stand_in(self, value: torch.Tensor) -> nn.Parameter:
+        """Return a parameter over ``value``, of the original's class, for modules to hold for a while."""
+        return self.dress(self._parameter(value))
+
+    def _parameter(self, value: torch.Tensor) -> nn.Parameter:
+        requires_grad = self.sharded.requires_grad
+        if self.form is None:
+            return nn.Parameter(value, requires_grad=requires_grad)
+        return self.form.parameter_around(value, requires_grad=requires_grad)
+
+    def dress(self, stand_in: nn.Parameter) -> nn.Parameter:
+        """Give a parameter that modules hold for a while what it is known by, and return it."""
+        if self.form is None or self.form.kind != "bytes":  # whose state is there already
+            _copy_marks(self.sharded, stand_in)
+        stand_in._composable_managed = self.sharded._composable_managed  # type: ignore[attr-defined]  # the handle's
+        # An optimizer built meanwhile would update the stand-in, and lose the update.
+        mark_replaced(stand_in, self.fqn, *self.owners[0])
+        return stand_in
+
+    def is_placed(self, param: nn.Parameter) -> bool:
+        """Say whether every owner holds ``param``."""
+        return all(module._parameters.get(name) is param for module, name in self.owners)
+
+    def leaf(self) -> nn.Parameter:
+        """Return the unsharded parameter; its handle has been unsharded before."""
+        assert self.unsharded is not None, f"{self.fqn} was never unsharded"
+        return self.unsharded
+
+    def wrap_grad(self, local: torch.Tensor) -> RaggedDTensor:
+        """Wrap this rank's piece [stop - start] of a reduced gradient."""
+        return RaggedDTensor.wrap(local if self._is_flat else local.view(self.local_shape), self.grad_spec)
+
+    def empty_grad(self) -> RaggedDTensor:
+        """Return the gradient of a parameter of which this rank owns nothing, always the same one."""
+        if self._empty_grad is None:
+            self._empty_grad = RaggedDTensor.wrap(
+                torch.empty(self.local_shape, dtype=self.grad_spec.dtype, device=self.sharded.device), self.grad_spec
+            )
+        return self._empty_grad
+
+    # Gradients that wait on the leaf. ``zero_grad`` sees sharded parameters only, so their ``grad`` tells of it.
+
+    def keep_gradient(self) -> None:
+        """Note that the leaf's gradient waits to be reduced with later ones."""
+        held = self.sharded.grad
+        if held is None:
+            held = self.empty_grad()
+            if self.stop > self.start:
+                held = RaggedDTensor.wrap(
+                    torch.zeros_like(self.ragged._local_tensor, dtype=self.grad_spec.dtype), self.grad_spec
+                )
+            self.placeholder = held
+            hand_over_grad(self.sharded, held)
+        watch_zeroing(held)
+        self._kept_beside = held
+
+    @property
+    def waits(self) -> bool:
+        """A gradient waits, and ``grad`` was neither dropped nor set to zero since."""
+        beside = self._kept_beside
+        return beside is not None and self.sharded.grad is beside and not was_zeroed(beside)
+
+    def drop_zeroed_gradient(self) -> bool:
+        """Forget the waiting gradient if ``grad`` was dropped or set to zero since, and say so; else wait on."""
+        is_dropped = self._kept_beside is not None and not self.waits
+        self._kept_beside = None
+        if is_dropped:
+            self.forget_gradient()
+        return is_dropped
+
+    def forget_gradient(self) -> None:
+        """Drop the leaf's gradient, and what says that it waits."""
+        if self.unsharded is not None:
+            self.unsharded.grad = None
+        self._kept_beside = None
+        if self.placeholder is not None:
+            if self.sharded.grad is self.placeholder:
+                self.sharded.grad = None
+            self.placeholder = None
+
+    # Hooks of users on the gradient.
+
+    def run_hooks(self, grad: RaggedDTensor) -> RaggedDTensor:
+        """Return what the functions of ``register_hook`` make of a gradient."""
+        for hook in list((self.sharded._backward_hooks or {}).values()):
+            changed = hook(grad)
+            if changed is None:
+                continue
+            if not isinstance(changed, RaggedDTensor) or changed._spec.layout != self.layout:
+                raise UsageError(
+                    f"a hook on the gradient of a sharded parameter returned {type(changed).__name__} "
+                    f"{list(getattr(changed, 'shape', []))}",
+                    at=f"{place_of_rank()}, parameter {self.fqn!r}",
+                    fix="return None, or what element-wise operations make of the gradient that the hook got",
+                )
+            grad = changed
+        return grad
+
+    def run_post_hooks(self) -> None:
+        """Call the functions of ``register_post_accumulate_grad_hook``."""
+        for hook in list((self.sharded._post_accumulate_grad_hooks or {}).values()):
+            hook(self.sharded)
+
+    def copied(self, shard: torch.Tensor, memo: dict[int, Any]) -> "ShardedParam":
+        """Return a deep copy over ``shard``, with the gradient; its owners are still this one's.
+
+        From then on ``memo`` gives the copy's sharded parameter for both faces of this one.
+        """
+        twin = copy.copy(self)
+        twin.unsharded = twin._empty_grad = twin.placeholder = twin._kept_beside = None
+        twin.local = self.piece_of(shard)
+        # As a copy of any tensor: the gradient and the user's marks go along.
+        known: Any = copy.deepcopy(self.sharded, memo)
+        if self.is_attached:
+            # Just made, or before its handle was met, say in an optimizer's groups: a tensor of its own until now.
+            known._local_tensor = twin.local
+        twin.sharded = known
+        if known.grad is None:
+            twin._permit_grad()
+        twin._marks = known.__dict__
+        if self._kept_beside is not None and self.sharded.grad is self._kept_beside:
+            twin._kept_beside = known.grad
+            twin.placeholder = known.grad if self._kept_beside is self.placeholder else None
+        if self.unsharded is not None:
+            memo[id(self.unsharded)] = twin.sharded
+        return twin
+
+    def plain_copy(self, value: torch.Tensor, grad: torch.Tensor | None) -> nn.Parameter:
+        """Return a parameter as the original was with ``value`` and ``grad``, both in full shape."""
+        plain = self._parameter(value)
+        if self.form is None or self.form.kind != "bytes":
+            _copy_marks(self.sharded, plain)
+        _share_hooks(self.sharded, plain)
+        plain.grad = grad
+        return plain
+
+    def place(self, param: nn.Parameter) -> None:
+        """Make every owner hold ``param``."""
+        for module, name in self.owners:
+            if has_own_setattr(module):
+                setattr(module, name, param)
+            else:
+                module._parameters[name] = param
+
+
+def has_own_setattr(module: nn.Module) -> bool:
+    """Say whether the module watches assignments, as ``nn.LSTM`` does to keep its flat weights."""
+    return type(module).__setattr__ is not nn.Module.__setattr__
+
+
+def _share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Give ``target`` the hooks that users registered on ``source``; what they hold to remove them stays good."""
+    HOOKS.made += 1
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    hooks = source._post_accumulate_grad_hooks
+    if hooks:
+        target._post_accumulate_grad_hooks = hooks
+
+
+def _copy_marks(source: nn.Parameter, target: nn.Parameter, form: Form | None = None) -> None:
+    for name, value in source.__dict__.items():
+        if name.startswith("_") or name in target.__dict__:
+            continue
+        if form is None or form.is_mark(name, value):
+            setattr(target, name, value if form is None else form.moved_mark(name, value))
+
+
+def _name_state(sharded: Any, form: Form, owners: Sequence[Owner]) -> None:
+    """Let attributes of a sharded parameter lead to the state beside its bytes.
+
+    torch looks for what it finds in a state dict by the names there, ``weight.absmax`` as ``weight`` and ``absmax``.
+    """
+    named: dict[str, Any] = dict(form.state_tensors())
+    for module, name in owners:
+        saved: dict[str, Any] = {}
+        module._save_to_state_dict(saved, "", True)
+        named |= {key.removeprefix(f"{name}."): value for key, value in saved.items() if key.startswith(f"{name}.")}
+    for path, value in named.items():
+        *around, last = path.split(".")
+        holder = sharded
+        for part in around:
+            if not hasattr(holder, part):
+                setattr(holder, part, SimpleNamespace())
+            holder = getattr(holder, part)
+        if not hasattr(holder, last):
+            setattr(holder, last, value)
+
+
+def make_sharded_params(
+    plan: BufferPlan,
+    module_fqn: str,
+    members: HandleMembers,
+    mesh: DeviceMesh,
+    shard: torch.Tensor,
+    grad_dtype: torch.dtype,
+    home: torch.device,
+    device: torch.device,
+) -> list[ShardedParam]:
+    """Return the parameters of a class with pieces in ``shard``, whose values are not theirs yet.
+
+    Args:
+        plan: Of the class.
+        module_fqn: The handle's module, as the plan names it.
+        members: The parameters and every place that holds them, by the plan's FQNs.
+        mesh: 1-D mesh of the shard group.
+        shard: Of this rank, [S].
+        grad_dtype: Of reduced gradients.
+        home: Where the shard rests.
+        device: Where unsharded parameters live.
+    """
+    params = []
+    for span in plan.layout.spans:
+        original, bounds = members.originals[span.fqn], plan.layout.bounds(span)
+        start, stop = plan.layout.local_range(span, mesh.get_local_rank())
+        form = members.forms.get(span.fqn)
+        if form is not None and form.kind != "marked" and not shard.is_meta:
+            # Forward reads it where the parameters are unsharded.
+            form.move(device)
+        params.append(
+            ShardedParam(
+                span.fqn.removeprefix(f"{module_fqn}."),
+                members.owners[span.fqn],
+                original,
+                _spec_of(span, plan.dtype, bounds, mesh, form),
+                shard,
+                start,
+                stop,
+                local_shape(span.shape, bounds, mesh.get_local_rank(), span.order),
+                grad_dtype,
+                home,
+                form,
+            )
+        )
+    _choose_stored(params)
+    return params
+
+
+def _choose_stored(params: Sequence[ShardedParam]) -> None:
+    """Let checkpoints take one copy of what ranks along a dim of tensor parallelism hold copies of, cut differently.
+
+    Blocks of other shapes move the cuts of what is in the same buffer. Where blocks are equal checkpoints choose.
+    """
+    if all(param.layout.is_even for param in params):
+        return
+    dims: dict[tuple[int, ...], int] = {}
+    for param in params:
+        mesh = param.layout.mesh
+        for dim in range(mesh.ndim):
+            if dim != param.layout.mesh_dim:
+                ranks = Ranks.of_mesh(mesh, dim)
+                dims[ranks.numbers] = ranks.rank
+    for param in params:
+        own = {number for ranks in param.layout.split_ranks for number in ranks.numbers}
+        # What is split over some of the same ranks is no copy along these.
+        copies = [rank for numbers, rank in dims.items() if len(own.intersection(numbers)) < 2]
+        param.layout.is_stored = not any(copies)
+
+
+def _spec_of(span: Span, dtype: torch.dtype, bounds: Sequence[int], mesh: DeviceMesh, form: Form | None) -> RaggedSpec:
+    if form is None or not isinstance(form.node, SplitNode):
+        return ragged_spec(mesh, span.shape, dtype, bounds, order=span.order)
+    whole = form.node.spec
+    joined, mesh_dim = joined_mesh(mesh, whole.mesh)
+    others = [dim for dim in range(joined.ndim) if dim != mesh_dim]
+    splits = {others[dim]: split for dim, split in splits_of(whole.placements).items()}
+    return ragged_spec(joined, whole.shape, dtype, bounds, mesh_dim=mesh_dim, order=span.order, splits=splits)

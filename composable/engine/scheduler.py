@@ -1,0 +1,283 @@
+"""What runs the handles of one root, and what can be asked of it between steps.
+
+Hooks of modules call its two passes, ``forwards.py`` and ``backwards.py``; when a handle's gradients are complete is
+the business of ``completion.py``. On which stream things run is that of ``streams.py``.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from composable.engine.backward_pass import Backwards, Completion
+from composable.engine.finish import Agreement, Comparison
+from composable.engine.forward_pass import Forwards
+from composable.engine.handle import Handle
+from composable.engine.handle_step import Account, Teller, Turn
+from composable.engine.step import RootSettings, Step
+from composable.engine.streams import Streams
+from composable.errors import UsageError, place_of_rank
+from composable.torch_hooks import Ending
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Runs the handles of one root.
+
+    Args:
+        handles: All handles of the root, left to right, depth first.
+        streams: Of the device where they live.
+        at_end: Lets its backwards run at the end of the running one; returns what autograd frees when that ends.
+        settings: Of the root, read whenever they matter.
+
+    Attributes:
+        handles: The handles.
+        step: Where the running step is.
+        forwards: Runs the forwards.
+        backwards: Runs the backwards.
+    """
+
+    __slots__ = ("__weakref__", "_completion", "backwards", "forwards", "handles", "step")
+
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        streams: Streams,
+        at_end: Callable[[Ending], Callable[[], None]],
+        settings: RootSettings | None = None,
+    ) -> None:
+        self.handles = tuple(handles)
+        self.step = Step(self.handles, streams, settings or RootSettings())
+        self._completion = Completion(self.step)
+        self.backwards = Backwards(self.step, self._completion, at_end)
+        self.forwards = Forwards(self.step, self._completion, self.backwards)
+
+    def tell_by(self, teller: Teller | None) -> None:
+        """Tell ranks without inputs of each collective before it starts; ``None``: all have inputs."""
+        self.step.teller = self.step.unsharded.teller = teller
+
+    def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement | Comparison]]) -> None:
+        """Let the ranks compare at the end of each backward; ``make`` gets the accounts of all handles."""
+        self.step.hand_over.agree_by(make)
+
+    def compare_by(self, find_stale: Callable[[Sequence[Handle]], Iterable[Handle]]) -> None:
+        """Let the ranks find out together which unsharded handles are older than their shards."""
+        self.step.unsharded.compare_by(find_stale)
+
+    def follow(self, leaders: Mapping[Handle, Sequence[Handle]]) -> None:
+        """Let handles go with others, whether their own modules run or not.
+
+        Args:
+            leaders: Of each handle that follows; these follow none.
+        """
+        turns = self.step.turns
+        led: dict[Turn, list[Turn]] = {}
+        for handle, ahead in leaders.items():
+            turn = turns[handle]
+            turn.leaders = tuple(turns[one] for one in ahead)
+            for leader in turn.leaders:
+                led.setdefault(leader, []).append(turn)
+        for leader, followers in led.items():
+            leader.followers = tuple(followers)
+
+    def followers_of(self, handle: Handle) -> tuple[Turn, ...]:
+        """Return what goes with ``handle``."""
+        return self.step.turns[handle].followers
+
+    @property
+    def is_deferred(self) -> bool:
+        """Backwards have ended whose reductions did not; a later backward or ``finalize`` ends them."""
+        return self.step.is_deferred
+
+    @property
+    def is_idle(self) -> bool:
+        """No forward or backward of this root is running."""
+        return self.step.is_idle
+
+    @property
+    def _stream_to_name(self) -> dict[int, str]:
+        """Name of each stream by its id, for debugging; empty on the CPU."""
+        return dict(self.step.streams.names)
+
+    # Unshard and reshard by hand
+
+    def unshard(self, handle: Handle) -> None:
+        """Make the modules of ``handle`` hold unsharded parameters. Collective unless it is unsharded."""
+        self.step.unsharded.unshard(handle)
+        self.step.streams.wait_for_copies()
+
+    def begin_unshard(self, handle: Handle) -> None:
+        """Start gathering ahead of use; ``unshard`` waits for it."""
+        self.step.unsharded.begin_unshard(handle)
+        if self.step.turns[handle].leaders:
+            handle.end_fill()
+
+    def refresh(self, handles: Iterable[Handle]) -> None:
+        """Free what an earlier step left of ``handles``, hidden, where a rank has written its shard since.
+
+        Collective. Within a step nothing happens: its forward has done so.
+        """
+        if not self.step.is_under_way:
+            self.step.unsharded.refresh(handles)
+
+    def reshard(self, handle: Handle) -> None:
+        """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them."""
+        self.step.unsharded.reshard(handle)
+        self.step.streams.wait_for_copies()
+
+    def shards_written(self) -> None:
+        """The current stream wrote the shards outside of forward; gathers that start now must wait for it."""
+        self.step.streams.shards_written()
+
+    def reshard_hidden(self) -> None:
+        """Free what a backward kept and was no longer to keep; within a step, its end does."""
+        if self.step.is_under_way:
+            return
+        for handle in self.step.unsharded:
+            if handle.is_hidden and handle.reshard_after_backward:
+                self.step.unsharded.reshard(handle)
+
+    def free_kept(self, handle: Handle) -> None:
+        """Free memory that ``handle`` was to keep and no longer is, where nothing is unsharded there."""
+        self.step.unsharded.free_kept(handle)
+
+    def check_between_steps(self) -> None:
+        """Raise ``UsageError`` where a step is running, or reductions are under way."""
+        if self.step.is_under_way or self.is_deferred:
+            raise UsageError("streams cannot change within a step", at=place_of_rank(), fix="do it between two steps")
+
+    def use_streams(self, streams: Streams) -> None:
+        """Run on other streams from now on; frees what is unsharded.
+
+        Raises:
+            UsageError: A step is running, or reductions are under way.
+        """
+        self.check_between_steps()
+        step = self.step
+        for handle in step.unsharded:
+            step.unsharded.reshard(handle)
+        step.unsharded.end_lingering(always=True)
+        step.drop_secondaries()
+        # Also what was freed so far: the current stream comes after its last readers.
+        step.streams.end_backward()
+        step.streams = streams
+        step.unsharded.use_streams(streams)
+        step.reductions.use_streams(streams)
+        streams.shards_written()
+
+    # Ending by hand
+
+    def finalize(self) -> None:
+        """Begin to end the backwards so far: reduce what waits for it by ``requires_gradient_sync``, tell the ranks.
+
+        Nothing happens if none has ended since the last time. Collective otherwise; ``end_finalize`` has to follow.
+
+        Raises:
+            UsageError: The last one has not been waited for.
+        """
+        step = self.step
+        step.check_waited_for()
+        waiting = [
+            turn
+            for turn in step.turns.values()
+            if turn.handle.requires_gradient_sync and turn.handle.has_unsynced_gradients
+        ]
+        if not waiting and not self.is_deferred:
+            return
+        step.hand_over.is_deferred = True
+        step.makes_graph = False
+        try:
+            with torch.no_grad():
+                self._completion.complete_kept(waiting)
+                step.streams.end_backward()
+            if step.teller is not None:
+                step.teller.end_reductions(ends=True)
+            step.hand_over.tell(ends=True)
+            step.finalizing = object()
+        except BaseException:
+            # No forward would find out that this was cut short.
+            self.backwards.reset()
+            raise
+
+    @property
+    def finalizing(self) -> object | None:
+        """Which ``finalize`` has to be ended by ``end_finalize``; ``None``: none."""
+        return self.step.finalizing
+
+    def end_finalize(self) -> None:
+        """Hand over every gradient; errors as ``Backwards.finish``."""
+        step = self.step
+        if step.finalizing is None:
+            return
+        step.finalizing = None
+        if step.teller is not None:
+            step.teller.hand_over()
+        try:
+            step.hand_over.end(self.backwards.end_backward)
+        except BaseException:
+            if self.is_deferred:
+                self.backwards.reset()
+            raise
+        finally:
+            if step.teller is not None:
+                step.teller.end_by_hand()
+
+    # Beginning anew
+
+    def abandon_step(self, *, always: bool = False) -> None:
+        """Forget a step that an exception or Ctrl-C cut short: free buffers, drop its gradients. Nothing is running.
+
+        Args:
+            always: Also one that has ended, and gradients that wait to be reduced.
+        """
+        if always or self.step.is_under_way:
+            self.backwards.reset()
+
+    def stand_by(self) -> None:
+        """Free what is unsharded, and drop gradients that wait on this rank for a later backward; nothing is running.
+
+        What was reduced and waits for all ranks stays.
+        """
+        step = self.step
+        step.unsharded.end_lingering(always=True)
+        for handle in step.unsharded:
+            step.unsharded.reshard(handle)
+        for handle, turn in step.turns.items():
+            handle.drop_gradients()
+            turn.first_forward = None
+        self._completion.forget()
+
+    def forget_order(self) -> None:
+        """Prefetch nothing until forwards have shown anew in which order modules run. On every rank alike."""
+        for turn in self.step.turns.values():
+            turn.forget_order()
+
+    def let_go(self, handles: Iterable[Handle]) -> None:
+        """Leave ``handles`` to another root.
+
+        Raises:
+            UsageError: In the middle of a forward or backward.
+        """
+        step = self.step
+        if step.is_under_way or self.is_deferred:
+            raise UsageError(
+                "a module that ran on its own so far is called by another root in the middle of its step",
+                fix="call the outermost annotated module before the modules inside it",
+            )
+        step.unsharded.end_lingering(always=True)
+        for handle in handles:
+            step.unsharded.reshard(handle)
+            handle.drop_secondary()
+            if handle in step.turns:
+                step.turns[handle].forget()
+        self._completion.forget()
+
+    def close(self) -> None:
+        """Let go of every handle; a backward of a forward from before is an error. No step is running."""
+        self.abandon_step()
+        self.let_go(self.handles)
+        self.step.is_closed = True
+        # A graph of before holds this scheduler, and must not hold the shards with it.
+        self.step.hand_over.close()
+        for turn in self.step.turns.values():
+            turn.accounts = []

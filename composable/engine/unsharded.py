@@ -1,0 +1,282 @@
+"""Which handles of a root are unsharded now, and whose memory outlives that.
+
+When they are is the business of ``forwards.py`` and ``backwards.py``.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from composable.engine.handle import Handle
+from composable.engine.handle_step import Teller, Turn
+from composable.engine.streams import Streams
+from composable.frames import watch_graph
+from composable.torch_hooks import before_gradients
+from composable.torch_private import autograd_profiler, opaque
+from composable.tracing import in_region
+
+__all__ = ["Unsharded"]
+
+
+class Unsharded:
+    """The handles of one root whose unsharded parameters are there, or are being gathered.
+
+    Args:
+        handles: All handles of the root.
+        streams: Of the device where they live.
+        takes_secondary: Says whether a gather of a handle that has secondary shards, or fills them, may now be from
+            these; equal on all ranks.
+
+    Attributes:
+        teller: Tells ranks without inputs of gathers; ``None``: all have inputs.
+    """
+
+    __slots__ = (
+        "_filling",
+        "_find_stale",
+        "_graphs",
+        "_handles",
+        "_leaf_hooks",
+        "_lingering",
+        "_streams",
+        "_takes_secondary",
+        "_unsharded",
+        "teller",
+    )
+
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        streams: Streams,
+        takes_secondary: Callable[[Handle], bool],
+    ) -> None:
+        self.teller: Teller | None = None
+        self._handles = tuple(handles)
+        self._filling = tuple(handle for handle in handles if handle.fills_secondary)
+        self._streams = streams
+        self._takes_secondary = takes_secondary
+        self._find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
+        self._unsharded: dict[Handle, None] = {}
+        self._lingering: dict[Handle, None] = {}
+        self._graphs: dict[Handle, Callable[[], bool]] = {}
+        self._leaf_hooks: dict[Handle, list[RemovableHandle]] = {}
+
+    def __iter__(self) -> Iterator[Handle]:
+        """Iterate over them as they are now; they may be resharded meanwhile."""
+        return iter(tuple(self._unsharded))
+
+    def unshard(self, handle: Handle) -> None:
+        """Make the modules of ``handle`` hold unsharded parameters. Collective unless it is unsharded."""
+        if handle.is_unsharded:
+            if handle.is_hidden:
+                handle.show()
+            return
+        if not handle.is_gathering:
+            self.begin_unshard(handle)
+        if autograd_profiler._is_profiler_enabled:
+            in_region("wait for gather", handle.fqn, self._streams.wait_for_unshard, handle)
+        else:
+            self._streams.wait_for_unshard(handle)
+        handle.use_unsharded()
+
+    def begin_unshard(self, handle: Handle, *, takes_secondary: bool | None = None) -> None:
+        """Start gathering ahead of use; ``unshard`` waits for it.
+
+        Args:
+            handle: The handle.
+            takes_secondary: From secondary shards or not; ``None``: as this rank's own step asks for.
+        """
+        if handle.is_unsharded or handle.is_gathering:
+            return
+        if takes_secondary is None:
+            takes_secondary = self._is_from_secondary(handle)
+        if self.teller is not None:
+            self.teller.gather(handle, takes_secondary=takes_secondary)
+        if handle.bring_back():
+            self._streams.shards_written()
+        self._unsharded[handle] = None
+        handle.takes_secondary = takes_secondary
+        if autograd_profiler._is_profiler_enabled:
+            in_region("gather", handle.fqn, self._streams.begin_unshard, handle)
+        else:
+            self._streams.begin_unshard(handle)
+
+    def _is_from_secondary(self, handle: Handle) -> bool:
+        if handle.fills_secondary and self.teller is not None and self.teller.has_listeners:
+            # Which of them this step has filled only who ran its forward knows.
+            return False
+        return (handle.has_secondary or handle.fills_secondary) and self._takes_secondary(handle)
+
+    def reshard(self, handle: Handle, *, keeps_secondary: bool = False) -> None:
+        """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them.
+
+        A gather in flight is waited for, since peers take part in it.
+
+        Args:
+            handle: The handle.
+            keeps_secondary: Copy secondary shards out of them before.
+        """
+        if handle not in self._unsharded or handle.held_with is not None:
+            return
+        if handle.is_gathering:
+            self._streams.wait_for_unshard(handle)
+        if keeps_secondary:
+            self._streams.keep_secondary(handle)
+        handle.reshard(frees=handle not in self._lingering)
+        self._streams.resharded()
+        # Last: what was cut short is done again.
+        self._unsharded.pop(handle, None)
+
+    def gather_for_others(self, handle: Handle, *, takes_secondary: bool) -> None:
+        """Give this rank's shards, or its secondary ones, to those that compute, and keep nothing. Collective."""
+        self.begin_unshard(handle, takes_secondary=takes_secondary)
+        # Whether a backward of the others will read them is not known yet.
+        self.reshard(handle, keeps_secondary=handle.keeps_secondary and not takes_secondary)
+        self._streams.wait_for_copies()
+
+    def hide(self) -> None:
+        """Let modules hold what users clip, zero and load, while the unsharded parameters stay."""
+        for handle in self._unsharded:
+            handle.hide()
+
+    def use_streams(self, streams: Streams) -> None:
+        """Run on other streams from now on; nothing is unsharded."""
+        self._streams = streams
+
+    # From one step to the next
+
+    def compare_by(self, find_stale: Callable[[Sequence[Handle]], Iterable[Handle]]) -> None:
+        """Let the ranks find out together which unsharded handles are older than their shards."""
+        self._find_stale = find_stale
+
+    def begin_forward(self, turns: Mapping[Handle, Turn], written: torch.Event | None) -> None:
+        """Free what earlier passes left and this forward must not compute with. Collective if anything was kept.
+
+        Args:
+            turns: Of all handles.
+            written: When the optimizer has written the shards, if not in the order of the current stream.
+        """
+        kept = []
+        for handle in self:
+            if handle.held_with is not None:
+                continue  # Shown by a context, where forwards do not communicate.
+            if not handle.reshard_after_backward and handle.is_unsharded:
+                kept.append(handle)
+            elif turns[handle].first_forward is not None:
+                # Of a forward that no backward has followed yet: the shards may have been written since.
+                self.reshard(handle)
+            elif handle.reshard_option is False and handle.is_unsharded:
+                kept.append(handle)  # By a forward without gradients.
+        kept += self._filled(kept)
+        if kept:
+            if written is not None:
+                # The shards are read here and now, and not only by gathers.
+                written.wait()
+            self._free_stale(kept)
+
+    def _filled(self, kept: Sequence[Handle]) -> list[Handle]:
+        """Return the others whose secondary shards may be older than their shards; who has none asks as well.
+
+        Those that were unsharded by hand are used as they are, and have newer values.
+        """
+        found = []
+        for handle in self._filling:
+            if handle.held_with is None and handle not in kept:
+                if handle in self._unsharded:
+                    handle.drop_secondary()
+                else:
+                    found.append(handle)
+        return found
+
+    def refresh(self, handles: Iterable[Handle]) -> None:
+        """Free what an earlier step left of ``handles``, hidden, where a rank has written its shard since. Collective.
+
+        No step is running.
+        """
+        hidden = [handle for handle in handles if handle.is_unsharded and handle.is_hidden]
+        if hidden:
+            self._free_stale(hidden)
+
+    def _free_stale(self, kept: Sequence[Handle]) -> None:
+        # A rank that ran no modules has none of them, and its optimizer has written its shards.
+        has_all = self.teller is None or not self.teller.has_listeners
+        stale = set(self._find_stale(kept) if has_all else kept)
+        for handle in kept:
+            if handle not in stale:
+                handle.discount_writes()
+                continue
+            self.reshard(handle)
+            if handle.fills_secondary:
+                handle.drop_secondary()
+
+    # Memory that stays
+
+    def free_kept(self, handle: Handle) -> None:
+        """Free the memory of the buffers of ``handle``, unless it is unsharded or lingers."""
+        if handle not in self._unsharded and handle not in self._lingering:
+            handle.free_buffers()
+            self._streams.resharded()
+
+    def linger(self, handle: Handle, *, with_graph: bool = False) -> None:
+        """Keep the memory of the parameters, on this rank, until a backward ends, or until the graph is gone as well.
+
+        Gathers and reductions are those of a handle that is freed: the other ranks may have freed it.
+        """
+        self._lingering[handle] = None
+        if with_graph and (handle not in self._graphs or not self._graphs[handle]()):
+            has_frozen = not all(param.sharded.requires_grad for param in handle.params)
+            # A graph through frozen parameters is one to others: as a rule, of other handles.
+            params = [param for each in (self._handles if has_frozen else (handle,)) for param in each.params]
+            self._graphs[handle] = watch_graph(leaf for param in params if (leaf := param.unsharded) is not None)
+
+    def watch_leaves(self, handle: Handle, hear: Callable[[], None]) -> None:
+        """Hear of the next backward also if it gets to no output of an annotated module.
+
+        Args:
+            handle: Whose leaves to watch.
+            hear: A bound method, called when a backward gets to one of them.
+        """
+        if handle not in self._leaf_hooks:
+            leaves = [param.leaf() for param in handle.params if param.leaf().requires_grad]
+            # Before: what kept gradients the user has dropped meanwhile is found out when a backward begins.
+            self._leaf_hooks[handle] = before_gradients(leaves, _calling(hear))
+
+    def watch_lingering(self, hear: Callable[[], None]) -> None:
+        """Do so for all whose memory stays."""
+        for handle in self._lingering:
+            self.watch_leaves(handle, hear)
+
+    def end_lingering(self, *, always: bool = False) -> None:
+        """Free what lingers, but where its graph has to be gone and lives: another backward may go through it."""
+        for handle in list(self._lingering):
+            if not always and handle in self._graphs and self._graphs[handle]():
+                continue
+            del self._lingering[handle]
+            self._graphs.pop(handle, None)
+            for hook in self._leaf_hooks.pop(handle, ()):
+                hook.remove()
+            if handle not in self._unsharded:
+                handle.free_buffers()
+                self._streams.resharded()
+
+
+def _find_stale_here(kept: Sequence[Handle]) -> Iterable[Handle]:
+    return [handle for handle in kept if not handle.is_fresh()]
+
+
+def _calling(hear: Callable[[], None]) -> Callable[[torch.Tensor], None]:
+    """Return a hook that calls a method as long as its object lives.
+
+    What a tensor's hook holds is out of sight of Python's collector: a model could never be freed through it.
+    """
+    method = weakref.WeakMethod(hear)
+
+    @opaque
+    def arrived(_: torch.Tensor) -> None:
+        call = method()
+        if call is not None:
+            call()
+
+    return arrived

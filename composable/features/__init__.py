@@ -1,0 +1,24 @@
+"""What some models need and most do not: each file stands beside the engine, at one of its doors."""
+
+from composable.features.class_gathers import ClassGatheredBuffer
+from composable.features.first_values import FirstValues, ParamInitFn, describe_buffers, move_buffers
+from composable.features.following import Follower
+from composable.features.graph_inputs import follow_inputs
+from composable.features.standing import Standing
+from composable.features.whole_values import by_grid, collect_at, collect_whole, spread_from, spread_whole
+
+__all__ = [
+    "ClassGatheredBuffer",
+    "FirstValues",
+    "Follower",
+    "ParamInitFn",
+    "Standing",
+    "by_grid",
+    "collect_at",
+    "collect_whole",
+    "describe_buffers",
+    "follow_inputs",
+    "move_buffers",
+    "spread_from",
+    "spread_whole",
+]

@@ -1,0 +1,259 @@
+"""A buffer of one parameter whose own class says what ranks exchange: torch's extension of the all-gather.
+
+The shard holds rows of ordinary values, so that optimizers, norms and checkpoints know nothing of it. To unshard,
+an instance of the class around this rank's rows gives the tensors to gather, and makes the unsharded parameter of
+what arrives: float8 data and a scale, say. The memory of both is freed and allocated in place, as autograd saves
+views of it.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable.collectives import Pending
+from composable.engine import FlatBuffer, GradientBuffer, Gradients, ShardedParam
+from composable.errors import UsageError, place_of_rank
+
+__all__ = ["ClassGatheredBuffer"]
+
+
+_EXPECTED = "fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy), or with the mesh alone"
+
+
+class _PlainGradients(Gradients):
+    """The gradients of one such parameter: its class may wrap what its operations give."""
+
+    __slots__ = ()
+
+    def take(self, gradient: GradientBuffer) -> int:
+        (param,) = self._params
+        leaf = param.unsharded
+        if leaf is not None and leaf.grad is not None and type(leaf.grad) is not torch.Tensor:
+            leaf.grad = _plain(param, leaf.grad)
+        return super().take(gradient)
+
+
+class ClassGatheredBuffer(FlatBuffer):
+    """Storage and collectives of one such parameter; see ``FlatBuffer``."""
+
+    gradients_class = _PlainGradients
+
+    def __init__(self, plan: Any, module_fqn: str, members: Any, mesh: Any, device: torch.device, **options: Any):
+        super().__init__(plan, module_fqn, members, mesh, device, **options)
+        self._mesh = mesh
+        self._mp_policy = options["mp_policy"]
+        self._argument_count: int | None = None  # of the class's function, which takes as long to ask for as to run
+        self._forget_unsharded()
+
+    def _forget_unsharded(self) -> None:
+        self._sizes: list[tuple[torch.Size, torch.dtype]] | None = None  # of what each rank sends
+        self._outputs: list[torch.Tensor] = []
+        # Of outputs and of what the class has made beside them, each with its bytes while unsharded.
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+
+    def begin_unshard(self) -> Pending:
+        param = self.params[0]
+        # What is made in inference mode could never be saved for backward, and the parameter is made once.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            assert param.form is not None, "only such parameters have such a buffer"
+            instance: Any = param.form.around(self._rows())
+            inputs, metadata = self._ask(instance)
+            sent = [self._padded(one) for one in inputs]
+            self._make_outputs(sent)
+            # One message: what ranks exchange has one tag.
+            parts = [one.reshape(-1).view(torch.uint8) for one in sent]
+            shard = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+            if len(parts) == 1:
+                landing = self._outputs[0].view(torch.uint8)
+            else:
+                landing = torch.empty(shard.numel() * self._world_size, dtype=torch.uint8, device=self.device)
+            path = self.routes.gather_path
+            assert path is not None, "connected when the root was decided"
+            # As bytes, which no path casts.
+            pending = path.begin(landing, shard)
+        return _Gathering(self, pending, instance, metadata, landing, shard)
+
+    def _rows(self) -> torch.Tensor:
+        """Return what the class is to gather: this rank's rows, or zeros where it has none."""
+        local = self.params[0].local
+        if local.shape[0]:
+            return local.to(self.device)
+        return local.new_zeros([self._rows_per_rank, *local.shape[1:]], device=self.device)
+
+    def _ask(self, instance: Any) -> tuple[Sequence[torch.Tensor], Any]:
+        """Return what the class wants gathered, and what it wants to be told afterwards."""
+        param = self.params[0]
+        if self._argument_count is None:
+            self._argument_count = len(inspect.signature(instance.fsdp_pre_all_gather).parameters)
+        count = self._argument_count
+        if count == 1:
+            inputs, metadata = instance.fsdp_pre_all_gather(self._mesh)
+        elif count == 5:
+            strides = param.spec.tensor_meta.stride  # type: ignore[union-attr]  # every ragged spec has one
+            inputs, metadata = instance.fsdp_pre_all_gather(
+                self._mesh, param.shape, strides, param.owners[0][0], self._mp_policy
+            )
+        else:
+            raise self._error(f"fsdp_pre_all_gather takes {count} arguments", f"define {_EXPECTED}")
+        if not inputs or not all(isinstance(one, torch.Tensor) for one in inputs):
+            raise self._error("fsdp_pre_all_gather returned no tensors to gather", "return (tensors, metadata)")
+        return inputs, metadata
+
+    def _padded(self, given: torch.Tensor) -> torch.Tensor:
+        """Return what a rank with fewer rows sends, in the size of what the others send."""
+        param = self.params[0]
+        rows, rows_per_rank = param.local_shape[0], self._rows_per_rank
+        if rows == rows_per_rank or given.dim() == 0 or given.shape[0] != rows:
+            return given
+        padded = given.new_zeros([rows_per_rank, *given.shape[1:]])
+        padded[:rows].copy_(given)
+        return padded
+
+    @property
+    def _world_size(self) -> int:
+        return self.plan.layout.world_size
+
+    @property
+    def _rows_per_rank(self) -> int:
+        return -(-self.params[0].shape[0] // self._world_size)
+
+    def _make_outputs(self, sent: Sequence[torch.Tensor]) -> None:
+        """Allocate what the gathered tensors lie in, the first time; then give its memory back to it."""
+        sizes = [(one.size(), one.dtype) for one in sent]
+        if self._sizes is None:
+            self._outputs = [
+                torch.empty(one.numel() * self._world_size, dtype=one.dtype, device=self.device) for one in sent
+            ]
+            self._storages = [(one.untyped_storage(), one.nbytes) for one in self._outputs]
+            self._sizes = sizes
+        elif sizes != self._sizes:
+            raise self._error(
+                f"fsdp_pre_all_gather returned {_text(sizes)}, and {_text(self._sizes)} before",
+                "return tensors of the same sizes and dtypes each time",
+            )
+        else:
+            self._allocate()
+
+    def _allocate(self) -> None:
+        for storage, nbytes in self._storages:
+            if storage.size() != nbytes:
+                storage.resize_(nbytes)
+
+    def complete(self, instance: Any, metadata: Any, landing: torch.Tensor) -> None:
+        """Let the class make the unsharded parameter, or fill it; what was gathered has arrived."""
+        param, outputs = self.params[0], self._outputs
+        assert self._sizes is not None, "begun"
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if len(outputs) > 1:
+                self._copy_out(landing)
+            given = tuple(one.view(-1, *size[1:]) for one, (size, _) in zip(outputs, self._sizes, strict=True))
+            if param.unsharded is not None:
+                instance.fsdp_post_all_gather(given, metadata, self.compute_dtype, out=param.unsharded)
+                return
+            made, inner = instance.fsdp_post_all_gather(given, metadata, self.compute_dtype)
+            known = {storage.data_ptr() for storage, _ in self._storages}
+            for tensor in inner:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in known:
+                    known.add(storage.data_ptr())
+                    self._storages.append((storage, storage.size()))
+            if made.shape != param.shape:
+                # The rows that fill up the last ranks' part.
+                made = made.as_strided(param.shape, param.spec.tensor_meta.stride, 0)  # type: ignore[union-attr]
+            param.unsharded = param.dress(nn.Parameter(made, requires_grad=param.sharded.requires_grad))
+
+    def _copy_out(self, landing: torch.Tensor) -> None:
+        """Bring what travelled together to where each tensor lies."""
+        by_rank = landing.view(self._world_size, -1)
+        start = 0
+        for output in self._outputs:
+            # Through `data`, so that what views it does not count as modified.
+            target = output.data.view(torch.uint8).view(self._world_size, -1)
+            target.copy_(by_rank[:, start : start + target.shape[1]])
+            start += target.shape[1]
+
+    def free_buffer(self) -> None:
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device.type != self.device.type:
+            return False
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:
+            return False
+        return any(
+            storage.size() and storage.data_ptr() <= address < storage.data_ptr() + nbytes
+            for storage, nbytes in self._storages
+        )
+
+    def copied(self, memo: dict[int, Any], *, with_kept_gradients: bool) -> "ClassGatheredBuffer":
+        if with_kept_gradients and self.gradients.bits():
+            raise self._error(
+                "a parameter that its class gathers cannot be copied while no_sync keeps a gradient of it",
+                "copy after a backward that synchronises",
+            )
+        twin = super().copied(memo, with_kept_gradients=False)
+        assert isinstance(twin, ClassGatheredBuffer)
+        twin._forget_unsharded()
+        return twin
+
+    def _error(self, what: str, fix: str) -> UsageError:
+        return _error(self.params[0], what, fix)
+
+
+class _Gathering:
+    """What was started, until the class has made the parameter of it."""
+
+    __slots__ = ("_flat", "_instance", "_landing", "_metadata", "_pending", "_shard")
+
+    def __init__(
+        self,
+        flat: ClassGatheredBuffer,
+        pending: Pending,
+        instance: Any,
+        metadata: Any,
+        landing: torch.Tensor,
+        shard: torch.Tensor,
+    ) -> None:
+        self._flat = flat
+        self._pending = pending
+        self._instance = instance
+        self._metadata = metadata
+        self._landing = landing
+        self._shard: torch.Tensor | None = shard  # Untouched until it has arrived.
+
+    def finish(self) -> None:
+        self._pending.finish()
+        if self._shard is not None:
+            self._flat.complete(self._instance, self._metadata, self._landing)
+            self._shard = None
+
+    def is_over(self) -> bool:
+        return self._pending.is_over()
+
+
+def _plain(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor in a gradient that autograd has left.
+
+    Raises:
+        UsageError: It holds none of the parameter's shape.
+    """
+    plain = param.storage_of(grad)
+    if type(plain) is not torch.Tensor or plain.shape != param.shape:
+        raise _error(param, f"its gradient is a {type(grad).__name__}", "let the backward give a plain tensor")
+    return plain
+
+
+def _error(param: ShardedParam, what: str, fix: str) -> UsageError:
+    assert param.form is not None, "only such parameters have such a buffer"
+    who = param.layout.label or param.fqn
+    return UsageError(f"{param.form.subclass.name}: {what}", at=f"{place_of_rank()}, parameter '{who}'", fix=fix)
+
+
+def _text(sizes: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(f"{list(size)} {str(dtype).removeprefix('torch.')}" for size, dtype in sizes)

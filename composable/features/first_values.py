@@ -1,0 +1,323 @@
+"""The plain buffers of the modules of an annotation: listed, moved, and made equal on all ranks."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable.collectives import Grid, Ranks
+from composable.engine import FlatBuffer, MarkedMemory, ShardedParam, has_own_setattr, is_unfilled, mark_unfilled
+from composable.errors import ConfigError
+from composable.features.whole_values import spread_from
+from composable.fqns import SUCCESSOR
+from composable.planning import HandleMembers
+from composable.wording import dtype_text, join_fqn, list_text
+
+__all__ = ["FirstValues", "ParamInitFn", "broadcast_buffer", "buffer_slots", "describe_buffers", "move_buffers"]
+
+
+_Slot = tuple[nn.Module, str]
+
+
+def buffer_slots(names: Mapping[nn.Module, str]) -> list[list[_Slot]]:
+    """Return the places of every plain buffer, those of one tensor together."""
+    found: dict[int, list[_Slot]] = {}
+    for module in names:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not isinstance(buffer, DTensor):
+                found.setdefault(id(buffer), []).append((module, name))
+    return list(found.values())
+
+
+def describe_buffers(names: Mapping[nn.Module, str]) -> list[str]:
+    """Return a line for every buffer, to compare between ranks."""
+    lines = []
+    for slots in buffer_slots(names):
+        buffer = slots[0][0]._buffers[slots[0][1]]
+        assert buffer is not None, "listed above"
+        fqns = " = ".join(repr(join_fqn(names[module], name)) for module, name in slots)
+        lines.append(f"buffer {fqns} {list(buffer.shape)} {dtype_text(buffer.dtype)}")
+    return lines
+
+
+def move_buffers(names: Mapping[nn.Module, str], device: torch.device) -> None:
+    """Move buffers to the device where the parameters will be unsharded; those on meta stay."""
+    for slots in buffer_slots(names):
+        buffer = slots[0][0]._buffers[slots[0][1]]
+        if buffer is not None and not buffer.is_meta and buffer.device.type != device.type:
+            moved = buffer.to(device)
+            for module, name in slots:
+                module._buffers[name] = moved
+
+
+def broadcast_buffer(slots: Sequence[_Slot], ranks: Ranks) -> None:
+    """Make a buffer that of the first rank, on every rank: in place where it has memory, else as one new tensor."""
+    buffer = slots[0][0]._buffers[slots[0][1]]
+    assert buffer is not None, "only buffers have slots"
+    is_source = ranks.rank == 0
+    if is_source:
+        values = buffer.detach().to(ranks.device).contiguous()
+    else:
+        values = torch.empty(buffer.shape, dtype=buffer.dtype, device=ranks.device)
+    ranks.broadcast(values, 0)
+    if is_source:
+        return
+    if buffer.is_meta or any(step == 0 for step in buffer.stride()):
+        for module, name in slots:
+            module._buffers[name] = values
+    else:
+        buffer.data.copy_(values)
+
+
+ParamInitFn = Callable[[nn.Module], object]
+
+
+class FirstValues:
+    """Fills the shards of one annotation, whose modules still hold their original parameters.
+
+    Args:
+        names: The modules that the annotation manages, in order, with their FQNs.
+        members: Each handle's original parameters.
+        built: Each handle's buffers.
+        device: Where shards live.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[nn.Module, str],
+        members: Sequence[HandleMembers],
+        built: Sequence[Sequence[FlatBuffer]],
+        device: torch.device,
+    ) -> None:
+        self._names = names
+        self._device = device
+        self._handles: list[list[tuple[nn.Parameter, ShardedParam]]] = [
+            [
+                (member.originals[span.fqn], param)
+                for flat in buffers
+                for span, param in zip(flat.plan.layout.spans, flat.params, strict=True)
+            ]
+            for member, buffers in zip(members, built, strict=True)
+        ]
+        self._params = {id(original): param for pairs in self._handles for original, param in pairs}
+        self._values: dict[int, torch.Tensor] = {}
+        self._buffers_before = {module: dict(module._buffers) for module in names}
+        for module, buffers in self._buffers_before.items():
+            for name, buffer in buffers.items():
+                # A name of it belongs to a module that was annotated before.
+                module._buffers[name] = getattr(buffer, SUCCESSOR, buffer)
+
+    def make(self, fn: ParamInitFn | None) -> None:
+        """Fill the shards with this rank's own values.
+
+        Raises:
+            ConfigError: ``fn`` left something without values, or changed more than the module it was given.
+        """
+        kept: set[int] = set()
+
+        def keep(original: nn.Parameter, value: torch.Tensor) -> None:
+            self._params[id(original)].write_full(value)
+            kept.add(id(original))
+
+        if fn is not None:
+            self._run(fn, keep, is_final=True)
+        for pairs in self._handles:
+            for original, param in pairs:
+                if id(original) not in kept:
+                    param.write_full(original)
+
+    def prepare(self, fn: ParamInitFn | None, *, is_source: bool) -> None:
+        """Have all values on the first rank, which is the source, before they are sent.
+
+        Raises:
+            ConfigError: As ``make``; or a value is missing on the source.
+        """
+        if fn is not None:
+
+            def keep(original: nn.Parameter, value: torch.Tensor) -> None:
+                if is_source:
+                    self._values[id(original)] = value
+
+            self._run(fn, keep, is_final=is_source)
+        if is_source:
+            without = [
+                join_fqn(self._names[module], name)
+                for module in self._names
+                for name, tensor in [*module._parameters.items(), *module._buffers.items()]
+                if tensor is not None
+                and tensor.is_meta
+                and id(tensor) not in self._values
+                and (name in module._buffers or id(tensor) in self._params)
+            ]
+            if without:
+                raise ConfigError(
+                    "sync_module_states sends what the first rank has, and there it is on the meta device",
+                    at=list_text(without),
+                    fix="load or initialise the model on the first rank, or pass param_init_fn",
+                )
+
+    def send(self, grid: Grid) -> None:
+        """Give every rank its pieces of the first rank's parameters, and its buffers. Collective: all ranks."""
+        first = grid.everyone.numbers[0]
+        for pairs in self._handles:
+            values = [param.storage_of(self._values.get(id(original), original)) for original, param in pairs]
+            spread_from([param.ragged for _, param in pairs], grid, first, values.__getitem__)
+        for slots in buffer_slots(self._names):
+            broadcast_buffer(slots, grid.everyone)
+
+    def finish(self) -> None:
+        """Leave a note on every buffer that was replaced, for annotations that find it under another name."""
+        for module, buffers in self._buffers_before.items():
+            for name, buffer in buffers.items():
+                if buffer is not None and buffer is not module._buffers[name]:
+                    setattr(buffer, SUCCESSOR, module._buffers[name])
+
+    def undo(self) -> None:
+        """Let the modules hold the buffers that they had before."""
+        for module, buffers in self._buffers_before.items():
+            module._buffers.update(buffers)
+
+    def _run(self, fn: ParamInitFn, keep: Callable[[nn.Parameter, torch.Tensor], None], *, is_final: bool) -> None:
+        """Call ``fn`` on each module that owns something on the meta device, in order.
+
+        Args:
+            fn: Of the user.
+            keep: Called with an original and its full value, once nothing changes it any more.
+            is_final: What has no values now will never have any.
+        """
+        run = _InitRun(self._names, self._params, keep, self._device)
+        try:
+            for module in run.todo:
+                # Marks tell memory that the function only made from values that it gave.
+                with MarkedMemory() if is_final else nullcontext():
+                    run.call(fn, module)
+        finally:
+            run.restore_params()
+        if is_final and run.without:
+            raise ConfigError(
+                "param_init_fn left parameters or buffers without values",
+                at=list_text(dict.fromkeys(run.without)),
+                fix="let it give values to all that its module owns itself, also to buffers that __init__ computes",
+            )
+
+
+class _InitRun:
+    """One pass of the user's function over the modules.
+
+    A tensor with several names stays one: each owner gets what the one before it left. What
+    was filled by one owner and only made anew by another keeps its values.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[nn.Module, str],
+        params: Mapping[int, ShardedParam],
+        keep: Callable[[nn.Parameter, torch.Tensor], None],
+        device: torch.device,
+    ) -> None:
+        self._names = names
+        self._keep = keep
+        self._device = device
+        self._originals: dict[nn.Module, dict[str, nn.Parameter]] = {
+            module: {
+                name: param for name, param in module._parameters.items() if param is not None and id(param) in params
+            }
+            for module in names
+        }
+        self._buffers = {module: dict(module._buffers) for module in names}
+        self.todo = [module for module in names if any(tensor.is_meta for tensor in self._own(module))]
+        self._uses = Counter(id(tensor) for module in self.todo for tensor in self._own(module))
+        self._is_shared = {key for key, count in self._uses.items() if count > 1}
+        self._latest: dict[int, torch.Tensor] = {}
+        self.without: list[str] = []
+
+    def call(self, fn: ParamInitFn, module: nn.Module) -> None:
+        """Let ``fn`` initialise what ``module`` owns itself, and take the parameters away from it."""
+        originals, buffers = self._originals[module], self._buffers[module]
+        self._check_untouched(module)
+        for name, original in originals.items():
+            if id(original) in self._is_shared and original.is_meta:
+                put(module, name, self._stand_in(original))
+        for name, buffer in buffers.items():
+            if buffer is not None and id(buffer) in self._latest:
+                module._buffers[name] = self._latest[id(buffer)]
+        fn(module)
+        for name, original in originals.items():
+            self._take(module, name, original, module._parameters.get(name))
+            put(module, name, original)
+        for name, buffer in buffers.items():
+            if buffer is not None:
+                self._take(module, name, buffer, module._buffers.get(name))
+                module._buffers[name] = self._latest.get(id(buffer), buffer)
+
+    def restore_params(self) -> None:
+        """Let the modules hold their original parameters, and one tensor under all names of a buffer."""
+        for module in self.todo:
+            for name, original in self._originals[module].items():
+                if module._parameters.get(name) is not original:
+                    put(module, name, original)
+            for name, buffer in self._buffers[module].items():
+                if id(buffer) in self._latest:
+                    module._buffers[name] = self._latest[id(buffer)]
+
+    def _own(self, module: nn.Module) -> Iterator[torch.Tensor]:
+        yield from self._originals[module].values()
+        yield from (buffer for buffer in self._buffers[module].values() if buffer is not None)
+
+    def _check_untouched(self, module: nn.Module) -> None:
+        changed = [
+            join_fqn(self._names[module], name)
+            for name, original in self._originals[module].items()
+            if module._parameters.get(name) is not original
+        ]
+        if changed:
+            raise ConfigError(
+                "param_init_fn changed a module before its turn",
+                at=list_text(changed),
+                fix="let it change what its module owns itself only: module.to_empty(device=..., recurse=False)",
+            )
+
+    def _stand_in(self, original: nn.Parameter) -> nn.Parameter:
+        """Return a real parameter for one with several names, over the values that it has so far."""
+        if id(original) not in self._latest:
+            self._latest[id(original)] = torch.empty_like(original, device=self._device)
+            mark_unfilled(self._latest[id(original)])
+        return nn.Parameter(self._latest[id(original)].detach(), requires_grad=original.requires_grad)
+
+    def _take(self, module: nn.Module, name: str, before: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Note what the function made of one tensor, and hand it over after its last owner's turn."""
+        fqn = join_fqn(self._names[module], name)
+        if value is not None and (value.shape != before.shape or value.dtype != before.dtype):
+            raise ConfigError(
+                f"param_init_fn changed {list(before.shape)} {dtype_text(before.dtype)} to "
+                f"{list(value.shape)} {dtype_text(value.dtype)}",
+                at=repr(fqn),
+                fix="let it give values, and keep shape and dtype",
+            )
+        if not before.is_meta and not isinstance(before, nn.Parameter):
+            # A buffer that had values, perhaps from an earlier annotation: other names of it must see the new ones.
+            if value is not None and value is not before and not value.is_meta and not is_unfilled(value):
+                before.data.copy_(value)
+            self._latest[id(before)] = before
+        elif value is not None and not value.is_meta and not (id(before) in self._latest and is_unfilled(value)):
+            self._latest[id(before)] = value.detach()
+        self._uses[id(before)] -= 1
+        if self._uses[id(before)]:
+            return
+        latest = self._latest.get(id(before))
+        if latest is None or is_unfilled(latest):
+            self.without.append(fqn)
+        if latest is not None and isinstance(before, nn.Parameter):
+            del self._latest[id(before)]
+            self._keep(before, latest)
+
+
+def put(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Let ``module`` hold ``param``, also if it watches assignments."""
+    if has_own_setattr(module):
+        setattr(module, name, param)
+    else:
+        module._parameters[name] = param

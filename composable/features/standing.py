@@ -1,0 +1,87 @@
+"""Where a root is, as other ranks that wait are told; read from another thread, so nothing is noted for it."""
+
+from composable.collectives import Started, Told, Transport, Tree
+from composable.engine import FlatBuffer, RootSettings, Scheduler
+
+__all__ = ["Standing"]
+
+
+class Standing:
+    """Tells where the modules of a root are.
+
+    Args:
+        name: Of the root's class.
+        scheduler: That runs its handles.
+        settings: Of the root.
+    """
+
+    def __init__(self, name: str, scheduler: Scheduler, settings: RootSettings) -> None:
+        self._name = name
+        self._settings = settings
+        self._scheduler = scheduler
+        self._flats = [(handle, flat) for handle in scheduler.handles for flat in handle.buffers if not flat.is_empty]
+
+    def close(self) -> None:
+        """Let go of every handle; from now on nothing is told."""
+        self._flats = []
+
+    def tell(self, *, in_backward: bool) -> Told | None:
+        """Return where they are; ``None`` where nothing is sharded."""
+        address = _address(self._flats[0][1]) if self._flats else None
+        if address is None or not address[0].groups:
+            return None
+        step = self._scheduler.step
+        forwards, backwards, failure = step.forward_id, step.backward_id, step.failure
+        is_backward = step.is_backward
+        is_last = is_backward or backwards > step.backwards_before
+        tree = Tree.of(
+            self._name,
+            forwards,
+            backwards,
+            is_inside=bool(step.running) or (is_last and in_backward),
+            is_backward=is_last,
+            was_stopped=is_backward,
+            failure=failure,
+            settings=self._set_by_users(),
+        )
+        return Told(f"{address[0].groups[0].group_name} {address[1]}", tree, address[0], self._groups())
+
+    def _groups(self) -> tuple[str, ...]:
+        """Return the names of all process groups that the tree talks in."""
+        transports = self._scheduler.step.hand_over.transports()
+        for _, flat in self._flats:
+            transports |= flat.routes.transports()
+        return tuple(sorted({group.group_name for transport in transports for group in transport.groups}))
+
+    def _set_by_users(self) -> dict[str, str]:
+        handles = dict.fromkeys(handle for handle, _ in self._flats)
+        found = {handle.described: text for handle in handles if (text := handle.settings_text())}
+        if not self._settings.ends_backward:
+            found["the whole tree"] = (
+                "finalized by hand" if self._settings.finalizes_by_hand else "not the last backward"
+            )
+        return found
+
+    def name_of(self, started: Started) -> str | None:
+        """Return what it does for whom; ``None``: it is none of the root's."""
+        for handle, flat in self._flats:
+            if flat.routes.has_started(started):
+                what = "reduce-scatter" if started.tag % 2 else "all-gather"
+                if flat.routes.is_between_copies(started):
+                    what = "all-reduce over copies"
+                elif flat.routes.is_between_hosts(started):
+                    what = f"{what} between hosts"
+                elif flat.routes.is_of_secondary(started):
+                    what = "all-gather of secondary shards"
+                return f"the {what} of {handle.described}"
+        return None
+
+    def is_run_by(self, runner: object) -> bool:
+        """Say whether ``runner`` is the scheduler, or one of its passes."""
+        scheduler = self._scheduler
+        return runner in (scheduler, scheduler.forwards, scheduler.backwards)
+
+
+def _address(flat: FlatBuffer) -> tuple[Transport, int] | None:
+    path = flat.routes.gather_path
+    return None if path is None else (path.transport, path.key)
