@@ -70,9 +70,10 @@ def record_events(root: Root) -> list[str]:
     class Recorded(Handle):
         __slots__ = ()
 
-        def use_unsharded(self) -> None:
-            events.append(f"unshard {self.fqn}")
-            super().use_unsharded()
+        def show(self) -> None:
+            if not self.is_unsharded:
+                events.append(f"unshard {self.fqn}")
+            super().show()
 
         def reshard(self, *, frees: bool = True) -> None:
             events.append(f"reshard {self.fqn}")

@@ -17,12 +17,19 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.annotation.root import FullyShardState, handle_of_module, sharded_state_of
 from composable.casts import CastBuffers, LendHook, cast_floats
-from composable.engine import Backwards, Handle, SavingForbidden, Scheduler
+from composable.engine import Handle, SavingForbidden, Scheduler
 from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.fqns import describe_module
 from composable.frames import run_as_call
 from composable.torch_hooks import GradientHook, around_forward, differentiable_tensors, on_gradient, tensors_in
-from composable.torch_private import next_node_number, opaque, outside_transforms, running_transform, tree_map
+from composable.torch_private import (
+    current_graph_task_id,
+    next_node_number,
+    opaque,
+    outside_transforms,
+    running_transform,
+    tree_map,
+)
 
 __all__ = ["call_as_forward", "register_fully_shard_hooks"]
 
@@ -85,21 +92,21 @@ class _ModuleHooks:
             _check_not_traced(module, ())
             root = state.lazy_init()
         scheduler = root.scheduler
-        forwards = scheduler.forwards
-        is_outermost = scheduler.step.is_idle
+        forwards, step = scheduler.forwards, scheduler.step
+        is_outermost = not step.running and current_graph_task_id() == -1
         if is_outermost:
             _check_not_traced(module, root.handles)
         if handle is not None:
             if not handle.is_in_place():
                 _put_right(handle, scheduler)
-            for follower in scheduler.followers_of(handle):
+            for follower in step.steps[handle].followers:
                 if not follower.handle.is_in_place():
                     _put_right(follower.handle, scheduler)
         if is_outermost and torch.is_grad_enabled():
             root.additions.check(module, root.states)
         forwards.enter_forward(module)
         if is_outermost and torch.is_grad_enabled():
-            for companion in scheduler.step.companions:
+            for companion in step.companions:
                 companion.follow_forward()
         if handle is not None:
             if not handle.unshard_in_backward:
@@ -113,7 +120,8 @@ class _ModuleHooks:
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         handle = self._handle
         root = self._state.root
-        if root is None or not root.scheduler.forwards.is_running(module):
+        running = () if root is None else root.scheduler.step.running
+        if root is None or not running or running[-1] is not module:
             # pre_forward raised, or a user's hook before it.
             return None
         forwards = root.scheduler.forwards
@@ -166,7 +174,7 @@ class _CastingHooks(_ModuleHooks):
         if self._buffers is not None:
             if self._modules is None:
                 self._modules = state.modules_around(module)
-            is_outermost = root.scheduler.forwards.is_outermost(module)
+            is_outermost = root.scheduler.step.running.count(module) == 1
             self._buffers.take_from(root.lent_buffers)
             self._buffers.enter(self._modules, is_outermost=is_outermost)
         return changed
@@ -218,10 +226,11 @@ class _OutputHook(GradientHook):
     only the first gradient in a backward counts.
     """
 
-    __slots__ = ("_backward_id", "_backwards", "_clock", "_gathers", "_handle", "_version")
+    __slots__ = ("_backward_id", "_backwards", "_clock", "_gathers", "_handle", "_step", "_version")
 
-    def __init__(self, backwards: Backwards, handle: Handle, clock: float) -> None:
-        self._backwards = backwards
+    def __init__(self, scheduler: Scheduler, handle: Handle, clock: float) -> None:
+        self._backwards = scheduler.backwards
+        self._step = scheduler.step
         self._handle = handle
         self._clock = clock
         # As it was in forward: what is saved by now may be parameters.
@@ -235,9 +244,9 @@ class _OutputHook(GradientHook):
             with outside_transforms():
                 self(grad)
             return
-        backwards = self._backwards
-        if not backwards.is_running(self._backward_id):
-            self._backward_id = backwards.pre_backward(self._handle, self._clock, gathers=self._gathers)
+        step = self._step
+        if not (step.is_backward and step.backward_id == self._backward_id):
+            self._backward_id = self._backwards.pre_backward(self._handle, self._clock, gathers=self._gathers)
             if self._version != self._handle.version and self._gathers and type(self) is _OutputHook:
                 raise self._handle.written_too_early()
 
@@ -250,12 +259,12 @@ class _LeafHook(_OutputHook):
 
     __slots__ = ()
 
-    def __init__(self, backwards: Backwards, handle: Handle) -> None:
-        super().__init__(backwards, handle, math.inf)
+    def __init__(self, scheduler: Scheduler, handle: Handle) -> None:
+        super().__init__(scheduler, handle, math.inf)
         self._gathers = True
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is _LeafHook and other._handle is self._handle and other._backwards is self._backwards
+        return type(other) is _LeafHook and other._handle is self._handle and other._step is self._step
 
     def __hash__(self) -> int:
         return hash(self._handle)
@@ -291,7 +300,7 @@ def _check_not_traced(module: nn.Module, handles: Sequence[Handle]) -> None:
 
 
 def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, module: nn.Module) -> None:
-    forwards, backwards = scheduler.forwards, scheduler.backwards
+    forwards = scheduler.forwards
     if not torch.is_grad_enabled():
         forwards.post_forward(handle, module, is_differentiable=False)
         return
@@ -299,7 +308,7 @@ def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, module: nn.
         tensors = [output] if output.requires_grad else []
     else:
         tensors = list(differentiable_tensors(output))
-    first_node = forwards.first_node
+    first_node = scheduler.step.first_nodes[-1]
     if first_node < 0:
         forwards.post_forward(handle, module, is_differentiable=bool(tensors))
         return
@@ -309,9 +318,9 @@ def _hook_outputs(output: Any, scheduler: Scheduler, handle: Handle, module: nn.
     clock = forwards.post_forward(handle, module, is_differentiable=bool(tensors), leaks=_leaks(tensors, first_node))
     if not tensors:
         return
-    hook = _OutputHook(backwards, handle, clock)
+    hook = _OutputHook(scheduler, handle, clock)
     for tensor in tensors:
-        on_gradient(tensor, hook if tensor.grad_fn is not None else _LeafHook(backwards, handle))
+        on_gradient(tensor, hook if tensor.grad_fn is not None else _LeafHook(scheduler, handle))
 
 
 def _made_since(first_node: int, values: Iterable[Any]) -> list[torch.Tensor]:

@@ -1,8 +1,4 @@
-"""Replicated modules on a part of a root's ranks: they take part in every step of the root, called or not.
-
-Which of them a rank calls depends on its tokens, as with sharded ones that follow. So they begin with the root: what
-ranks do together before a forward, and the averaging of a backward.
-"""
+"""What an annotated module remembers, and what the root of a tree of them has besides."""
 
 import functools
 import weakref
@@ -34,12 +30,11 @@ from composable.collectives import (
 )
 from composable.contract import annotated_below, get_registry, managing_state
 from composable.engine import (
-    Account,
     Agreement,
     Choices,
     Companion,
-    Comparison,
     Handle,
+    HandleStep,
     Replicas,
     RootSettings,
     Scheduler,
@@ -211,7 +206,7 @@ class FullyShardState:
             for handle in self._handles:
                 for flat in handle.buffers:
                     flat.routes.gather_secondary_by(transport, host)
-                    flat.routes.fill_by(transport, between[key], hosts)
+                    flat.routes.fill_by(between[key], hosts)
         parts: dict[int, tuple[Transport, Ranks]] = {}
         for handle in self._handles:
             # As planned, which all ranks have compared, and not as it was set since.
@@ -310,14 +305,10 @@ class Root:
         scheduler.step.companions = find_companions(modules, state.grid)
         for companion in scheduler.step.companions:
             companion.begin_to_follow()
-        scheduler.agree_by(functools.partial(_make_agreements, states, models))
-        scheduler.compare_by(
-            functools.partial(
-                find_stale,
-                state.grid.everyone,
-                {handle: found.grid.everyone for found in states for handle in found._handles},
-            )
-        )
+        step = scheduler.step
+        step.finalizer.agreements = _make_agreements(states, models, step.steps)
+        ranks_of = {handle: found.grid.everyone for found in states for handle in found._handles}
+        step.unsharded.find_stale = functools.partial(find_stale, state.grid.everyone, ranks_of)
         root = Root(state, handles, states, scheduler)
         # Backward starts with the root's parameters, so freeing them after forward only costs a gather.
         own = state._module_to_handle.get(modules[0])
@@ -396,28 +387,19 @@ def model_ranks_of(handles: Iterable[Handle]) -> dict[Ranks, ModelRanks]:
 
 
 def _make_agreements(
-    states: Sequence[FullyShardState], models: Mapping[Ranks, ModelRanks], accounts: Sequence[Account]
-) -> "list[Agreement | Comparison]":
+    states: Sequence[FullyShardState], models: Mapping[Ranks, ModelRanks], steps: Mapping[Handle, HandleStep]
+) -> list[Agreement]:
     """Return one agreement for each group of ranks that shares handles. Collective over them."""
-    ranks_of = {flat: state for state in states for handle in state._handles for flat in handle.buffers}
-    found: dict[Ranks, tuple[str, list[Account]]] = {}
-    for account in accounts:
-        state = ranks_of[account.flat]
-        own = found.setdefault(state.grid.everyone, (state.plan.transport, []))[1]
-        if not account.fills_with_zeros:
-            own.append(account)
-    handles: dict[Ranks, list[Handle]] = {}
+    found: dict[Ranks, tuple[str, list[Handle]]] = {}
     for state in states:
-        handles.setdefault(state.grid.everyone, []).extend(state._handles)
-    made: list[Agreement | Comparison] = []
-    for ranks, (name, own) in sorted(found.items(), key=lambda item: models[item[0]].everyone.order):
+        found.setdefault(state.grid.everyone, (state.plan.transport, []))[1].extend(state._handles)
+    made: list[Agreement] = []
+    for ranks, (name, handles) in sorted(found.items(), key=lambda item: models[item[0]].everyone.order):
         model = models[ranks]
-        if own:
-            if model.others:
-                name = settle_transport_for(model.everyone, "auto")
-            made.append(Agreement(model, host_transport_of(model.everyone, name), own, handles[ranks]))
-        else:
-            made.append(Comparison(model.everyone, handles[ranks]))
+        if model.others:
+            name = settle_transport_for(model.everyone, "auto")
+        ledgers = [ledger for handle in handles for ledger in steps[handle].ledgers]
+        made.append(Agreement(model, host_transport_of(model.everyone, name), ledgers, handles))
     return made
 
 

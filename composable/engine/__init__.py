@@ -3,12 +3,12 @@
 from composable.engine.backward_pass import Backwards
 from composable.engine.buffer import FlatBuffer
 from composable.engine.copy_reach import modules_of_copy, reaches_out
-from composable.engine.finish import Agreement, Choices, Comparison, find_stale
+from composable.engine.finish import Agreement, Choices, find_stale
 from composable.engine.forward_pass import SavingForbidden
 from composable.engine.gather_paths import RestingPlace
 from composable.engine.gradients import GradientBuffer, Gradients
 from composable.engine.handle import FIX_COPY, Handle, handle_of, waits_for_copies
-from composable.engine.handle_step import Account, Companion
+from composable.engine.handle_step import HandleStep
 from composable.engine.notices import (
     notice_experts,
     notice_hook_states,
@@ -20,7 +20,7 @@ from composable.engine.notices import (
 from composable.engine.param import ShardedParam, has_own_setattr
 from composable.engine.reduce_paths import Replicas
 from composable.engine.scheduler import Scheduler
-from composable.engine.step import RootSettings
+from composable.engine.step import Companion, RootSettings
 from composable.engine.stepping import (
     ELEMENT_WISE,
     Stepper,
@@ -43,16 +43,15 @@ __all__ = [
     "ELEMENT_WISE",
     "FIX_COPY",
     "META_FIX",
-    "Account",
     "Agreement",
     "Backwards",
     "Choices",
     "Companion",
-    "Comparison",
     "FlatBuffer",
     "GradientBuffer",
     "Gradients",
     "Handle",
+    "HandleStep",
     "HookFunction",
     "MarkedMemory",
     "Registration",

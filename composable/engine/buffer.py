@@ -156,9 +156,7 @@ class FlatBuffer:
 
     def begin_unshard(self) -> Pending:
         """Allocate the buffer and start the all-gather into it, on the current stream; the shard is usable."""
-        path = self.routes.gather_path
-        assert path is not None, "connected when the root was decided"
-        return path.begin(self._allocated(), self.shard)
+        return self.routes.gather_path.begin(self._allocated(), self.shard)
 
     def begin_unshard_again(self) -> Pending:
         """Do so from secondary shards. Collective: all ranks of the smaller group, same order."""

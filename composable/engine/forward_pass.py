@@ -1,4 +1,4 @@
-"""Keeps autograd from saving what will be gone: parameters that are not gathered for backward."""
+"""What each forward of a root does: when it begins, when modules start and end their calls, and when it ends."""
 
 from typing import Any
 
@@ -7,14 +7,15 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from composable.collectives import described
-from composable.engine.backward_pass import Backwards, Completion
+from composable.engine.backward_pass import Backwards
+from composable.engine.completion import Completion
 from composable.engine.handle import Handle
-from composable.engine.handle_step import Turn
+from composable.engine.handle_step import HandleStep
 from composable.engine.notices import notice_leak
 from composable.engine.step import LED, Step
 from composable.errors import UsageError, place_of_rank
-from composable.frames import in_backward, is_called_again
-from composable.torch_private import next_node_number, top_saved_tensors_hooks
+from composable.frames import is_called_again
+from composable.torch_private import current_graph_task_id, next_node_number, top_saved_tensors_hooks
 
 __all__ = ["Forwards", "SavingForbidden"]
 
@@ -24,8 +25,6 @@ class SavingForbidden:
 
     What is saved otherwise goes to the hooks of who is around, such as checkpointing, as if this were not there.
     """
-
-    __slots__ = ("_context", "_handle", "_outer")
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -71,15 +70,13 @@ class Forwards:
         backwards: Of the same: activation checkpointing runs forwards inside of a backward.
     """
 
-    __slots__ = ("_backwards", "_clock", "_completion", "_last", "_started_at", "_step")
-
     def __init__(self, step: Step, completion: Completion, backwards: Backwards) -> None:
         self._step = step
         self._completion = completion
         self._backwards = backwards
         self._clock = self._started_at = 0
         # Whose call came last in the running forward.
-        self._last: Turn | None = None
+        self._last: HandleStep | None = None
 
     # Modules
 
@@ -88,7 +85,7 @@ class Forwards:
         step = self._step
         running = step.running
         first_node = -1
-        if not in_backward():
+        if current_graph_task_id() == -1:
             first_node = next_node_number()
             if step.is_backward or (running and running[0] is module and not is_called_again(module)):
                 # The last backward raised before its final callback, or Ctrl-C ended the last forward.
@@ -107,10 +104,11 @@ class Forwards:
         self._started_at = self._clock
         step.first_nodes.clear()
         self._last = None
-        step.check_waited_for()
+        if step.finalizing is not None:
+            step.check_waited_for()
         if step.teller is not None:
             step.teller.begin_forward(module)
-        step.unsharded.begin_forward(step.turns, step.settings.post_optim_event)
+        step.unsharded.begin_forward(step.steps, step.settings.post_optim_event)
         step.optimizer_stepped()
 
     def exit_forward(self, *, has_failed: bool = False) -> None:
@@ -122,22 +120,22 @@ class Forwards:
             self._end(module, has_failed=has_failed)
 
     def _end(self, module: nn.Module, *, has_failed: bool) -> None:
-        step, oldest = self._step, self._completion.oldest
+        step = self._step
         for handle in step.unsharded:
-            turn = step.turns[handle]
-            if handle.is_gathering or turn.modules_left:
+            own = step.steps[handle]
+            if handle.is_gathering or own.modules_left:
                 # A prefetch that nothing used, or a group of modules that did not all run.
-                turn.modules_left.clear()
-                if handle.is_gathering or handle.reshard_after_forward or turn.first_forward is None:
-                    self._reshard(turn, is_differentiable=turn.first_forward is not None)
-        if has_failed and oldest is not None and oldest > self._started_at:
+                own.modules_left.clear()
+                if handle.is_gathering or handle.reshard_after_forward or not own.is_armed:
+                    self._reshard(own, is_differentiable=own.is_armed)
+        if has_failed and self._completion.has_armed_after(self._started_at):
             # Nothing that has ended waits for a backward.
             step.drop_secondaries()
         # Also before backward.
         step.unsharded.hide()
         step.streams.wait_for_copies()
         if step.teller is not None and not step.failure:
-            step.teller.end_forward(module, is_awaited=oldest is not None and torch.is_grad_enabled())
+            step.teller.end_forward(module, is_awaited=self._completion.has_armed and torch.is_grad_enabled())
 
     def note_failure(self, error: BaseException, handle: Handle | None) -> None:
         """Let ranks that wait know what the forward has raised, in a module of ``handle``, or in one without."""
@@ -149,15 +147,6 @@ class Forwards:
         """Say whether ``module`` is the innermost managed module whose forward has started."""
         running = self._step.running
         return bool(running) and running[-1] is module
-
-    def is_outermost(self, module: nn.Module) -> bool:
-        """Say whether of the calls of ``module`` that are running this is the only one."""
-        return self._step.running.count(module) == 1
-
-    @property
-    def first_node(self) -> int:
-        """Number of autograd's next node when the innermost managed module started its forward; -1: in backward."""
-        return self._step.first_nodes[-1]
 
     # Handles
 
@@ -172,38 +161,38 @@ class Forwards:
                 return
             raise _lent(handle)
         step = self._step
-        turn = step.turns[handle]
-        if turn.leaders and self._is_led(turn):
+        own = step.steps[handle]
+        if own.leaders and self._is_led(own):
             # Gathered already: which of them run, and in what order, is this rank's own business.
             step.unsharded.unshard(handle)
             return
-        if len(handle.modules) > 1 and not turn.modules_left:
-            turn.modules_left.update(handle.modules)
+        if len(handle.modules) > 1 and not own.modules_left:
+            own.modules_left.update(handle.modules)
         if step.first_nodes[-1] < 0:
             # In backward: activation checkpointing runs the forward again, order and clock stay as they are.
             self._backwards.begin_backward(runs_again=True)
-            step.begin_unshard(turn)
+            step.begin_unshard(own)
             self._backwards.unshard(handle)
             return
         self._clock += 1
-        if turn.entered_at is None:
-            turn.entered_at = self._clock
+        if own.entered_at < 0:
+            own.entered_at = self._clock
         last = self._last
-        if last is not turn:
+        if last is not own:
             if last is not None:
-                last.next_forward = turn
-            turn.previous_forward = last
-            self._last = turn
-        if turn.followers:
-            step.begin_unshard(turn)
+                last.next_forward = own
+            own.previous_forward = last
+            self._last = own
+        if own.followers:
+            step.begin_unshard(own)
         step.unsharded.unshard(handle)
-        following = turn.next_forward
+        following = own.next_forward
         if handle.forward_prefetch is not None:
             for ahead in handle.forward_prefetch:
                 # Those of another root are gathered by that root, on streams of its own.
-                if ahead in step.turns:
-                    step.begin_unshard(step.turns[ahead])
-        elif following is not None and following is not turn:
+                if ahead in step.steps:
+                    step.begin_unshard(step.steps[ahead])
+        elif following is not None and following is not own:
             step.begin_unshard(following)
 
     def post_forward(self, handle: Handle, module: nn.Module, *, is_differentiable: bool, leaks: bool = False) -> float:
@@ -216,47 +205,47 @@ class Forwards:
             leaks: Backward may get to nodes of this call before it gets to an output, or without.
         """
         step = self._step
-        turn = step.turns[handle]
+        own = step.steps[handle]
         if handle.is_lent:
             return self._clock
-        is_led = bool(turn.leaders) and self._is_led(turn)
-        turn.modules_left.discard(module)
+        is_led = bool(own.leaders) and self._is_led(own)
+        own.modules_left.discard(module)
         if step.first_nodes[-1] < 0:
             if is_differentiable and not is_led:
                 # Reentrant checkpointing: the first forward ran without grad, so only now is it known.
-                self._completion.expect_late(turn)
+                self._completion.expect_late(own)
             return self._clock
         self._clock += 1
         if is_differentiable and not is_led:
-            self._completion.arm(turn)
+            self._completion.arm(own)
         if leaks:
             if not step.failure:  # An exception holds on to tensors as well.
                 notice_leak(handle)
-            step.unsharded.linger(handle, with_graph=True)
-            step.unsharded.watch_leaves(handle, self._backwards.begin_backward)
+            step.unsharded.retain_until_backward(handle, with_graph=True)
+            step.unsharded.notice_backward([handle], self._backwards.begin_backward)
         if is_led:
             return LED
         # The last call of the forward: no other module of the handle is to run, nor this one around itself.
-        if not turn.modules_left and step.running.count(module) == 1:
-            for one in turn.followers:
+        if not own.modules_left and step.running.count(module) == 1:
+            for one in own.followers:
                 self._end_call(one, is_differentiable=is_differentiable)
-            turn.entered_at = None
-            self._end_call(turn, is_differentiable=is_differentiable)
+            own.entered_at = -1
+            self._end_call(own, is_differentiable=is_differentiable)
         return self._clock
 
-    def _is_led(self, turn: Turn) -> bool:
+    def _is_led(self, own: HandleStep) -> bool:
         """Say whether the call that runs is inside of what the handle goes with, and not from elsewhere."""
         step = self._step
         # Activation checkpointing may run a part again, without the modules around it.
         is_again = step.first_nodes[-1] < 0
         return any(
             step.is_around(leader.handle) or (is_again and leader.queued_in == step.backward_id)
-            for leader in turn.leaders
+            for leader in own.leaders
         )
 
-    def _end_call(self, turn: Turn, *, is_differentiable: bool) -> None:
+    def _end_call(self, own: HandleStep, *, is_differentiable: bool) -> None:
         """Free a handle after the last call of the forward, or let it stay."""
-        handle = turn.handle
+        handle = own.handle
         # Without gradients they stay only where the user asked for it: for a loop of forwards, say.
         stays = handle.reshard_option is False and not torch.is_grad_enabled()
         frees = handle.reshard_after_forward or not (is_differentiable or stays)
@@ -264,18 +253,18 @@ class Forwards:
             # It follows, and its modules did not run here: what stays has to be the same on all ranks.
             self._step.unsharded.unshard(handle)
         if frees:
-            self._reshard(turn, is_differentiable=is_differentiable)
+            self._reshard(own, is_differentiable=is_differentiable)
 
-    def _reshard(self, turn: Turn, *, is_differentiable: bool) -> None:
+    def _reshard(self, own: HandleStep, *, is_differentiable: bool) -> None:
         """Free the parameters; where a backward will gather them from fewer ranks, all but the secondary shards."""
-        step, handle = self._step, turn.handle
+        step, handle = self._step, own.handle
         is_read = is_differentiable and handle.unshard_in_backward
         if not (is_read and handle.keeps_secondary and handle.is_unsharded and handle.held_with is None):
             step.unsharded.reshard(handle)
             return
-        is_kept = handle.has_secondary and turn.kept_in == step.forward_id
+        is_kept = handle.has_secondary and own.kept_in == step.forward_id
         step.unsharded.reshard(handle, keeps_secondary=not is_kept)
-        turn.kept_in = step.forward_id
+        own.kept_in = step.forward_id
 
 
 def _lent(handle: Handle) -> UsageError:

@@ -583,19 +583,16 @@ class Handle:
             version += flat.shard._version  # Which grows on every rank alike.
             if flat.is_empty:
                 flat.make_leaves()
+            elif self.takes_secondary:
+                gathers.append(flat.begin_unshard_again() if self.has_secondary else _Filling(flat))
             else:
-                gathers.append(self._begin_unshard(flat))
+                gathers.append(flat.begin_unshard())
         self.version = self._secondary_version if self.takes_secondary and self.has_secondary else version
         self.is_gathering = True
 
     def discount_writes(self) -> None:
         """Note that what was written since the last gather, on all ranks, were the values that there were."""
         self._idle_writes = sum(flat.shard._version for flat in self.buffers) - self.version
-
-    def _begin_unshard(self, flat: FlatBuffer) -> Pending:
-        if not self.takes_secondary:
-            return flat.begin_unshard()
-        return flat.begin_unshard_again() if self.has_secondary else _Filling(flat)
 
     def end_fill(self) -> None:
         """Start the all-gathers that wait for a secondary shard; nothing if there are none.
@@ -619,16 +616,8 @@ class Handle:
         for flat in self.buffers:
             flat.routes.settle()
 
-    def use_unsharded(self) -> None:
-        """Make the modules hold the unsharded parameters; the gathers are finished."""
-        self.show()
-        # Last: what comes before is done again if an exception cuts it short.
-        self.is_unsharded = True
-        self.is_gathering = False
-        self._gathers = None
-
     def show(self) -> None:
-        """Make the modules hold the unsharded parameters, which are there."""
+        """Make the modules hold the unsharded parameters; the gathers are finished."""
         if self._swaps is None:
             self._swaps = [(module, name, param.sharded, param.leaf()) for module, name, param in self._plain_owners]
         for module, name, sharded, leaf in self._swaps:
@@ -644,7 +633,10 @@ class Handle:
                 self._check_not_assigned()
             param.leaf().requires_grad_(param.sharded.requires_grad)
             param.place(param.leaf())
-        self.is_hidden = False
+        # Last: what comes before is done again if an exception cuts it short.
+        self.is_unsharded = True
+        self.is_hidden = self.is_gathering = False
+        self._gathers = None
 
     def _check_not_assigned(self) -> None:
         # A forward has seen to it, so this is before a backward.

@@ -1,19 +1,18 @@
 """What runs the handles of one root, and what can be asked of it between steps.
 
-Hooks of modules call its two passes, ``forwards.py`` and ``backwards.py``; when a handle's gradients are complete is
-the business of ``completion.py``. On which stream things run is that of ``streams.py``.
+Hooks of modules call its two passes, ``forward_pass.py`` and ``backward_pass.py``; on which stream things run is the
+business of ``streams.py``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from composable.engine.backward_pass import Backwards, Completion
-from composable.engine.finish import Agreement, Comparison
+from composable.engine.backward_pass import Backwards
+from composable.engine.completion import Completion
 from composable.engine.forward_pass import Forwards
 from composable.engine.handle import Handle
-from composable.engine.handle_step import Account, Teller, Turn
-from composable.engine.step import RootSettings, Step
+from composable.engine.step import RootSettings, Step, Teller
 from composable.engine.streams import Streams
 from composable.errors import UsageError, place_of_rank
 from composable.torch_hooks import Ending
@@ -37,8 +36,6 @@ class Scheduler:
         backwards: Runs the backwards.
     """
 
-    __slots__ = ("__weakref__", "_completion", "backwards", "forwards", "handles", "step")
-
     def __init__(
         self,
         handles: Sequence[Handle],
@@ -56,33 +53,18 @@ class Scheduler:
         """Tell ranks without inputs of each collective before it starts; ``None``: all have inputs."""
         self.step.teller = self.step.unsharded.teller = teller
 
-    def agree_by(self, make: Callable[[Sequence[Account]], Sequence[Agreement | Comparison]]) -> None:
-        """Let the ranks compare at the end of each backward; ``make`` gets the accounts of all handles."""
-        self.step.hand_over.agree_by(make)
-
-    def compare_by(self, find_stale: Callable[[Sequence[Handle]], Iterable[Handle]]) -> None:
-        """Let the ranks find out together which unsharded handles are older than their shards."""
-        self.step.unsharded.compare_by(find_stale)
-
     def follow(self, leaders: Mapping[Handle, Sequence[Handle]]) -> None:
         """Let handles go with others, whether their own modules run or not.
 
         Args:
             leaders: Of each handle that follows; these follow none.
         """
-        turns = self.step.turns
-        led: dict[Turn, list[Turn]] = {}
+        steps = self.step.steps
         for handle, ahead in leaders.items():
-            turn = turns[handle]
-            turn.leaders = tuple(turns[one] for one in ahead)
-            for leader in turn.leaders:
-                led.setdefault(leader, []).append(turn)
-        for leader, followers in led.items():
-            leader.followers = tuple(followers)
-
-    def followers_of(self, handle: Handle) -> tuple[Turn, ...]:
-        """Return what goes with ``handle``."""
-        return self.step.turns[handle].followers
+            own = steps[handle]
+            own.leaders = tuple(steps[one] for one in ahead)
+            for leader in own.leaders:
+                leader.followers = (*leader.followers, own)
 
     @property
     def is_deferred(self) -> bool:
@@ -109,7 +91,7 @@ class Scheduler:
     def begin_unshard(self, handle: Handle) -> None:
         """Start gathering ahead of use; ``unshard`` waits for it."""
         self.step.unsharded.begin_unshard(handle)
-        if self.step.turns[handle].leaders:
+        if self.step.steps[handle].leaders:
             handle.end_fill()
 
     def refresh(self, handles: Iterable[Handle]) -> None:
@@ -156,13 +138,13 @@ class Scheduler:
         step = self.step
         for handle in step.unsharded:
             step.unsharded.reshard(handle)
-        step.unsharded.end_lingering(always=True)
+        step.unsharded.free_retained(always=True)
         step.drop_secondaries()
         # Also what was freed so far: the current stream comes after its last readers.
         step.streams.end_backward()
         step.streams = streams
-        step.unsharded.use_streams(streams)
-        step.reductions.use_streams(streams)
+        step.unsharded.streams = streams
+        step.finalizer.streams = streams
         streams.shards_written()
 
     # Ending by hand
@@ -178,13 +160,11 @@ class Scheduler:
         step = self.step
         step.check_waited_for()
         waiting = [
-            turn
-            for turn in step.turns.values()
-            if turn.handle.requires_gradient_sync and turn.handle.has_unsynced_gradients
+            own for handle, own in step.steps.items() if handle.requires_gradient_sync and handle.has_unsynced_gradients
         ]
         if not waiting and not self.is_deferred:
             return
-        step.hand_over.is_deferred = True
+        step.finalizer.is_deferred = True
         step.makes_graph = False
         try:
             with torch.no_grad():
@@ -192,7 +172,7 @@ class Scheduler:
                 step.streams.end_backward()
             if step.teller is not None:
                 step.teller.end_reductions(ends=True)
-            step.hand_over.tell(ends=True)
+            step.finalizer.tell(ends=True)
             step.finalizing = object()
         except BaseException:
             # No forward would find out that this was cut short.
@@ -213,7 +193,7 @@ class Scheduler:
         if step.teller is not None:
             step.teller.hand_over()
         try:
-            step.hand_over.end(self.backwards.end_backward)
+            step.finalizer.end(self.backwards.end_backward)
         except BaseException:
             if self.is_deferred:
                 self.backwards.reset()
@@ -239,18 +219,18 @@ class Scheduler:
         What was reduced and waits for all ranks stays.
         """
         step = self.step
-        step.unsharded.end_lingering(always=True)
+        step.unsharded.free_retained(always=True)
         for handle in step.unsharded:
             step.unsharded.reshard(handle)
-        for handle, turn in step.turns.items():
+        for handle, own in step.steps.items():
             handle.drop_gradients()
-            turn.first_forward = None
+            own.is_armed = False
         self._completion.forget()
 
     def forget_order(self) -> None:
         """Prefetch nothing until forwards have shown anew in which order modules run. On every rank alike."""
-        for turn in self.step.turns.values():
-            turn.forget_order()
+        for own in self.step.steps.values():
+            own.forget_order()
 
     def let_go(self, handles: Iterable[Handle]) -> None:
         """Leave ``handles`` to another root.
@@ -264,12 +244,12 @@ class Scheduler:
                 "a module that ran on its own so far is called by another root in the middle of its step",
                 fix="call the outermost annotated module before the modules inside it",
             )
-        step.unsharded.end_lingering(always=True)
+        step.unsharded.free_retained(always=True)
         for handle in handles:
             step.unsharded.reshard(handle)
             handle.drop_secondary()
-            if handle in step.turns:
-                step.turns[handle].forget()
+            if handle in step.steps:
+                step.steps[handle].forget()
         self._completion.forget()
 
     def close(self) -> None:
@@ -278,6 +258,6 @@ class Scheduler:
         self.let_go(self.handles)
         self.step.is_closed = True
         # A graph of before holds this scheduler, and must not hold the shards with it.
-        self.step.hand_over.close()
-        for turn in self.step.turns.values():
-            turn.accounts = []
+        self.step.finalizer.agreements = ()
+        for own in self.step.steps.values():
+            own.ledgers = []

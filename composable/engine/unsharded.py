@@ -1,16 +1,17 @@
 """Which handles of a root are unsharded now, and whose memory outlives that.
 
-When they are is the business of ``forwards.py`` and ``backwards.py``.
+When they are is the business of ``forward_pass.py`` and ``backward_pass.py``.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from composable.engine.handle import Handle
-from composable.engine.handle_step import Teller, Turn
+from composable.engine.handle_step import HandleStep
 from composable.engine.streams import Streams
 from composable.frames import watch_graph
 from composable.torch_hooks import before_gradients
@@ -18,6 +19,13 @@ from composable.torch_private import autograd_profiler, opaque
 from composable.tracing import in_region
 
 __all__ = ["Unsharded"]
+
+
+class _GatherTeller(Protocol):
+    @property
+    def has_listeners(self) -> bool: ...
+
+    def gather(self, handle: Handle, *, takes_secondary: bool) -> None: ...
 
 
 class Unsharded:
@@ -31,35 +39,19 @@ class Unsharded:
 
     Attributes:
         teller: Tells ranks without inputs of gathers; ``None``: all have inputs.
+        streams: As given; others may take their place where nothing is unsharded.
+        find_stale: Lets the ranks find out together which unsharded handles are older than their shards.
     """
 
-    __slots__ = (
-        "_filling",
-        "_find_stale",
-        "_graphs",
-        "_handles",
-        "_leaf_hooks",
-        "_lingering",
-        "_streams",
-        "_takes_secondary",
-        "_unsharded",
-        "teller",
-    )
-
-    def __init__(
-        self,
-        handles: Sequence[Handle],
-        streams: Streams,
-        takes_secondary: Callable[[Handle], bool],
-    ) -> None:
-        self.teller: Teller | None = None
+    def __init__(self, handles: Sequence[Handle], streams: Streams, takes_secondary: Callable[[Handle], bool]) -> None:
+        self.teller: _GatherTeller | None = None
+        self.streams = streams
+        self.find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
         self._handles = tuple(handles)
         self._filling = tuple(handle for handle in handles if handle.fills_secondary)
-        self._streams = streams
         self._takes_secondary = takes_secondary
-        self._find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
         self._unsharded: dict[Handle, None] = {}
-        self._lingering: dict[Handle, None] = {}
+        self._retained: dict[Handle, None] = {}
         self._graphs: dict[Handle, Callable[[], bool]] = {}
         self._leaf_hooks: dict[Handle, list[RemovableHandle]] = {}
 
@@ -76,10 +68,10 @@ class Unsharded:
         if not handle.is_gathering:
             self.begin_unshard(handle)
         if autograd_profiler._is_profiler_enabled:
-            in_region("wait for gather", handle.fqn, self._streams.wait_for_unshard, handle)
+            in_region("wait for gather", handle.fqn, self.streams.wait_for_unshard, handle)
         else:
-            self._streams.wait_for_unshard(handle)
-        handle.use_unsharded()
+            self.streams.wait_for_unshard(handle)
+        handle.show()
 
     def begin_unshard(self, handle: Handle, *, takes_secondary: bool | None = None) -> None:
         """Start gathering ahead of use; ``unshard`` waits for it.
@@ -91,23 +83,23 @@ class Unsharded:
         if handle.is_unsharded or handle.is_gathering:
             return
         if takes_secondary is None:
-            takes_secondary = self._is_from_secondary(handle)
+            takes_secondary = (handle.has_secondary or handle.fills_secondary) and self._is_from_secondary(handle)
         if self.teller is not None:
             self.teller.gather(handle, takes_secondary=takes_secondary)
         if handle.bring_back():
-            self._streams.shards_written()
+            self.streams.shards_written()
         self._unsharded[handle] = None
         handle.takes_secondary = takes_secondary
         if autograd_profiler._is_profiler_enabled:
-            in_region("gather", handle.fqn, self._streams.begin_unshard, handle)
+            in_region("gather", handle.fqn, self.streams.begin_unshard, handle)
         else:
-            self._streams.begin_unshard(handle)
+            self.streams.begin_unshard(handle)
 
     def _is_from_secondary(self, handle: Handle) -> bool:
         if handle.fills_secondary and self.teller is not None and self.teller.has_listeners:
             # Which of them this step has filled only who ran its forward knows.
             return False
-        return (handle.has_secondary or handle.fills_secondary) and self._takes_secondary(handle)
+        return self._takes_secondary(handle)
 
     def reshard(self, handle: Handle, *, keeps_secondary: bool = False) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them.
@@ -121,11 +113,11 @@ class Unsharded:
         if handle not in self._unsharded or handle.held_with is not None:
             return
         if handle.is_gathering:
-            self._streams.wait_for_unshard(handle)
+            self.streams.wait_for_unshard(handle)
         if keeps_secondary:
-            self._streams.keep_secondary(handle)
-        handle.reshard(frees=handle not in self._lingering)
-        self._streams.resharded()
+            self.streams.keep_secondary(handle)
+        handle.reshard(frees=handle not in self._retained)
+        self.streams.resharded()
         # Last: what was cut short is done again.
         self._unsharded.pop(handle, None)
 
@@ -134,61 +126,48 @@ class Unsharded:
         self.begin_unshard(handle, takes_secondary=takes_secondary)
         # Whether a backward of the others will read them is not known yet.
         self.reshard(handle, keeps_secondary=handle.keeps_secondary and not takes_secondary)
-        self._streams.wait_for_copies()
+        self.streams.wait_for_copies()
 
     def hide(self) -> None:
         """Let modules hold what users clip, zero and load, while the unsharded parameters stay."""
         for handle in self._unsharded:
             handle.hide()
 
-    def use_streams(self, streams: Streams) -> None:
-        """Run on other streams from now on; nothing is unsharded."""
-        self._streams = streams
-
     # From one step to the next
 
-    def compare_by(self, find_stale: Callable[[Sequence[Handle]], Iterable[Handle]]) -> None:
-        """Let the ranks find out together which unsharded handles are older than their shards."""
-        self._find_stale = find_stale
-
-    def begin_forward(self, turns: Mapping[Handle, Turn], written: torch.Event | None) -> None:
+    def begin_forward(self, steps: Mapping[Handle, HandleStep], written: torch.Event | None) -> None:
         """Free what earlier passes left and this forward must not compute with. Collective if anything was kept.
 
         Args:
-            turns: Of all handles.
+            steps: Of all handles.
             written: When the optimizer has written the shards, if not in the order of the current stream.
         """
+        if not (self._unsharded or self._filling):
+            return
         kept = []
         for handle in self:
             if handle.held_with is not None:
                 continue  # Shown by a context, where forwards do not communicate.
             if not handle.reshard_after_backward and handle.is_unsharded:
                 kept.append(handle)
-            elif turns[handle].first_forward is not None:
+            elif steps[handle].is_armed:
                 # Of a forward that no backward has followed yet: the shards may have been written since.
                 self.reshard(handle)
             elif handle.reshard_option is False and handle.is_unsharded:
                 kept.append(handle)  # By a forward without gradients.
-        kept += self._filled(kept)
+        # Others have secondary shards that may be older than their shards; who has none asks as well.
+        for handle in self._filling:
+            if handle.held_with is None and handle not in kept:
+                if handle in self._unsharded:
+                    # Unsharded by hand: it is used as it is, and has newer values.
+                    handle.drop_secondary()
+                else:
+                    kept.append(handle)
         if kept:
             if written is not None:
                 # The shards are read here and now, and not only by gathers.
                 written.wait()
             self._free_stale(kept)
-
-    def _filled(self, kept: Sequence[Handle]) -> list[Handle]:
-        """Return the others whose secondary shards may be older than their shards; who has none asks as well.
-
-        Those that were unsharded by hand are used as they are, and have newer values.
-        """
-        found = []
-        for handle in self._filling:
-            if handle.held_with is None and handle not in kept:
-                if handle in self._unsharded:
-                    handle.drop_secondary()
-                else:
-                    found.append(handle)
-        return found
 
     def refresh(self, handles: Iterable[Handle]) -> None:
         """Free what an earlier step left of ``handles``, hidden, where a rank has written its shard since. Collective.
@@ -202,7 +181,7 @@ class Unsharded:
     def _free_stale(self, kept: Sequence[Handle]) -> None:
         # A rank that ran no modules has none of them, and its optimizer has written its shards.
         has_all = self.teller is None or not self.teller.has_listeners
-        stale = set(self._find_stale(kept) if has_all else kept)
+        stale = set(self.find_stale(kept) if has_all else kept)
         for handle in kept:
             if handle not in stale:
                 handle.discount_writes()
@@ -214,52 +193,53 @@ class Unsharded:
     # Memory that stays
 
     def free_kept(self, handle: Handle) -> None:
-        """Free the memory of the buffers of ``handle``, unless it is unsharded or lingers."""
-        if handle not in self._unsharded and handle not in self._lingering:
+        """Free the memory of the buffers of ``handle``, unless it is unsharded or retained."""
+        if handle not in self._unsharded and handle not in self._retained:
             handle.free_buffers()
-            self._streams.resharded()
+            self.streams.resharded()
 
-    def linger(self, handle: Handle, *, with_graph: bool = False) -> None:
+    def retain_until_backward(self, handle: Handle, *, with_graph: bool = False) -> None:
         """Keep the memory of the parameters, on this rank, until a backward ends, or until the graph is gone as well.
 
         Gathers and reductions are those of a handle that is freed: the other ranks may have freed it.
         """
-        self._lingering[handle] = None
+        self._retained[handle] = None
         if with_graph and (handle not in self._graphs or not self._graphs[handle]()):
             has_frozen = not all(param.sharded.requires_grad for param in handle.params)
             # A graph through frozen parameters is one to others: as a rule, of other handles.
             params = [param for each in (self._handles if has_frozen else (handle,)) for param in each.params]
             self._graphs[handle] = watch_graph(leaf for param in params if (leaf := param.unsharded) is not None)
 
-    def watch_leaves(self, handle: Handle, hear: Callable[[], None]) -> None:
+    def notice_backward(self, handles: Iterable[Handle], hear: Callable[[], None]) -> None:
         """Hear of the next backward also if it gets to no output of an annotated module.
 
         Args:
-            handle: Whose leaves to watch.
+            handles: Whose leaves tell of it.
             hear: A bound method, called when a backward gets to one of them.
         """
-        if handle not in self._leaf_hooks:
-            leaves = [param.leaf() for param in handle.params if param.leaf().requires_grad]
-            # Before: what kept gradients the user has dropped meanwhile is found out when a backward begins.
-            self._leaf_hooks[handle] = before_gradients(leaves, _calling(hear))
+        for handle in handles:
+            if handle not in self._leaf_hooks:
+                leaves = [param.leaf() for param in handle.params if param.leaf().requires_grad]
+                # Before: what kept gradients the user has dropped meanwhile is found out when a backward begins.
+                self._leaf_hooks[handle] = before_gradients(leaves, _calling(hear))
 
-    def watch_lingering(self, hear: Callable[[], None]) -> None:
-        """Do so for all whose memory stays."""
-        for handle in self._lingering:
-            self.watch_leaves(handle, hear)
+    @property
+    def retained(self) -> Sequence[Handle]:
+        """Those whose memory stays until a backward ends."""
+        return tuple(self._retained)
 
-    def end_lingering(self, *, always: bool = False) -> None:
-        """Free what lingers, but where its graph has to be gone and lives: another backward may go through it."""
-        for handle in list(self._lingering):
+    def free_retained(self, *, always: bool = False) -> None:
+        """Free what was retained, but where its graph has to be gone and lives: another backward may go through it."""
+        for handle in tuple(self._retained):
             if not always and handle in self._graphs and self._graphs[handle]():
                 continue
-            del self._lingering[handle]
+            del self._retained[handle]
             self._graphs.pop(handle, None)
             for hook in self._leaf_hooks.pop(handle, ()):
                 hook.remove()
             if handle not in self._unsharded:
                 handle.free_buffers()
-                self._streams.resharded()
+                self.streams.resharded()
 
 
 def _find_stale_here(kept: Sequence[Handle]) -> Iterable[Handle]:

@@ -207,6 +207,11 @@ class Comms:
                         fix="keep one of the two",
                     )
 
+    @property
+    def has_hooks(self) -> bool:
+        """A function of the user's sees the gradients."""
+        return self.hook is not None or self.all_reduce_hook is not None
+
     def compared_text(self) -> str:
         """Return what has to be equal on all ranks; empty: nothing was chosen."""
         own = {

@@ -70,10 +70,8 @@ class ClassGatheredBuffer(FlatBuffer):
                 landing = self._outputs[0].view(torch.uint8)
             else:
                 landing = torch.empty(shard.numel() * self._world_size, dtype=torch.uint8, device=self.device)
-            path = self.routes.gather_path
-            assert path is not None, "connected when the root was decided"
             # As bytes, which no path casts.
-            pending = path.begin(landing, shard)
+            pending = self.routes.gather_path.begin(landing, shard)
         return _Gathering(self, pending, instance, metadata, landing, shard)
 
     def _rows(self) -> torch.Tensor:

@@ -44,7 +44,7 @@ class Follower:
 
     def begin_backward(self) -> None:
         """Do what a backward begins with."""
-        self._step.hand_over.open()
+        self._step.finalizer.open()
 
     def drop(self, index: int, bits: Sequence[int]) -> None:
         """Forget gradients that wait for an all-reduce: those of ``bits`` of each buffer."""
@@ -54,17 +54,17 @@ class Follower:
     def reduce(self, index: int, position: int, *, defers: bool) -> None:
         """Reduce zeros; ``defers``: the all-reduce over copies comes later. Collective."""
         handle = self._step.handles[index]
-        account = self._step.turns[handle].accounts[position]
-        account.flat.routes.kept.defers = defers
-        self._step.reductions.reduce(account, handle.gradient_buffers)
+        ledger = self._step.steps[handle].ledgers[position]
+        ledger.flat.routes.kept.defers = defers
+        self._step.finalizer.reduce(ledger, handle.gradient_buffers)
 
     def end_reductions(self, synced: Sequence[bool], *, ends: bool) -> None:
         """Tell the ranks that nothing is left here; ``synced``: of each handle, whether it averages. Collective."""
         for handle, is_synced in zip(self._step.handles, synced, strict=True):
             handle.requires_gradient_sync = is_synced
-        self._step.hand_over.tell(ends=ends)
+        self._step.finalizer.tell(ends=ends)
         if not ends:
-            self._step.hand_over.postpone()
+            self._step.finalizer.postpone()
 
     def hand_over(self) -> None:
         """Give the shards their part of the mean. Collective.
@@ -72,7 +72,7 @@ class Follower:
         Raises:
             UsageError: What any rank raises there.
         """
-        self._step.hand_over.end(self._step.streams.end_backward)
+        self._step.finalizer.end(self._step.streams.end_backward)
 
     def abandon(self) -> None:
         """Forget a step that was cut short on the others."""

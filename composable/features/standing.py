@@ -48,7 +48,7 @@ class Standing:
 
     def _groups(self) -> tuple[str, ...]:
         """Return the names of all process groups that the tree talks in."""
-        transports = self._scheduler.step.hand_over.transports()
+        transports = self._scheduler.step.finalizer.transports()
         for _, flat in self._flats:
             transports |= flat.routes.transports()
         return tuple(sorted({group.group_name for transport in transports for group in transport.groups}))
@@ -65,14 +65,8 @@ class Standing:
     def name_of(self, started: Started) -> str | None:
         """Return what it does for whom; ``None``: it is none of the root's."""
         for handle, flat in self._flats:
-            if flat.routes.has_started(started):
-                what = "reduce-scatter" if started.tag % 2 else "all-gather"
-                if flat.routes.is_between_copies(started):
-                    what = "all-reduce over copies"
-                elif flat.routes.is_between_hosts(started):
-                    what = f"{what} between hosts"
-                elif flat.routes.is_of_secondary(started):
-                    what = "all-gather of secondary shards"
+            what = flat.routes.name_of(started)
+            if what is not None:
                 return f"the {what} of {handle.described}"
         return None
 
@@ -82,6 +76,6 @@ class Standing:
         return runner in (scheduler, scheduler.forwards, scheduler.backwards)
 
 
-def _address(flat: FlatBuffer) -> tuple[Transport, int] | None:
+def _address(flat: FlatBuffer) -> tuple[Transport, int]:
     path = flat.routes.gather_path
-    return None if path is None else (path.transport, path.key)
+    return path.transport, path.key

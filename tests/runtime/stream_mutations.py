@@ -8,11 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
-from composable.engine import backward_pass as backwards
-from composable.engine import backward_pass as completion
-from composable.engine import finish as reductions
-from composable.engine import forward_pass as forwards
-from composable.engine import scheduler, step, streams, unsharded
+from composable.engine import backward_pass, completion, finish, forward_pass, scheduler, step, streams, unsharded
 from tests.runtime.bench import Case, run_case
 from tests.runtime.recorded import Runtime
 from tests.runtime.recording import Recorder
@@ -43,7 +39,7 @@ def case_named(name: str) -> Case:
 
 
 # In the order of imports.
-FILES = (streams, reductions, unsharded, step, completion, backwards, forwards, scheduler)
+FILES = (streams, finish, unsharded, step, completion, backward_pass, forward_pass, scheduler)
 
 
 def mutated_source(mutation: Mutation) -> dict[ModuleType, str]:
@@ -96,9 +92,9 @@ WAIT_FOR_SOURCE = "        self._reduce.wait_stream(self._device.current_stream(
 REDUCE = "            with self._device.stream(self._reduce):\n"
 REDUCED = "                return _Reduced(self._device, shard, self._reduce.record_event(), is_on_host=to_host)\n"
 WAIT_FOR_REDUCED = "self._device.current_stream().wait_event(self._event)"
-COMPLETE = "            step.unsharded.linger(handle, with_graph=True)\n        step.streams.meet()\n"
+COMPLETE = "            step.unsharded.retain_until_backward(handle, with_graph=True)\n        step.streams.meet()\n"
 COMPLETED = "                step.reshard_unless_running(handle)\n        step.streams.meet()\n"
-BRING_BACK = "        if handle.bring_back():\n            self._streams.shards_written()\n"
+BRING_BACK = "        if handle.bring_back():\n            self.streams.shards_written()\n"
 FREE = "        for flat in handle.buffers:\n            flat.free_buffer()\n"
 WRITTEN_TOO_EARLY = "mul_.Tensor writes on host, not ordered after: copy_ reads on unshard"
 
@@ -220,7 +216,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a prefetch that nothing used is not waited for",
-        [("        if handle.is_gathering:\n            self._streams.wait_for_unshard(handle)\n", "")],
+        [("        if handle.is_gathering:\n            self.streams.wait_for_unshard(handle)\n", "")],
         "prefetch in vain",
         "race of the shard of 'blocks.0': mul_.Tensor writes on default, not ordered after: all_gather reads on unshard",
     ),
@@ -257,7 +253,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a buffer freed before the forward that reads it",
-        [("        following = turn.next_forward\n", FREE + "        following = turn.next_forward\n")],
+        [("        following = own.next_forward\n", FREE + "        following = own.next_forward\n")],
         "train, ",
         "use after free of the buffer of '': addmm reads on default",
     ),
@@ -265,8 +261,8 @@ MUTATIONS = [
         "a buffer freed before the backward that reads it",
         [
             (
-                "        if turn.met_in != backward_id:\n            turn.met_in",
-                FREE + "        if turn.met_in != backward_id:\n            turn.met_in",
+                "        if own.met_in != backward_id:\n            own.met_in",
+                FREE + "        if own.met_in != backward_id:\n            own.met_in",
             )
         ],
         "train, ",
@@ -322,12 +318,12 @@ MUTATIONS = [
         "a gradient buffer is filled again while it is reduced",
         [
             (
-                "        if gradient is not None:\n            self._pool.give(account.flat.gradients.pool_key, gradient)\n",
+                "        if gradient is not None:\n            self._pool.give(ledger.flat.gradients.pool_key, gradient)\n",
                 "",
             ),
             (
                 "        self._under_way.append(",
-                "        self._pool.give(account.flat.gradients.pool_key, gradient)\n        self._under_way.append(",
+                "        self._pool.give(ledger.flat.gradients.pool_key, gradient)\n        self._under_way.append(",
             ),
         ],
         "train, ",
@@ -386,8 +382,8 @@ MUTATIONS = [
         "a backward that was cut short is left alone",
         [
             (
-                "        step.streams.end_backward()\n        step.unsharded.end_lingering(always=True)\n",
-                "        step.unsharded.end_lingering(always=True)\n",
+                "        step.streams.end_backward()\n        step.unsharded.free_retained(always=True)\n",
+                "        step.unsharded.free_retained(always=True)\n",
             )
         ],
         "exception in a branch",
@@ -455,7 +451,7 @@ OFFLOADED = [
     ),
     Mutation(
         "reductions do not say that their results lie on the host",
-        [("flat.routes.gradient_path, flat.home.is_elsewhere", "flat.routes.gradient_path, False")],
+        [("flat.routes, flat.home.is_elsewhere", "flat.routes, False")],
         "offloaded, train, ",
         "race of a tensor: clone reads on host, not ordered after: copy_ writes on reduce",
     ),

@@ -96,18 +96,12 @@ def test_a_choice_that_differs_between_ranks_is_an_error_on_all_that_names_it(
         assert f"\n  at:  rank {rank}\n  fix: " in text
 
 
-def test_ranks_that_send_no_message_compare_once_all_have_chosen() -> None:
-    for text in run_threads(set_otherwise, 2, "divide factor", False, {"unused_gradients": "zero"}):
-        check(text, "divide factor", 2)
-
-
-def set_alone(name: str, options: dict[str, Any]) -> str:
+def set_alone(name: str) -> str:
     set_divergence_timeout(LIMIT_S)
-    model: Any = fully_shard(make_model("mlp"), policy={MLPBlock}, **options)
+    model: Any = fully_shard(make_model("mlp"), policy={MLPBlock})
     backward(model, 0, dist.get_rank())
     if dist.get_rank() == 1:
-        value = {"set_gradient_divide_factor": 3.0}.get(name, False)
-        getattr(model.blocks[1], name)(value)
+        getattr(model.blocks[1], name)(False)
 
     def go_on() -> None:
         for _ in range(2000):
@@ -119,27 +113,20 @@ def set_alone(name: str, options: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "said"),
     [
         (
-            "set_gradient_divide_factor",
-            {"unused_gradients": "zero"},
-            "settings of module 'blocks.1' (MLPBlock) differ: rank 0: as annotated; rank 1: gradient divide factor 3.0",
-        ),
-        (
             "set_requires_gradient_sync",
-            {},
             "settings of module 'blocks.1' (MLPBlock) differ: rank 0: as annotated; rank 1: gradient sync off",
         ),
         (
             "set_is_last_backward",
-            {},
             "settings of the whole tree differ: rank 0: as annotated; rank 1: not the last backward",
         ),
     ],
 )
-def test_who_sets_alone_what_others_wait_for_is_named(name: str, options: dict[str, Any], said: str) -> None:
-    for text in run_ranks(set_alone, 2, name, options):
+def test_who_sets_alone_what_others_wait_for_is_named(name: str, said: str) -> None:
+    for text in run_ranks(set_alone, 2, name):
         assert said in text
 
 

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from composable import UsageError, fully_shard, no_sync, plan, replicate
 from composable.annotation.root import Root
-from composable.engine.finish import Agreement
 from tests.counting import CountingTransport
 from tests.models import random_input, seeded
 from tests.parity import full
@@ -602,24 +601,20 @@ def test_an_unused_head_moves_as_in_one_process(kind: str, decay: float) -> None
             torch.testing.assert_close(found[fqn], param, atol=1e-5 if kind == "AdamW" else 1e-6, rtol=0)
 
 
-def zeros_for_unused() -> tuple[list[str], int, bool]:
+def zeros_for_unused() -> tuple[list[str], int]:
     model = Heads()
     fully_shard(model, unused_gradients="zero")
     root = root_of(model)
     counting = CountingTransport.install(root)
     model(model(x_of(0)), 1).sum().backward()
     zero = [fqn for fqn, p in model.named_parameters() if p.grad is not None and not full(p.grad).any()]
-    return (
-        zero,
-        counting.counts()["reduce_scatter"],
-        any(isinstance(one, Agreement) for one in root.scheduler.step.hand_over.agreements),
-    )
+    return zero, counting.counts()["reduce_scatter"]
 
 
-def test_unused_gradients_can_be_zeros_without_a_message() -> None:
-    for zero, reductions, agrees in run_threads(zeros_for_unused, 2):
+def test_unused_gradients_can_be_zeros() -> None:
+    for zero, reductions in run_threads(zeros_for_unused, 2):
         assert set(zero) == {f"heads.{head}.{name}" for head in (0, 2) for name in ("weight", "bias")}
-        assert (reductions, agrees) == (1, False)
+        assert reductions == 1
 
 
 def test_an_unknown_choice_for_unused_gradients_is_an_error() -> None:
@@ -892,7 +887,7 @@ def one_message_a_backward() -> tuple[int, int]:
     model(x_of(0)).sum().backward()
     root = root_of(model)
     counts, transports = [], []
-    for agreement in root.scheduler.step.hand_over.agreements:
+    for agreement in root.scheduler.step.finalizer.agreements:
         transports.append(CountingTransport(agreement.transport))
         agreement.transport = transports[-1]
     with no_sync(model):

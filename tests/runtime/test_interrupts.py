@@ -72,7 +72,7 @@ def test_ranks_that_use_other_parameters_are_stopped_wherever_a_gradient_arrives
         (Handle.keep_secondary, "resharded to two ranks"),
         (Forwards._reshard, "resharded to two ranks"),
         (Handle.begin_unshard, "over two hosts"),
-        (Unsharded._filled, "over two hosts"),
+        (Unsharded.begin_forward, "over two hosts"),
     ],
 )
 def test_where_things_could_stay_half_done_steps_are_stopped_at_any_line(
