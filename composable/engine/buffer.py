@@ -62,29 +62,6 @@ class FlatBuffer:
 
     gradients_class = Gradients
 
-    __slots__ = (
-        "_buffer",
-        "_buffer_bytes",
-        "_is_allocated",
-        "_secondary",
-        "_split",
-        "_storage",
-        "compute_dtype",
-        "device",
-        "dtype",
-        "gradient_dtype",
-        "gradients",
-        "holds_instances",
-        "home",
-        "is_away",
-        "is_empty",
-        "is_marked",
-        "params",
-        "plan",
-        "routes",
-        "shard",
-    )
-
     def __init__(
         self,
         plan: BufferPlan,

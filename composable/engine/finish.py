@@ -123,9 +123,9 @@ class GradientFinalizer:
     def _finish_first(self) -> None:
         reduction, ledger, gradient = self._under_way.popleft()
         if autograd_profiler._is_profiler_enabled:
-            shard = in_region("wait for reduce", ledger.handle.fqn, reduction.finish)
+            shard = in_region("wait for reduce", ledger.handle.fqn, reduction)
         else:
-            shard = reduction.finish()
+            shard = reduction()
         if gradient is not None:
             self._pool.give(ledger.flat.gradients.pool_key, gradient)
         if shard is not None:
@@ -252,7 +252,7 @@ class GradientFinalizer:
         for agreement in self.agreements:
             agreement.abandon()
         while self._under_way:
-            self._under_way[0][0].finish()
+            self._under_way[0][0]()
             self._under_way.popleft()
         self._forget_reductions()
 

@@ -77,8 +77,6 @@ class Gather:
         key: Of the buffer, the same on all ranks.
     """
 
-    __slots__ = ("key", "transport")
-
     def __init__(self, transport: Transport, key: int) -> None:
         self.transport = transport
         self.key = key
@@ -98,8 +96,6 @@ class CopyGather(Gather):
         home: Where the shard rests. Where that is page-locked, ``begin`` returns before the shard was read, and
             the host must not write to it until the current stream has got there.
     """
-
-    __slots__ = ("_is_queued",)
 
     def __init__(self, transport: Transport, key: int, home: RestingPlace) -> None:
         super().__init__(transport, key)

@@ -38,8 +38,6 @@ class GradientBuffer:
         views: One per parameter, in its full shape.
     """
 
-    __slots__ = ("source", "views")
-
     def __init__(self, layout: FlatLayout, source: torch.Tensor) -> None:
         self.source = source
         self.views = [span.view_in(source) for span in layout.spans]
@@ -92,23 +90,6 @@ class Gradients:
         steppers: Get sharded parameters whose gradients are whole, and step them.
         steps_together: Such a step may be collective: it comes when all ranks know of which parameters.
     """
-
-    __slots__ = (
-        "_compute_dtype",
-        "_has_hooks",
-        "_hooks_known",
-        "_layout",
-        "_like",
-        "_params",
-        "_piece_sizes",
-        "_pieces",
-        "_routes",
-        "_sums",
-        "all_bits",
-        "pool_key",
-        "steppers",
-        "steps_together",
-    )
 
     def __init__(
         self,
@@ -329,7 +310,7 @@ class Gradients:
 
 
 class _PoolKey:
-    __slots__ = ("__weakref__",)
+    """What gradient buffers that fit into each other's memory have in common; held by who uses it."""
 
 
 _POOL_KEYS: "WeakValueDictionary[object, _PoolKey]" = WeakValueDictionary()

@@ -212,12 +212,20 @@ class DeviceStreams:
         self._reduce.wait_stream(self._device.current_stream())
         try:
             with self._device.stream(self._reduce):
-                shard = (path.resume() if gradient is None else path.begin(gradient.source)).finish()
-                return _Reduced(self._device, shard, self._reduce.record_event(), is_on_host=to_host)
+                shard = (path.resume() if gradient is None else path.begin(gradient.source))()
+                reduced = self._reduce.record_event()
         except BaseException:
             # Nobody will wait for what was queued, and the gradient buffer is freed.
             self._device.current_stream().wait_stream(self._reduce)
             raise
+
+        def finish() -> torch.Tensor | None:
+            self._device.current_stream().wait_event(reduced)
+            if to_host:
+                reduced.synchronize()
+            return shard
+
+        return finish
 
     def wait_for_copies(self) -> None:
         if self._copied is not None:
@@ -230,24 +238,6 @@ class DeviceStreams:
             if user != current:
                 current.wait_stream(user)
         return current
-
-
-class _Reduced:
-    """A reduction that the reduce stream has queued to its end."""
-
-    __slots__ = ("_device", "_event", "_is_on_host", "_shard")
-
-    def __init__(self, device: Any, shard: torch.Tensor | None, event: Any, *, is_on_host: bool) -> None:
-        self._device = device
-        self._shard = shard
-        self._event = event
-        self._is_on_host = is_on_host
-
-    def finish(self) -> torch.Tensor | None:
-        self._device.current_stream().wait_event(self._event)
-        if self._is_on_host:
-            self._event.synchronize()
-        return self._shard
 
 
 def streams_for(device: torch.device) -> Streams:

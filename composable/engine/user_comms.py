@@ -20,7 +20,7 @@ from composable.arguments import described
 from composable.collectives import DONE, Pending, Transport, wait_for_work
 from composable.engine.copy_reach import modules_of_copy
 from composable.engine.gather_paths import Gather
-from composable.engine.reduce_paths import Around, GradientPath, Reduced, Reduction, Whole, divided_before
+from composable.engine.reduce_paths import Around, GradientPath, Reduction, Whole, divided_before
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.fqns import describe_module
 
@@ -268,8 +268,6 @@ class CommGather(Gather):
         fqn: Of a parameter of the buffer.
     """
 
-    __slots__ = ("_comm", "_fqn", "_group")
-
     def __init__(self, transport: Transport, key: int, comm: Any, group: dist.ProcessGroup, fqn: str) -> None:
         super().__init__(transport, key)
         self._comm = comm
@@ -305,8 +303,6 @@ class HookPath(Whole):
         dtype: Of the result.
     """
 
-    __slots__ = ("_dtype", "_hook", "failure", "transport")
-
     def __init__(self, transport: Transport, hook: Registration, dtype: torch.dtype) -> None:
         self.transport = transport
         self.failure: ConfigError | None = None
@@ -330,8 +326,8 @@ class HookPath(Whole):
                 fix="fill `output` in place, with the mean of this rank's slice, in the dtype that it has, as hooks of "
                 "LowPrecisionState(..., parameter_type=None) do; return None",
             )
-            return Reduced(like.new_zeros(like.shape, dtype=dtype))
-        return Reduced(output if output.dtype is dtype else output.to(dtype))
+            return _reduced(like.new_zeros(like.shape, dtype=dtype))
+        return _reduced(output if output.dtype is dtype else output.to(dtype))
 
 
 class CommScatterPath(Whole):
@@ -349,8 +345,6 @@ class CommScatterPath(Whole):
         fqn: Of a parameter of the buffer.
     """
 
-    __slots__ = ("_comm", "_divisor", "_dtype", "_fqn", "_group", "transport")
-
     def __init__(
         self, transport: Transport, comm: Any, group: dist.ProcessGroup, divisor: float, dtype: torch.dtype, fqn: str
     ) -> None:
@@ -366,7 +360,7 @@ class CommScatterPath(Whole):
         shard = self.transport.empty(source.numel() // world_size, source, self._dtype)
         if world_size == 1:
             shard.copy_(source)
-            return Reduced(shard.div_(self._divisor))
+            return _reduced(shard.div_(self._divisor))
         left = divided_before(source, self._divisor)
         sent = stage(self._comm, source.numel(), source, self._fqn)
         sent.copy_(source)
@@ -377,7 +371,7 @@ class CommScatterPath(Whole):
         wait_for_work(work, self._group)
         # The user's memory may be used again by the next call.
         shard.copy_(output)
-        return Reduced(shard.div_(left))
+        return _reduced(shard.div_(left))
 
 
 class ThenHookPath(Around):
@@ -388,8 +382,6 @@ class ThenHookPath(Around):
         hook: Called with the reduced shard, which it may change.
         stream: Where it runs; ``None``: on the current one.
     """
-
-    __slots__ = ("_hook", "_own_failure", "_stream")
 
     def __init__(self, inner: GradientPath, hook: Callable[[torch.Tensor], object], stream: Any) -> None:
         super().__init__(inner)
@@ -405,12 +397,12 @@ class ThenHookPath(Around):
 
     def _then_hook(self, reduction: Reduction) -> Reduction:
         # To its end: hooks that communicate run in one order on all ranks, and never for a step that was abandoned.
-        shard = reduction.finish()
+        shard = reduction()
         if shard is None:
-            return Reduced(None)
+            return _reduced(None)
         if self._stream is None:
             self._check(self._hook(shard), shard)
-            return Reduced(shard)
+            return _reduced(shard)
         module = torch.get_device_module(shard.device)
         current = module.current_stream()
         self._stream.wait_stream(current)
@@ -419,7 +411,7 @@ class ThenHookPath(Around):
                 self._check(self._hook(shard), shard)
         finally:
             current.wait_stream(self._stream)
-        return Reduced(shard)
+        return _reduced(shard)
 
     @property
     def failure(self) -> ConfigError | None:
@@ -443,6 +435,11 @@ class ThenHookPath(Around):
                 f"the all-reduce hook returned {described(returned)}",
                 fix="change the shard in place, wait for what that starts, and return None",
             )
+
+
+def _reduced(shard: torch.Tensor | None) -> Reduction:
+    """Return a reduction to ``shard`` that is over, or that the current stream of a device has queued to its end."""
+    return lambda: shard
 
 
 def reduced_otherwise(hook: Registration, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ConfigError | None]:

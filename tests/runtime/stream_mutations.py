@@ -90,8 +90,8 @@ FULL = "                self._full[handle] = self._unshard.record_event()\n"
 WAIT_FOR_FULL = "current.wait_event(full)"
 WAIT_FOR_SOURCE = "        self._reduce.wait_stream(self._device.current_stream())\n        try:\n"
 REDUCE = "            with self._device.stream(self._reduce):\n"
-REDUCED = "                return _Reduced(self._device, shard, self._reduce.record_event(), is_on_host=to_host)\n"
-WAIT_FOR_REDUCED = "self._device.current_stream().wait_event(self._event)"
+REDUCED = "                reduced = self._reduce.record_event()\n"
+WAIT_FOR_REDUCED = "self._device.current_stream().wait_event(reduced)"
 COMPLETE = "            step.unsharded.retain_until_backward(handle, with_graph=True)\n        step.streams.meet()\n"
 COMPLETED = "                step.reshard_unless_running(handle)\n        step.streams.meet()\n"
 BRING_BACK = "        if handle.bring_back():\n            self.streams.shards_written()\n"
@@ -331,7 +331,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gradient buffers are freed while they are reduced, after an exception",
-        [("            self._under_way[0][0].finish()\n", "")],
+        [("            self._under_way[0][0]()\n", "")],
         "exception in backward",
         "freed by the gradient buffer of",
     ),
@@ -439,13 +439,13 @@ OF_SECONDARY = [
 OFFLOADED = [
     Mutation(
         "the host reads a gradient before it has arrived",
-        [("        if self._is_on_host:\n            self._event.synchronize()\n", "")],
+        [("            if to_host:\n                reduced.synchronize()\n", "")],
         "offloaded, train, ",
         "race of a tensor: clone reads on host, not ordered after: copy_ writes on reduce",
     ),
     Mutation(
         "another event tells that a gradient has arrived",
-        [("            self._event.synchronize()\n", "            self._device.current_stream().record_event()\n")],
+        [("                reduced.synchronize()\n", "                self._device.current_stream().record_event()\n")],
         "offloaded, train, ",
         "race of a tensor: clone reads on host, not ordered after: copy_ writes on reduce",
     ),

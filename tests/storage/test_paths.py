@@ -26,16 +26,8 @@ class HalfPrecision:
         self.inner = inner
 
     def begin(self, source: torch.Tensor) -> Reduction:
-        return Cast(self.inner.begin(source.bfloat16()), source.dtype)
-
-
-class Cast:
-    def __init__(self, inner: Reduction, dtype: torch.dtype) -> None:
-        self.inner = inner
-        self.dtype = dtype
-
-    def finish(self) -> torch.Tensor:
-        return self.inner.finish().to(self.dtype)
+        finish = self.inner.begin(source.bfloat16())
+        return lambda: finish().to(source.dtype)
 
 
 class FromAfar:
