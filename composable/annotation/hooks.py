@@ -94,7 +94,7 @@ class _ModuleHooks:
         scheduler = root.scheduler
         forwards, step = scheduler.forwards, scheduler.step
         is_outermost = not step.running and current_graph_task_id() == -1
-        if is_outermost:
+        if is_outermost and (torch.compiler.is_exporting() or torch.jit.is_tracing()):  # type: ignore[no-untyped-call,attr-defined]
             _check_not_traced(module, root.handles)
         if handle is not None:
             if not handle.is_in_place():
@@ -141,7 +141,9 @@ class _ModuleHooks:
             has_failed = True
         changed = None
         if handle is not None:
-            changed = _without_own_memory(output, handle)
+            # What an operation made is neither a view nor a leaf: the common case, at once.
+            if type(output) is not torch.Tensor or output.grad_fn is None or output._base is not None:
+                changed = _without_own_memory(output, handle)
             _hook_outputs(output if changed is None else changed, root.scheduler, handle, module)
         forwards.exit_forward(has_failed=has_failed)
         return changed
@@ -357,9 +359,6 @@ def _without_own_memory(output: Any, handle: Handle) -> Any:
         UsageError: They lie in an object of a class that is not known.
     """
     if isinstance(output, torch.Tensor):
-        # The common case at once: what an operation made is neither a view nor a leaf.
-        if output.grad_fn is not None and output._base is None:
-            return None
         tensors = [output]
     else:
         tensors = list(tensors_in(output))

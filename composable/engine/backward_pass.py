@@ -81,7 +81,8 @@ class Backwards:
         self._end = weakref.ref(self._at_end(self), self._note_end)
         step.backward_id += 1
         step.makes_graph = None
-        if not step.settings.ends_backward:
+        settings = step.settings
+        if not settings.is_last_backward or settings.finalizes_by_hand:
             self._check_steppers()
         if step.teller is not None:
             step.teller.begin_backward()
@@ -151,7 +152,8 @@ class Backwards:
             completion.expect_late(own)
         if gathers:
             self.unshard(handle)
-        self._begin_followers(own)
+        if own.followers:
+            self._begin_followers(own)
         if own.met_in != backward_id:
             own.met_in = backward_id
             self._prefetch_after(own)
@@ -234,7 +236,7 @@ class Backwards:
         if not step.is_backward:
             return  # Ended by hand.
         unsharded = step.unsharded
-        for handle in unsharded:
+        for handle in tuple(unsharded.members):
             if step.makes_graph and not handle.is_gathering:
                 unsharded.retain_until_backward(handle, with_graph=True)
             if handle.reshard_after_backward or handle.is_gathering:
@@ -251,7 +253,7 @@ class Backwards:
             del step.running[len(step.first_nodes) :]
         step.streams.end_backward()
         self._last = None
-        step.forget_threads()
+        step.is_threaded, step.thread = False, None
         step.is_backward = False
 
     # Recovery
@@ -273,7 +275,7 @@ class Backwards:
         step.finalizer.abandon()
         step.streams.end_backward()
         step.unsharded.free_retained(always=True)
-        for handle in step.unsharded:
+        for handle in tuple(step.unsharded.members):
             step.reshard_unless_running(handle)
         for handle, own in step.steps.items():
             own.end_step()
@@ -283,6 +285,6 @@ class Backwards:
         step.finalizer.is_deferred, step.finalizing = False, None
         self._completion.forget()
         self._last = None
-        step.forget_threads()
+        step.is_threaded, step.thread = False, None
         self._ends_reductions = None
         step.is_backward = False

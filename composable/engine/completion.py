@@ -12,7 +12,7 @@ when to reduce *early*. Where it is wrong, the ranks find out when backward ends
 See docs/notes/completion.md.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
@@ -93,8 +93,9 @@ class Completion:
         step = self._step
         armed = self._armed or self._last_armed
         is_again = not self._armed
-        self._drop_zeroed_gradients(step.handles)
         for handle, own in step.steps.items():
+            if handle.keeps_gradients:
+                self._drop_zeroed_gradients(handle)
             if handle.casts_gradients:
                 handle.sum_in_reduce_dtype()
             if handle.has_unsynced_gradients and not own.is_armed:
@@ -110,7 +111,8 @@ class Completion:
         """Forget the forwards that the backward has gone through."""
         for own in self._last_armed:
             own.is_armed, own.first_forward = False, 0
-            own.handle.end_secondary()
+            if own.handle.has_secondary:
+                own.handle.end_secondary()
 
     def expect_late(self, own: HandleStep) -> None:
         """Let the end of backward complete what was not expected in it, or is complete already, and what follows."""
@@ -155,18 +157,18 @@ class Completion:
     def complete_kept(self, waiting: Sequence[HandleStep]) -> None:
         """Reduce, outside of any backward, what those without synchronisation have left."""
         # All of them first: reductions that end meanwhile replace what kept gradients wait beside.
-        self._drop_zeroed_gradients(own.handle for own in waiting)
+        for own in waiting:
+            if own.handle.keeps_gradients:
+                self._drop_zeroed_gradients(own.handle)
         for own in reversed(waiting):
             self._complete(own, is_early=False)
 
-    def _drop_zeroed_gradients(self, handles: Iterable[Handle]) -> None:
+    def _drop_zeroed_gradients(self, handle: Handle) -> None:
         """Forget kept gradients that users have dropped by ``zero_grad``."""
         teller = self._step.teller
-        for handle in handles:
-            if handle.keeps_gradients:
-                dropped = handle.drop_zeroed_gradients()
-                if teller is not None and any(dropped):
-                    teller.drop(handle, dropped)
+        dropped = handle.drop_zeroed_gradients()
+        if teller is not None and any(dropped):
+            teller.drop(handle, dropped)
 
     def _complete(self, own: HandleStep, *, is_early: bool) -> None:
         """Reduce the handle's gradients and free its parameters."""

@@ -19,12 +19,12 @@ import torch
 from torch.distributed import ReduceOp
 
 from composable.collectives import ModelRanks, Pending, Ranks, Transport
-from composable.engine.gradients import GradientBuffer, GradientPool
+from composable.engine.gradients import GradientBuffer, GradientShape
 from composable.engine.handle import Handle
 from composable.engine.handle_step import GradientLedger, HandleStep
 from composable.engine.reduce_paths import Reduction
 from composable.engine.streams import Streams
-from composable.engine.user_comms import CHOICES
+from composable.engine.user_comms import CHOICES, DEFAULT_COMMS
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.ragged import note_finished, note_unfinished
 from composable.torch_private import autograd_profiler
@@ -55,7 +55,8 @@ class GradientFinalizer:
         self._is_settled = True
         # With what the result and the source belong to.
         self._under_way: deque[tuple[Reduction, GradientLedger, GradientBuffer | None]] = deque()
-        self._pool = GradientPool()
+        # Gradient buffers of this backward that wait to be filled again.
+        self._free: dict[GradientShape, list[GradientBuffer]] = {}
 
     @property
     def is_deferred(self) -> bool:
@@ -86,7 +87,13 @@ class GradientFinalizer:
             return None
         while len(self._under_way) >= max_buffers:
             self._finish_first()
-        gradient = self._pool.take(gradients.pool_key, gradients.make_buffer)
+        free = self._free.get(gradients.shape)
+        if free:
+            gradient = free.pop()
+        else:
+            # What nobody can use now goes, so that modules that all differ take no more memory than equal ones.
+            self._free.clear()
+            gradient = gradients.make_buffer()
         try:
             ledger.grad_mask |= gradients.take(gradient)
         except UsageError as error:
@@ -106,7 +113,7 @@ class GradientFinalizer:
         else:
             reduction = self.streams.begin_reduction(routes.gradient_path, gradient, to_host=to_host)
         self._under_way.append((reduction, ledger, gradient))
-        if routes.comms.has_hooks:
+        if routes.comms is not DEFAULT_COMMS and routes.comms.has_hooks:
             # It has met the other ranks all the same, unless it raised.
             try:
                 with located(f"{place_of_rank()}, {ledger.handle.described}"):
@@ -127,13 +134,9 @@ class GradientFinalizer:
         else:
             shard = reduction()
         if gradient is not None:
-            self._pool.give(ledger.flat.gradients.pool_key, gradient)
+            self._free.setdefault(gradient.shape, []).append(gradient)
         if shard is not None:
             ledger.take(shard)
-
-    def _finish_all(self) -> None:
-        while self._under_way:
-            self._finish_first()
 
     # The end of a backward, or of several
 
@@ -177,15 +180,22 @@ class GradientFinalizer:
         """
         self._is_settled = False
         with torch.no_grad():
-            self._finish_all()
-            complaining = {agreement for agreement in self.agreements if agreement.finish()}
+            while self._under_way:
+                self._finish_first()
+            complaining, again = [], []
+            for agreement in self.agreements:
+                if agreement.finish():
+                    complaining.append(agreement)
+                if agreement.goes_on:
+                    again.append(agreement)
             self._reduce_the_rest()
             failure: Exception | None = self._forget_reductions()
             # Where some rank had more to reduce it tells how that went.
-            again = [agreement for agreement in self.agreements if agreement.goes_on]
             for agreement in again:
                 agreement.begin(has_failed=failure is not None)
-            complaining |= {agreement for agreement in again if agreement.finish()}
+            for agreement in again:
+                if agreement.finish():
+                    complaining.append(agreement)
             tidy()
             was_deferred, self.is_deferred = self._is_deferred, False
             self._settle(was_deferred=was_deferred)
@@ -213,16 +223,19 @@ class GradientFinalizer:
                     handle.drop_gradients()
                 else:
                     self.reduce(ledger, handle.gradient_buffers)
-        self._finish_all()
+        while self._under_way:
+            self._finish_first()
 
     def _settle(self, *, was_deferred: bool) -> None:
         """Give parameters what waited for the other ranks; hooks of users run."""
         for handle, step in self._steps.items():
             for ledger in step.ledgers:
                 ledger.finish()
-            if handle.waits_for_copies:
+            waits_for_copies = handle.waits_for_copies
+            if waits_for_copies:
                 handle.keep_gradients()
-            self._note_waiting(step)
+            if waits_for_copies or handle.keeps_gradients or step.is_waiting:
+                self._note_waiting(step)
         self._is_settled = True
         if was_deferred:
             for handle in self._steps:
@@ -243,7 +256,7 @@ class GradientFinalizer:
 
     def _forget_reductions(self) -> ComposableError | None:
         """Give the buffers back to the device; return what went wrong."""
-        self._pool.release()
+        self._free.clear()
         failure, self.failure = self.failure, None
         return failure
 

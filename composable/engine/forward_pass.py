@@ -1,5 +1,6 @@
 """What each forward of a root does: when it begins, when modules start and end their calls, and when it ends."""
 
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -92,7 +93,11 @@ class Forwards:
                 self._backwards.reset()
             if not running:
                 self._begin(module)
-            step.note_thread()
+            thread = get_ident()
+            if thread != step.thread:
+                # Numbers of nodes are per thread, and tell nothing of those of others.
+                step.is_threaded = step.thread is not None
+                step.thread = thread
         step.first_nodes.append(first_node)
         running.append(module)
 
@@ -121,7 +126,7 @@ class Forwards:
 
     def _end(self, module: nn.Module, *, has_failed: bool) -> None:
         step = self._step
-        for handle in step.unsharded:
+        for handle in tuple(step.unsharded.members):
             own = step.steps[handle]
             if handle.is_gathering or own.modules_left:
                 # A prefetch that nothing used, or a group of modules that did not all run.

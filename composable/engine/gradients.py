@@ -1,10 +1,15 @@
-"""Where the gradients of a flat buffer lie while they are collected and reduced.
+"""The gradients of one flat buffer: on the unsharded parameters, kept for later, and on the sharded ones.
 
-They live for one backward: handles of equal layout share them, one after the other.
+Autograd leaves them on the *leaves*, the unsharded parameters. From there they go into a gradient buffer, which lives
+for one backward and is shared by handles of equal layout, one after the other. It is reduced, and goes as a mean to the
+sharded parameters, whose optimizer may step them at once.
+
+Parameters are bits of a number: bit ``i`` is the i-th of the buffer.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,59 +24,48 @@ from composable.planning import BufferPlan, FlatLayout, ShardSplit
 from composable.ragged import HOOKS, RaggedDTensor, hand_over_grad, was_zeroed, watch_zeroing
 from composable.torch_private import foreach_copy_
 
-__all__ = ["GRADIENT_BUFFERS", "GradientBuffer", "GradientPool", "Gradients"]
+__all__ = ["GRADIENT_BUFFERS", "GradientBuffer", "GradientShape", "Gradients"]
 
 
 # Alive at once, unless the user says otherwise: one being reduced, one being filled.
 GRADIENT_BUFFERS = 2
 
 
-class GradientBuffer:
-    """The gradients of one flat buffer, back to back.
-
-    Args:
-        layout: Of the flat buffer.
-        source: [W * S], of undefined content.
+class GradientShape:
+    """Where each gradient lies in a gradient buffer; one object for all flat buffers that can use the same memory.
 
     Attributes:
-        source: The same, padding zero.
-        views: One per parameter, in its full shape.
+        numel: Elements of the buffer, [W * S].
     """
 
-    def __init__(self, layout: FlatLayout, source: torch.Tensor) -> None:
-        self.source = source
-        self.views = [span.view_in(source) for span in layout.spans]
-        filled = 0
-        for span in layout.spans:
-            if span.start > filled:
-                source[filled : span.start].zero_()
-            filled = span.stop
-        if filled < layout.numel:
-            source[filled:].zero_()
+    def __init__(self, layout: FlatLayout) -> None:
+        self.numel = layout.numel
+        buffer = torch.empty(layout.numel, device="meta")
+        views = [span.view_in(buffer) for span in layout.spans]
+        self._views = [(view.shape, view.stride(), view.storage_offset()) for view in views]
+        stops = [0, *(span.stop for span in layout.spans)]
+        starts = [*(span.start for span in layout.spans), layout.numel]
+        self._gaps = [(start, stop) for start, stop in zip(stops, starts, strict=True) if start < stop]
+
+    def lay_out(self, source: torch.Tensor) -> "GradientBuffer":
+        """Return ``source`` [W * S], of undefined content, as gradients back to back; what belongs to none is zero."""
+        for start, stop in self._gaps:
+            source[start:stop].zero_()
+        return GradientBuffer(source, [source.as_strided(*view) for view in self._views], self)
 
 
-class GradientPool:
-    """Gradient buffers of one backward, reused between handles of equal layout."""
+class GradientBuffer(NamedTuple):
+    """The gradients of one flat buffer, back to back.
 
-    def __init__(self) -> None:
-        self._free: dict[object, list[GradientBuffer]] = {}
+    Attributes:
+        source: [W * S], padding zero.
+        views: One per parameter, in its full shape.
+        shape: By which they were laid out.
+    """
 
-    def take(self, key: object, make: Callable[[], GradientBuffer]) -> GradientBuffer:
-        """Return a buffer that was given back under an equal ``key``, or a new one; its contents are undefined."""
-        free = self._free.get(key)
-        if free:
-            return free.pop()
-        # What nobody can use now goes, so that modules that all differ take no more memory than equal ones.
-        self._free.clear()
-        return make()
-
-    def give(self, key: object, gradient: GradientBuffer) -> None:
-        """Take back a buffer whose reduction has finished."""
-        self._free.setdefault(key, []).append(gradient)
-
-    def release(self) -> None:
-        """Drop every buffer: between backwards a gradient pool is dead weight."""
-        self._free.clear()
+    source: torch.Tensor
+    views: list[torch.Tensor]
+    shape: GradientShape
 
 
 class Gradients:
@@ -86,7 +80,7 @@ class Gradients:
 
     Attributes:
         all_bits: A bit for each parameter, as other numbers whose bits are some of them.
-        pool_key: The same object for all whose gradients fit into the same memory.
+        shape: The same object for all whose gradients fit into the same memory.
         steppers: Get sharded parameters whose gradients are whole, and step them.
         steps_together: Such a step may be collective: it comes when all ranks know of which parameters.
     """
@@ -100,8 +94,7 @@ class Gradients:
         device: torch.device,
     ) -> None:
         self.all_bits = (1 << len(params)) - 1
-        self.pool_key = _pool_key(plan, device)
-        self._layout: FlatLayout = plan.layout
+        self.shape = _shape_of(plan, device)
         self._compute_dtype = plan.compute_dtype
         # What they are collected in: its dtype and device.
         self._like = torch.empty(0, dtype=plan.reduce_dtype, device=device)
@@ -167,7 +160,7 @@ class Gradients:
 
     def make_buffer(self) -> GradientBuffer:
         """Allocate what ``take`` fills, on the current stream."""
-        return GradientBuffer(self._layout, self._routes.scatter_transport.empty(self._layout.numel, self._like))
+        return self.shape.lay_out(self._routes.scatter_transport.empty(self.shape.numel, self._like))
 
     def sum_in_reduce_dtype(self, *, sums: bool) -> None:
         """Choose whether autograd adds up gradients in the dtype of the reduction, as it does those that wait.
@@ -309,16 +302,13 @@ class Gradients:
             increment_version([param.ragged._local_tensor for param, _ in chosen])
 
 
-class _PoolKey:
-    """What gradient buffers that fit into each other's memory have in common; held by who uses it."""
+_SHAPES: "WeakValueDictionary[object, GradientShape]" = WeakValueDictionary()
 
 
-_POOL_KEYS: "WeakValueDictionary[object, _PoolKey]" = WeakValueDictionary()
-
-
-def _pool_key(plan: BufferPlan, device: torch.device) -> object:
+def _shape_of(plan: BufferPlan, device: torch.device) -> GradientShape:
     """Return what is the same object for classes that can use each other's memory."""
     layout = plan.layout
     spans = tuple((span.start, span.shape, span.order) for span in layout.spans)
     # To hash all that in every backward would take microseconds.
-    return _POOL_KEYS.setdefault((spans, layout.numel, plan.reduce_dtype, device), _PoolKey())
+    key = (spans, layout.numel, plan.reduce_dtype, device)
+    return _SHAPES.get(key) or _SHAPES.setdefault(key, GradientShape(layout))

@@ -716,7 +716,11 @@ class Handle:
     @property
     def waits_for_copies(self) -> bool:
         """Gradients wait for an all-reduce over the ranks that hold copies."""
-        return any(flat.routes.kept.total is not None for flat in self.buffers)
+        # At the end of each backward: a generator costs as much again.
+        for flat in self.buffers:  # noqa: SIM110
+            if flat.routes.kept.total is not None:
+                return True
+        return False
 
     def forget_kept_shards(self) -> None:
         """Forget what waits for an all-reduce over copies."""

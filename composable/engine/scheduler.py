@@ -115,7 +115,7 @@ class Scheduler:
         """Free what a backward kept and was no longer to keep; within a step, its end does."""
         if self.step.is_under_way:
             return
-        for handle in self.step.unsharded:
+        for handle in tuple(self.step.unsharded.members):
             if handle.is_hidden and handle.reshard_after_backward:
                 self.step.unsharded.reshard(handle)
 
@@ -136,7 +136,7 @@ class Scheduler:
         """
         self.check_between_steps()
         step = self.step
-        for handle in step.unsharded:
+        for handle in tuple(step.unsharded.members):
             step.unsharded.reshard(handle)
         step.unsharded.free_retained(always=True)
         step.drop_secondaries()
@@ -220,7 +220,7 @@ class Scheduler:
         """
         step = self.step
         step.unsharded.free_retained(always=True)
-        for handle in step.unsharded:
+        for handle in tuple(step.unsharded.members):
             step.unsharded.reshard(handle)
         for handle, own in step.steps.items():
             handle.drop_gradients()

@@ -8,7 +8,6 @@ that of the module around it: nothing that its own calls do starts a collective.
 """
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -161,6 +160,7 @@ class Step:
         is_backward: A backward of this root is running.
         makes_graph: It makes a graph for another one; ``None``: nobody has said yet.
         is_threaded: Parts of forward have run in several threads since the last backward.
+        thread: In which the last forward started; ``None``: none has since the last backward.
         failure: What the last forward raised.
         finalizing: Which ``finalize`` has to be ended by ``end_finalize``; ``None``: none.
         is_closed: Another annotation took the place of this one.
@@ -184,7 +184,7 @@ class Step:
         self.finalizing: object | None = None
         self.is_closed = False
         self.is_threaded = False
-        self._thread: int | None = None
+        self.thread: int | None = None
 
     # Where it is
 
@@ -224,17 +224,6 @@ class Step:
         if self.running and self.first_nodes[-1] >= 0 and not self.is_backward:
             return handle.fills_secondary or self.steps[handle].kept_in == self.forward_id
         return handle.has_secondary and self.is_backward and current_graph_task_id() != -1
-
-    def note_thread(self) -> None:
-        """A forward starts in this thread: numbers of nodes are per thread, and say nothing about those of another."""
-        thread = threading.get_ident()
-        if thread != self._thread:
-            self.is_threaded = self._thread is not None
-            self._thread = thread
-
-    def forget_threads(self) -> None:
-        """Forget in which threads forwards ran."""
-        self.is_threaded, self._thread = False, None
 
     # Memory
 

@@ -4,7 +4,7 @@ When they are is the business of ``forward_pass.py`` and ``backward_pass.py``.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -40,6 +40,7 @@ class Unsharded:
     Attributes:
         teller: Tells ranks without inputs of gathers; ``None``: all have inputs.
         streams: As given; others may take their place where nothing is unsharded.
+        members: The handles; they may be resharded by what is done for each.
         find_stale: Lets the ranks find out together which unsharded handles are older than their shards.
     """
 
@@ -50,14 +51,10 @@ class Unsharded:
         self._handles = tuple(handles)
         self._filling = tuple(handle for handle in handles if handle.fills_secondary)
         self._takes_secondary = takes_secondary
-        self._unsharded: dict[Handle, None] = {}
+        self.members: dict[Handle, None] = {}
         self._retained: dict[Handle, None] = {}
         self._graphs: dict[Handle, Callable[[], bool]] = {}
         self._leaf_hooks: dict[Handle, list[RemovableHandle]] = {}
-
-    def __iter__(self) -> Iterator[Handle]:
-        """Iterate over them as they are now; they may be resharded meanwhile."""
-        return iter(tuple(self._unsharded))
 
     def unshard(self, handle: Handle) -> None:
         """Make the modules of ``handle`` hold unsharded parameters. Collective unless it is unsharded."""
@@ -88,7 +85,7 @@ class Unsharded:
             self.teller.gather(handle, takes_secondary=takes_secondary)
         if handle.bring_back():
             self.streams.shards_written()
-        self._unsharded[handle] = None
+        self.members[handle] = None
         handle.takes_secondary = takes_secondary
         if autograd_profiler._is_profiler_enabled:
             in_region("gather", handle.fqn, self.streams.begin_unshard, handle)
@@ -110,7 +107,7 @@ class Unsharded:
             handle: The handle.
             keeps_secondary: Copy secondary shards out of them before.
         """
-        if handle not in self._unsharded or handle.held_with is not None:
+        if handle not in self.members or handle.held_with is not None:
             return
         if handle.is_gathering:
             self.streams.wait_for_unshard(handle)
@@ -119,7 +116,7 @@ class Unsharded:
         handle.reshard(frees=handle not in self._retained)
         self.streams.resharded()
         # Last: what was cut short is done again.
-        self._unsharded.pop(handle, None)
+        self.members.pop(handle, None)
 
     def gather_for_others(self, handle: Handle, *, takes_secondary: bool) -> None:
         """Give this rank's shards, or its secondary ones, to those that compute, and keep nothing. Collective."""
@@ -130,7 +127,7 @@ class Unsharded:
 
     def hide(self) -> None:
         """Let modules hold what users clip, zero and load, while the unsharded parameters stay."""
-        for handle in self._unsharded:
+        for handle in self.members:
             handle.hide()
 
     # From one step to the next
@@ -142,10 +139,10 @@ class Unsharded:
             steps: Of all handles.
             written: When the optimizer has written the shards, if not in the order of the current stream.
         """
-        if not (self._unsharded or self._filling):
+        if not (self.members or self._filling):
             return
         kept = []
-        for handle in self:
+        for handle in tuple(self.members):
             if handle.held_with is not None:
                 continue  # Shown by a context, where forwards do not communicate.
             if not handle.reshard_after_backward and handle.is_unsharded:
@@ -158,7 +155,7 @@ class Unsharded:
         # Others have secondary shards that may be older than their shards; who has none asks as well.
         for handle in self._filling:
             if handle.held_with is None and handle not in kept:
-                if handle in self._unsharded:
+                if handle in self.members:
                     # Unsharded by hand: it is used as it is, and has newer values.
                     handle.drop_secondary()
                 else:
@@ -194,7 +191,7 @@ class Unsharded:
 
     def free_kept(self, handle: Handle) -> None:
         """Free the memory of the buffers of ``handle``, unless it is unsharded or retained."""
-        if handle not in self._unsharded and handle not in self._retained:
+        if handle not in self.members and handle not in self._retained:
             handle.free_buffers()
             self.streams.resharded()
 
@@ -237,7 +234,7 @@ class Unsharded:
             self._graphs.pop(handle, None)
             for hook in self._leaf_hooks.pop(handle, ()):
                 hook.remove()
-            if handle not in self._unsharded:
+            if handle not in self.members:
                 handle.free_buffers()
                 self.streams.resharded()
 

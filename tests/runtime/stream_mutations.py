@@ -318,12 +318,12 @@ MUTATIONS = [
         "a gradient buffer is filled again while it is reduced",
         [
             (
-                "        if gradient is not None:\n            self._pool.give(ledger.flat.gradients.pool_key, gradient)\n",
+                "        if gradient is not None:\n            self._free.setdefault(gradient.shape, []).append(gradient)\n",
                 "",
             ),
             (
                 "        self._under_way.append(",
-                "        self._pool.give(ledger.flat.gradients.pool_key, gradient)\n        self._under_way.append(",
+                "        self._free.setdefault(gradient.shape, []).append(gradient)\n        self._under_way.append(",
             ),
         ],
         "train, ",
