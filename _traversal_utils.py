@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from composable.contract import excludes, get_registry, managing_state
+from composable.ground.contract import excludes, get_registry, managing_state
 
 __all__: list[str] = []
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from composable.collectives.transport import transport_class
+from composable.comm.transport import transport_class
 from tests.hosts import WIRE, two_hosts
 
 TRANSPORTS = ("point_to_point", "process_group")

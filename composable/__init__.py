@@ -3,7 +3,7 @@
 from composable.activation_checkpoint import checkpoint
 from composable.annotated_module import no_sync, reduce_gradients
 from composable.backward_steps import BackwardSteps, step_in_backward
-from composable.collectives import DataParallelMeshDims, explain_waits, set_divergence_timeout
+from composable.comm import DataParallelMeshDims, explain_waits, set_divergence_timeout
 from composable.comm_hooks import (
     CommHookHandle,
     DefaultState,
@@ -17,11 +17,12 @@ from composable.comm_hooks import (
     register_comm_hook,
 )
 from composable.compiled import bucketing_backend
-from composable.contract import contract
+from composable.dtensor import RaggedDTensor, fallback_counts, strict_mode
 from composable.errors import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
 from composable.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from composable.fsdp_settings import GradientReductionHandle, share_comm_ctx
 from composable.fully_shard import HandleOptions, fully_shard
+from composable.ground.contract import contract
 from composable.installation import install
 from composable.optim import accelerate_optimizer, clip_grad_norm_, get_total_norm, rebind_optimizer
 from composable.planning import (
@@ -37,7 +38,6 @@ from composable.planning import (
     plan,
 )
 from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
-from composable.ragged import RaggedDTensor, fallback_counts, strict_mode
 from composable.replicate import replicate
 from composable.replicate_module import ReductionStats, ReplicateModule, reduction_stats, update_process_group
 from composable.saving import (

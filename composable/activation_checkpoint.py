@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as run_with_checkpoint
 
 from composable.annotation import call_as_forward
-from composable.arguments import check_bool, described
-from composable.contract import contract
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.fqns import describe_module
-from composable.frames import is_functional_call
+from composable.ground.arguments import check_bool, described
+from composable.ground.contract import contract
+from composable.ground.frames import is_functional_call
+from composable.ground.names import describe_module
+from composable.ground.torch_private import opaque
 from composable.policies import has_forward
-from composable.torch_private import opaque
 
 __all__ = ["CheckpointState", "check_forward_in_place", "checkpoint", "restore_forward"]
 

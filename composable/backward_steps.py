@@ -17,9 +17,7 @@ import torch
 from torch import nn
 
 from composable.annotation import model_ranks_of
-from composable.arguments import check_optimizer
-from composable.claims import claim_of
-from composable.collectives import Ranks, compare_in_each
+from composable.comm import Ranks, compare_in_each
 from composable.comm_hooks import ReducingUnit, params_of
 from composable.engine import (
     Handle,
@@ -31,11 +29,13 @@ from composable.engine import (
     unmark_stepped,
 )
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
-from composable.frames import in_backward, will_get_gradient
+from composable.ground.arguments import check_optimizer
+from composable.ground.claims import claim_of
+from composable.ground.frames import in_backward, will_get_gradient
+from composable.ground.torch_hooks import after_gradients, after_step, before_step
+from composable.ground.torch_private import opaque
 from composable.optim import CHECKS_ITSELF, PartStep, check_replaced
 from composable.replication import Reducer, ReplicateState, check_steppable
-from composable.torch_hooks import after_gradients, after_step, before_step
-from composable.torch_private import opaque
 
 __all__ = ["BackwardSteps", "step_in_backward"]
 

@@ -21,15 +21,14 @@ import torch.distributed as dist
 from torch import nn
 
 from composable.annotation import handle_of_module, sharded_state_of
-from composable.arguments import check_module, described
-from composable.collectives import Ranks, all_reduce_in, compare_in_each, reduce_scatter_in
-from composable.contract import get_registry
+from composable.comm import Ranks, all_reduce_in, compare_in_each, reduce_scatter_in
 from composable.engine import Handle, HookFunction, Registration
 from composable.errors import ComposableError, ConfigError, SignatureError, UsageError, located, place_of_rank
-from composable.fqns import describe_module
-from composable.frames import in_backward
+from composable.ground.arguments import check_module, described
+from composable.ground.contract import get_registry
+from composable.ground.frames import in_backward
+from composable.ground.names import class_name, describe_module
 from composable.replication import Reducer, ReplicateState
-from composable.wording import class_name
 
 __all__ = [
     "CommHookHandle",

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from composable.arguments import check_number, described
 from composable.errors import ConfigError, place_of_rank
+from composable.ground.arguments import check_number, described
+from composable.ground.torch_private import find_backend
 from composable.replication import FORMS, join_all_reduces
-from composable.torch_private import find_backend
 
 __all__ = ["bucketing_backend"]
 

@@ -15,10 +15,10 @@ from torch import nn
 
 from composable.annotated_module import ClassSwap, original_class, place_of
 from composable.annotation import FullyShardState, call_as_forward, copy_module, sharded_state_of
-from composable.arguments import check_bool, check_device, check_module, described
 from composable.engine import FlatBuffer, Handle, MarkedMemory, ShardedParam
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fsdp_settings import GatherSettings, ReductionSettings, handles_of, managed, roots_of
+from composable.ground.arguments import check_bool, check_device, check_module, described
 
 __all__ = [
     "REFUSED_SETTERS",

@@ -18,10 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import _traversal_utils
 from composable.annotation import FullyShardState, register_fully_shard_hooks
-from composable.arguments import check_bool, check_outside_inference, described, readable_twice
-from composable.casts import keep_dtype
-from composable.claims import take_charge
-from composable.collectives import (
+from composable.comm import (
     DataParallelMeshDims,
     GroupOrPair,
     ModelRanks,
@@ -32,7 +29,7 @@ from composable.collectives import (
     joined_mesh,
     resolve_grid,
 )
-from composable.contract import annotated_below, check_not_joined, contract, set_member
+from composable.dtensor import RaggedDTensor
 from composable.engine import (
     FlatBuffer,
     Handle,
@@ -51,8 +48,12 @@ from composable.features import (
     follow_inputs,
     move_buffers,
 )
-from composable.fqns import describe_module
 from composable.fsdp_module import add_mixin
+from composable.ground.arguments import check_bool, check_outside_inference, described, readable_twice
+from composable.ground.casts import keep_dtype
+from composable.ground.claims import take_charge
+from composable.ground.contract import annotated_below, check_not_joined, contract, set_member
+from composable.ground.names import describe_module, list_text
 from composable.planning import (
     NO_CASTS,
     NO_OFFLOAD,
@@ -73,10 +74,8 @@ from composable.planning import (
     skipped_modules,
 )
 from composable.policies import PolicyLike
-from composable.ragged import RaggedDTensor
 from composable.replication import ReplicateState
 from composable.saving import register_load_check, register_room
-from composable.wording import list_text
 
 __all__ = ["HandleOptions", "fully_shard"]
 

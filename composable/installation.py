@@ -1,7 +1,7 @@
 """Everything that importing this package changes in torch, in one function; docs/importing.md tells users."""
 
+from composable.dtensor import register_ragged, teach_torch
 from composable.optim import check_every_step
-from composable.ragged import register_ragged, teach_torch
 from composable.saving import teach_torch_to_load
 
 __all__ = ["install"]

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from torch import nn
 
 from composable.errors import ConfigError
-from composable.wording import class_name, join_fqn, module_text
+from composable.ground.names import class_name, join_fqn, module_text
 
 __all__ = ["CustomPolicy", "ModuleWrapPolicy", "Policy", "PolicyLike", "SizePolicy", "has_forward", "resolve_policy"]
 

@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.annotation import FullyShardState
-from composable.arguments import check_outside_inference, readable_twice
-from composable.collectives import Grid, Ranks, annotating, check_inside, resolve_ranks
-from composable.contract import annotated_below, check_not_joined, contract
+from composable.comm import Grid, Ranks, annotating, check_inside, resolve_ranks
 from composable.engine import has_torch_optimizer
 from composable.errors import ComposableError, ConfigError, place_of_rank
 from composable.features import follow_inputs
-from composable.fqns import describe_module
+from composable.ground.arguments import check_outside_inference, readable_twice
+from composable.ground.contract import annotated_below, check_not_joined, contract
+from composable.ground.names import describe_module
+from composable.ground.torch_hooks import after_gradients, at_end_of_backward
 from composable.planning import MixedPrecisionPolicy, as_mixed_precision
 from composable.replicate_module import add_replicate_mixin
 from composable.replication import (
@@ -51,7 +52,6 @@ from composable.replication import (
     register_replicate_hooks,
 )
 from composable.saving import register_load_check
-from composable.torch_hooks import after_gradients, at_end_of_backward
 
 __all__ = ["replicate"]
 

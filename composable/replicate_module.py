@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 from composable.annotated_module import AnnotatedModule, ClassSwap, no_sync, place_of
-from composable.arguments import check_bool, check_number, described
-from composable.collectives import Grid, resolve_ranks
+from composable.comm import Grid, resolve_ranks
 from composable.comm_hooks import CommHookHandle
 from composable.comm_hooks import register_comm_hook as reduce_by_hook
-from composable.contract import get_registry
 from composable.engine import HookFunction
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.fqns import describe_module
-from composable.frames import in_backward
+from composable.ground.arguments import check_bool, check_number, described
+from composable.ground.contract import get_registry
+from composable.ground.frames import in_backward
+from composable.ground.names import describe_module
 from composable.replication import BackwardTiming, Reducer, ReplicateState, check_replicated, replicate_state_of
 
 __all__ = [

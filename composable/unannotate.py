@@ -15,17 +15,17 @@ from torch.distributed.tensor import DTensor
 
 from composable.activation_checkpoint import check_forward_in_place, restore_forward
 from composable.annotation import AnnotatedPart, FullyShardState, model_ranks_of
-from composable.arguments import check_bool
-from composable.claims import leave_alone
-from composable.collectives import Grid, Ranks, compare_in_each
-from composable.contract import check_not_joined, get_registry, managing_state, remove_annotation, remove_member
+from composable.comm import Grid, Ranks, compare_in_each
+from composable.dtensor import RaggedDTensor, collect_blocks
 from composable.engine import Handle, ShardedParam, handle_of, reaches_out, waits_for_copies
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
-from composable.fqns import describe_module
-from composable.frames import in_backward, modules_in_call
 from composable.fsdp_module import remove_mixin
+from composable.ground.arguments import check_bool
+from composable.ground.claims import leave_alone
+from composable.ground.contract import check_not_joined, get_registry, managing_state, remove_annotation, remove_member
+from composable.ground.frames import in_backward, modules_in_call
+from composable.ground.names import describe_module
 from composable.planning import mark_replaced
-from composable.ragged import RaggedDTensor, collect_blocks
 from composable.replicate_module import remove_replicate_mixin
 from composable.replication import ReplicateState
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from composable.annotated_module import place_of
 from composable.annotation import FullyShardState, Root, sharded_state_of
-from composable.collectives import Ranks
+from composable.comm import Ranks
 from composable.engine import FlatBuffer, Handle
 from composable.errors import UsageError, place_of_rank
 from composable.features import Follower
-from composable.fqns import describe_module
+from composable.ground.names import describe_module
 from composable.planning import managed_modules
 from composable.replication import ReplicateState, replicate_state_of
 

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from composable.annotation.root import Root
-from composable.collectives import Pending, Ranks, Transport
+from composable.comm import Pending, Ranks, Transport
 
 __all__ = ["Collective", "CountingTransport", "counting_ranks"]
 

@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from composable import clip_grad_norm_
+from composable.dtensor.gather import fallback_counts, strict_mode
+from composable.dtensor.spec import ragged_spec
+from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import UsageError
-from composable.ragged.gather import fallback_counts, strict_mode
-from composable.ragged.spec import ragged_spec
-from composable.ragged.tensor import RaggedDTensor
 from tests.counting import counting_ranks
 from tests.ragged_pairs import CUTS, assert_equal, cpu_mesh, make_module, pairs, set_grads, specs_of, values
 from tests.world import run_ranks

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from composable.dtensor.spec import RaggedSpec, ragged_spec
+from composable.dtensor.tensor import RaggedDTensor
 from composable.planning.layout import plan_layout
-from composable.ragged.spec import RaggedSpec, ragged_spec
-from composable.ragged.tensor import RaggedDTensor
 
 __all__ = ["CUTS", "SHAPES", "assert_equal", "cpu_mesh", "make_module", "pairs", "set_grads", "specs_of", "values"]
 

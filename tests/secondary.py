@@ -25,8 +25,8 @@ from composable import (
     unshard_params,
 )
 from composable.annotation.root import Root
-from composable.contract import get_registry
 from composable.engine import RestingPlace
+from composable.ground.contract import get_registry
 from tests.models import BLOCK_CLASSES, DIM, MLPBlock, random_input, seeded
 from tests.parity import LR, Run, full, train_annotated
 

@@ -33,8 +33,8 @@ from composable import (
     replicate,
     unannotate,
 )
-from composable.contract import get_registry
-from composable.torch_private import TorchDispatchMode
+from composable.ground.contract import get_registry
+from composable.ground.torch_private import TorchDispatchMode
 from tests.counting import CountingTransport
 from tests.models import BATCH, DIM, FloatInput, MLPBlock, loss_of, random_input, seeded
 from tests.parity import (

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from composable import fully_shard, replicate, unannotate
-from composable.claims import rival_on
 from composable.errors import ComposableError
+from composable.ground.claims import rival_on
 from tests.models import random_input
 from tests.parity import full
 from tests.world import on_ranks, run_ranks

@@ -64,7 +64,7 @@ from composable import (
     unshard_params,
     update_process_group,
 )
-from composable.collectives.transport import choose_transport, transport_names
+from composable.comm.transport import choose_transport, transport_names
 from composable.planning.options import ShardOptions
 from tests.models import MLPBlock
 from tests.parity import assert_equal_runs, train_annotated, train_reference

@@ -36,7 +36,7 @@ from composable import (
     set_divergence_timeout,
     unannotate,
 )
-from composable.collectives.hang_watchdog import explained
+from composable.comm.hang_watchdog import explained
 from composable.errors import SignatureError
 from tests.counting import CountingTransport
 from tests.models import BATCH, DIM, MLPBlock, random_input, seeded

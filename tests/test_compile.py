@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from composable import accelerate_optimizer, fully_shard, no_sync, replicate
-from composable.torch_private import opaque
+from composable.ground.torch_private import opaque
 from tests.models import DIM, MLPBlock, random_input, seeded
 from tests.world import run_ranks, run_threads
 

@@ -31,8 +31,8 @@ from composable import (
     replicate,
     step_in_backward,
 )
+from composable.ground.torch_private import graph_collectives
 from composable.replication import join_all_reduces
-from composable.torch_private import graph_collectives
 from tests.models import DIM, MLPBlock, random_input, seeded
 from tests.world import run_ranks, run_threads
 

@@ -9,9 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from composable.contract import contract, get_registry, managing_state, remove_annotation, remove_member, set_member
 from composable.errors import ConfigError
-from composable.fqns import describe_module
+from composable.ground.contract import (
+    contract,
+    get_registry,
+    managing_state,
+    remove_annotation,
+    remove_member,
+    set_member,
+)
+from composable.ground.names import describe_module
 from tests.models import MLP, MLPBlock, TinyGPT
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable import ModuleWrapPolicy, fully_shard
-from composable.collectives import Pending, Transport
+from composable.comm import Pending, Transport
 from composable.engine.scheduler import Scheduler
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.parity import full, inputs_of

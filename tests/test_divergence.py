@@ -25,7 +25,7 @@ from composable import (
     replicate,
     set_divergence_timeout,
 )
-from composable.torch_private import store_of_default_group
+from composable.ground.torch_private import store_of_default_group
 from tests.world import run_ranks, run_threads
 
 LIMIT_S = 0.3

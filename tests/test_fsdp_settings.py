@@ -36,7 +36,7 @@ from composable.engine import Handle
 from composable.engine.finish import Agreement
 from composable.engine.streams import DeviceStreams
 from composable.fsdp_module import REFUSED_SETTERS
-from composable.torch_private import top_saved_tensors_hooks
+from composable.ground.torch_private import top_saved_tensors_hooks
 from tests.counting import CountingTransport
 from tests.fsdp_methods import FUNCTIONS, METHODS, PAGE, with_table
 from tests.models import DIM, MLPBlock, make_model, random_input, random_tokens, seeded

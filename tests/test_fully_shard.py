@@ -31,8 +31,8 @@ from composable import (
     register_fsdp_forward_method,
 )
 from composable.annotation.root import Root, handle_of_module
+from composable.dtensor.tensor import RaggedDTensor
 from composable.engine import Handle
-from composable.ragged.tensor import RaggedDTensor
 from tests.counting import CountingTransport
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model, random_input, seeded
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of

@@ -94,7 +94,7 @@ def live(annotate: Callable[[nn.Module], None]) -> None:
 @pytest.mark.parametrize("annotate", [*WAYS, replicated_static_graph])
 def test_nothing_looks_through_all_live_objects_but_an_error(annotate: Callable[[nn.Module], None]) -> None:
     # The name of a module is found by asking every object of the process: seconds for many annotations.
-    with mock.patch("composable.fqns.gc.get_objects", side_effect=AssertionError("looked through")):
+    with mock.patch("composable.ground.names.gc.get_objects", side_effect=AssertionError("looked through")):
         run_threads(live, 2, annotate)
 
 

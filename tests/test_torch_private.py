@@ -127,7 +127,7 @@ def names_taken() -> set[str]:
         alias.name
         for path in OTHER_FILES
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module == "composable.torch_private"
+        if isinstance(node, ast.ImportFrom) and node.module == "composable.ground.torch_private"
         for alias in node.names
     }
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from composable import fully_shard, replicate
-from composable.torch_private import autograd_profiler
-from composable.tracing import in_region
+from composable.ground.frames import in_region
+from composable.ground.torch_private import autograd_profiler
 from tests.world import run_ranks
 
 STEPS = 2

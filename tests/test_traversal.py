@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 import _traversal_utils
-from composable.contract import contract, get_registry, set_member
+from composable.ground.contract import contract, get_registry, set_member
 from tests.models import MLP, CalledTwice, TinyGPT
 
 

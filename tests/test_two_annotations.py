@@ -15,8 +15,8 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from composable import fully_shard, no_sync, replicate, unannotate
-from composable.contract import get_registry
 from composable.errors import ComposableError, ConfigError
+from composable.ground.contract import get_registry
 from tests.models import random_input, seeded
 from tests.parity import full
 from tests.world import run_threads

@@ -21,7 +21,7 @@ from composable import (
     unannotate,
     unshard_params,
 )
-from composable.contract import get_registry
+from composable.ground.contract import get_registry
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model
 from tests.parity import (
     assert_equal_params,

@@ -39,8 +39,8 @@ from composable import (
     unannotate,
 )
 from composable.annotation import sharded_state_of
-from composable.collectives import Ranks
-from composable.torch_private import store_of_default_group
+from composable.comm import Ranks
+from composable.ground.torch_private import store_of_default_group
 from tests.counting import Collective, CountingTransport
 from tests.models import random_input, seeded
 from tests.ordered_groups import HAS_ORDERED_GROUPS

@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from composable.annotation.root import FullyShardState, handle_of_module, sharded_state_of
-from composable.claims import is_left_alone, leave_alone
-from composable.contract import Annotation, get_registry, promote_member
 from composable.engine import FIX_COPY, Handle, handle_of, modules_of_copy, reaches_out
 from composable.errors import UsageError, place_of_rank
-from composable.fqns import describe_module
-from composable.frames import in_backward
+from composable.ground.claims import is_left_alone, leave_alone
+from composable.ground.contract import Annotation, get_registry, promote_member
+from composable.ground.frames import in_backward
+from composable.ground.names import class_name, describe_module, plain_fqn
 from composable.planning import ShardPlan
-from composable.wording import class_name, plain_fqn
 
 __all__ = ["AnnotatedPart", "copy_module"]
 

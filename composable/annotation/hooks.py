@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable.annotation.root import FullyShardState, handle_of_module, sharded_state_of
-from composable.casts import CastBuffers, LendHook, cast_floats
 from composable.engine import Handle, SavingForbidden, Scheduler
 from composable.errors import DesyncError, UsageError, place_of_rank
-from composable.fqns import describe_module
-from composable.frames import run_as_call
-from composable.torch_hooks import GradientHook, around_forward, differentiable_tensors, on_gradient, tensors_in
-from composable.torch_private import (
+from composable.ground.casts import CastBuffers, LendHook, cast_floats
+from composable.ground.frames import run_as_call
+from composable.ground.names import describe_module
+from composable.ground.torch_hooks import GradientHook, around_forward, differentiable_tensors, on_gradient, tensors_in
+from composable.ground.torch_private import (
     current_graph_task_id,
     next_node_number,
     opaque,

@@ -13,10 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 import _traversal_utils
-from composable.annotation.additions import Additions
-from composable.annotation.readiness import check_ready
-from composable.casts import LentBuffers
-from composable.collectives import (
+from composable.annotation.checks import Additions, check_ready
+from composable.comm import (
     Grid,
     ModelRanks,
     OwnTransport,
@@ -29,7 +27,6 @@ from composable.collectives import (
     settle_transport_for,
     transport_of,
 )
-from composable.contract import annotated_below, get_registry, managing_state
 from composable.engine import (
     Agreement,
     Choices,
@@ -48,18 +45,13 @@ from composable.engine import (
 )
 from composable.errors import ComposableError, UsageError, located, place_of_rank
 from composable.features import Standing, move_buffers
+from composable.ground.casts import LentBuffers
+from composable.ground.contract import annotated_below, get_registry, managing_state
+from composable.ground.names import class_name, module_text
+from composable.ground.torch_hooks import at_end_of_backward, put_outermost
 from composable.planning import ShardPlan, managed_modules, name_modules
-from composable.torch_hooks import at_end_of_backward, put_outermost
-from composable.wording import class_name, module_text
 
-__all__ = [
-    "FullyShardState",
-    "Root",
-    "find_companions",
-    "handle_of_module",
-    "model_ranks_of",
-    "sharded_state_of",
-]
+__all__ = ["FullyShardState", "Root", "find_companions", "handle_of_module", "model_ranks_of", "sharded_state_of"]
 
 
 def find_companions(modules: Sequence[nn.Module], grid: Grid) -> list[Companion]:

@@ -1,6 +1,5 @@
 """The engine: parameters, buffers, the paths that bytes take, and when each of them is taken in a step."""
 
-from composable.engine.backward_pass import Backwards
 from composable.engine.buffer import FlatBuffer
 from composable.engine.copy_reach import modules_of_copy, reaches_out
 from composable.engine.finish import Agreement, Choices, find_stale
@@ -44,7 +43,6 @@ __all__ = [
     "FIX_COPY",
     "META_FIX",
     "Agreement",
-    "Backwards",
     "Choices",
     "Companion",
     "FlatBuffer",

@@ -14,8 +14,8 @@ from composable.engine.handle_step import HandleStep
 from composable.engine.step import LED, Step
 from composable.engine.stepping import refuse_graph_of_backward
 from composable.errors import UsageError, place_of_rank
-from composable.frames import in_split_backward
-from composable.torch_hooks import Ending, in_backward_of_nothing, next_ending_number
+from composable.ground.frames import in_split_backward
+from composable.ground.torch_hooks import Ending, in_backward_of_nothing, next_ending_number
 
 __all__ = ["Backwards"]
 

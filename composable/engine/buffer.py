@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.collectives import Pending
+from composable.comm import Pending
 from composable.engine.gather_paths import RestingPlace
 from composable.engine.gradients import Gradients
 from composable.engine.param import make_sharded_params

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from composable.errors import UsageError, place_of_rank
-from composable.fqns import describe_module
-from composable.frames import copied_values
+from composable.ground.frames import copied_values
+from composable.ground.names import describe_module
 
 __all__ = ["is_part_of_module", "modules_of_copy", "reaches_out"]
 

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch.distributed import ReduceOp
 
-from composable.collectives import ModelRanks, Pending, Ranks, Transport
+from composable.comm import ModelRanks, Pending, Ranks, Transport
+from composable.dtensor import note_finished, note_unfinished
 from composable.engine.gradients import GradientBuffer, GradientShape
 from composable.engine.handle import Handle
 from composable.engine.handle_step import GradientLedger, HandleStep
@@ -26,9 +27,8 @@ from composable.engine.reduce_paths import Reduction
 from composable.engine.streams import Streams
 from composable.engine.user_comms import CHOICES, DEFAULT_COMMS
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
-from composable.ragged import note_finished, note_unfinished
-from composable.torch_private import autograd_profiler
-from composable.tracing import in_region
+from composable.ground.frames import in_region
+from composable.ground.torch_private import autograd_profiler
 
 __all__ = ["Agreement", "Choices", "GradientFinalizer", "find_stale"]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from composable.collectives import described
+from composable.comm import described
 from composable.engine.backward_pass import Backwards
 from composable.engine.completion import Completion
 from composable.engine.handle import Handle
@@ -15,8 +15,8 @@ from composable.engine.handle_step import HandleStep
 from composable.engine.notices import notice_leak
 from composable.engine.step import LED, Step
 from composable.errors import UsageError, place_of_rank
-from composable.frames import is_called_again
-from composable.torch_private import current_graph_task_id, next_node_number, top_saved_tensors_hooks
+from composable.ground.frames import is_called_again
+from composable.ground.torch_private import current_graph_task_id, next_node_number, top_saved_tensors_hooks
 
 __all__ = ["Forwards", "SavingForbidden"]
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from composable.collectives import Pending, Transport
+from composable.comm import Pending, Transport
 from composable.planning import OffloadPolicy
 
 __all__ = ["CopyGather", "Gather", "GatherPath", "RestingPlace"]

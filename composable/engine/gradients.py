@@ -15,14 +15,14 @@ from weakref import WeakValueDictionary
 import torch
 from torch.autograd.graph import increment_version
 
+from composable.dtensor import HOOKS, RaggedDTensor, hand_over_grad, was_zeroed, watch_zeroing
 from composable.engine.param import ShardedParam
 from composable.engine.routes import Routes
 from composable.engine.stepping import Stepper, steps_alone
 from composable.errors import UsageError, place_of_rank
-from composable.frames import will_get_gradient
+from composable.ground.frames import will_get_gradient
+from composable.ground.torch_private import foreach_copy_
 from composable.planning import BufferPlan, FlatLayout, ShardSplit
-from composable.ragged import HOOKS, RaggedDTensor, hand_over_grad, was_zeroed, watch_zeroing
-from composable.torch_private import foreach_copy_
 
 __all__ = ["GRADIENT_BUFFERS", "GradientBuffer", "GradientShape", "Gradients"]
 

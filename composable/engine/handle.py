@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from composable.collectives import Grid, Pending, Ranks
+from composable.comm import Grid, Pending, Ranks
 from composable.engine.buffer import FlatBuffer
 from composable.engine.copy_reach import is_part_of_module, modules_of_copy, reaches_out
 from composable.engine.gradients import GRADIENT_BUFFERS
@@ -22,9 +22,9 @@ from composable.engine.param import ShardedParam, has_own_setattr
 from composable.engine.stepping import Stepper, refuse_steppers
 from composable.engine.user_comms import CHOICES, DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
 from composable.errors import UsageError, located, place_of_rank
-from composable.frames import is_functional_call
+from composable.ground.frames import is_functional_call
+from composable.ground.names import class_name, join_fqn, module_text
 from composable.planning import HandlePlan, mark_replaced
-from composable.wording import class_name, join_fqn, module_text
 
 __all__ = ["FIX_COPY", "Handle", "handle_of"]
 

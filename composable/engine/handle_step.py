@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from composable.dtensor import note_finished
 from composable.engine.buffer import FlatBuffer
 from composable.engine.handle import Handle
-from composable.ragged import note_finished
 
 __all__ = ["GradientLedger", "HandleStep"]
 

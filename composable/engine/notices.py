@@ -3,11 +3,11 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from composable.collectives import Ranks
+from composable.comm import Ranks
 from composable.engine.handle import Handle
 from composable.errors import place_of_rank
+from composable.ground.names import list_text
 from composable.planning import ShardPlan
-from composable.wording import list_text
 
 __all__ = [
     "notice_experts",

@@ -19,11 +19,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.collectives import Ranks, joined_mesh
-from composable.engine.unfilled import mark_unfilled
-from composable.errors import UsageError, place_of_rank
-from composable.planning import BufferPlan, Form, HandleMembers, Span, SplitNode, local_shape, mark_replaced
-from composable.ragged import (
+from composable.comm import Ranks, joined_mesh
+from composable.dtensor import (
     HOOKS,
     RaggedDTensor,
     RaggedLayout,
@@ -35,7 +32,10 @@ from composable.ragged import (
     was_zeroed,
     watch_zeroing,
 )
-from composable.torch_private import flat_weight_refs, without_flat_weight_refs
+from composable.engine.unfilled import mark_unfilled
+from composable.errors import UsageError, place_of_rank
+from composable.ground.torch_private import flat_weight_refs, without_flat_weight_refs
+from composable.planning import BufferPlan, Form, HandleMembers, Span, SplitNode, local_shape, mark_replaced
 
 __all__ = ["Owner", "ShardedParam", "make_sharded_params"]
 

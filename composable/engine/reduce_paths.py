@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from composable.collectives import Pending, Transport
+from composable.comm import Pending, Transport
 from composable.engine.gather_paths import RestingPlace
 from composable.errors import ConfigError
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from composable.collectives import Ranks, Started, Transport
+from composable.comm import Ranks, Started, Transport
 from composable.engine.gather_paths import CopyGather, Gather, GatherPath, RestingPlace
 from composable.engine.reduce_paths import (
     AllReducePath,

@@ -15,7 +15,7 @@ from composable.engine.handle import Handle
 from composable.engine.step import RootSettings, Step, Teller
 from composable.engine.streams import Streams
 from composable.errors import UsageError, place_of_rank
-from composable.torch_hooks import Ending
+from composable.ground.torch_hooks import Ending
 
 __all__ = ["Scheduler"]
 

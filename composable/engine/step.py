@@ -14,14 +14,14 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from composable.collectives import Grid
+from composable.comm import Grid
 from composable.engine.finish import GradientFinalizer
 from composable.engine.handle import Handle
 from composable.engine.handle_step import HandleStep
 from composable.engine.streams import Streams
 from composable.engine.unsharded import Unsharded
 from composable.errors import UsageError, place_of_rank
-from composable.torch_private import current_graph_task_id
+from composable.ground.torch_private import current_graph_task_id
 
 __all__ = ["LED", "Companion", "RootSettings", "Step", "Teller"]
 

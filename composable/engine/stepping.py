@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from composable.errors import UsageError, place_of_rank
-from composable.frames import in_backward_of_function
-from composable.torch_private import optimizers_in_backward
+from composable.ground.frames import in_backward_of_function
+from composable.ground.torch_private import optimizers_in_backward
 
 __all__ = [
     "ELEMENT_WISE",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from composable.torch_private import OpOverload, TorchDispatchMode
+from composable.ground.torch_private import OpOverload, TorchDispatchMode
 
 __all__ = ["META_FIX", "MarkedMemory", "is_unfilled", "mark_unfilled"]
 

@@ -13,10 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from composable.engine.handle import Handle
 from composable.engine.handle_step import HandleStep
 from composable.engine.streams import Streams
-from composable.frames import watch_graph
-from composable.torch_hooks import before_gradients
-from composable.torch_private import autograd_profiler, opaque
-from composable.tracing import in_region
+from composable.ground.frames import in_region, watch_graph
+from composable.ground.torch_hooks import before_gradients
+from composable.ground.torch_private import autograd_profiler, opaque
 
 __all__ = ["Unsharded"]
 

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable.arguments import described
-from composable.collectives import DONE, Pending, Transport, wait_for_work
+from composable.comm import DONE, Pending, Transport, wait_for_work
 from composable.engine.copy_reach import modules_of_copy
 from composable.engine.gather_paths import Gather
 from composable.engine.reduce_paths import Around, GradientPath, Reduction, Whole, divided_before
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.fqns import describe_module
+from composable.ground.arguments import described
+from composable.ground.names import describe_module
 
 __all__ = [
     "CHOICES",

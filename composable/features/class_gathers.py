@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable.collectives import Pending
+from composable.comm import Pending
 from composable.engine import FlatBuffer, GradientBuffer, Gradients, ShardedParam
 from composable.errors import UsageError, place_of_rank
 

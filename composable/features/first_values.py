@@ -8,13 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.collectives import Grid, Ranks
+from composable.comm import Grid, Ranks
 from composable.engine import FlatBuffer, MarkedMemory, ShardedParam, has_own_setattr, is_unfilled, mark_unfilled
 from composable.errors import ConfigError
 from composable.features.whole_values import spread_from
-from composable.fqns import SUCCESSOR
+from composable.ground.names import SUCCESSOR, dtype_text, join_fqn, list_text
 from composable.planning import HandleMembers
-from composable.wording import dtype_text, join_fqn, list_text
 
 __all__ = ["FirstValues", "ParamInitFn", "broadcast_buffer", "buffer_slots", "describe_buffers", "move_buffers"]
 

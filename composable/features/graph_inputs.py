@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from composable.claims import claim_of
+from composable.dtensor import RaggedDTensor
 from composable.engine import handle_of, notice_local_gradients
 from composable.errors import UsageError, place_of_rank
-from composable.ragged import RaggedDTensor
-from composable.torch_private import replace_body
-from composable.wording import list_text
+from composable.ground.claims import claim_of
+from composable.ground.names import list_text
+from composable.ground.torch_private import replace_body
 
 __all__ = ["follow_inputs"]
 

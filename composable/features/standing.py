@@ -1,6 +1,6 @@
 """Where a root is, as other ranks that wait are told; read from another thread, so nothing is noted for it."""
 
-from composable.collectives import Started, Told, Transport, Tree
+from composable.comm import Started, Told, Transport, Tree
 from composable.engine import FlatBuffer, RootSettings, Scheduler
 
 __all__ = ["Standing"]

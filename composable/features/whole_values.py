@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from composable.collectives import Grid, ModelRanks, Ranks
+from composable.comm import Grid, ModelRanks, Ranks
+from composable.dtensor import Exchange, RaggedDTensor, RaggedLayout, collect_blocks, spread_blocks
 from composable.engine import handle_of
-from composable.ragged import Exchange, RaggedDTensor, RaggedLayout, collect_blocks, spread_blocks
 
 __all__ = ["by_grid", "collect_at", "collect_whole", "copy_to_replicas", "spread_from", "spread_whole"]
 

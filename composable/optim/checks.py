@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from composable.claims import claim_of
-from composable.collectives import watch_ranks
+from composable.comm import watch_ranks
+from composable.dtensor import RaggedDTensor, check_finished
 from composable.engine import META_FIX
 from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.ground.claims import claim_of
+from composable.ground.names import count_text, dtype_text, list_text, plain_fqn
+from composable.ground.torch_hooks import before_every_step
+from composable.ground.torch_private import opaque
 from composable.planning import first_replacement
-from composable.ragged import RaggedDTensor, check_finished
-from composable.torch_hooks import before_every_step
-from composable.torch_private import opaque
-from composable.wording import count_text, dtype_text, list_text, plain_fqn
 
 __all__ = [
     "CHECKS_ITSELF",

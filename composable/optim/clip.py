@@ -19,13 +19,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from composable.arguments import check_bool, check_number, list_of_tensors
-from composable.claims import claim_of
-from composable.collectives import Grid, Ranks
-from composable.engine import has_torch_optimizer, stepper_of
-from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.optim.flat_step import local_gradients
-from composable.ragged import (
+from composable.comm import Grid, Ranks
+from composable.dtensor import (
     NormParts,
     RaggedDTensor,
     RaggedLayout,
@@ -35,8 +30,13 @@ from composable.ragged import (
     note_written,
     summed_in,
 )
-from composable.torch_private import foreach_mul_, foreach_norm
-from composable.wording import count_text
+from composable.engine import has_torch_optimizer, stepper_of
+from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.ground.arguments import check_bool, check_number, list_of_tensors
+from composable.ground.claims import claim_of
+from composable.ground.names import count_text
+from composable.ground.torch_private import foreach_mul_, foreach_norm
+from composable.optim.flat_step import local_gradients
 
 __all__ = ["clip_grad_norm_", "get_total_norm", "ranks_of_param"]
 

@@ -21,9 +21,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.arguments import check_bool, check_module
+from composable.dtensor import RaggedDTensor, RaggedLayout, note_written, slice_full
 from composable.engine import ELEMENT_WISE, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.ground.arguments import check_bool, check_module
+from composable.ground.torch_hooks import around_optimizer
+from composable.ground.torch_private import DisableTorchFunction
 from composable.optim.checks import CHECKS_ITSELF, check_parameters, check_replaced
 from composable.optim.rebind import cut_state, is_per_element
 from composable.optim.units import (
@@ -39,9 +42,6 @@ from composable.optim.units import (
     signature_of,
 )
 from composable.planning import marks_made
-from composable.ragged import RaggedDTensor, RaggedLayout, note_written, slice_full
-from composable.torch_hooks import around_optimizer
-from composable.torch_private import DisableTorchFunction
 
 __all__ = ["PartStep", "accelerate_optimizer", "local_gradients"]
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from composable.arguments import check_module, check_optimizer
-from composable.collectives import Ranks
+from composable.comm import Ranks
+from composable.dtensor import RaggedDTensor, RaggedLayout, slice_block, slice_full
 from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.ground.arguments import check_module, check_optimizer
 from composable.planning import replacement_of
-from composable.ragged import RaggedDTensor, RaggedLayout, slice_block, slice_full
 
 __all__ = ["cut_state", "is_per_element", "rebind_optimizer"]
 

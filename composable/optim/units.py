@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import _traversal_utils
+from composable.dtensor import RaggedDTensor
 from composable.engine import Handle
 from composable.optim.rebind import is_per_element
-from composable.ragged import RaggedDTensor
 
 __all__ = ["Grads", "Group", "Home", "Piece", "State", "Unit", "homes_of", "merge", "sharded_params_of", "signature_of"]
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from composable.arguments import check_number, described
 from composable.errors import ConfigError
-from composable.wording import bytes_text, count_text, handle_name, seconds_text, sibling_lines
+from composable.ground.arguments import check_number, described
+from composable.ground.names import bytes_text, count_text, handle_name, seconds_text, sibling_lines
 
 __all__ = [
     "Exchange",

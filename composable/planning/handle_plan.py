@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from composable.ground.names import bytes_text, count_text, dtype_text, handle_name, list_text
 from composable.planning.layout import FlatLayout, Promise
 from composable.planning.subclasses import Subclass
-from composable.wording import bytes_text, count_text, dtype_text, handle_name, list_text
 
 __all__ = ["FQNS_SHOWN", "BufferPlan", "HandlePlan", "ParamPlan"]
 

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from composable.errors import ConfigError
-from composable.torch_private import Placement
+from composable.ground.torch_private import Placement
 
 __all__ = [
     "Align",

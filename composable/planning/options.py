@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from composable.arguments import answer_of, check_bool, described
 from composable.errors import ConfigError
+from composable.ground.arguments import answer_of, check_bool, described
+from composable.ground.names import dtype_text
 from composable.planning.layout import Align
 from composable.policies import PolicyLike
-from composable.wording import dtype_text
 
 __all__ = [
     "NO_CASTS",

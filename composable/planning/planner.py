@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from composable.arguments import answer_of, described, readable_twice
-from composable.contract import get_registry
 from composable.errors import ConfigError
+from composable.ground.arguments import answer_of, described, readable_twice
+from composable.ground.contract import get_registry
+from composable.ground.names import class_name, list_text, plain_fqn
 from composable.planning.handle_plan import BufferPlan, HandlePlan, ParamPlan
 from composable.planning.layout import Align, Promise, layout_of_rows, order_of, plan_layout
 from composable.planning.options import (
@@ -36,7 +37,6 @@ from composable.planning.shard_plan import ShardPlan
 from composable.planning.structure import FoundParam, find_structure, managed_modules, named_roots
 from composable.planning.subclasses import Form
 from composable.policies import PolicyLike
-from composable.wording import class_name, list_text, plain_fqn
 
 __all__ = ["HandleMembers", "make_plan", "plan"]
 

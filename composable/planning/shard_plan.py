@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from composable.arguments import described
 from composable.errors import ConfigError, UsageError
+from composable.ground.arguments import described
+from composable.ground.names import bytes_text, count_text, list_text, module_text, sibling_lines
 from composable.planning.estimate import (
     Exchange,
     HandleBytes,
@@ -25,7 +26,6 @@ from composable.planning.estimate import (
 )
 from composable.planning.handle_plan import FQNS_SHOWN, BufferPlan, HandlePlan
 from composable.planning.options import NO_CASTS, NO_OFFLOAD, MixedPrecisionPolicy, OffloadPolicy
-from composable.wording import bytes_text, count_text, list_text, module_text, sibling_lines
 
 __all__ = ["ShardPlan"]
 
@@ -176,7 +176,7 @@ class ShardPlan:
             if self.transport == "point_to_point" and ranks > 1:
                 slices += ranks - 2
                 if low.itemsize < torch.float32.itemsize:
-                    # Slices are added up in float32, one after the other: see `collectives/point_to_point.py`.
+                    # Slices are added up in float32, one after the other: see `comm/point_to_point.py`.
                     scratch = (1 if is_cast else 2 if ranks > 2 else 0) * numel * torch.float32.itemsize
             landing, result = slices * numel * low.itemsize, numel * (own if is_last else low).itemsize
             if is_last and self.offload_policy.is_offloading:

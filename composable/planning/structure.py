@@ -17,14 +17,22 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.claims import claim_of, is_sharded, keep_one, rival_on
-from composable.contract import excludes, get_registry
 from composable.errors import ConfigError
-from composable.fqns import describe_module, fqn_in_model
+from composable.ground.claims import claim_of, is_sharded, keep_one, rival_on
+from composable.ground.contract import excludes, get_registry
+from composable.ground.names import (
+    class_name,
+    describe_module,
+    dtype_text,
+    fqn_in_model,
+    join_fqn,
+    list_text,
+    module_text,
+    plain_fqn,
+)
 from composable.planning.layout import RaggedShard
 from composable.planning.subclasses import Form, form_of
 from composable.policies import PolicyLike, has_forward, resolve_policy
-from composable.wording import class_name, dtype_text, join_fqn, list_text, module_text, plain_fqn
 
 __all__ = [
     "FoundHandle",

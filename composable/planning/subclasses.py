@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable.errors import ConfigError
+from composable.ground.names import list_text
+from composable.ground.torch_private import DTensorSpec, TensorMeta, dtensor_new, make_subclass
 from composable.planning.layout import order_of, strides_of
-from composable.torch_private import DTensorSpec, TensorMeta, dtensor_new, make_subclass
-from composable.wording import list_text
 
 __all__ = ["PROTOCOL", "Form", "SplitNode", "Subclass", "form_of"]
 

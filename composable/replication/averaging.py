@@ -22,9 +22,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from composable.collectives import Grid, Transport
+from composable.comm import Grid, Transport
 from composable.engine import Registration, Stepper, check_backward
 from composable.errors import UsageError, place_of_rank
+from composable.ground.torch_hooks import Ending, next_ending_number
+from composable.ground.torch_private import opaque
 from composable.replication.buckets import Bucket
 from composable.replication.compiled_graph import traced_arrival
 from composable.replication.exchange import Exchange
@@ -32,8 +34,6 @@ from composable.replication.options import BucketOptions
 from composable.replication.reports import GRAPH_CHANGED, STOPPED, Report, Stopwatch, second_gradient
 from composable.replication.rounds import Phase, Round, StaticGraph
 from composable.replication.tensors import ReducedParam, grad_dtype_of
-from composable.torch_hooks import Ending, next_ending_number
-from composable.torch_private import opaque
 
 __all__ = ["GradientAverager", "RoundTeller"]
 

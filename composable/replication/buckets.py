@@ -14,11 +14,11 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from composable.collectives import Transport
+from composable.comm import Transport
 from composable.errors import UsageError, place_of_rank
+from composable.ground.torch_private import foreach_copy_, foreach_mul_
 from composable.replication.options import BucketOptions
 from composable.replication.tensors import ReducedParam, grad_dtype_of, local_gradient, local_of, wrapped_like
-from composable.torch_private import foreach_copy_, foreach_mul_
 
 __all__ = ["Arrangement", "Bucket", "plan_buckets"]
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from composable.errors import UsageError, place_of_rank
-from composable.torch_private import foreach_mul, graph_collectives, opaque
+from composable.ground.torch_private import foreach_mul, graph_collectives, opaque
 
 __all__ = ["FORMS", "join_all_reduces", "traced_arrival"]
 

@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 
-from composable.arguments import described
-from composable.collectives import Grid, Pending, Transport
+from composable.comm import Grid, Pending, Transport
 from composable.engine import Registration, reduced_otherwise
 from composable.errors import ConfigError, place_of_rank
+from composable.ground.arguments import described
+from composable.ground.frames import in_region
+from composable.ground.names import list_text
+from composable.ground.torch_private import autograd_profiler
 from composable.replication.buckets import Arrangement, Bucket
 from composable.replication.options import BucketOptions
 from composable.replication.outside_buckets import SparseGradients
@@ -29,9 +32,6 @@ from composable.replication.reports import (
 )
 from composable.replication.rounds import Round, StaticGraph
 from composable.replication.tensors import ReducedParam
-from composable.torch_private import autograd_profiler
-from composable.tracing import in_region
-from composable.wording import list_text
 
 __all__ = ["Exchange"]
 

@@ -15,16 +15,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from composable.casts import CastBuffers, Lending, cast_floats, keep_dtype
-from composable.claims import claim_of
-from composable.contract import get_registry
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.fqns import describe_module
-from composable.frames import in_backward, is_called_again, modules_in_call
-from composable.planning import NO_CASTS, MixedPrecisionPolicy, ParamDtypes, skipped_modules
-from composable.replication.low_precision import LowPrecisionParams, ParamSlot
-from composable.replication.tensors import ManagedTensors, ReducedParam, grad_dtype_of, own_modules
-from composable.torch_hooks import (
+from composable.ground.casts import CastBuffers, Lending, cast_floats, keep_dtype
+from composable.ground.claims import claim_of
+from composable.ground.contract import get_registry
+from composable.ground.frames import in_backward, is_called_again, modules_in_call
+from composable.ground.names import describe_module, dtype_text
+from composable.ground.torch_hooks import (
     GradientHook,
     around_forward,
     around_state_dict,
@@ -33,8 +30,10 @@ from composable.torch_hooks import (
     differentiable_tensors,
     on_gradient,
 )
-from composable.torch_private import opaque, tree_map
-from composable.wording import dtype_text
+from composable.ground.torch_private import opaque, tree_map
+from composable.planning import NO_CASTS, MixedPrecisionPolicy, ParamDtypes, skipped_modules
+from composable.replication.low_precision import LowPrecisionParams, ParamSlot
+from composable.replication.tensors import ManagedTensors, ReducedParam, grad_dtype_of, own_modules
 
 __all__ = [
     "NO_PRECISION",

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from composable.casts import Lending
-from composable.torch_private import (
+from composable.ground.casts import Lending
+from composable.ground.torch_private import (
     alias_of,
     foreach_copy_,
     has_compiled,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import nn
 
-from composable.arguments import check_bool, check_device, check_number, described
 from composable.errors import ConfigError, place_of_rank
+from composable.ground.arguments import check_bool, check_device, check_number, described
 
 __all__ = ["BucketOptions", "Choices", "Delay", "check_device_of", "choose_delay", "choose_device"]
 

@@ -6,8 +6,8 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from composable.collectives import Transport
-from composable.torch_private import foreach_copy_
+from composable.comm import Transport
+from composable.ground.torch_private import foreach_copy_
 
 __all__ = ["BufferSync", "SparseGradients", "broadcast_tensors"]
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from composable.collectives import Grid, Transport
+from composable.comm import Grid, Transport
 from composable.engine import Registration, Stepper, copied_registrations, nearest, refuse_steppers
 from composable.errors import UsageError, place_of_rank
 from composable.replication.averaging import GradientAverager

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from composable.collectives import Ranks
+from composable.comm import Ranks
 from composable.errors import UsageError, place_of_rank
+from composable.ground.names import count_text, list_text, ranks_text
 from composable.replication.buckets import Bucket
 from composable.replication.rounds import StaticGraph
 from composable.replication.tensors import ReducedParam
-from composable.wording import count_text, list_text, ranks_text
 
 __all__ = [
     "GRAPH_CHANGED",

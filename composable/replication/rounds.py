@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from composable.ground.torch_private import current_autograd_node, running_transform, will_engine_execute_node
 from composable.replication.buckets import Bucket
 from composable.replication.tensors import ReducedParam
-from composable.torch_private import current_autograd_node, running_transform, will_engine_execute_node
 
 __all__ = ["Phase", "Round", "StaticGraph"]
 

@@ -8,8 +8,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from composable.arguments import check_module
-from composable.claims import (
+from composable.comm import Grid, OwnTransport, Started, Told, Transport, Tree, described, notice_tree
+from composable.engine import (
+    forget_torch_hooks,
+    has_torch_optimizer,
+    modules_of_copy,
+    refuse_steppers,
+    step_torch_optimizers,
+)
+from composable.errors import UsageError, place_of_rank
+from composable.ground.arguments import check_module
+from composable.ground.claims import (
     Contents,
     check_callers,
     claim,
@@ -20,26 +29,16 @@ from composable.claims import (
     take_charge,
     watch_registrations,
 )
-from composable.collectives import Grid, OwnTransport, Started, Told, Transport, Tree, described, notice_tree
-from composable.contract import get_registry
-from composable.engine import (
-    forget_torch_hooks,
-    has_torch_optimizer,
-    modules_of_copy,
-    refuse_steppers,
-    step_torch_optimizers,
-)
-from composable.errors import UsageError, place_of_rank
-from composable.fqns import describe_module
-from composable.frames import in_split_backward, is_functional_call
+from composable.ground.contract import get_registry
+from composable.ground.frames import in_split_backward, is_functional_call
+from composable.ground.names import class_name, describe_module, list_text
+from composable.ground.torch_hooks import after_gradients
+from composable.ground.torch_private import optimizers_in_backward
 from composable.replication.forwards import Precision
 from composable.replication.outside_buckets import BufferSync, broadcast_tensors
 from composable.replication.reducer import Reducer
 from composable.replication.rounds import Phase
 from composable.replication.tensors import Ignored, check_steppable, local_of, own_modules, unmanaged_params
-from composable.torch_hooks import after_gradients
-from composable.torch_private import optimizers_in_backward
-from composable.wording import class_name, list_text
 
 __all__ = ["ReplicateState", "check_replicated", "replicate_state_of"]
 

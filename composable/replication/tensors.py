@@ -13,8 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from composable.arguments import described
-from composable.claims import (
+from composable.engine import has_torch_optimizer, stepper_of
+from composable.errors import ConfigError, place_of_rank
+from composable.ground.arguments import described
+from composable.ground.claims import (
     claim_of,
     is_left_alone,
     is_managed,
@@ -23,12 +25,9 @@ from composable.claims import (
     names_left_alone,
     rival_on,
 )
-from composable.contract import excludes, get_registry
-from composable.engine import has_torch_optimizer, stepper_of
-from composable.errors import ConfigError, place_of_rank
-from composable.fqns import describe_module
+from composable.ground.contract import excludes, get_registry
+from composable.ground.names import class_name, describe_module, join_fqn, list_text
 from composable.planning import replacement_of
-from composable.wording import class_name, join_fqn, list_text
 
 __all__ = [
     "Ignored",

@@ -29,10 +29,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.annotation import handle_of_module
-from composable.collectives import Ranks
-from composable.contract import get_registry
+from composable.comm import Ranks
+from composable.dtensor import RaggedDTensor
 from composable.engine import Handle, Registration
 from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
+from composable.ground.contract import get_registry
+from composable.ground.names import list_text, plain_fqn
+from composable.ground.torch_private import tree_leaves, tree_map
 from composable.optim import (
     GroupNames,
     OptimizerNames,
@@ -41,12 +44,9 @@ from composable.optim import (
     names_of_params,
     ranks_of_param,
 )
-from composable.ragged import RaggedDTensor
 from composable.replication import Reducer, ReplicateState
 from composable.saving.files import DISTRUST, as_data, read_data
 from composable.saving.run_folder import HookName, HookStates, hook_file
-from composable.torch_private import tree_leaves, tree_map
-from composable.wording import list_text, plain_fqn
 
 __all__ = [
     "DataPlanner",

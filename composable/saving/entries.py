@@ -16,15 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.annotation import FullyShardState, handle_of_module, sharded_state_of
-from composable.arguments import check_module, described
-from composable.collectives import ModelRanks, Ranks
-from composable.contract import get_registry, managing_state
+from composable.comm import ModelRanks, Ranks
 from composable.engine import META_FIX, handle_of
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.fqns import describe_module
+from composable.ground.arguments import check_module, described
+from composable.ground.contract import get_registry, managing_state
+from composable.ground.names import describe_module, list_text
 from composable.optim import ranks_of_param
 from composable.replication import ReplicateState
-from composable.wording import list_text
 
 __all__ = [
     "Entries",

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from composable.errors import ComposableError, ConfigError, place_of_rank
-from composable.torch_private import StorageInfo
+from composable.ground.torch_private import StorageInfo
 
 __all__ = [
     "DISTRUST",

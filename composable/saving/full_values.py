@@ -16,11 +16,12 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composable.arguments import check_bool, check_device, described
-from composable.collectives import ModelRanks, Ranks
+from composable.comm import ModelRanks, Ranks
+from composable.dtensor import RaggedDTensor, cast_dtype
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.features import by_grid, collect_whole, spread_whole
-from composable.ragged import RaggedDTensor, cast_dtype
+from composable.ground.arguments import check_bool, check_device, described
+from composable.ground.names import bytes_text
 from composable.saving.entries import (
     Entries,
     Names,
@@ -31,7 +32,6 @@ from composable.saving.entries import (
     meet_for_entries,
 )
 from composable.saving.loads import Differences, find_differences, make_room
-from composable.wording import bytes_text
 
 __all__ = [
     "BucketLayout",

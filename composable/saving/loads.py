@@ -16,17 +16,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from composable.annotation import handle_of_module, sharded_state_of
-from composable.collectives import Ranks
-from composable.contract import get_registry
+from composable.comm import Ranks
+from composable.dtensor import RaggedDTensor, slice_full
 from composable.engine import mark_unfilled
 from composable.errors import ConfigError, StateDictError, UsageError, located, place_of_rank
-from composable.frames import is_strict_load
+from composable.ground.contract import get_registry
+from composable.ground.frames import is_strict_load
+from composable.ground.names import dtype_text, join_fqn, list_text, plain_fqn
+from composable.ground.torch_hooks import around_state_dict
+from composable.ground.torch_private import dcp_state_dict, module_load, state_dict_utils
 from composable.optim import GroupNames, describe_optimizer, group_differences, names_by_alias, names_of_params
-from composable.ragged import RaggedDTensor, slice_full
 from composable.saving.entries import agreed_by, ranks_along
-from composable.torch_hooks import around_state_dict
-from composable.torch_private import dcp_state_dict, module_load, state_dict_utils
-from composable.wording import dtype_text, join_fqn, list_text, plain_fqn
 
 __all__ = [
     "Differences",

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable.arguments import as_path, check_bool
+from composable.dtensor import cast_dtype
 from composable.errors import ConfigError, place_of_rank
-from composable.ragged import cast_dtype
+from composable.ground.arguments import as_path, check_bool
 from composable.saving.entries import (
     Entries,
     Names,

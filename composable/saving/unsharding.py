@@ -15,13 +15,13 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 import _traversal_utils
-from composable.arguments import check_bool, check_module
-from composable.collectives import Ranks
+from composable.comm import Ranks
+from composable.dtensor import RaggedDTensor, hand_over_grad, slice_block
 from composable.engine import Handle, Scheduler, ShardedParam, waits_for_copies
 from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.features import collect_at, spread_from
-from composable.fqns import describe_module
-from composable.ragged import RaggedDTensor, hand_over_grad, slice_block
+from composable.ground.arguments import check_bool, check_module
+from composable.ground.names import describe_module
 from composable.saving.entries import agreed_by, ranks_along
 
 __all__ = ["unshard_params"]

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.errors import ConfigError
+from composable.ground.torch_private import tree_leaves, tree_map
 from composable.testing.simulation import simulate
-from composable.torch_private import tree_leaves, tree_map
 
 __all__ = ["Difference", "ParityReport", "check_parity"]
 

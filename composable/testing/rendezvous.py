@@ -13,7 +13,7 @@ from functools import reduce
 import torch
 
 from composable.errors import DesyncError
-from composable.torch_private import without_modes
+from composable.ground.torch_private import without_modes
 
 __all__ = ["Board", "Call", "GroupKey", "Part", "Rendezvous", "Transfer"]
 

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from composable.testing.process_group import SimulatedGroup, SimulatedRank
-from composable.testing.turn_scheduler import TurnScheduler, taking_turns
-from composable.torch_private import (
+from composable.ground.torch_private import (
     PrefixStore,
     Store,
     TorchWorld,
@@ -20,6 +18,8 @@ from composable.torch_private import (
     register_group,
     torch_keeps_groups_by_thread,
 )
+from composable.testing.process_group import SimulatedGroup, SimulatedRank
+from composable.testing.turn_scheduler import TurnScheduler, taking_turns
 
 __all__ = ["RankStore", "TorchOfRanks"]
 

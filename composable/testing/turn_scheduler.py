@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from composable.errors import DesyncError
-from composable.frames import place_in
+from composable.ground.frames import place_in
 
 __all__ = ["ProcessState", "RankThread", "StartedByRank", "TurnScheduler", "Unwound", "taking_turns"]
 

@@ -1,4 +1,4 @@
-"""Tests composable/collectives/hang_diagnosis.py on programs that nobody runs: lists of what each rank starts."""
+"""Tests composable/comm/hang_diagnosis.py on programs that nobody runs: lists of what each rank starts."""
 
 import pickle
 import random
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from composable.collectives.hang_diagnosis import COUNTED, ORDERED, Diagnosis, RankStatus, Tree, Wait, diagnose
+from composable.comm.hang_diagnosis import COUNTED, ORDERED, Diagnosis, RankStatus, Tree, Wait, diagnose
 
 LANE = "main"
 

@@ -1,4 +1,4 @@
-"""Tests composable/collectives/hang_watchdog.py: what a wait says that the process group has ended. More: tests/test_divergence.py."""
+"""Tests composable/comm/hang_watchdog.py: what a wait says that the process group has ended. More: tests/test_divergence.py."""
 
 import math
 import sys
@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from composable import ConfigError, DesyncError, explain_waits
-from composable.collectives import Ranks
-from composable.collectives.hang_diagnosis import Diagnosis
-from composable.collectives.hang_watchdog import _Seen, _Thread, _Watch
-from composable.collectives.rank_status import Started, Waiting
-from composable.collectives.transport import ProcessGroupTransport
-from composable.torch_private import started_in
+from composable.comm import Ranks
+from composable.comm.hang_diagnosis import Diagnosis
+from composable.comm.hang_watchdog import _Seen, _Thread, _Watch
+from composable.comm.rank_status import Started, Waiting
+from composable.comm.transport import ProcessGroupTransport
+from composable.ground.torch_private import started_in
 from tests.world import run_ranks
 
 

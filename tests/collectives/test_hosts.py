@@ -1,4 +1,4 @@
-"""Tests composable/collectives/ranks.py, hosts: which ranks share a host, and the mesh that follows."""
+"""Tests composable/comm/ranks.py, hosts: which ranks share a host, and the mesh that follows."""
 
 import os
 import random
@@ -13,8 +13,8 @@ from torch import nn
 
 from composable import ConfigError, HandleOptions, fully_shard
 from composable.annotation import sharded_state_of
-from composable.collectives import Ranks
-from composable.collectives.ranks import hosts_of, number_hosts, rows_of_hosts
+from composable.comm import Ranks
+from composable.comm.ranks import hosts_of, number_hosts, rows_of_hosts
 from tests.hosts import why_no_hosts
 from tests.world import run_ranks, run_threads, told
 
@@ -88,7 +88,7 @@ def test_a_network_namespace_of_its_own_is_another_host() -> None:
     reason = why_no_hosts()
     if reason:
         pytest.skip(f"no network namespaces: {reason}")
-    command = [sys.executable, "-c", "from composable.collectives.ranks import _own_host; print(_own_host())"]
+    command = [sys.executable, "-c", "from composable.comm.ranks import _own_host; print(_own_host())"]
     names = [
         subprocess.run([*before, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for before in ([], ["unshare", "--user", "--map-root-user", "--net"])

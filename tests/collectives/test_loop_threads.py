@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from composable.collectives.point_to_point import PointToPointTransport, never_preempt, threads_of_process
+from composable.comm.point_to_point import PointToPointTransport, never_preempt, threads_of_process
 from tests.world import run_ranks
 
 

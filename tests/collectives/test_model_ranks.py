@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable.collectives import ModelRanks, Ranks
+from composable.comm import ModelRanks, Ranks
 from composable.errors import ConfigError
 from tests.world import run_threads
 

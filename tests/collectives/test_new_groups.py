@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable import fully_shard, iter_full_params, replicate
-from composable.torch_private import groups_of_process
+from composable.ground.torch_private import groups_of_process
 from tests.models import BATCH, DIM, make_model, random_input
 from tests.world import run_ranks, run_threads
 

@@ -1,4 +1,4 @@
-"""Tests composable/collectives/rank_status.py: what is on record of who waits, and what other ranks are told of it."""
+"""Tests composable/comm/rank_status.py: what is on record of who waits, and what other ranks are told of it."""
 
 import threading
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import composable
-from composable.collectives.rank_status import Meeting, Waiting, local_status, waiting_threads
+from composable.comm.rank_status import Meeting, Waiting, local_status, waiting_threads
 
 
 def text_from(file: Path) -> str:

@@ -22,9 +22,9 @@ from composable import (
     unannotate,
     unshard_params,
 )
-from composable.collectives import Grid, Ranks
+from composable.comm import Grid, Ranks
+from composable.dtensor.spec import piece_at
 from composable.errors import ConfigError
-from composable.ragged.spec import piece_at
 from tests.world import RankErrors, run_threads
 
 

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from composable import fully_shard, replicate
-from composable.collectives.ranks import told_timeout
-from composable.torch_private import groups_of_process, timeout_of
+from composable.comm.ranks import told_timeout
+from composable.ground.torch_private import groups_of_process, timeout_of
 from tests.world import GROUP_S as WORLD_S
 from tests.world import run_ranks
 

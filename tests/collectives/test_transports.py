@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable.collectives import Pending, Transport, transport_of
-from composable.collectives.ranks import number_hosts
-from composable.collectives.transport import (
+from composable.comm import Pending, Transport, transport_of
+from composable.comm.ranks import number_hosts
+from composable.comm.transport import (
     _REGISTERED,
     ProcessGroupTransport,
     choose_transport,

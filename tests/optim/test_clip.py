@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from composable import ConfigError, UsageError, clip_grad_norm_, get_total_norm
-from composable.ragged.gather import strict_mode
-from composable.ragged.spec import ragged_spec
-from composable.ragged.tensor import RaggedDTensor
+from composable.dtensor.gather import strict_mode
+from composable.dtensor.spec import ragged_spec
+from composable.dtensor.tensor import RaggedDTensor
 from tests.counting import counting_ranks
 from tests.world import run_ranks
 

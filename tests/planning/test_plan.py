@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 
 from composable import Link, Links
-from composable.contract import contract, get_registry
+from composable.dtensor.spec import ragged_spec
+from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError
+from composable.ground.contract import contract, get_registry
 from composable.planning import HandlePlan, ShardingStrategy, ShardOptions, ShardPlan, make_plan, mark_replaced, plan
 from composable.planning.options import MeshDimStrategy
-from composable.ragged.spec import ragged_spec
-from composable.ragged.tensor import RaggedDTensor
 from examples.gpt import GPT, GPTSize
 from examples.gpt import Block as GPTBlock
 from tests.models import MLP, Block, FrozenMixed, MixedDtypes, MLPBlock, TiedAcross, TiedWithin, TinyGPT

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, distribute_tensor
 
 from composable import DesyncError, clip_grad_norm_, fully_shard, get_total_norm
-from composable.collectives import Ranks
-from composable.ragged.spec import ragged_spec
-from composable.ragged.tensor import RaggedDTensor
+from composable.comm import Ranks
+from composable.dtensor.spec import ragged_spec
+from composable.dtensor.tensor import RaggedDTensor
 from tests.world import run_ranks, run_threads
 
 DETAIL = dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # torch does not list it as exported

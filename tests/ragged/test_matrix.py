@@ -69,9 +69,9 @@ def test_a_step_compiled_by_inductor_is_that_of_one_process() -> None:
 def test_rules_stand_in_where_torch_skips_subclasses() -> None:
     script = f"""
         import torch, torch.distributed as dist
-        import composable.ragged.tensor as registration
-        from composable.ragged.gather import GatheredView
-        from composable.ragged.tensor import RaggedDTensor
+        import composable.dtensor.tensor as registration
+        from composable.dtensor.gather import GatheredView
+        from composable.dtensor.tensor import RaggedDTensor
         from tests.ragged_matrix import prove
 
         # What torch 2.11 does: its own C++ path takes the subclasses along.

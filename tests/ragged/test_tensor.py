@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from composable.dtensor.gather import fallback_counts, strict_mode
+from composable.dtensor.spec import ragged_spec
+from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError, UsageError
 from composable.planning.layout import RaggedShard, local_shape, order_of
-from composable.ragged.gather import fallback_counts, strict_mode
-from composable.ragged.spec import ragged_spec
-from composable.ragged.tensor import RaggedDTensor
 from tests.ragged_pairs import CUTS, SHAPES, assert_equal, cpu_mesh, make_module, pairs, set_grads, values
 from tests.world import run_ranks, run_threads
 

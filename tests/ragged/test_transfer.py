@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable.ragged.gather import fallback_counts
-from composable.ragged.tensor import RaggedDTensor
-from composable.ragged.transfer import collect_blocks, spread_blocks
+from composable.dtensor.gather import fallback_counts
+from composable.dtensor.tensor import RaggedDTensor
+from composable.dtensor.transfer import collect_blocks, spread_blocks
 from tests.saving.test_torch_loads import CUTS, Model, make
 from tests.world import run_threads
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from composable.collectives import Grid, Pending, Ranks, Transport
+from composable.comm import Grid, Pending, Ranks, Transport
 from composable.errors import UsageError
+from composable.ground.torch_hooks import at_end_of_backward
 from composable.replication import BucketOptions, ReducedParam, Reducer
 from composable.replication.buckets import Bucket, plan_buckets
-from composable.torch_hooks import at_end_of_backward
 from tests.models import MLP, random_input, seeded
 
 MB = 2**20

@@ -24,9 +24,9 @@ import torch
 
 import composable
 from composable import ReplicateModule, reduction_stats, step_in_backward
+from composable.ground.torch_private import without_modes
 from composable.testing.process_group import SimulatedGroup
 from composable.testing.simulation import run
-from composable.torch_private import without_modes
 from tests.parity import full
 from tests.runtime.interrupt_programs import Program
 

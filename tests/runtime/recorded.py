@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 
 from composable.annotation.root import Root
-from composable.collectives import Pending, Transport
+from composable.comm import Pending, Transport
 from composable.engine.scheduler import Scheduler
 from composable.engine.streams import DeviceStreams
-from composable.torch_hooks import at_end_of_backward
+from composable.ground.torch_hooks import at_end_of_backward
 from tests.runtime.recording import Event, Recorder
 
 __all__ = ["REAL", "RecordedTransport", "Runtime", "put_on_device"]

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from composable.backward_steps import BackwardSteps
-from composable.casts import CastBuffers, LentBuffers
-from composable.collectives import Transport
-from composable.collectives.transport import transport_class
+from composable.comm import Transport
+from composable.comm.transport import transport_class
 from composable.engine import Handle
 from composable.engine.forward_pass import Forwards
 from composable.engine.unsharded import Unsharded
+from composable.ground.casts import CastBuffers, LentBuffers
 from composable.replication import Reducer
 from composable.replication.buckets import Bucket
 from tests.runtime.interrupt_programs import PROGRAMS, Program
@@ -192,7 +192,7 @@ def at_instructions(fn: Callable[[], object], stop: tuple[object, ...] = ()) -> 
         return step
 
     def enter(frame: FrameType, event: str, arg: Any) -> Any:
-        if "/composable/collectives/" not in frame.f_code.co_filename:
+        if "/composable/comm/" not in frame.f_code.co_filename:
             return None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         return step

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from composable import fully_shard, replicate
+from composable.dtensor.gather import fallback_counts
+from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError
-from composable.ragged.gather import fallback_counts
-from composable.ragged.tensor import RaggedDTensor
 from composable.saving.checkpoint import SavedCheckpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from composable.saving.files import SummedFiles
 from tests.world import run_ranks, run_threads, told

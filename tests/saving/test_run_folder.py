@@ -470,7 +470,7 @@ def misuse(run: Path) -> None:
         "keep is '2'": lambda: save_checkpoint(run, 1, model, keep="2"),  # type: ignore[arg-type]
         "keep is True": lambda: save_checkpoint(run, 1, model, keep=True),
         "optimizer is or holds 3": lambda: save_checkpoint(run, 1, model, 3),  # type: ignore[arg-type]
-        "optimizer is or holds a composable.ragged.tensor.RaggedDTensor": lambda: save_checkpoint(
+        "optimizer is or holds a composable.dtensor.tensor.RaggedDTensor": lambda: save_checkpoint(
             run, 1, model, model.parameters()
         ),  # type: ignore[arg-type]
         "path is None": lambda: load_checkpoint(None, model),  # type: ignore[arg-type]

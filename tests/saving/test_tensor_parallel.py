@@ -40,7 +40,7 @@ from composable import (
     save_safetensors,
     unannotate,
 )
-from composable.collectives import Ranks
+from composable.comm import Ranks
 from tests.models import seeded
 from tests.test_tensor_parallel import (
     Block,

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from composable.dtensor.gather import strict_mode
+from composable.dtensor.spec import ragged_spec
+from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError, UsageError
 from composable.planning.layout import RaggedShard, plan_layout
-from composable.ragged.gather import strict_mode
-from composable.ragged.spec import ragged_spec
-from composable.ragged.tensor import RaggedDTensor
 from tests.world import run_ranks
 
 CUTS = ["row", "element"]

@@ -8,7 +8,7 @@ from torch import nn
 
 from composable import fully_shard
 from composable.annotation.root import Root
-from composable.collectives import Pending, Transport
+from composable.comm import Pending, Transport
 from composable.engine.gradients import GRADIENT_BUFFERS
 from tests.counting import Collective, CountingTransport
 from tests.models import DIM, random_input

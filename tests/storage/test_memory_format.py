@@ -28,9 +28,9 @@ from composable import (
     unannotate,
     unshard_params,
 )
+from composable.dtensor.spec import ragged_spec
+from composable.dtensor.tensor import RaggedDTensor
 from composable.planning.layout import RaggedShard, boxes, order_of
-from composable.ragged.spec import ragged_spec
-from composable.ragged.tensor import RaggedDTensor
 from tests.world import run_ranks, run_threads
 
 

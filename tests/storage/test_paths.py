@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable import fully_shard
-from composable.collectives import Pending
+from composable.comm import Pending
 from composable.engine.gather_paths import GatherPath
 from composable.engine.reduce_paths import GradientPath, Reduction
 from tests.counting import Collective, CountingTransport

@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 
-from composable.arguments import check_bool
-from composable.collectives import Ranks
+from composable.comm import Ranks
+from composable.dtensor.spec import RaggedLayout, parts_of, replicated_spec, slice_full, with_dim
 from composable.errors import DesyncError, UsageError, place_of_rank
-from composable.frames import is_in_model_averager
-from composable.ragged.spec import RaggedLayout, parts_of, replicated_spec, slice_full, with_dim
-from composable.torch_private import (
+from composable.ground.arguments import check_bool
+from composable.ground.frames import is_in_model_averager
+from composable.ground.names import dtype_text
+from composable.ground.torch_private import (
     DeviceMesh,
     DTensorSpec,
     OpOverload,
@@ -37,7 +38,6 @@ from composable.torch_private import (
     tree_leaves,
     tree_map_only,
 )
-from composable.wording import dtype_text
 
 __all__ = [
     "GatheredView",
@@ -61,6 +61,7 @@ __all__ = [
     "wrap",
     "written",
 ]
+
 
 # (tensor subclass, operation, args, kwargs) -> result
 Rule: TypeAlias = Callable[[Any, OpOverload, Sequence[Any], Mapping[str, Any]], Any]

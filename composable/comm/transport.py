@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceScatterOptions
 
-from composable.collectives.hang_watchdog import diverged, explained
-from composable.collectives.rank_status import Order, Started, notice_transport
+from composable.comm.hang_watchdog import diverged, explained
+from composable.comm.rank_status import Order, Started, notice_transport
 from composable.errors import ConfigError
-from composable.torch_private import AllgatherOptions, all_gather_into, reduce_scatter_into
+from composable.ground.torch_private import AllgatherOptions, all_gather_into, reduce_scatter_into
 
 __all__ = [
     "DONE",
@@ -39,6 +39,7 @@ __all__ = [
     "transport_class",
     "transport_names",
 ]
+
 
 # What every backend can gather and broadcast. Others travel as bytes.
 _CARRIED = frozenset(

@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from composable.torch_private import (
+from composable.ground.torch_private import (
     current_graph_task_id,
     hook_gradient,
     opaque,

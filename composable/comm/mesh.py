@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable.arguments import described
-from composable.collectives.ranks import (
+from composable.comm.ranks import (
     Ranks,
     device_for,
     hosts_of,
@@ -24,7 +23,8 @@ from composable.collectives.ranks import (
     wait_like_the_world,
 )
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.torch_private import joined_meshes, root_mesh
+from composable.ground.arguments import described
+from composable.ground.torch_private import joined_meshes, root_mesh
 
 __all__ = [
     "DataParallelMeshDims",
@@ -37,6 +37,7 @@ __all__ = [
     "resolve_grid",
     "resolve_ranks",
 ]
+
 
 # The ranks that share parameters; of two groups the second holds copies of their shards.
 GroupOrPair: TypeAlias = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]

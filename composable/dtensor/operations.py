@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from composable.errors import UsageError
-from composable.ragged.gather import (
+from composable.dtensor.gather import (
     GatheredView,
     Rule,
     confirm,
@@ -30,11 +29,13 @@ from composable.ragged.gather import (
     wrap,
     written,
 )
-from composable.ragged.norms import any_or_all, norm_of_list, unscale, vector_norm
-from composable.ragged.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_full
-from composable.torch_private import OpOverload, dtensor_new, tree_leaves
+from composable.dtensor.norms import any_or_all, norm_of_list, unscale, vector_norm
+from composable.dtensor.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_full
+from composable.errors import UsageError
+from composable.ground.torch_private import OpOverload, dtensor_new, tree_leaves
 
 __all__ = ["RULES", "rule_for"]
+
 
 aten = torch.ops.aten
 

@@ -23,9 +23,9 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overloa
 import torch
 from torch import nn
 
-from composable.arguments import check_call
 from composable.errors import ConfigError, UsageError, located, place_of_rank
-from composable.fqns import NamedTree, check_same_fqns, describe_module
+from composable.ground.arguments import check_call
+from composable.ground.names import NamedTree, check_same_fqns, describe_module
 
 __all__ = [
     "Annotation",
@@ -41,6 +41,7 @@ __all__ = [
     "remove_member",
     "set_member",
 ]
+
 
 _P = ParamSpec("_P")
 _State = TypeVar("_State")

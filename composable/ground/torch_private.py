@@ -4,7 +4,6 @@ Other files import these names from here, so that a new torch release is checked
 place. ``tests/test_torch_private.py`` holds the list against the installed torch.
 """
 
-# ruff: noqa: I001  # sorted by who uses them
 import sys
 import weakref
 from collections import OrderedDict
@@ -14,96 +13,9 @@ from datetime import timedelta
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
-
 import torch
 from torch.distributed import ProcessGroup, ReduceScatterOptions, Work
-
 from composable.errors import UsageError, place_of_rank
-
-try:
-    # -- mixed precision of replicated modules: composable/replication/
-    _alias = torch.ops.aten._unsafe_view.default  # the only operation that gives its input's memory, and no view of it
-
-    # -- transport: composable/collectives/
-    from torch._C._distributed_c10d import AllgatherOptions  # the only options torch.distributed does not export
-
-    from torch.autograd.graph import _engine_run_backward  # its frame tells that a thread runs a backward
-
-    # -- ragged parameters: composable/ragged/
-    from torch import _foreach_copy_ as foreach_copy_  # fills many views in one call; gradients into buffers
-    from torch import _foreach_mul as foreach_mul  # scales many gradients in a graph
-    from torch import _foreach_mul_ as foreach_mul_  # scales many views in one call
-    from torch import _foreach_norm as foreach_norm  # local norms of a list of pieces
-    from torch._C import _disabled_torch_function_impl as disabled_torch_function  # what every DTensor has
-    from torch._C._distributed import Placement  # base of placements; subclasses call super().__init__()
-    from torch._ops import OpOverload  # what `__torch_dispatch__` is called with
-    from torch.distributed import _functional_collectives as traceable_collectives  # torch.compile traces them
-    from torch.distributed._functional_collectives import _are_we_tracing as is_tracing  # where a graph is being made
-    from torch.distributed import _state_dict_utils as state_dict_utils  # its `_distribute_tensors` shards full values
-    from torch.distributed.checkpoint import state_dict as dcp_state_dict  # loads full state dicts, scalars plain
-    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # where in a file a value lies
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # mesh, placements, shape of a DTensor
-    from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types  # types that get foreach
-    from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types  # the same, to clip
-    from torch.utils._python_dispatch import TorchDispatchMode  # sees every tensor that is made, also by users' code
-    from torch.utils._pytree import tree_leaves, tree_map_only  # reach the tensors in an operation's arguments
-
-    # -- optimizers: composable/optim/
-    from torch._C import DisableTorchFunction  # reading gradients of a subclass costs a third
-
-    # -- runtime: composable/runtime/
-    from torch._C import _current_autograd_node as current_autograd_node  # the node whose backward is running
-    from torch._C import _current_graph_task_id as current_graph_task_id  # -1 outside a running backward
-    from torch._C import _will_engine_execute_node as will_engine_execute_node  # whether the backward reaches a node
-    from torch._C._autograd import _get_sequence_nr as next_node_number  # of the next node of autograd of this thread
-    from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks  # or None
-    from torch.autograd.variable import Variable  # its `_execution_engine` runs the end of a backward
-    from torch.nn.utils import stateless
-    from torch.utils._pytree import tree_map  # moves nested inputs to the device
-
-    # -- profilers: regions in a trace
-    from torch.autograd import profiler as autograd_profiler  # its `_is_profiler_enabled` says whether one runs
-
-    # -- torch.compile: every hook of ours
-    from torch._C._dynamo import eval_frame as frame_evaluation  # what the compiler does with the frames of a function
-
-    # -- transforms of torch.func: hooks of sharded modules
-    from torch._C._functorch import peek_interpreter_stack as running_transform  # the innermost one, or None
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms  # as a context
-
-    # -- ranks as threads: composable/testing/
-    from torch._C import _distributed_c10d as c10d_bindings  # looks groups up by name, per thread where told so
-    from torch._C._distributed_c10d import PrefixStore, Store  # where the ranks of a group find each other
-    from torch.distributed import distributed_c10d as c10d  # its `_world` holds all groups, its helper makes them
-    from torch.distributed.distributed_c10d import _World as TorchWorld  # what torch reads of a world
-    from torch.utils._python_dispatch import _disable_current_modes  # collectives are no operations of the caller
-
-    dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # wraps a local
-    make_subclass: Callable[..., Any] = torch.Tensor._make_subclass  # an instance on other memory, without its __new__
-    module_load = torch.nn.Module._load_from_state_dict  # what a module that loads in its own way overrides
-    backward_code = _engine_run_backward.__code__  # the frame of a backward, to tell that a thread runs one
-    module_call_code = torch.nn.Module._call_impl.__code__  # the frame of a module's call, to tell a recursive one
-    functional_call_code = stateless._functional_call.__code__  # the frame of torch.func.functional_call
-    # Used below, at run time; here so that one that is gone is missed at import too.
-    _USED_BELOW = (
-        ProcessGroup._allgather_base,
-        ProcessGroup._get_backend,
-        ProcessGroup._get_sequence_number_for_group,  # type: ignore[attr-defined]  # torch's stub lacks it
-        ProcessGroup._reduce_scatter_base,
-        Variable._execution_engine.queue_callback,
-        autograd_profiler._is_profiler_enabled,
-        c10d._get_default_timeout,
-        c10d._new_process_group_helper,
-        frame_evaluation.set_code_exec_strategy,
-        frame_evaluation._FrameAction,
-        frame_evaluation._FrameExecStrategy,
-        torch._C._functions.AccumulateGrad._set_sequence_nr,  # type: ignore[attr-defined]  # torch's stub lacks it
-    )
-except (ImportError, AttributeError) as error:
-    raise UsageError(
-        f"torch {torch.__version__} lacks what this package needs: {error}", fix="install torch 2.11 to 2.15"
-    ) from error
 
 __all__ = [
     "AllgatherOptions",
@@ -176,6 +88,96 @@ __all__ = [
     "without_flat_weight_refs",
     "without_modes",
 ]
+
+
+# ruff: noqa: I001  # sorted by who uses them
+
+
+try:
+    # -- mixed precision of replicated modules: composable/replication/
+    _alias = torch.ops.aten._unsafe_view.default  # the only operation that gives its input's memory, and no view of it
+
+    # -- transport: composable/comm/
+    from torch._C._distributed_c10d import AllgatherOptions  # the only options torch.distributed does not export
+
+    from torch.autograd.graph import _engine_run_backward  # its frame tells that a thread runs a backward
+
+    # -- ragged parameters: composable/dtensor/
+    from torch import _foreach_copy_ as foreach_copy_  # fills many views in one call; gradients into buffers
+    from torch import _foreach_mul as foreach_mul  # scales many gradients in a graph
+    from torch import _foreach_mul_ as foreach_mul_  # scales many views in one call
+    from torch import _foreach_norm as foreach_norm  # local norms of a list of pieces
+    from torch._C import _disabled_torch_function_impl as disabled_torch_function  # what every DTensor has
+    from torch._C._distributed import Placement  # base of placements; subclasses call super().__init__()
+    from torch._ops import OpOverload  # what `__torch_dispatch__` is called with
+    from torch.distributed import _functional_collectives as traceable_collectives  # torch.compile traces them
+    from torch.distributed._functional_collectives import _are_we_tracing as is_tracing  # where a graph is being made
+    from torch.distributed import _state_dict_utils as state_dict_utils  # its `_distribute_tensors` shards full values
+    from torch.distributed.checkpoint import state_dict as dcp_state_dict  # loads full state dicts, scalars plain
+    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # where in a file a value lies
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # mesh, placements, shape of a DTensor
+    from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types  # types that get foreach
+    from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types  # the same, to clip
+    from torch.utils._python_dispatch import TorchDispatchMode  # sees every tensor that is made, also by users' code
+    from torch.utils._pytree import tree_leaves, tree_map_only  # reach the tensors in an operation's arguments
+
+    # -- optimizers: composable/optim/
+    from torch._C import DisableTorchFunction  # reading gradients of a subclass costs a third
+
+    # -- runtime: composable/engine/
+    from torch._C import _current_autograd_node as current_autograd_node  # the node whose backward is running
+    from torch._C import _current_graph_task_id as current_graph_task_id  # -1 outside a running backward
+    from torch._C import _will_engine_execute_node as will_engine_execute_node  # whether the backward reaches a node
+    from torch._C._autograd import _get_sequence_nr as next_node_number  # of the next node of autograd of this thread
+    from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks  # or None
+    from torch.autograd.variable import Variable  # its `_execution_engine` runs the end of a backward
+    from torch.nn.utils import stateless
+    from torch.utils._pytree import tree_map  # moves nested inputs to the device
+
+    # -- profilers: regions in a trace
+    from torch.autograd import profiler as autograd_profiler  # its `_is_profiler_enabled` says whether one runs
+
+    # -- torch.compile: every hook of ours
+    from torch._C._dynamo import eval_frame as frame_evaluation  # what the compiler does with the frames of a function
+
+    # -- transforms of torch.func: hooks of sharded modules
+    from torch._C._functorch import peek_interpreter_stack as running_transform  # the innermost one, or None
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms  # as a context
+
+    # -- ranks as threads: composable/testing/
+    from torch._C import _distributed_c10d as c10d_bindings  # looks groups up by name, per thread where told so
+    from torch._C._distributed_c10d import PrefixStore, Store  # where the ranks of a group find each other
+    from torch.distributed import distributed_c10d as c10d  # its `_world` holds all groups, its helper makes them
+    from torch.distributed.distributed_c10d import _World as TorchWorld  # what torch reads of a world
+    from torch.utils._python_dispatch import _disable_current_modes  # collectives are no operations of the caller
+
+    dtensor_new: Callable[..., torch.Tensor] = torch.Tensor._dtensor__new__  # wraps a local
+    make_subclass: Callable[..., Any] = torch.Tensor._make_subclass  # an instance on other memory, without its __new__
+    module_load = torch.nn.Module._load_from_state_dict  # what a module that loads in its own way overrides
+    backward_code = _engine_run_backward.__code__  # the frame of a backward, to tell that a thread runs one
+    module_call_code = torch.nn.Module._call_impl.__code__  # the frame of a module's call, to tell a recursive one
+    functional_call_code = stateless._functional_call.__code__  # the frame of torch.func.functional_call
+    # Used below, at run time; here so that one that is gone is missed at import too.
+    _USED_BELOW = (
+        ProcessGroup._allgather_base,
+        ProcessGroup._get_backend,
+        ProcessGroup._get_sequence_number_for_group,  # type: ignore[attr-defined]  # torch's stub lacks it
+        ProcessGroup._reduce_scatter_base,
+        Variable._execution_engine.queue_callback,
+        autograd_profiler._is_profiler_enabled,
+        c10d._get_default_timeout,
+        c10d._new_process_group_helper,
+        frame_evaluation.set_code_exec_strategy,
+        frame_evaluation._FrameAction,
+        frame_evaluation._FrameExecStrategy,
+        torch._C._functions.AccumulateGrad._set_sequence_nr,  # type: ignore[attr-defined]  # torch's stub lacks it
+    )
+except (ImportError, AttributeError) as error:
+    raise UsageError(
+        f"torch {torch.__version__} lacks what this package needs: {error}", fix="install torch 2.11 to 2.15"
+    ) from error
+
 
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
@@ -252,7 +254,7 @@ def find_backend(name: str) -> Callable[..., Any] | None:
     return lookup_backend(name) if name in list_backends(exclude_tags=()) else None
 
 
-# -- hooks on gradients: composable/torch_hooks.py
+# -- hooks on gradients: composable/ground/torch_hooks.py
 
 
 def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
@@ -266,7 +268,7 @@ def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) ->
     node._register_hook_dict(tensor)  # what lets autograd read it
 
 
-# -- ragged parameters: composable/ragged/
+# -- ragged parameters: composable/dtensor/
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -289,7 +291,7 @@ def dispatch_rule_holder() -> Any:
     return GenericTorchDispatchRuleHolder
 
 
-# -- parameters with two faces: composable/storage/
+# -- parameters with two faces: composable/engine/
 
 
 def alias_of(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -333,7 +335,7 @@ def without_flat_weight_refs(modules: Iterable[torch.nn.Module]) -> Iterator[Non
             module._flat_weight_refs = [None if one is None else weakref.ref(one) for one in module._flat_weights]
 
 
-# -- transport: composable/collectives/
+# -- transport: composable/comm/
 
 
 def all_gather_into(group: ProcessGroup) -> Callable[[torch.Tensor, torch.Tensor, AllgatherOptions], Work]:

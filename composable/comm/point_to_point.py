@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from composable.collectives.ranks import make_group
-from composable.collectives.transport import Messages, Pending, ProcessGroupTransport, register_transport
+from composable.comm.ranks import make_group
+from composable.comm.transport import Messages, Pending, ProcessGroupTransport, register_transport
 
 __all__ = ["MAX_RANKS", "PointToPointTransport", "never_preempt", "threads_of_process"]
+
 
 # Each peer costs the host one send and one receive, 10 us together; gloo's own all-gather
 # costs it 12 us whatever the number of peers.

@@ -13,17 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from composable.collectives import point_to_point  # noqa: F401  # registers itself
-from composable.collectives.rank_status import Started
-from composable.collectives.ranks import Ranks, hosts_of, kept_with, make_group
-from composable.collectives.transport import (
-    Pending,
-    ProcessGroupTransport,
-    Transport,
-    choose_transport,
-    transport_class,
-)
-from composable.torch_private import replace_body
+from composable.comm.rank_status import Started
+from composable.comm.ranks import Ranks, hosts_of, kept_with, make_group
+from composable.comm.transport import Pending, ProcessGroupTransport, Transport, choose_transport, transport_class
+from composable.ground.torch_private import replace_body
 
 __all__ = [
     "OwnTransport",

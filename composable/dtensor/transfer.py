@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import tensor as dtensor
 
-from composable.collectives import Ranks
+from composable.comm import Ranks
+from composable.dtensor.gather import confirm_layout, is_parameter
+from composable.dtensor.spec import slice_full, spec_of_placements
+from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.ground.torch_private import DeviceMesh, Placement, replace_body
 from composable.planning import RaggedShard
-from composable.ragged.gather import confirm_layout, is_parameter
-from composable.ragged.spec import slice_full, spec_of_placements
-from composable.ragged.tensor import RaggedDTensor
-from composable.torch_private import DeviceMesh, Placement, replace_body
 
 __all__ = ["Exchange", "cast_dtype", "collect_blocks", "spread_blocks", "teach_torch"]
+
 
 # Pieces in one message start at multiples of this, so that they can be viewed in any dtype.
 _PACKED_ALIGN = 16

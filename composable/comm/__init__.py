@@ -1,14 +1,8 @@
 """How bytes move between ranks, and how ranks agree: the only folder that calls ``torch.distributed``."""
 
-from composable.collectives.hang_diagnosis import Tree
-from composable.collectives.hang_watchdog import (
-    annotating,
-    calling,
-    explain_waits,
-    set_divergence_timeout,
-    watch_ranks,
-)
-from composable.collectives.mesh import (
+from composable.comm.hang_diagnosis import Tree
+from composable.comm.hang_watchdog import annotating, calling, explain_waits, set_divergence_timeout, watch_ranks
+from composable.comm.mesh import (
     DataParallelMeshDims,
     Grid,
     GroupOrPair,
@@ -18,7 +12,7 @@ from composable.collectives.mesh import (
     resolve_grid,
     resolve_ranks,
 )
-from composable.collectives.own_groups import (
+from composable.comm.own_groups import (
     OwnTransport,
     call_before_destroy,
     choose_transport_for,
@@ -28,9 +22,9 @@ from composable.collectives.own_groups import (
     settle_transport_for,
     transport_of,
 )
-from composable.collectives.rank_status import Started, Told, described, notice_tree
-from composable.collectives.ranks import Ranks, all_reduce_in, compare_in_each, reduce_scatter_in, wait_for_work
-from composable.collectives.transport import DONE, Pending, Transport
+from composable.comm.rank_status import Started, Told, described, notice_tree
+from composable.comm.ranks import Ranks, all_reduce_in, compare_in_each, reduce_scatter_in, wait_for_work
+from composable.comm.transport import DONE, Pending, Transport
 
 __all__ = [
     "DONE",

@@ -17,11 +17,8 @@ import torch
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor, Replicate
 
-from composable.collectives import Ranks
-from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.frames import in_torch_save
-from composable.planning import RaggedShard
-from composable.ragged.gather import (
+from composable.comm import Ranks
+from composable.dtensor.gather import (
     GatheredView,
     confirm,
     confirm_layout,
@@ -30,8 +27,8 @@ from composable.ragged.gather import (
     is_replicated,
     make_stale_view,
 )
-from composable.ragged.operations import RULES, rule_for
-from composable.ragged.spec import (
+from composable.dtensor.operations import RULES, rule_for
+from composable.dtensor.spec import (
     RaggedLayout,
     RaggedSpec,
     chunks_of,
@@ -40,7 +37,9 @@ from composable.ragged.spec import (
     spec_of_placements,
     write_items_of,
 )
-from composable.torch_private import (
+from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.ground.frames import in_torch_save
+from composable.ground.torch_private import (
     DeviceMesh,
     DTensorSpec,
     OpOverload,
@@ -53,6 +52,7 @@ from composable.torch_private import (
     tree_leaves,
     utils_foreach_types,
 )
+from composable.planning import RaggedShard
 
 __all__ = [
     "HOOKS",
@@ -65,6 +65,7 @@ __all__ = [
     "was_zeroed",
     "watch_zeroing",
 ]
+
 
 # torch's own descriptors, whose stubs say Tensor.
 _GRAD: Any = torch.Tensor.grad

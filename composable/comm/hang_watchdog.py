@@ -28,9 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from composable.arguments import check_number
-from composable.collectives.hang_diagnosis import Diagnosis, RankStatus, diagnose
-from composable.collectives.rank_status import (
+from composable.comm.hang_diagnosis import Diagnosis, RankStatus, diagnose
+from composable.comm.rank_status import (
     Meeting,
     Started,
     Waiting,
@@ -44,7 +43,9 @@ from composable.collectives.rank_status import (
     waiting_threads,
 )
 from composable.errors import ComposableError, DesyncError, place_of_rank
-from composable.torch_private import (
+from composable.ground.arguments import check_number
+from composable.ground.names import ranks_text
+from composable.ground.torch_private import (
     PrefixStore,
     Store,
     groups_of_process,
@@ -52,7 +53,6 @@ from composable.torch_private import (
     started_in,
     store_of_default_group,
 )
-from composable.wording import ranks_text
 
 __all__ = [
     "annotating",
@@ -64,6 +64,7 @@ __all__ = [
     "set_divergence_timeout",
     "watch_ranks",
 ]
+
 
 VARIABLE = "COMPOSABLE_DIVERGENCE_TIMEOUT"
 DEFAULT_S = 30.0

@@ -27,9 +27,10 @@ import torch.distributed as dist
 from torch.distributed import ReduceScatterOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.collectives.hang_watchdog import meeting
+from composable.comm.hang_watchdog import meeting
 from composable.errors import ComposableError, ConfigError, DesyncError, place_of_rank
-from composable.torch_private import (
+from composable.ground.names import count_text
+from composable.ground.torch_private import (
     default_timeout_of,
     is_tracing,
     new_named_group,
@@ -39,7 +40,6 @@ from composable.torch_private import (
     timeout_of,
     traceable_collectives,
 )
-from composable.wording import count_text
 
 __all__ = [
     "Ranks",
@@ -57,6 +57,7 @@ __all__ = [
     "wait_for_work",
     "wait_like_the_world",
 ]
+
 
 _T = TypeVar("_T")
 _NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}

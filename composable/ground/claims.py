@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable.errors import UsageError, place_of_rank
-from composable.frames import is_load, modules_in_call
-from composable.torch_hooks import before_every_registration
-from composable.torch_private import opaque
+from composable.ground.frames import is_load, modules_in_call
+from composable.ground.torch_hooks import before_every_registration
+from composable.ground.torch_private import opaque
 
 __all__ = [
     "Claim",
@@ -41,6 +41,7 @@ __all__ = [
     "take_charge",
     "watch_registrations",
 ]
+
 
 _AVERAGED = "_composable_averaged"
 _SHARDED = "_composable_managed"  # set in engine/handle.py

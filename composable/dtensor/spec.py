@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import Replicate, Shard
 
-from composable.collectives import Ranks
+from composable.comm import Ranks
 from composable.errors import ConfigError, UsageError
+from composable.ground.torch_private import DeviceMesh, DTensorSpec, Placement, TensorMeta, without_modes
 from composable.planning import RaggedShard, boxes, in_memory_order, in_order_of_dims, local_shape, strides_of
-from composable.torch_private import DeviceMesh, DTensorSpec, Placement, TensorMeta, without_modes
 
 __all__ = [
     "Label",

@@ -11,12 +11,13 @@ import torch
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor, Replicate
 
-from composable.collectives import Ranks
-from composable.ragged.gather import confirm, confirm_in_each, gather_and_run, replicate, shares_cut, widest
-from composable.ragged.spec import RaggedLayout, replicated_spec
-from composable.torch_private import DeviceMesh, OpOverload, dtensor_new, foreach_norm
+from composable.comm import Ranks
+from composable.dtensor.gather import confirm, confirm_in_each, gather_and_run, replicate, shares_cut, widest
+from composable.dtensor.spec import RaggedLayout, replicated_spec
+from composable.ground.torch_private import DeviceMesh, OpOverload, dtensor_new, foreach_norm
 
 __all__ = ["NormParts", "any_or_all", "cut_dims", "norm_of_list", "summed_in", "unscale", "vector_norm"]
+
 
 aten = torch.ops.aten
 

@@ -1,9 +1,9 @@
 """The parameter that users see: a DTensor cut anywhere."""
 
-from composable.ragged.gather import confirm_in_each, fallback_counts, note_written, strict_mode
-from composable.ragged.norms import NormParts, cut_dims, summed_in
-from composable.ragged.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_block, slice_full, splits_of
-from composable.ragged.tensor import (
+from composable.dtensor.gather import confirm_in_each, fallback_counts, note_written, strict_mode
+from composable.dtensor.norms import NormParts, cut_dims, summed_in
+from composable.dtensor.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_block, slice_full, splits_of
+from composable.dtensor.tensor import (
     HOOKS,
     RaggedDTensor,
     check_finished,
@@ -14,7 +14,7 @@ from composable.ragged.tensor import (
     was_zeroed,
     watch_zeroing,
 )
-from composable.ragged.transfer import Exchange, cast_dtype, collect_blocks, spread_blocks, teach_torch
+from composable.dtensor.transfer import Exchange, cast_dtype, collect_blocks, spread_blocks, teach_torch
 
 __all__ = [
     "HOOKS",

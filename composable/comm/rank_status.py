@@ -26,9 +26,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from composable.collectives.hang_diagnosis import COUNTED, MAIN_LANE, ORDERED, RankStatus, Tree, Wait
-from composable.frames import outwards, place_in, runs_backward
-from composable.torch_private import groups_of_process, started_in
+from composable.comm.hang_diagnosis import COUNTED, MAIN_LANE, ORDERED, RankStatus, Tree, Wait
+from composable.ground.frames import outwards, place_in, runs_backward
+from composable.ground.torch_private import groups_of_process, started_in
 
 __all__ = [
     "Meeting",
@@ -47,6 +47,7 @@ __all__ = [
     "transports_of",
     "waiting_threads",
 ]
+
 
 # Of what was started last, how much is kept: a rank runs ahead by a few handles at most.
 _RECENT = 64

@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from composable.torch_private import (
+from composable.ground.torch_private import (
+    autograd_profiler,
     backward_code,
     current_graph_task_id,
     functional_call_code,
@@ -35,6 +36,7 @@ __all__ = [
     "copied_values",
     "in_backward",
     "in_backward_of_function",
+    "in_region",
     "in_split_backward",
     "in_torch_save",
     "is_asked_by_pipeline",
@@ -50,6 +52,7 @@ __all__ = [
     "runs_backward",
     "will_get_gradient",
 ]
+
 
 T = TypeVar("T")
 
@@ -196,3 +199,21 @@ def _frames_of(*codes: CodeType, frame: FrameType | None = None) -> Iterator[Fra
         if frame.f_code in codes:
             yield frame
         frame = frame.f_back
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def in_region(what: str, name: str, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Return ``call(*args, **kwargs)``; a trace shows it as ``composable::what name``.
+
+    Args:
+        what: Such as ``gather``.
+        name: Of what it is done to; the empty FQN is the root.
+        call: Runs inside the region.
+        *args: Of ``call``.
+        **kwargs: Of ``call``.
+    """
+    with autograd_profiler.record_function(f"composable::{what} {name or '(root)'}"):
+        return call(*args, **kwargs)

@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from composable.torch_hooks import GradientHook, around_forward, at_end_of_backward, next_ending_number
-from composable.torch_private import opaque, running_transform, tree_map
+from composable.ground.torch_hooks import GradientHook, around_forward, at_end_of_backward, next_ending_number
+from composable.ground.torch_private import opaque, running_transform, tree_map
 
 __all__ = ["CastBuffers", "LendHook", "Lending", "LentBuffers", "cast_floats", "keep_dtype"]
+
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 

@@ -13,9 +13,10 @@ from different moments is a circle at the last of them.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from composable.wording import ranks_text
+from composable.ground.names import ranks_text
 
 __all__ = ["COUNTED", "MAIN_LANE", "ORDERED", "Diagnosis", "RankStatus", "Tree", "Wait", "diagnose"]
+
 
 # Of the thread that trains. Other threads are told apart by their names, which are the same on all ranks.
 MAIN_LANE = "main"
