@@ -203,18 +203,8 @@ class ReductionSettings(AnnotatedModule):
 
         In both cases ranks may use different parameters: every backward reduces whole handles, with zeros for
         what this rank did not use, so a parameter that some rank used gets the mean, and nothing hangs.
-
-        Raises:
-            ConfigError: False, and the module was annotated with ``unused_gradients='zero'``: its ranks
-                do not tell each other which parameters they used.
         """
-        handles = _chosen(self, recurse, reduce_scatter_unused_params=reduce_scatter_unused_params)
-        always = [handle for handle in handles if handle.plan.unused_gradients == "zero"]
-        if always and not reduce_scatter_unused_params:
-            what = f"on {always[0].described}, annotated with unused_gradients='zero'"
-            what = f"set_reduce_scatter_unused_params(False) {what}"
-            raise _refused(self, what, "annotate it with unused_gradients='none'")
-        for handle in handles:
+        for handle in _chosen(self, recurse, reduce_scatter_unused_params=reduce_scatter_unused_params):
             handle.fill_unused(fills=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:

@@ -101,9 +101,8 @@ class HandleOptions:
             annotated on fewer ranks than the root, as experts are. Where no module around has parameters of its
             own, or it is called from elsewhere, it is gathered when it is called. See docs/experts.md.
         unused_gradients: What a parameter gets that no rank has a gradient for. ``none``: its ``grad`` stays
-            as it is, as in one process; at the end of each backward ranks tell each other with one small
-            message. ``zero``: a zero gradient, without the message; optimizers then move the parameter by
-            momentum and weight decay, and a gradient that arrives after its module was reduced is an error.
+            as it is, as in one process. ``zero``: a zero gradient; optimizers then move the parameter by
+            momentum and weight decay.
     """
 
     align: AlignLike | None = None

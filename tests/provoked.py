@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from composable import (
-    HandleOptions,
     MixedPrecisionPolicy,
     fully_shard,
     load_checkpoint,
@@ -91,17 +90,6 @@ def build_the_optimizer_too_early(_: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fully_shard(model)(inputs()).sum().backward()
     optimizer.step()
-
-
-def use_a_parameter_before_its_module(_: str) -> None:
-    def run(model: Two, x: torch.Tensor) -> torch.Tensor:
-        model.b.unshard()
-        return model.b(model.a(x @ model.b.weight))
-
-    model = Two(run)
-    fully_shard(model.a, options=HandleOptions(unused_gradients="zero"))
-    fully_shard(model.b, reshard_after_forward=False, options=HandleOptions(unused_gradients="zero"))
-    fully_shard(model, options=HandleOptions(unused_gradients="zero"))(inputs()).sum().backward()
 
 
 def call_forward_itself(_: str) -> None:
@@ -329,7 +317,6 @@ MISTAKES = [
     pass_arguments_of_the_wrapper,
     unwrap_what_is_not_wrapped,
     build_the_optimizer_too_early,
-    use_a_parameter_before_its_module,
     call_forward_itself,
     read_a_parameter_in_another_way,
     share_a_parameter_between_two_calls,

@@ -21,7 +21,6 @@ from composable import (
     ConfigError,
     FSDPModule,
     GradientReductionHandle,
-    HandleOptions,
     MixedPrecisionPolicy,
     UsageError,
     full_state_dict,
@@ -935,14 +934,6 @@ def refused(name: str, runs: bool) -> None:
 def test_what_cannot_be_is_an_error_that_says_so_and_changes_nothing(name: str) -> None:
     for runs in (True, False):
         run_threads(refused, 1, name, runs)
-
-
-@on_ranks(1)
-def test_ranks_that_do_not_tell_each_other_what_they_used_always_fill_with_zeros() -> None:
-    model = sharded(options=HandleOptions(unused_gradients="zero"))
-    model.set_reduce_scatter_unused_params(True)
-    with pytest.raises(ConfigError, match=r"\(False\) on module MLP, annotated with unused_gradients='zero'"):
-        model.set_reduce_scatter_unused_params(False)
 
 
 def annotated_around() -> str:

@@ -181,7 +181,7 @@ def two_transports() -> set[str]:
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(full(found.grad), expected.grad)
     handles = fully_shard.state(model).root.handles
-    return {flat.routes._replicas.transport.name for handle in handles for flat in handle.buffers}
+    return {flat.routes._copies[0].transport.name for handle in handles for flat in handle.buffers}
 
 
 def test_each_annotation_has_its_transport_on_both_legs() -> None:
@@ -364,7 +364,7 @@ def test_a_second_leg_starts_before_the_first_leg_of_the_next_module() -> None:
 def counting_both_legs(model: nn.Module) -> CountingTransport:
     root = fully_shard.state(model).root
     counting = CountingTransport.install(root)
-    between = {flat.routes._replicas for handle in root.handles for flat in handle.buffers}
+    between = {flat.routes._copies[0] for handle in root.handles for flat in handle.buffers}
     for replicas in between - {None}:
         replicas.transport = CountingTransport(replicas.transport, counting.records)
     return counting

@@ -1,4 +1,9 @@
-"""What is looked at before a root runs: whether all has values, and whether something was added."""
+"""What is looked at before a root runs: whether all has values, and whether something trainable was added.
+
+Two ways to have no values: still on the meta device, or in memory that ``to_empty`` made and nobody has written to
+since. Modules that an annotation ignores are the user's own. A frozen parameter that is added is none of our business:
+every rank holds it whole.
+"""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol

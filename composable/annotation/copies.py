@@ -1,7 +1,13 @@
-"""Which ``fully_shard`` annotations lie in a part of a model, and whether any of them reaches out of it.
+"""Deep copies of modules that ``fully_shard`` manages, and whether a part of a model can be copied or undone alone.
 
-A handle owns parameters of one module, or of several, and is copied or undone as a whole: a
-part that holds only some of a handle's parameters can be neither.
+``copy.deepcopy`` walks the modules; states and handles are made beforehand, so that whatever the
+walk meets (hooks, registries, optimizers) finds them in its memo. A copy shares meshes and process
+groups with the original and nothing else. It decides its root, and connects to a transport, at its
+own first forward. Copying does not communicate.
+
+A handle owns parameters of one module, or of several, and is copied or undone as a whole: a part that holds only some
+of a handle's parameters can be neither. States and handles refer to modules outside of what is copied; those are never
+followed.
 """
 
 import copy

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from composable.comm import point_to_point  # noqa: F401  # registers itself
 from composable.comm.rank_status import Started
 from composable.comm.ranks import Ranks, hosts_of, kept_with, make_group
 from composable.comm.transport import Pending, ProcessGroupTransport, Transport, choose_transport, transport_class

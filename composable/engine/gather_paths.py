@@ -1,6 +1,8 @@
-"""Where shards and reduced gradients rest between uses: on the device that computes, or on the host.
+"""How a rank's shard becomes the whole buffer, and where shards and reduced gradients rest between uses.
 
-Memory that a device copies to or from without the host waiting has to be page-locked.
+One path a flat buffer, so that what happens on the way can grow. Precision and offload are paths around a path: cast
+into the buffer's dtype first, copy from the host first. Memory that a device copies to or from without the host waiting
+has to be page-locked.
 """
 
 from dataclasses import dataclass

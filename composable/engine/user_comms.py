@@ -1,7 +1,7 @@
-"""How a handle's bytes travel where users choose: a communication hook, a divisor, collectives of their own.
+"""How bytes travel where users choose: communication hooks, divisors, torch's ``Comm``, all-reduce hooks.
 
-A communication hook is registered on a module, and holds for the handles at and below it that no nearer
-registration holds for.
+A communication hook is registered on a module, and holds for the handles at and below it that no nearer registration
+holds for. What functions of users give is looked at before it is used.
 """
 
 import copy

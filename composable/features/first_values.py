@@ -1,4 +1,9 @@
-"""The plain buffers of the modules of an annotation: listed, moved, and made equal on all ranks."""
+"""The first values of what ``fully_shard`` takes over: made by the user's function, or sent by the first rank.
+
+A module's parameters are whole only while the function initialises it: their pieces go to the
+shards before the next module has its turn. From the first rank every piece goes straight to the
+rank that keeps it, handle by handle. Plain buffers are listed, moved, and made equal on all ranks here too.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Where a root is, as other ranks that wait are told; read from another thread, so nothing is noted for it."""
+"""Where a root is, as ranks that wait are told; read from another thread, so nothing is noted for it."""
 
 from composable.comm import Started, Told, Transport, Tree
 from composable.engine import FlatBuffer, RootSettings, Scheduler

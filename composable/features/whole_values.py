@@ -1,8 +1,10 @@
-"""Blocks where some ranks hold copies of the shards of others: taken from one copy, given to all.
+"""Whole values of sharded parameters on some ranks, gathered or given, also where others hold copies or other blocks.
 
-A block is what a shard group holds: the whole, unless tensor parallelism has split that.
-
-Ranks are named by their global numbers: those of one copy know the others by these only.
+What the ranks of one shard group gather is a block: a part, where tensor parallelism has split a parameter. So values
+go in two steps: between the pieces and the blocks within each column of ranks, and between the blocks and the whole
+within one team (see ``ModelRanks``), each block by one message to each that wants it. Where some ranks hold copies of
+the shards of others, a block is taken from one copy and given to all. Ranks are named by their global numbers: those of
+one copy know the others by these only.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
