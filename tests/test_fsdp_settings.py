@@ -254,7 +254,7 @@ def compared_after_the_event() -> list[str]:
         return []
 
     with (
-        mock.patch.object(scheduler.step.unsharded, "_find_stale", compare),
+        mock.patch.object(scheduler.step.unsharded, "find_stale", compare),
         mock.patch.object(scheduler.step, "streams", mock.Mock(wraps=scheduler.step.streams)) as streams,
         mock.patch.object(root_of(model).state.settings, "post_optim_event", event),
     ):
