@@ -11,7 +11,7 @@ Sources: the sharded hooks of torch 2.0 (pytorch/pytorch#83254) and the wrappers
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import FunctionType
 from typing import Any, TypeAlias
@@ -22,12 +22,12 @@ from torch import nn
 
 from composable.annotation import handle_of_module, sharded_state_of
 from composable.comm import Ranks, all_reduce_in, compare_in_each, reduce_scatter_in
-from composable.engine import Handle, HookFunction, Registration
+from composable.engine import Handle, HookFunction, Registration, nearest
 from composable.errors import ComposableError, ConfigError, SignatureError, UsageError, located, place_of_rank
 from composable.ground.arguments import check_module, described
 from composable.ground.contract import get_registry
 from composable.ground.frames import in_backward
-from composable.ground.names import class_name, describe_module
+from composable.ground.names import class_name, describe_module, list_text
 from composable.replication import Reducer, ReplicateState
 
 __all__ = [
@@ -310,6 +310,10 @@ class CommHookHandle:
                 unit.register_comm_hooks([one for one in unit.comm_hooks if one is not self._registration])
 
 
+# Whom a state serves that remembers buckets, by its id, since torch's PowerSGD gives its states no weak references.
+_SERVED: "weakref.WeakValueDictionary[int, Reducer]" = weakref.WeakValueDictionary()
+
+
 def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> CommHookHandle:
     """Let ``hook`` reduce the gradients of ``module`` and of what is below it, and divide them.
 
@@ -354,6 +358,7 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
             _check_hook(hook)
             _check_state(hook, state)
             _check_free(module, state, units)
+            _check_memory(state, _callers_of(one, units))
             for unit in units:
                 unit.check_comm_hooks([*unit.comm_hooks, one])
         except ComposableError as error:
@@ -361,9 +366,39 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
             failure = error
         _agree(module, units, "register_comm_hook", one, failure)
     assert one is not None, "a failure has been raised"
+    if _remembers_buckets(state):
+        for key in [key for key, served in _SERVED.items() if served.hook is None or id(served.hook.state) != key]:
+            _SERVED.pop(key, None)
+        _SERVED.update((id(state), caller) for caller in _callers_of(one, units))
     for unit in units:
         unit.register_comm_hooks([*unit.comm_hooks, one])
     return CommHookHandle(module, one)
+
+
+def _remembers_buckets(state: object) -> bool:
+    return any(cls.__name__ == "PowerSGDState" for cls in type(state).__mro__)
+
+
+def _callers_of(one: Registration, units: Iterable[ReducingUnit]) -> set[Reducer]:
+    """Return the replicated modules that call a hook for which it is the nearest."""
+    return {unit for unit in units if isinstance(unit, Reducer) and nearest([*unit.comm_hooks, one]) is one}
+
+
+def _check_memory(state: object, callers: set[Reducer]) -> None:
+    """Refuse a state that remembers buckets by their number in one replicated module, and is to serve another too."""
+    if not _remembers_buckets(state):
+        return
+    served = _SERVED.get(id(state))
+    if served is not None and served.hook is not None and served.hook.state is state:
+        callers = {*callers, served}
+    if len(callers) > 1:
+        names = sorted(one.params[0].fqn if one.params else "none" for one in callers)
+        raise ConfigError(
+            f"one {type(state).__name__} is to serve {len(callers)} replicated modules, and what it remembers of "
+            "their buckets goes by the number of a bucket in its module",
+            at=f"the modules of parameters {list_text(names)}",
+            fix="register on each replicated module a state of its own",
+        )
 
 
 def _units_below(module: nn.Module) -> dict[ReducingUnit, Ranks]:

@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, mixed_precision_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, mixed_precision_hooks, powerSGD_hook
 
 from composable import (
     ComposableError,
@@ -789,6 +790,16 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[ComposableError], s
         ConfigError,
         "takes a bucket",
     ),
+    "a memory of buckets for two modules below one": (
+        lambda model: register_comm_hook(two_replicated(), power_state(), powerSGD_hook.powerSGD_hook),
+        ConfigError,
+        "is to serve 2 replicated modules",
+    ),
+    "a memory of buckets for two modules, one by one": (
+        lambda model: register_twice(two_replicated(), power_state()),
+        ConfigError,
+        "is to serve 2 replicated modules",
+    ),
     "a state without a dtype": (
         lambda model: register_comm_hook(model, default_state(), fp16_compress_hook),
         ConfigError,
@@ -825,6 +836,54 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], type[ComposableError], s
         "a gradient divide factor and a communication hook",
     ),
 }
+
+
+def power_state() -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+
+
+def two_replicated() -> nn.Sequential:
+    return nn.Sequential(*(replicate(nn.Linear(DIM, DIM)) for _ in range(2)))
+
+
+def register_twice(model: nn.Sequential, state: powerSGD_hook.PowerSGDState) -> None:
+    for module in model:
+        register_comm_hook(module, state, powerSGD_hook.powerSGD_hook)
+
+
+def one_memory_at_a_time() -> None:
+    model, state = two_replicated(), power_state()
+    for module in [*model, model[0]]:
+        handle = register_comm_hook(module, state, powerSGD_hook.powerSGD_hook)
+        handle.remove()
+    register_comm_hook(model[0], state, powerSGD_hook.powerSGD_hook)
+    unannotate(model[0])
+    # Of two below it, one has a nearer hook.
+    nearer = two_replicated()
+    register_comm_hook(nearer[0], power_state(), powerSGD_hook.powerSGD_hook)
+    register_comm_hook(nearer, state, powerSGD_hook.powerSGD_hook)
+    nearer(torch.ones(1, DIM)).sum().backward()
+
+
+def test_a_state_may_serve_one_replicated_module_after_the_other() -> None:
+    run_threads(one_memory_at_a_time, 2)
+
+
+def states_that_come_and_go() -> list[int]:
+    model = replicate(nn.Linear(DIM, DIM))
+    reducer = replicate.state(model).reducer
+    found, states = [], [power_state() for _ in range(20)]
+    for state in states:
+        handle = register_comm_hook(model, state, powerSGD_hook.powerSGD_hook)
+        model(torch.ones(1, DIM)).sum().backward()
+        handle.remove()
+        found.append(weakref.getweakrefcount(reducer))
+    return found
+
+
+def test_states_whose_hooks_are_gone_leave_nothing_behind() -> None:
+    (found,) = run_threads(states_that_come_and_go, 1)
+    assert found == [found[0]] * 20
 
 
 def around_a_group() -> list[nn.Module]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 REPO = Path(__file__).resolve().parent.parent
-LIST_FILE = REPO / "composable" / "torch_private.py"
+LIST_FILE = REPO / "composable" / "ground" / "torch_private.py"
 OTHER_FILES = [
     path for path in [REPO / "_traversal_utils.py", *sorted((REPO / "composable").rglob("*.py"))] if path != LIST_FILE
 ]
