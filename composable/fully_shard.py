@@ -51,9 +51,9 @@ from composable.features import (
 from composable.fsdp_module import add_mixin
 from composable.ground.arguments import check_bool, check_outside_inference, described, readable_twice
 from composable.ground.casts import keep_dtype
-from composable.ground.claims import take_charge
 from composable.ground.contract import annotated_below, check_not_joined, contract, set_member
 from composable.ground.names import describe_module, list_text
+from composable.ground.ownership import mark_managed
 from composable.planning import (
     NO_CASTS,
     NO_OFFLOAD,
@@ -454,6 +454,6 @@ def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Se
         add_mixin(module)
     for module in dict.fromkeys(state.skipped_modules.values()):
         state.hook_handles += keep_dtype(module)
-    take_charge(_managed(state))
+    mark_managed(_managed(state))
     if state.mesh.device_type != "cpu":
         move_buffers(_managed(state), state.grid.shard.device)

@@ -31,13 +31,13 @@ from composable.replication import (
     NO_PRECISION,
     BucketOptions,
     BufferSync,
-    Choices,
-    Delay,
+    DelayedAllReduce,
     ManagedTensors,
     Precision,
     PrecisionPlan,
     ReducedParam,
     Reducer,
+    ReplicateOptions,
     ReplicateState,
     broadcast_tensors,
     check_device_of,
@@ -157,7 +157,7 @@ def replicate(
         for below, other in annotated_below(modules):
             if other is not state and isinstance(other, FullyShardState | ReplicateState):
                 check_inside(other.grid, Grid.whole(ranks), functools.partial(describe_module, below))
-        choices = Choices(
+        choices = ReplicateOptions(
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
             broadcast_buffers=broadcast_buffers,
@@ -211,7 +211,7 @@ class _Planned:
 
     def __init__(
         self,
-        choices: Choices,
+        choices: ReplicateOptions,
         managed: ManagedTensors,
         precision: PrecisionPlan,
         delay: tuple[tuple[str, ...], str] | None,
@@ -227,7 +227,7 @@ class _Planned:
             if param.requires_grad
         ]
         place = {item.fqn: index for index, item in enumerate(self.trainable)}
-        waits = None if delay is None else Delay(frozenset(place[fqn] for fqn in delay[0]), place[delay[1]])
+        waits = None if delay is None else DelayedAllReduce(frozenset(place[fqn] for fqn in delay[0]), place[delay[1]])
         self.options: BucketOptions = replace(choices.bucket_options(waits), has_policy=precision is not NO_PRECISION)
         self.text = "\n".join([*choices.lines, f"delayed parameters: {delay}", *managed.lines, *precision.lines])
 

@@ -26,7 +26,15 @@ from composable.ground.frames import in_backward
 from composable.ground.names import describe_module
 from composable.ground.torch_hooks import at_end_of_backward, next_ending_number
 from composable.replication import ReplicateState, check_replicated
-from composable.uneven_parts import Part, ReplicatedPart, ShardedPart, check_shares, connect, find_states, ranks_of
+from composable.uneven_parts import (
+    JoinedPart,
+    ReplicatedPart,
+    ShardedPart,
+    check_shares,
+    connect,
+    find_states,
+    ranks_of,
+)
 
 __all__ = ["DDPView", "UnevenInputs", "as_ddp", "joinable"]
 
@@ -314,7 +322,7 @@ class _Steps:
         self._is_over = self._is_open = self._is_due = self._has_listeners = False
         self._opener: nn.Module | None = None
         self._backward: weakref.ref[Callable[[], None]] | None = None
-        self.parts: list[Part] = [
+        self.parts: list[JoinedPart] = [
             ShardedPart(number, self, owner) if isinstance(owner, Root) else ReplicatedPart(number, self, owner)
             for number, owner in enumerate(owners)
         ]

@@ -15,12 +15,12 @@ from composable.annotation import FullyShardState, Root, sharded_state_of
 from composable.comm import Ranks
 from composable.engine import FlatBuffer, Handle
 from composable.errors import UsageError, place_of_rank
-from composable.features import Follower
+from composable.features import IdleRank
 from composable.ground.names import describe_module
 from composable.planning import managed_modules
 from composable.replication import ReplicateState, replicate_state_of
 
-__all__ = ["Part", "ReplicatedPart", "ShardedPart", "check_shares", "find_states", "ranks_of"]
+__all__ = ["JoinedPart", "ReplicatedPart", "ShardedPart", "check_shares", "find_states", "ranks_of"]
 
 # What parts tell, and how that reads in a message.
 _SAID = {
@@ -41,7 +41,7 @@ _SAID = {
 }
 
 
-class _Steps(Protocol):
+class _JoinSteps(Protocol):
     """The steps in which parts tell; see ``uneven_inputs.py``."""
 
     def begin_forward(self, opener: nn.Module) -> None: ...
@@ -54,10 +54,10 @@ class _Steps(Protocol):
     def tell(self, part: int, what: str, *args: Any) -> None: ...
 
 
-class Part(ABC):
+class JoinedPart(ABC):
     """A part of the model; making one lets it tell, under a number of its own, until ``close``."""
 
-    def __init__(self, number: int, steps: _Steps) -> None:
+    def __init__(self, number: int, steps: _JoinSteps) -> None:
         self._number = number
         self._steps = steps
 
@@ -96,14 +96,14 @@ class Part(ABC):
         """Tell nothing from now on."""
 
 
-class ShardedPart(Part):
+class ShardedPart(JoinedPart):
     """A root of ``fully_shard``, told by its scheduler of what that starts."""
 
     def __init__(self, number: int, steps: Any, root: Root) -> None:
         super().__init__(number, steps)
         self._root = root
         self._indices = {handle: index for index, handle in enumerate(root.handles)}
-        self._follower = Follower(root.scheduler)
+        self._follower = IdleRank(root.scheduler)
         root.scheduler.tell_by(self)
         root.join = steps
 
@@ -200,7 +200,7 @@ class ShardedPart(Part):
             self._tell("abandon")
 
 
-class ReplicatedPart(Part):
+class ReplicatedPart(JoinedPart):
     """An annotation of ``replicate``, told by its hooks of forwards and by its reducer of what that starts."""
 
     def __init__(self, number: int, steps: Any, state: ReplicateState) -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable import fully_shard, replicate, unannotate
 from composable.errors import ComposableError
-from composable.ground.claims import rival_on
+from composable.ground.ownership import rival_on
 from tests.models import random_input
 from tests.parity import full
 from tests.world import on_ranks, run_ranks

@@ -568,7 +568,7 @@ def write_in_forward() -> tuple[str, str]:
     model = nn.Sequential(nn.Embedding(3, DIM, max_norm=0.1))
     replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
     text = told(lambda: model(torch.arange(3)))[0]
-    standing = replicate.state(model).standing.tell(in_backward=False)
+    standing = replicate.state(model).progress.tell(in_backward=False)
     return text, standing.tree.text
 
 

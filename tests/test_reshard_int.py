@@ -586,7 +586,7 @@ def told() -> list[str | None]:
     for handle in root.handles:
         (flat,) = handle.buffers
         pending = flat.begin_unshard_again()
-        found.append(root.standing.name_of(pending))
+        found.append(root.progress.name_of(pending))
         pending.finish()
         flat.free_buffer()
     value.backward()

@@ -13,7 +13,10 @@ from torch import nn
 import _traversal_utils
 from composable.engine import META_FIX, Handle, forget_torch_hooks, is_unfilled, refuse_steppers, step_torch_optimizers
 from composable.errors import UsageError, place_of_rank
-from composable.ground.claims import (
+from composable.ground.contract import excludes
+from composable.ground.frames import is_functional_call
+from composable.ground.names import join_fqn, list_text
+from composable.ground.ownership import (
     Contents,
     check_callers,
     count_registrations,
@@ -21,16 +24,13 @@ from composable.ground.claims import (
     is_managed,
     watch_registrations,
 )
-from composable.ground.contract import excludes
-from composable.ground.frames import is_functional_call
-from composable.ground.names import join_fqn, list_text
 from composable.ground.torch_private import optimizers_in_backward
 from composable.planning import PROTOCOL, managed_modules, name_modules
 
-__all__ = ["Additions", "Annotated", "check_on_device", "check_ready"]
+__all__ = ["Additions", "AnnotatedState", "check_on_device", "check_ready"]
 
 
-class Annotated(Protocol):
+class AnnotatedState(Protocol):
     """What is asked of the state of an annotation."""
 
     modules: tuple[nn.Module, ...]
@@ -39,7 +39,7 @@ class Annotated(Protocol):
     _handles: list[Handle]
 
 
-def check_ready(states: Sequence[Annotated], names: Mapping[nn.Module, str]) -> None:
+def check_ready(states: Sequence[AnnotatedState], names: Mapping[nn.Module, str]) -> None:
     """Raise unless all that ``states`` manage has values; looks at this rank only.
 
     Args:
@@ -72,7 +72,7 @@ def check_ready(states: Sequence[Annotated], names: Mapping[nn.Module, str]) -> 
         state.marked_buffers = []
 
 
-def check_on_device(states: Sequence[Annotated], names: Mapping[nn.Module, str]) -> None:
+def check_on_device(states: Sequence[AnnotatedState], names: Mapping[nn.Module, str]) -> None:
     """Raise ``UsageError`` if something that ``states`` manage is on the meta device on this rank."""
     handles = [handle for state in states for handle in state._handles]
     params = [
@@ -92,7 +92,7 @@ def check_on_device(states: Sequence[Annotated], names: Mapping[nn.Module, str])
         )
 
 
-def _check_not_extended(states: Sequence[Annotated], names: Mapping[nn.Module, str]) -> None:
+def _check_not_extended(states: Sequence[AnnotatedState], names: Mapping[nn.Module, str]) -> None:
     """Refuse functions of torch's extension of the all-gather that were set on a shard: torch asks those."""
     for param in (param for state in states for handle in state._handles for param in handle.params):
         held = {*param.sharded.__dict__, *param.ragged._local_tensor.__dict__}

@@ -29,9 +29,9 @@ from composable.comm import (
 )
 from composable.engine import (
     Agreement,
-    Choices,
     Companion,
     Handle,
+    HandleChoices,
     HandleStep,
     Replicas,
     RootSettings,
@@ -44,7 +44,7 @@ from composable.engine import (
     streams_for,
 )
 from composable.errors import ComposableError, UsageError, located, place_of_rank
-from composable.features import Standing, move_buffers
+from composable.features import ProgressReporter, move_buffers
 from composable.ground.casts import LentBuffers
 from composable.ground.contract import annotated_below, get_registry, managing_state
 from composable.ground.names import class_name, module_text
@@ -229,7 +229,7 @@ class Root:
         scheduler: Runs the handles.
         additions: Notices parameters that come after the annotation.
         lent_buffers: What modules hold in place of their buffers while they run.
-        standing: Tells other ranks that wait where the tree is.
+        progress: Tells other ranks that wait where the tree is.
         join: What says whether ranks without inputs follow; ``None``: none do.
     """
 
@@ -244,8 +244,8 @@ class Root:
         self.lent_buffers = LentBuffers()
         self.join: _Join | None = None
         self._scatters: dict[Ranks, OwnTransport] = {}
-        self.standing = Standing(class_name(state.modules[0]), scheduler, state.settings)
-        notice_tree(self.standing)
+        self.progress = ProgressReporter(class_name(state.modules[0]), scheduler, state.settings)
+        notice_tree(self.progress)
 
     @staticmethod
     @calling("the comparison of plans before the first forward")
@@ -340,7 +340,7 @@ class Root:
     def close(self) -> None:
         """Undo ``adopt``, so that the next forward decides the root anew; that is collective again."""
         self.scheduler.close()
-        self.standing.close()
+        self.progress.close()
         for companion in self.scheduler.step.companions:
             companion.end_to_follow()
         for state in self.states:
@@ -465,7 +465,7 @@ def _compare_plans(
         members.setdefault(model.everyone, [])
     found: ComposableError | None = failure
     for ranks, own in sorted(members.items(), key=lambda item: item[0].order):
-        choices = Choices([handle for state in own for handle in state._handles])
+        choices = HandleChoices([handle for state in own for handle in state._handles])
         try:
             if not own:
                 ranks.raise_together(found)

@@ -22,12 +22,13 @@ from composable.comm.own_groups import (
     settle_transport_for,
     transport_of,
 )
-from composable.comm.rank_status import Started, Told, described, notice_tree
+from composable.comm.rank_status import AnnotationStatus, Started, described, notice_tree
 from composable.comm.ranks import Ranks, all_reduce_in, compare_in_each, reduce_scatter_in, wait_for_work
 from composable.comm.transport import DONE, Pending, Transport
 
 __all__ = [
     "DONE",
+    "AnnotationStatus",
     "DataParallelMeshDims",
     "Grid",
     "GroupOrPair",
@@ -36,7 +37,6 @@ __all__ = [
     "Pending",
     "Ranks",
     "Started",
-    "Told",
     "Transport",
     "Tree",
     "all_reduce_in",

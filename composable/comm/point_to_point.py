@@ -37,7 +37,7 @@ _LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 _TASKS = Path("/proc/self/task")
 
 
-class _Gather(Messages):
+class _PeerGather(Messages):
     """Slices under way from and to every peer."""
 
     __slots__ = ()
@@ -50,7 +50,7 @@ class _Gather(Messages):
         super().__init__(transport, tag, number)
 
 
-class _Reduce(_Gather):
+class _Reduce(_PeerGather):
     """Slices under way; when they have arrived, their sum.
 
     Args:
@@ -208,7 +208,7 @@ class PointToPointTransport(ProcessGroupTransport):
         tag = 2 * key
         # Through `data`, so that parameters which view the buffer do not count as modified.
         slices = buffer.data.chunk(self.world_size)
-        gather = _Gather(self, tag)
+        gather = _PeerGather(self, tag)
         self._exchange(gather, [shard] * self.world_size, slices, tag)
         own = slices[self.rank]
         if own.data_ptr() != shard.data_ptr():

@@ -31,10 +31,10 @@ from composable.ground.frames import outwards, place_in, runs_backward
 from composable.ground.torch_private import groups_of_process, started_in
 
 __all__ = [
+    "AnnotationStatus",
     "Meeting",
     "Order",
     "Started",
-    "Told",
     "Waiting",
     "call_around",
     "described",
@@ -147,7 +147,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Told:
+class AnnotationStatus:
     """What an annotation tells of itself.
 
     Attributes:
@@ -163,10 +163,10 @@ class Told:
     groups: tuple[str, ...] = ()
 
 
-class Annotated(Protocol):
+class StatusSource(Protocol):
     """An annotation that can be asked from another thread."""
 
-    def tell(self, *, in_backward: bool) -> Told | None:
+    def tell(self, *, in_backward: bool) -> AnnotationStatus | None:
         """Return where it is; ``in_backward``: some thread of this process runs a backward."""
         ...
 
@@ -187,7 +187,7 @@ def notice_transport(transport: Any) -> None:
     _TRANSPORTS.add(transport)
 
 
-def notice_tree(tree: Annotated) -> None:
+def notice_tree(tree: StatusSource) -> None:
     """Put where ``tree`` is on record, as long as it lives."""
     _TREES.add(tree)
 
@@ -273,7 +273,7 @@ def local_status(overdue: Collection[tuple[object, ...]] = ()) -> RankStatus:
     groups = groups_of_process()
     talking = [one for one in _all_of(_TRANSPORTS) if _is_alive(one, groups)]
     in_backward = any(map(runs_backward, sys._current_frames().values()))
-    told: dict[int, Told] = {}
+    told: dict[int, AnnotationStatus] = {}
     for tree in _all_of(_TREES):
         one = tree.tell(in_backward=in_backward)
         if one is not None and _is_alive(one.transport, groups):
@@ -316,9 +316,9 @@ def _doing(trees: Sequence[Tree]) -> str:
     return f"{text}; now at {here}" if here else text
 
 
-def _wait_of(found: Waiting, told: Mapping[int, Told], lane: str, *, is_overdue: bool) -> Wait:
+def _wait_of(found: Waiting, told: Mapping[int, AnnotationStatus], lane: str, *, is_overdue: bool) -> Wait:
     record, group = found.record, found.group
-    tree: Told | None = None
+    tree: AnnotationStatus | None = None
     tag, number, kind, sequence = COUNTED, 0, "", 0
     groups = [] if group is None else [group.group_name]
     if isinstance(record, Started):

@@ -6,30 +6,30 @@ from composable.dtensor.spec import RaggedLayout, RaggedSpec, ragged_spec, slice
 from composable.dtensor.tensor import (
     HOOKS,
     RaggedDTensor,
+    assign_grad,
     check_finished,
-    hand_over_grad,
     note_finished,
     note_unfinished,
     register_ragged,
     was_zeroed,
     watch_zeroing,
 )
-from composable.dtensor.transfer import Exchange, cast_dtype, collect_blocks, spread_blocks, teach_torch
+from composable.dtensor.transfer import PieceExchange, cast_dtype, collect_blocks, spread_blocks, teach_torch
 
 __all__ = [
     "HOOKS",
-    "Exchange",
     "NormParts",
+    "PieceExchange",
     "RaggedDTensor",
     "RaggedLayout",
     "RaggedSpec",
+    "assign_grad",
     "cast_dtype",
     "check_finished",
     "collect_blocks",
     "confirm_in_each",
     "cut_dims",
     "fallback_counts",
-    "hand_over_grad",
     "note_finished",
     "note_unfinished",
     "note_written",

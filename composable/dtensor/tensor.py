@@ -57,8 +57,8 @@ from composable.planning import RaggedShard
 __all__ = [
     "HOOKS",
     "RaggedDTensor",
+    "assign_grad",
     "check_finished",
-    "hand_over_grad",
     "note_finished",
     "note_unfinished",
     "register_ragged",
@@ -390,7 +390,7 @@ def was_zeroed(tensor: torch.Tensor) -> bool:
 
 # Assigns to a parameter a gradient that is known to have its spec, without checking it again: ``(param, grad)``.
 # Torch's own C function, for it runs once for each parameter of a model.
-hand_over_grad: Callable[[torch.Tensor, torch.Tensor], None] = _GRAD.__set__
+assign_grad: Callable[[torch.Tensor, torch.Tensor], None] = _GRAD.__set__
 
 
 # -- gradients that are not to be used yet: of modules whose backwards have ended and whose reductions have not

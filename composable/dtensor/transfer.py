@@ -26,7 +26,7 @@ from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.torch_private import DeviceMesh, Placement, replace_body
 from composable.planning import RaggedShard
 
-__all__ = ["Exchange", "cast_dtype", "collect_blocks", "spread_blocks", "teach_torch"]
+__all__ = ["PieceExchange", "cast_dtype", "collect_blocks", "spread_blocks", "teach_torch"]
 
 
 # Pieces in one message start at multiples of this, so that they can be viewed in any dtype.
@@ -35,7 +35,7 @@ _PACKED_ALIGN = 16
 _PACKED_BYTES = 128 * 2**10
 
 
-class Exchange:
+class PieceExchange:
     """The messages of one call: what this rank sends, and where what it gets goes."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -75,7 +75,7 @@ class Exchange:
         self._receives.append((message, peer))
 
     def run(self) -> None:
-        """Exchange the messages and put what arrived in its place."""
+        """PieceExchange the messages and put what arrived in its place."""
         self._ranks.exchange(self._sends, self._receives)
         for target, piece in self._arrivals:
             target.copy_(piece)
@@ -92,7 +92,7 @@ def _spans(pieces: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> tup
     return [(start, start + size) for (start, _), size in zip(pairwise(starts), sizes)], starts[-1]
 
 
-class _Piece(NamedTuple):
+class _SentPiece(NamedTuple):
     """Elements ``[lo, hi)`` of tensor number ``which``, held by one owner."""
 
     which: int
@@ -141,7 +141,7 @@ def collect_blocks(
             own = tensor._spec.layout
             own.flat(full)[own.lo : own.hi].copy_(tensor._local_tensor.detach().reshape(-1))
     flat = [tensor._spec.layout.flat(full) for tensor, full in zip(tensors, fulls or (), strict=fulls is not None)]
-    exchange = Exchange(layout.ranks)
+    exchange = PieceExchange(layout.ranks)
     for owner in range(len(layout.bounds) - 1):
         if fulls is None and owner != layout.rank:
             continue
@@ -175,7 +175,7 @@ def spread_blocks(tensors: Sequence[RaggedDTensor], values: Callable[[int], torc
     if not tensors:
         return
     layout = tensors[0]._spec.layout
-    exchange = Exchange(layout.ranks)
+    exchange = PieceExchange(layout.ranks)
     if layout.rank == src:
         assert values is not None, "the source has the values"
         fulls = [
@@ -211,18 +211,18 @@ def _own_piece(tensor: RaggedDTensor) -> torch.Tensor:
     return tensor._local_tensor.data.view(-1)
 
 
-def _parcels(tensors: Sequence[RaggedDTensor], owner: int) -> list[list[_Piece]]:
+def _parcels(tensors: Sequence[RaggedDTensor], owner: int) -> list[list[_SentPiece]]:
     """Return what each message from or to ``owner`` holds: one large piece, or all small ones."""
-    parcels: list[list[_Piece]] = []
-    small: list[_Piece] = []
+    parcels: list[list[_SentPiece]] = []
+    small: list[_SentPiece] = []
     for index, tensor in enumerate(tensors):
         lo, hi = tensor._spec.layout.bounds[owner : owner + 2]
         if lo == hi:
             continue
         if (hi - lo) * tensor.dtype.itemsize < _PACKED_BYTES:
-            small.append(_Piece(index, lo, hi))
+            small.append(_SentPiece(index, lo, hi))
         else:
-            parcels.append([_Piece(index, lo, hi)])
+            parcels.append([_SentPiece(index, lo, hi)])
     return [*parcels, small] if small else parcels
 
 

@@ -2,7 +2,7 @@
 
 from composable.engine.buffer import FlatBuffer
 from composable.engine.copy_reach import modules_of_copy, reaches_out
-from composable.engine.finish import Agreement, Choices, find_stale
+from composable.engine.finish import Agreement, HandleChoices, find_stale
 from composable.engine.forward_pass import SavingForbidden
 from composable.engine.gather_paths import RestingPlace
 from composable.engine.gradients import GradientBuffer, Gradients
@@ -43,12 +43,12 @@ __all__ = [
     "FIX_COPY",
     "META_FIX",
     "Agreement",
-    "Choices",
     "Companion",
     "FlatBuffer",
     "GradientBuffer",
     "Gradients",
     "Handle",
+    "HandleChoices",
     "HandleStep",
     "HookFunction",
     "MarkedMemory",

@@ -30,7 +30,7 @@ from composable.errors import ComposableError, ConfigError, UsageError, located,
 from composable.ground.frames import in_region
 from composable.ground.torch_private import autograd_profiler
 
-__all__ = ["Agreement", "Choices", "GradientFinalizer", "find_stale"]
+__all__ = ["Agreement", "GradientFinalizer", "HandleChoices", "find_stale"]
 
 
 class GradientFinalizer:
@@ -301,7 +301,7 @@ _WHAT = "the ranks reduce gradients in different ways, so those of the last back
 _FIX = "call the methods that set something with the same values on every rank, drop the gradients, run backward again"
 
 
-class Choices:
+class HandleChoices:
     """What users chose for some handles, of what has to be equal on all ranks.
 
     Args:
@@ -347,7 +347,7 @@ class Agreement:
     ) -> None:
         self._ranks = ranks.everyone
         self._column = ranks.column
-        self._choices = Choices(handles)
+        self._choices = HandleChoices(handles)
         self._differs = self.goes_on = False
         self.transport = transport
         self._key = transport.allocate_key()

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.autograd.graph import increment_version
 
-from composable.dtensor import HOOKS, RaggedDTensor, hand_over_grad, was_zeroed, watch_zeroing
+from composable.dtensor import HOOKS, RaggedDTensor, assign_grad, was_zeroed, watch_zeroing
 from composable.engine.param import ShardedParam
 from composable.engine.routes import Routes
 from composable.engine.stepping import Stepper, steps_alone
@@ -286,7 +286,7 @@ class Gradients:
             held = sharded.grad
             if held is None or held is param.placeholder:
                 param.placeholder = None
-                hand_over_grad(sharded, grad)
+                assign_grad(sharded, grad)
             elif isinstance(held, RaggedDTensor) and held._spec is param.grad_spec:
                 if index is not None:
                     held._local_tensor.add_(grad._local_tensor)

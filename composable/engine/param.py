@@ -25,7 +25,7 @@ from composable.dtensor import (
     RaggedDTensor,
     RaggedLayout,
     RaggedSpec,
-    hand_over_grad,
+    assign_grad,
     ragged_spec,
     slice_block,
     splits_of,
@@ -317,7 +317,7 @@ class ShardedParam:
                     torch.zeros_like(self.ragged._local_tensor, dtype=self.grad_spec.dtype), self.grad_spec
                 )
             self.placeholder = held
-            hand_over_grad(self.sharded, held)
+            assign_grad(self.sharded, held)
         watch_zeroing(held)
         self._kept_beside = held
 

@@ -12,7 +12,7 @@ from composable.engine.backward_pass import Backwards
 from composable.engine.completion import Completion
 from composable.engine.forward_pass import Forwards
 from composable.engine.handle import Handle
-from composable.engine.step import RootSettings, Step, Teller
+from composable.engine.step import RootSettings, Step, StepListener
 from composable.engine.streams import Streams
 from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_hooks import Ending
@@ -49,7 +49,7 @@ class Scheduler:
         self.backwards = Backwards(self.step, self._completion, at_end)
         self.forwards = Forwards(self.step, self._completion, self.backwards)
 
-    def tell_by(self, teller: Teller | None) -> None:
+    def tell_by(self, teller: StepListener | None) -> None:
         """Tell ranks without inputs of each collective before it starts; ``None``: all have inputs."""
         self.step.teller = self.step.unsharded.teller = teller
 

@@ -23,7 +23,7 @@ from composable.engine.unsharded import Unsharded
 from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_private import current_graph_task_id
 
-__all__ = ["LED", "Companion", "RootSettings", "Step", "Teller"]
+__all__ = ["LED", "Companion", "RootSettings", "Step", "StepListener"]
 
 # In place of the end of a call that decides nothing: of a module that goes with the one around it.
 LED = math.inf
@@ -55,10 +55,10 @@ class RootSettings:
         return RootSettings(self.is_last_backward, self.finalizes_by_hand)
 
 
-class Teller(Protocol):
+class StepListener(Protocol):
     """Tells ranks without inputs of each collective of a root before it starts: who runs no module cannot know it.
 
-    What ranks do when they hear of it is in ``features/following.py``. Each call may raise ``DesyncError``: ranks with
+    What ranks do when they hear of it is in ``features/idle_rank.py``. Each call may raise ``DesyncError``: ranks with
     inputs tell different things.
     """
 
@@ -173,7 +173,7 @@ class Step:
         self.streams = streams
         self.unsharded = Unsharded(self.handles, streams, self.takes_secondary)
         self.finalizer = GradientFinalizer(self.steps, streams)
-        self.teller: Teller | None = None
+        self.teller: StepListener | None = None
         self.companions: Sequence[Companion] = ()
         self.running: list[nn.Module] = []
         self.first_nodes: list[int] = []

@@ -13,8 +13,8 @@ import torch
 from composable.dtensor import RaggedDTensor
 from composable.engine import handle_of, notice_local_gradients
 from composable.errors import UsageError, place_of_rank
-from composable.ground.claims import claim_of
 from composable.ground.names import list_text
+from composable.ground.ownership import claim_of
 from composable.ground.torch_private import replace_body
 
 __all__ = ["follow_inputs"]

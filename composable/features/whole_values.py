@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from composable.comm import Grid, ModelRanks, Ranks
-from composable.dtensor import Exchange, RaggedDTensor, RaggedLayout, collect_blocks, spread_blocks
+from composable.dtensor import PieceExchange, RaggedDTensor, RaggedLayout, collect_blocks, spread_blocks
 from composable.engine import handle_of
 
 __all__ = ["by_grid", "collect_at", "collect_whole", "copy_to_replicas", "spread_from", "spread_whole"]
@@ -171,7 +171,7 @@ def _exchange_blocks(
         ranks: Of the model.
         takers: Of one team.
     """
-    exchange = Exchange(ranks.everyone)
+    exchange = PieceExchange(ranks.everyone)
     arrived: dict[int, dict[tuple[int, ...], torch.Tensor]] = {index: {} for index in blocks}
     for taker in takers if blocks else ():
         if taker != ranks.rank:
@@ -198,7 +198,7 @@ def _blocks_from(
     tensors: Sequence[RaggedDTensor], ranks: ModelRanks, src: int, values: Callable[[int], torch.Tensor] | None
 ) -> list[torch.Tensor]:
     """Return this rank's blocks of values that only rank ``src``, of the same team, has."""
-    exchange = Exchange(ranks.everyone)
+    exchange = PieceExchange(ranks.everyone)
     if ranks.rank != src:
         blocks = [
             torch.empty(tensor._spec.layout.block_shape, dtype=tensor.dtype, device=ranks.everyone.device)

@@ -17,8 +17,8 @@ from composable.comm import watch_ranks
 from composable.dtensor import RaggedDTensor, check_finished
 from composable.engine import META_FIX
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.claims import claim_of
 from composable.ground.names import count_text, dtype_text, list_text, plain_fqn
+from composable.ground.ownership import claim_of
 from composable.ground.torch_hooks import before_every_step
 from composable.ground.torch_private import opaque
 from composable.planning import first_replacement

@@ -25,7 +25,6 @@ from composable.ground.arguments import check_number, described
 from composable.ground.names import bytes_text, count_text, handle_name, seconds_text, sibling_lines
 
 __all__ = [
-    "Exchange",
     "Group",
     "HandleBytes",
     "HandleCollectives",
@@ -33,6 +32,7 @@ __all__ = [
     "Link",
     "Links",
     "PlanEstimate",
+    "PlannedExchange",
     "Reduced",
     "Traffic",
     "groups_of",
@@ -130,7 +130,7 @@ def groups_of(hosts: Sequence[int], size: int) -> tuple[_Groups, _Groups]:
     return counted(rows), counted(zip(*rows, strict=True))
 
 
-class Exchange(NamedTuple):
+class PlannedExchange(NamedTuple):
     """Collectives of one kind that one handle has in a step.
 
     Attributes:
@@ -239,7 +239,7 @@ class Traffic(NamedTuple):
     handles: tuple["Traffic", ...] = ()
 
     @staticmethod
-    def of(exchanges: Iterable[tuple[tuple[str, ...], Sequence[Exchange]]]) -> "Traffic":
+    def of(exchanges: Iterable[tuple[tuple[str, ...], Sequence[PlannedExchange]]]) -> "Traffic":
         """Return the sums over the collectives of handles."""
         handles = []
         for module_fqns, found in exchanges:
@@ -279,7 +279,7 @@ class PlanEstimate(NamedTuple):
     handles: tuple["PlanEstimate", ...] = ()
 
     @staticmethod
-    def of(exchanges: Iterable[tuple[tuple[str, ...], Sequence[Exchange]]], links: Links) -> "PlanEstimate":
+    def of(exchanges: Iterable[tuple[tuple[str, ...], Sequence[PlannedExchange]]], links: Links) -> "PlanEstimate":
         """Return the sums over the collectives of handles."""
         handles = []
         for module_fqns, found in exchanges:

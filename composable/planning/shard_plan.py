@@ -13,12 +13,12 @@ from composable.errors import ConfigError, UsageError
 from composable.ground.arguments import described
 from composable.ground.names import bytes_text, count_text, list_text, module_text, sibling_lines
 from composable.planning.estimate import (
-    Exchange,
     HandleBytes,
     HandleCollectives,
     Leg,
     Links,
     PlanEstimate,
+    PlannedExchange,
     Reduced,
     Traffic,
     groups_of,
@@ -266,7 +266,7 @@ class ShardPlan:
             raise ConfigError(f"links is {described(links)}", fix="pass composable.Links(inside=composable.Link(...))")
         return PlanEstimate.of(self._exchanges(is_root=is_root), links)
 
-    def _exchanges(self, *, is_root: bool) -> list[tuple[tuple[str, ...], list[Exchange]]]:
+    def _exchanges(self, *, is_root: bool) -> list[tuple[tuple[str, ...], list[PlannedExchange]]]:
         """Return for each handle the names of its modules, and what its collectives move between whom."""
         hosts = self.hosts or (0,) * self.world_size * self.replicas
         if not self.hosts and len(hosts) > 1:
@@ -281,7 +281,7 @@ class ShardPlan:
             secondary = groups_of(hosts, handle.secondary_ranks)[0] if handle.secondary_ranks else reducing
             exchanges = [
                 # An all-reduce is a ring always.
-                Exchange(calls, whole_bytes, groups, passes, self.transport == "point_to_point" and passes == 1)
+                PlannedExchange(calls, whole_bytes, groups, passes, self.transport == "point_to_point" and passes == 1)
                 for calls, whole_bytes, groups, passes in (
                     (one.all_gathers, one.all_gather_bytes, sharing, 1),
                     (one.reduce_scatters, one.reduce_scatter_bytes, reducing, 1),

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.errors import ConfigError
-from composable.ground.claims import claim_of, is_sharded, keep_one, rival_on
 from composable.ground.contract import excludes, get_registry
 from composable.ground.names import (
     class_name,
@@ -30,6 +29,7 @@ from composable.ground.names import (
     module_text,
     plain_fqn,
 )
+from composable.ground.ownership import claim_of, is_sharded, keep_one, rival_on
 from composable.planning.layout import RaggedShard
 from composable.planning.subclasses import Form, form_of
 from composable.policies import PolicyLike, has_forward, resolve_policy

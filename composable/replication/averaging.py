@@ -29,7 +29,7 @@ from composable.ground.torch_hooks import Ending, next_ending_number
 from composable.ground.torch_private import opaque
 from composable.replication.buckets import Bucket
 from composable.replication.compiled_graph import traced_arrival
-from composable.replication.exchange import Exchange
+from composable.replication.exchange import BucketExchange
 from composable.replication.options import BucketOptions
 from composable.replication.reports import GRAPH_CHANGED, STOPPED, Report, Stopwatch, second_gradient
 from composable.replication.rounds import Phase, Round, StaticGraph
@@ -119,7 +119,7 @@ class GradientAverager:
     def _connect(self, transport: Transport, grid: Grid) -> None:
         """Have what depends on the ranks, as it is before the first backward."""
         self._grid = grid
-        self.exchange = Exchange(self.params, transport, grid, self.options, self.round, self.stopwatch)
+        self.exchange = BucketExchange(self.params, transport, grid, self.options, self.round, self.stopwatch)
         self._bucket_of = self.exchange.arrangement.bucket_of  # changed in place
 
     @property

@@ -33,7 +33,7 @@ from composable.replication.reports import (
 from composable.replication.rounds import Round, StaticGraph
 from composable.replication.tensors import ReducedParam
 
-__all__ = ["Exchange"]
+__all__ = ["BucketExchange"]
 
 # The longest wait inside backward that may be in vain: a bucket of the default size takes less at 1 Gbit/s.
 _LONGEST_WAIT_S = 0.5
@@ -44,7 +44,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-5, 1e-3
 class _HookPending:
     """A bucket that a communication hook reduces."""
 
-    exchange: "Exchange"
+    exchange: "BucketExchange"
     hook: Registration
     bucket: Bucket
     future: "torch.futures.Future[Any]"
@@ -62,7 +62,7 @@ class _HookPending:
         return self.future.done()
 
 
-class Exchange:
+class BucketExchange:
     """Averages gradients over some ranks.
 
     Args:

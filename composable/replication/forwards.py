@@ -17,10 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.casts import CastBuffers, Lending, cast_floats, keep_dtype
-from composable.ground.claims import claim_of
 from composable.ground.contract import get_registry
 from composable.ground.frames import in_backward, is_called_again, modules_in_call
 from composable.ground.names import describe_module, dtype_text
+from composable.ground.ownership import claim_of
 from composable.ground.torch_hooks import (
     GradientHook,
     around_forward,
@@ -92,16 +92,16 @@ class _ReplicateHooks:
         if not in_backward():
             self.after_forward(sys.exc_info()[1] if output is None else None)
         if torch.is_grad_enabled():
-            hook = _OutputHook(self.before_backward)
+            hook = _ReplicaOutputHook(self.before_backward)
             for tensor in differentiable_tensors(output):
                 on_gradient(tensor, hook)
 
 
-def _nothing(_: "_OutputHook", grad: torch.Tensor) -> None:
+def _nothing(_: "_ReplicaOutputHook", grad: torch.Tensor) -> None:
     """Do nothing: in a graph there are no rounds, and where parameters are lent its first gradient is refused."""
 
 
-class _OutputHook(GradientHook):
+class _ReplicaOutputHook(GradientHook):
     """Runs when the gradient of an output arrives; equal to those of the module's other calls."""
 
     __slots__ = ("_run",)
@@ -114,7 +114,7 @@ class _OutputHook(GradientHook):
         self._run()
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is _OutputHook and other._run == self._run
+        return type(other) is _ReplicaOutputHook and other._run == self._run
 
     def __hash__(self) -> int:
         return hash(self._run)
@@ -235,7 +235,7 @@ class Precision:
         """Do what ``register_replicate_hooks`` does for the annotated module ``index``, and cast."""
         if not self.parts:
             return register_replicate_hooks(module, before_forward, after_forward, before_backward)
-        hooks = _CastingHooks(before_forward, after_forward, before_backward, self.parts[index], self._policy)
+        hooks = _CastingReplicateHooks(before_forward, after_forward, before_backward, self.parts[index], self._policy)
         # Outside of all others, which run between the casts.
         return [
             *around_forward(module, hooks.pre_forward, hooks.post_forward),
@@ -352,7 +352,7 @@ class _Part:
 
 
 @dataclass(eq=False, repr=False)
-class _CastingHooks(_ReplicateHooks):
+class _CastingReplicateHooks(_ReplicateHooks):
     """The hooks of one replicated module that has a mixed precision policy."""
 
     part: _Part
@@ -387,7 +387,7 @@ class _CastingHooks(_ReplicateHooks):
         super().post_forward(module, args, found)
         has_graph = False
         if torch.is_grad_enabled() and not has_failed:
-            hook = _OutputHook(part.enter_backward)
+            hook = _ReplicaOutputHook(part.enter_backward)
             for tensor in differentiable_tensors(found):
                 has_graph = True
                 if tensor.grad_fn is not None:

@@ -9,14 +9,14 @@ from torch import nn
 from composable.errors import ConfigError, place_of_rank
 from composable.ground.arguments import check_bool, check_device, check_number, described
 
-__all__ = ["BucketOptions", "Choices", "Delay", "check_device_of", "choose_delay", "choose_device"]
+__all__ = ["BucketOptions", "DelayedAllReduce", "ReplicateOptions", "check_device_of", "choose_delay", "choose_device"]
 
 # Each rank may choose for itself.
 _LOCAL = {"gradient_as_bucket_view"}
 
 
 @dataclass(frozen=True)
-class Delay:
+class DelayedAllReduce:
     """Gradients that are not sent before that of another parameter has arrived.
 
     Attributes:
@@ -52,12 +52,12 @@ class BucketOptions:
     find_unused: bool = False
     grads_as_views: bool = True
     static_graph: bool = False
-    delay: Delay | None = None
+    delay: DelayedAllReduce | None = None
     has_policy: bool = False
 
 
 @dataclass(frozen=True)
-class Choices:
+class ReplicateOptions:
     """Arguments of ``replicate``, under the names they have there.
 
     Raises:
@@ -100,7 +100,7 @@ class Choices:
         """Buffers are broadcast before each training forward."""
         return self.broadcast_buffers is not False and self.forward_sync_buffers is not False
 
-    def bucket_options(self, delay: Delay | None) -> BucketOptions:
+    def bucket_options(self, delay: DelayedAllReduce | None) -> BucketOptions:
         """Return what the reducer reads."""
         return BucketOptions(
             cap_bytes=int(min(self.bucket_cap_mb, 2**40) * 2**20),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from composable.comm import Grid, OwnTransport, Started, Told, Transport, Tree, described, notice_tree
+from composable.comm import AnnotationStatus, Grid, OwnTransport, Started, Transport, Tree, described, notice_tree
 from composable.engine import (
     forget_torch_hooks,
     has_torch_optimizer,
@@ -18,20 +18,20 @@ from composable.engine import (
 )
 from composable.errors import UsageError, place_of_rank
 from composable.ground.arguments import check_module
-from composable.ground.claims import (
+from composable.ground.contract import get_registry
+from composable.ground.frames import in_split_backward, is_functional_call
+from composable.ground.names import class_name, describe_module, list_text
+from composable.ground.ownership import (
     Contents,
     check_callers,
     claim,
     count_registrations,
     is_left_alone,
     leave_alone,
+    mark_managed,
     release,
-    take_charge,
     watch_registrations,
 )
-from composable.ground.contract import get_registry
-from composable.ground.frames import in_split_backward, is_functional_call
-from composable.ground.names import class_name, describe_module, list_text
 from composable.ground.torch_hooks import after_gradients
 from composable.ground.torch_private import optimizers_in_backward
 from composable.replication.forwards import Precision
@@ -78,7 +78,7 @@ class ReplicaProgress:
         """Note that a forward ends; ``failure``: what it raised."""
         self.is_forward, self.failure = False, failure
 
-    def tell(self, *, in_backward: bool) -> Told | None:
+    def tell(self, *, in_backward: bool) -> AnnotationStatus | None:
         """Return where they are; ``None`` before they talk."""
         reducer, transport = self.reducer, self.transport
         if not transport.groups:
@@ -94,7 +94,7 @@ class ReplicaProgress:
             was_stopped=is_last and phase is Phase.STOPPED,
             failure=self.failure,
         )
-        return Told(transport.groups[0].group_name, tree, transport)
+        return AnnotationStatus(transport.groups[0].group_name, tree, transport)
 
     def name_of(self, started: Started) -> str | None:
         """Return what is exchanged."""
@@ -102,7 +102,7 @@ class ReplicaProgress:
         return self.reducer.exchange.name_of(started.tag // 2) if own and started.transport.groups == own else None
 
 
-class UnevenInputs(Protocol):
+class JoinListener(Protocol):
     """What is to be told of each forward that a backward may follow."""
 
     def begin_forward(self, module: nn.Module, *, broadcasts: bool) -> None:
@@ -133,7 +133,7 @@ class ReplicateState:
         view: What ``as_ddp`` has made.
         follows: A sharded module around, on more ranks, says when ranks meet.
         has_parts: On some of the ranks, modules inside are annotated on a part of them.
-        uneven: Told of each forward, while ranks may run out of inputs; ``None``: they do not.
+        uneven: AnnotationStatus of each forward, while ranks may run out of inputs; ``None``: they do not.
     """
 
     reducer: Reducer = field(init=False)
@@ -150,7 +150,7 @@ class ReplicateState:
     view: object = None
     follows: bool = False
     has_parts: bool = False
-    uneven: UnevenInputs | None = None
+    uneven: JoinListener | None = None
     _seen: tuple[int, int] = (-1, 0)
     _contents: dict[nn.Module, Contents] = field(default_factory=dict)
 
@@ -166,7 +166,7 @@ class ReplicateState:
             UsageError: A parameter that was frozen at annotation requires a gradient now, or was added since; or
                 something else averages gradients, or an optimizer in backward is beside a hook.
         """
-        self.standing.enter_forward()
+        self.progress.enter_forward()
         if not torch.is_grad_enabled():
             return
         contents = self._contents.get(module)
@@ -226,7 +226,7 @@ class ReplicateState:
 
     def after_forward(self, error: BaseException | None) -> None:
         """Note that a forward has ended, or what it raised."""
-        self.standing.exit_forward("" if error is None else described(error))
+        self.progress.exit_forward("" if error is None else described(error))
 
     def before_backward(self, index: int) -> None:
         """Note that the gradient of an output of the annotated module ``index`` arrives.
@@ -255,7 +255,7 @@ class ReplicateState:
     def watch(self) -> None:
         """Mark what the annotation manages, and notice what is added to its modules from now on."""
         self._claim()
-        take_charge(self._own_modules())
+        mark_managed(self._own_modules())
 
     def _own_modules(self) -> list[nn.Module]:
         return [module for root in self.modules for _, module in own_modules(root, self.ignored.modules, self.modules)]
@@ -320,7 +320,7 @@ class ReplicateState:
     def follow(self) -> None:
         """Let other ranks that wait ask where the modules are."""
         name = " + ".join(class_name(module) for module in self.modules)
-        self.standing = ReplicaProgress(name, self.reducer, self.transport)
+        self.progress = ReplicaProgress(name, self.reducer, self.transport)
 
     def abandon_step(self) -> None:
         """Put things right after a backward that an exception stopped; see ``Reducer.prepare``."""

@@ -16,7 +16,9 @@ from torch.nn.parameter import is_lazy
 from composable.engine import has_torch_optimizer, stepper_of
 from composable.errors import ConfigError, place_of_rank
 from composable.ground.arguments import described
-from composable.ground.claims import (
+from composable.ground.contract import excludes, get_registry
+from composable.ground.names import class_name, describe_module, join_fqn, list_text
+from composable.ground.ownership import (
     claim_of,
     is_left_alone,
     is_managed,
@@ -25,8 +27,6 @@ from composable.ground.claims import (
     names_left_alone,
     rival_on,
 )
-from composable.ground.contract import excludes, get_registry
-from composable.ground.names import class_name, describe_module, join_fqn, list_text
 from composable.planning import replacement_of
 
 __all__ = [

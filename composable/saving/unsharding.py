@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp
 
 import _traversal_utils
 from composable.comm import Ranks
-from composable.dtensor import RaggedDTensor, hand_over_grad, slice_block
+from composable.dtensor import RaggedDTensor, assign_grad, slice_block
 from composable.engine import Handle, Scheduler, ShardedParam, waits_for_copies
 from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.features import collect_at, spread_from
@@ -309,7 +309,7 @@ class _Shown:
             else:
                 block = param.block_of_grad(grad)
                 piece = slice_block(block, param.layout).to(local.device, param.grad_spec.dtype, copy=True)
-            hand_over_grad(param.sharded, RaggedDTensor.wrap(piece, param.grad_spec))
+            assign_grad(param.sharded, RaggedDTensor.wrap(piece, param.grad_spec))
             filled.append(param.sharded.grad)
         if self.options.rank0_only:
             pairs = zip(self.params, grads, strict=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from composable.errors import UsageError
 from composable.testing.faults import Delay, Drop, FaultPlan, Raise
-from composable.testing.rendezvous import Board, Call, GroupKey, Part, Rendezvous, Transfer
+from composable.testing.rendezvous import Board, Call, CollectivePart, GroupKey, Rendezvous, Transfer
 from composable.testing.turn_scheduler import TurnScheduler
 
 __all__ = ["SimulatedGroup", "SimulatedRank"]
@@ -171,33 +171,33 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         reduction = _reduction_of(opts)
-        return self._call("all_reduce", [Part([one], [one], one) for one in tensors], reduction=reduction)
+        return self._call("all_reduce", [CollectivePart([one], [one], one) for one in tensors], reduction=reduction)
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        parts = [Part([one], [one], one) for one in tensors]
+        parts = [CollectivePart([one], [one], one) for one in tensors]
         return self._call("reduce", parts, reduction=_reduction_of(opts), root=opts.rootRank)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         root = 0 if opts is None else opts.rootRank
-        return self._call("broadcast", [Part([one], [one], one) for one in tensors], root=root)
+        return self._call("broadcast", [CollectivePart([one], [one], one) for one in tensors], root=root)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         return self._call("all_gather", [self._gathered(out, one) for out, one in zip(outputs, inputs)])
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         out: Tensors = outputs[0] if outputs else ()
-        return self._call("gather", [Part(inputs, out, inputs[0])], root=opts.rootRank)
+        return self._call("gather", [CollectivePart(inputs, out, inputs[0])], root=opts.rootRank)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
         sources: Tensors = inputs[0] if inputs else ()
-        return self._call("scatter", [Part(sources, outputs, outputs[0])], root=opts.rootRank)
+        return self._call("scatter", [CollectivePart(sources, outputs, outputs[0])], root=opts.rootRank)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
         parts = [self._scattered(out, sources) for out, sources in zip(outputs, inputs)]
         return self._call("reduce_scatter", parts, reduction=_reduction_of(opts))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        return self._call("all_to_all", [Part(inputs, outputs)])
+        return self._call("all_to_all", [CollectivePart(inputs, outputs)])
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._call("barrier", [])
@@ -222,7 +222,9 @@ class SimulatedGroup(dist.ProcessGroup):
         input_sizes: Sequence[int],
         opts: Any = None,
     ) -> dist.Work:
-        return self._call("all_to_all", [Part(self._rows(source, input_sizes), self._rows(output, output_sizes))])
+        return self._call(
+            "all_to_all", [CollectivePart(self._rows(source, input_sizes), self._rows(output, output_sizes))]
+        )
 
     # Several tensors in one call.
 
@@ -265,7 +267,7 @@ class SimulatedGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _call(self, op: str, parts: Sequence[Part], *, reduction: str = "", root: int = -1) -> SimulatedWork:
+    def _call(self, op: str, parts: Sequence[CollectivePart], *, reduction: str = "", root: int = -1) -> SimulatedWork:
         call = Call(op, parts, reduction, root)
         owner, board = self._owner, self._owner.board
         action = self._enter(op)
@@ -310,13 +312,13 @@ class SimulatedGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    def _gathered(self, outputs: Tensors, source: torch.Tensor) -> Part:
+    def _gathered(self, outputs: Tensors, source: torch.Tensor) -> CollectivePart:
         self._check("all_gather", source, outputs)
-        return Part([source], outputs, source)
+        return CollectivePart([source], outputs, source)
 
-    def _scattered(self, output: torch.Tensor, sources: Tensors) -> Part:
+    def _scattered(self, output: torch.Tensor, sources: Tensors) -> CollectivePart:
         self._check("reduce_scatter", output, sources)
-        return Part(sources, [output], output)
+        return CollectivePart(sources, [output], output)
 
     def _check(self, op: str, own: torch.Tensor, slices: Tensors) -> None:
         if len(slices) != self.size():

@@ -15,11 +15,11 @@ import torch
 from composable.errors import DesyncError
 from composable.ground.torch_private import without_modes
 
-__all__ = ["Board", "Call", "GroupKey", "Part", "Rendezvous", "Transfer"]
+__all__ = ["Board", "Call", "CollectivePart", "GroupKey", "Rendezvous", "Transfer"]
 
 
 @dataclass(frozen=True)
-class Part:
+class CollectivePart:
     """The tensors of one rank in one collective; a coalesced one has several parts.
 
     Where there is one tensor per rank, they are in the order of the group.
@@ -36,7 +36,7 @@ class Call:
     """One rank's call of a collective."""
 
     op: str
-    parts: Sequence[Part] = ()
+    parts: Sequence[CollectivePart] = ()
     reduction: str = ""
     root: int = -1
 
@@ -91,46 +91,46 @@ def _reduced(tensors: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     return total.div_(len(tensors)) if exact else total.div_(len(tensors), rounding_mode="trunc")
 
 
-def _all_reduce(parts: Sequence[Part], call: Call) -> None:
+def _all_reduce(parts: Sequence[CollectivePart], call: Call) -> None:
     total = _reduced([part.inputs[0] for part in parts], call.reduction)
     for part in parts:
         _copy(part.outputs[0], total)
 
 
-def _reduce(parts: Sequence[Part], call: Call) -> None:
+def _reduce(parts: Sequence[CollectivePart], call: Call) -> None:
     _copy(parts[call.root].outputs[0], _reduced([part.inputs[0] for part in parts], call.reduction))
 
 
-def _all_gather(parts: Sequence[Part], call: Call) -> None:
+def _all_gather(parts: Sequence[CollectivePart], call: Call) -> None:
     for part in parts:
         for output, source in zip(part.outputs, parts):
             _copy(output, source.inputs[0])
 
 
-def _reduce_scatter(parts: Sequence[Part], call: Call) -> None:
+def _reduce_scatter(parts: Sequence[CollectivePart], call: Call) -> None:
     # The result may lie within the source, so all sums come before the first result is written.
     totals = [_reduced([part.inputs[rank] for part in parts], call.reduction) for rank in range(len(parts))]
     for part, total in zip(parts, totals):
         _copy(part.outputs[0], total)
 
 
-def _broadcast(parts: Sequence[Part], call: Call) -> None:
+def _broadcast(parts: Sequence[CollectivePart], call: Call) -> None:
     for rank, part in enumerate(parts):
         if rank != call.root:
             _copy(part.outputs[0], parts[call.root].inputs[0])
 
 
-def _gather(parts: Sequence[Part], call: Call) -> None:
+def _gather(parts: Sequence[CollectivePart], call: Call) -> None:
     for output, part in zip(parts[call.root].outputs, parts):
         _copy(output, part.inputs[0])
 
 
-def _scatter(parts: Sequence[Part], call: Call) -> None:
+def _scatter(parts: Sequence[CollectivePart], call: Call) -> None:
     for part, source in zip(parts, parts[call.root].inputs):
         _copy(part.outputs[0], source)
 
 
-def _all_to_all(parts: Sequence[Part], call: Call) -> None:
+def _all_to_all(parts: Sequence[CollectivePart], call: Call) -> None:
     for receiver, part in enumerate(parts):
         for sender, output in enumerate(part.outputs):
             source = parts[sender].inputs[receiver]
@@ -142,7 +142,7 @@ def _all_to_all(parts: Sequence[Part], call: Call) -> None:
             _copy(output, source)
 
 
-_BODIES: dict[str, Callable[[Sequence[Part], Call], None]] = {
+_BODIES: dict[str, Callable[[Sequence[CollectivePart], Call], None]] = {
     "all_gather": _all_gather,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,

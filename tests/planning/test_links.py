@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from composable import ConfigError, Link, Links, UsageError, plan
-from composable.planning.estimate import Exchange, groups_of
+from composable.planning.estimate import PlannedExchange, groups_of
 from examples.gpt import GPT, GPTSize
 from examples.gpt import Block as GPTBlock
 from tests.models import Block, TinyGPT
@@ -48,7 +48,7 @@ def test_the_estimate_is_what_rounds_take_one_after_the_other(seed: int) -> None
     passes, slice_bytes, calls = 1 if is_direct else rng.randint(1, 2), rng.randint(1, 10**6), rng.randint(1, 3)
     links = Links(*(Link(rng.choice([0, 1e-5, 1e-3]), 10 ** rng.uniform(6, 11)) for _ in range(2)))
     groups, _ = groups_of([rank // ranks_per_host for rank in range(world_size)], world_size)
-    exchange = Exchange(calls, calls * slice_bytes * world_size, groups, passes, is_direct)
+    exchange = PlannedExchange(calls, calls * slice_bytes * world_size, groups, passes, is_direct)
     inside_s, between_s = exchange.seconds(links)
     expected = play(world_size, ranks_per_host, slice_bytes, links, is_direct=is_direct, passes=passes)
     assert inside_s == pytest.approx(calls * expected[False])
@@ -69,7 +69,7 @@ def test_of_groups_that_differ_the_slowest_counts() -> None:
 @pytest.mark.parametrize("hosts", [[0, 0, 0, 1], [0, 1, 1, 1]])
 def test_of_ranks_that_send_directly_the_one_with_most_peers_elsewhere_counts(hosts: list[int]) -> None:
     groups, _ = groups_of(hosts, 4)
-    found = Exchange(1, 400, groups, is_direct=True).seconds(Links(Link(0, 1e9), Link(1, 1e9)))
+    found = PlannedExchange(1, 400, groups, is_direct=True).seconds(Links(Link(0, 1e9), Link(1, 1e9)))
     assert found == (0, pytest.approx(3))
 
 

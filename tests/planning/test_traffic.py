@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import ConfigError, HandleOptions, MixedPrecisionPolicy, UsageError, fully_shard, plan
-from composable.planning.estimate import Exchange, Group, groups_of
+from composable.planning.estimate import Group, PlannedExchange, groups_of
 from tests.models import MLP, Block, MLPBlock, TinyGPT
 from tests.world import run_ranks, run_threads
 
@@ -47,7 +47,7 @@ def test_bytes_by_class_are_those_of_messages_counted_one_by_one(seed: int) -> N
         for group in members:
             for one, other in messages_of(group, is_direct=is_direct, passes=passes):
                 sent[hosts[one] != hosts[other]] += slice_bytes
-        found = Exchange(1, slice_bytes * size, groups, passes, is_direct)
+        found = PlannedExchange(1, slice_bytes * size, groups, passes, is_direct)
         assert found.sent_bytes() == (sent.total() / len(ranks), pytest.approx(sent[True] / len(ranks), abs=0.5))
 
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from composable.engine import Scheduler
 
-__all__ = ["Follower"]
+__all__ = ["IdleRank"]
 
 
-class Follower:
+class IdleRank:
     """Follows, in one root, what ranks with inputs tell.
 
     Args:

@@ -1,12 +1,12 @@
 """Where a root is, as ranks that wait are told; read from another thread, so nothing is noted for it."""
 
-from composable.comm import Started, Told, Transport, Tree
+from composable.comm import AnnotationStatus, Started, Transport, Tree
 from composable.engine import FlatBuffer, RootSettings, Scheduler
 
-__all__ = ["Standing"]
+__all__ = ["ProgressReporter"]
 
 
-class Standing:
+class ProgressReporter:
     """Tells where the modules of a root are.
 
     Args:
@@ -25,7 +25,7 @@ class Standing:
         """Let go of every handle; from now on nothing is told."""
         self._flats = []
 
-    def tell(self, *, in_backward: bool) -> Told | None:
+    def tell(self, *, in_backward: bool) -> AnnotationStatus | None:
         """Return where they are; ``None`` where nothing is sharded."""
         address = _address(self._flats[0][1]) if self._flats else None
         if address is None or not address[0].groups:
@@ -44,7 +44,7 @@ class Standing:
             failure=failure,
             settings=self._set_by_users(),
         )
-        return Told(f"{address[0].groups[0].group_name} {address[1]}", tree, address[0], self._groups())
+        return AnnotationStatus(f"{address[0].groups[0].group_name} {address[1]}", tree, address[0], self._groups())
 
     def _groups(self) -> tuple[str, ...]:
         """Return the names of all process groups that the tree talks in."""

@@ -35,10 +35,10 @@ __all__ = [
     "is_sharded",
     "keep_one",
     "leave_alone",
+    "mark_managed",
     "names_left_alone",
     "release",
     "rival_on",
-    "take_charge",
     "watch_registrations",
 ]
 
@@ -213,7 +213,7 @@ def watch_registrations(modules: Iterable[nn.Module]) -> None:
     _WATCHED.update((id(module), module) for module in modules)
 
 
-def take_charge(modules: Iterable[nn.Module]) -> None:
+def mark_managed(modules: Iterable[nn.Module]) -> None:
     """Note that an annotation manages what ``modules`` hold themselves, and watch them."""
     taken = list(modules)
     _no_longer_left(taken)
