@@ -284,7 +284,7 @@ def hooks_of_copies() -> None:
     for one in (model, twin):
         for seed in range(3):
             loss_of(one(*inputs_of(one, seed, dist.get_rank())[0])).backward()
-    groups_of = [replicate.state(one).transport._group for one in (twin, model)]
+    groups_of = [replicate.state(one).transport.groups[0] for one in (twin, model)]
     assert groups_of[0] is not groups_of[1] and None not in groups_of
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(param.grad, other.grad)
