@@ -386,7 +386,8 @@ def _make_agreements(
     """Return one agreement for each group of ranks that shares handles. Collective over them."""
     found: dict[Ranks, tuple[str, list[Handle]]] = {}
     for state in states:
-        found.setdefault(state.grid.everyone, (state.plan.transport, []))[1].extend(state._handles)
+        if state._handles:
+            found.setdefault(state.grid.everyone, (state.plan.transport, []))[1].extend(state._handles)
     made: list[Agreement] = []
     for ranks, (name, handles) in sorted(found.items(), key=lambda item: models[item[0]].everyone.order):
         model = models[ranks]

@@ -796,7 +796,7 @@ def test_ranks_that_do_not_fit_are_an_error_on_every_rank() -> None:
     for text in run_ranks(bad_sync, 2, "function"):
         assert "DesyncError" in text and "rank 1: param_init_fn=True" in text
     for text in run_ranks(bad_sync, 2, "value"):
-        assert "ConfigError: sync_module_states is 1\n" in text
+        assert "ConfigError: sync_module_states is 1, not a bool\n" in text
     for text in run_ranks(bad_sync, 2, "policy"):
         assert "ConfigError" in text and "Conv2d" in text
 
