@@ -19,7 +19,6 @@ from composable import (
     ConfigError,
     DesyncError,
     HandleOptions,
-    UsageError,
     full_state_dict,
     fully_shard,
     replicate,
@@ -196,31 +195,6 @@ class Tokens(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.head(self.emb(tokens))
         return result
-
-
-def cannot_reduce_on_one_rank(has_separate_group: bool) -> str:
-    set_divergence_timeout(LIMIT_S)
-    is_last = dist.get_rank() == dist.get_world_size() - 1
-    model = fully_shard(Tokens(sparse=False), options=HandleOptions(unused_gradients="zero"))
-    model.set_separate_reduce_scatter_group(has_separate_group)
-    model(torch.arange(3)).sum().backward()  # The first reduce-scatter in a group of its own makes the group.
-    model.emb.sparse = is_last
-    with pytest.raises(UsageError if is_last else DesyncError) as caught:
-        model(torch.arange(3)).sum().backward()
-    if is_last:
-        wait_until_all_are_told()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("world_size", "has_separate_group"), [(2, False), (3, False), (2, True)])
-def test_a_gradient_that_cannot_be_reduced_where_ranks_send_no_message_is_told_to_all(
-    world_size: int, has_separate_group: bool
-) -> None:
-    *told, own = run_ranks(cannot_reduce_on_one_rank, world_size, has_separate_group)
-    assert "a gradient is sparse" in own and f"rank {world_size - 1}, parameter 'emb.weight'" in own
-    for text in told:
-        assert "waits for the reduce-scatter of module Tokens" in text
-        assert f"rank {world_size - 1}: has left backward 2 of Tokens by an exception" in text
 
 
 def raises_in_a_hook_before_it_tells() -> str:

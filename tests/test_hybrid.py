@@ -364,8 +364,9 @@ def test_a_second_leg_starts_before_the_first_leg_of_the_next_module() -> None:
 def counting_both_legs(model: nn.Module) -> CountingTransport:
     root = fully_shard.state(model).root
     counting = CountingTransport.install(root)
-    between = {flat.routes._copies[0] for handle in root.handles for flat in handle.buffers}
-    for replicas in between - {None}:
+    for replicas in {
+        copies[0] for handle in root.handles for flat in handle.buffers if (copies := flat.routes._copies)
+    }:
         replicas.transport = CountingTransport(replicas.transport, counting.records)
     return counting
 

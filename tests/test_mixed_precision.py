@@ -99,7 +99,7 @@ def test_both_transports_reduce_in_low_precision(policy: MixedPrecisionPolicy, t
     expected = train_in_one_process(policy, 2, **run)  # type: ignore[arg-type]
     # gloo itself adds up, and rounds, in the dtype that travels; other threads may multiply in another order.
     tolerance = 1e-4 if transport == "point_to_point" else 1e-3
-    for found in run_ranks(train_sharded, 2, policy, transport=transport, **run):
+    for found in run_ranks(train_sharded, 2, policy, options=HandleOptions(transport=transport), **run):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 

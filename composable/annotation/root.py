@@ -386,14 +386,15 @@ def _make_agreements(
     """Return one agreement for each group of ranks that shares handles. Collective over them."""
     found: dict[Ranks, tuple[str, list[Handle]]] = {}
     for state in states:
-        if state._handles:
+        # Modules may have been taken out of the tree since.
+        if any(handle in steps for handle in state._handles):
             found.setdefault(state.grid.everyone, (state.plan.transport, []))[1].extend(state._handles)
     made: list[Agreement] = []
     for ranks, (name, handles) in sorted(found.items(), key=lambda item: models[item[0]].everyone.order):
         model = models[ranks]
         if model.others:
             name = settle_transport_for(model.everyone, "auto")
-        ledgers = [ledger for handle in handles for ledger in steps[handle].ledgers]
+        ledgers = [ledger for handle in handles if handle in steps for ledger in steps[handle].ledgers]
         made.append(Agreement(model, host_transport_of(model.everyone, name), ledgers, handles))
     return made
 

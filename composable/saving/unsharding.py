@@ -295,11 +295,13 @@ class _Shown:
     def _write_grads_back(self) -> None:
         """Take over the gradients that the block left: each rank its piece, with ``rank0_only`` of the first rank's."""
         grads = [placed.grad for placed in self._placed] or [None] * len(self.params)
-        has_grad = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8, device=self.ranks.device)
+        has_grad = [grad is not None for grad in grads]
         if self.options.rank0_only:
-            self.ranks.broadcast(has_grad, 0)
+            told = torch.tensor(has_grad, dtype=torch.uint8, device=self.ranks.device)
+            self.ranks.broadcast(told, 0)
+            has_grad = told.tolist()
         filled: list[Any] = []
-        for param, grad, is_there in zip(self.params, grads, has_grad.tolist(), strict=True):
+        for param, grad, is_there in zip(self.params, grads, has_grad, strict=True):
             param.sharded.grad = None
             if not is_there:
                 continue
