@@ -86,6 +86,7 @@ class Routes:
         self._fqn = fqn
         self._casts_params = casts_params
         self._divisor, self._divisor_now = 1, 0
+        self._connected: Transport | None = None
         self._gather: _Leg | None = None
         self._scatter: _Leg | None = None
         self._inner: _Leg | None = None  # Over the ranks that gather from secondary shards.
@@ -106,14 +107,14 @@ class Routes:
 
         All ranks of the shard group and of the copies, same order.
         """
-        if self._gather is None or self._gather.transport is not transport:
+        if self._connected is not transport:
             leg = _Leg(transport, transport.allocate_key(), self._group)
             self._divisor = divisor
             self._copies = None if copies is None else (copies, copies.transport.allocate_key())
-            self._scatter = leg
-            # Last: what was cut short is done again.
-            self._gather = leg
+            self._gather = self._scatter = leg
             self._choose_paths()
+            # Last: what was cut short is done again.
+            self._connected = transport
 
     def scatter_by(self, transport: Transport | None) -> None:
         """Let reduce-scatters go through another transport than gathers, ``None``: the same. After ``connect``.
@@ -129,8 +130,12 @@ class Routes:
         else:
             chosen = _Leg(transport, transport.allocate_key(), self._group)
         if chosen is not self._scatter:
-            self._scatter = chosen
-            self._choose_paths()
+            before, self._scatter = self._scatter, chosen
+            try:
+                self._choose_paths()
+            except BaseException:
+                self._scatter = before  # What was cut short is done again.
+                raise
 
     def divide_by(self, divisor: int | None) -> None:
         """Divide sums of gradients by this in place of the number of ranks, unless the user chose; ``None``: by that.
