@@ -633,9 +633,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "Native mixed precision",
-            "`mp_policy`: parameters stay, modules compute with copies, frozen ones too, ignored ones not. Copies are made on "
-            "a stream of its own, in the order of the last forward, with an event for each module, for which its first use "
-            "waits; gradients travel in `reduce_dtype`, as they come, and rest in the parameter's dtype.",
+            "`mp_policy`: parameters stay, modules compute with copies, frozen ones too, ignored ones not. Copies are "
+            "made in one pass before anything runs, for which no host waits; gradients travel in `reduce_dtype`, as they come, and rest in the parameter's dtype.",
             (
                 *proved(
                     LOW_COPIES,
@@ -648,19 +647,13 @@ GROUPS: dict[str, tuple[Row, ...]] = {
                     "test_ignored_modules_are_left_in_their_dtype",
                     "test_between_steps_there_is_nothing_but_parameters_and_buckets",
                 ),
-                *proved(
-                    "replication/test_cast_streams.py",
-                    "test_casts_run_in_the_order_of_the_last_forward_and_each_module_waits_for_its_own",
-                    "test_casts_are_ordered",
-                    "test_a_broken_rule_is_found",
-                ),
                 *proved("test_cuda_replicate.py", "test_weights_are_those_of_ddps_own_mixed_precision"),
             ),
         ),
         Row(
             "Mixed precision with the rest",
             "Communication hooks get buckets in low precision; an optimizer may step inside backward; gradients may stay in "
-            "low precision; norms may be left out; inputs are cast; modules that do not run are not.",
+            "low precision; norms may be left out; inputs are cast.",
             (
                 *proved(
                     LOW_COPIES,
@@ -674,10 +667,6 @@ GROUPS: dict[str, tuple[Row, ...]] = {
                     STEPS,
                     "test_random_models_optimizers_policies_and_accumulation_step_as_after_backward",
                     "test_torchs_optimizer_in_backward_steps_on_what_was_averaged_in_low_precision",
-                ),
-                *proved(
-                    "replication/test_cast_streams.py",
-                    "test_on_the_host_what_runs_is_cast_in_one_pass_and_what_never_ran_is_not",
                 ),
             ),
         ),

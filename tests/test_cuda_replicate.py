@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from composable import MixedPrecisionPolicy, no_sync, replicate
-from composable.replication.low_precision import DeviceCasts
 from tests.low_precision import BF16, FP16, FP32, batch_of, make_net
 
 pytestmark = pytest.mark.cuda
@@ -84,34 +83,3 @@ def test_between_steps_a_device_holds_parameters_and_buckets_alone() -> None:
     elements = sum(param.numel() for param in model.parameters())
     # Parameters in four bytes, buckets in two; the rest is the loss, workspaces and rounding.
     assert resting[-1] < 6 * elements + 16 * 2**20
-
-
-class SlowCasts(DeviceCasts):
-    """Casts that are still under way when the forward that needs them is queued."""
-
-    def fill(self, groups: Any) -> Any:
-        with self._device.stream(self._casts):
-            torch.cuda._sleep(20_000_000)
-        return super().fill(groups)
-
-
-def train_with(casts: type[DeviceCasts]) -> dict[str, torch.Tensor]:
-    model = make_net().cuda()
-    replicate(model, mp_policy=MixedPrecisionPolicy(BF16), find_unused_parameters=True)
-    for part in replicate.state(model).precision.parts:
-        part.params.casts = casts(torch.cuda)
-    return train(model, model)
-
-
-@pytest.mark.usefixtures("nccl")
-def test_casts_are_waited_for_however_slow_they_are() -> None:
-    torch.testing.assert_close(train_with(SlowCasts), train_with(DeviceCasts), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.usefixtures("nccl")
-def test_parameters_on_the_current_device_are_cast_on_a_stream_of_their_own() -> None:
-    model = make_net().cuda()
-    replicate(model, mp_policy=MixedPrecisionPolicy(BF16), find_unused_parameters=True)
-    train(model, model)
-    (part,) = replicate.state(model).precision.parts
-    assert type(part.params.casts) is DeviceCasts

@@ -51,7 +51,6 @@ __all__ = [
     "functional_call_code",
     "graph_collectives",
     "groups_of_process",
-    "has_compiled",
     "hook_gradient",
     "is_tracing",
     "joined_meshes",
@@ -236,14 +235,6 @@ def opaque(fn: _FunctionT, *, traced: Callable[..., Any] | None = None) -> _Func
     if traced is not None:
         function._torchdynamo_inline = traced  # what stands before all that
     return fn
-
-
-def has_compiled() -> bool:
-    """Say whether anything was given to ``torch.compile`` in this process."""
-    # Read only where somebody has imported it: many optimizers do, and compile nothing.
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    backends = getattr(compiler, "cached_backends", {})  # what compiles graphs, or nothing where that was disabled
-    return any(map(callable, backends.values()))
 
 
 def find_backend(name: str) -> Callable[..., Any] | None:
