@@ -33,7 +33,7 @@ from composable import (
 from composable.annotation.root import Root
 from composable.engine import Handle
 from composable.engine.finish import Agreement
-from composable.engine.streams import DeviceStreams
+from composable.engine.unsharded import DeviceStreams
 from composable.fsdp_module import REFUSED_SETTERS
 from composable.ground.torch_private import top_saved_tensors_hooks
 from tests.counting import CountingTransport

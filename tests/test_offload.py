@@ -39,8 +39,7 @@ from composable import (
     unshard_params,
 )
 from composable.engine import RestingPlace
-from composable.engine.gather_paths import CopyGather
-from composable.engine.reduce_paths import PathHome
+from composable.engine.paths import CopyGather, PathHome
 from tests.models import BLOCK_CLASSES, loss_of, make_model, random_input, seeded
 from tests.parity import LR, Run, assert_equal_runs, full, full_params, inputs_of, train_annotated, train_reference
 from tests.runtime.test_notices import recorded

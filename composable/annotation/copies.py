@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from composable.annotation.root import FullyShardState, handle_of_module, sharded_state_of
-from composable.engine import FIX_COPY, Handle, handle_of, modules_of_copy, reaches_out
+from composable.engine import FIX_COPY, Handle, handle_of
 from composable.errors import UsageError, place_of_rank
 from composable.ground.contract import Annotation, get_registry, promote_member
-from composable.ground.frames import in_backward
+from composable.ground.frames import in_backward, modules_of_copy, reaches_out
 from composable.ground.names import class_name, describe_module, plain_fqn
 from composable.ground.ownership import is_left_alone, leave_alone
 from composable.planning import ShardPlan

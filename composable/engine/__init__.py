@@ -1,10 +1,7 @@
 """The engine: parameters, buffers, the paths that bytes take, and when each of them is taken in a step."""
 
 from composable.engine.buffer import FlatBuffer
-from composable.engine.copy_reach import modules_of_copy, reaches_out
 from composable.engine.finish import Agreement, HandleChoices, find_stale
-from composable.engine.forward_pass import SavingForbidden
-from composable.engine.gather_paths import RestingPlace
 from composable.engine.gradients import GradientBuffer, Gradients
 from composable.engine.handle import FIX_COPY, Handle, handle_of, waits_for_copies
 from composable.engine.handle_step import HandleStep
@@ -17,7 +14,8 @@ from composable.engine.notices import (
     notice_unset,
 )
 from composable.engine.param import ShardedParam, has_own_setattr
-from composable.engine.reduce_paths import Replicas
+from composable.engine.passes import SavingForbidden
+from composable.engine.paths import Replicas, RestingPlace
 from composable.engine.scheduler import Scheduler
 from composable.engine.step import Companion, RootSettings
 from composable.engine.stepping import (
@@ -34,8 +32,8 @@ from composable.engine.stepping import (
     stepper_of,
     unmark_stepped,
 )
-from composable.engine.streams import streams_for
 from composable.engine.unfilled import META_FIX, MarkedMemory, is_unfilled, mark_unfilled
+from composable.engine.unsharded import streams_for
 from composable.engine.user_comms import HookFunction, Registration, copied_registrations, nearest, reduced_otherwise
 
 __all__ = [
@@ -72,7 +70,6 @@ __all__ = [
     "is_unfilled",
     "mark_stepped",
     "mark_unfilled",
-    "modules_of_copy",
     "nearest",
     "notice_experts",
     "notice_hook_states",
@@ -80,7 +77,6 @@ __all__ = [
     "notice_offload",
     "notice_plan",
     "notice_unset",
-    "reaches_out",
     "reduced_otherwise",
     "refuse_steppers",
     "step_torch_optimizers",

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.comm import Pending
-from composable.engine.gather_paths import RestingPlace
 from composable.engine.gradients import Gradients
 from composable.engine.param import make_sharded_params
+from composable.engine.paths import RestingPlace
 from composable.engine.routes import Routes
 from composable.engine.unfilled import META_FIX
 from composable.errors import UsageError, place_of_rank

@@ -1,6 +1,6 @@
 """The end of a root's reductions: gradients travel, ranks tell each other what is left, parameters get the means.
 
-When reductions begin and end is the business of ``backward_pass.py`` and ``scheduler.py``. Autograd's order says when
+When reductions begin and end is the business of ``passes.py`` and ``scheduler.py``. Autograd's order says when
 a handle may be reduced early; what it missed, and which parameters got no gradient anywhere, only all ranks together
 know: so each sends a small message to all, in host memory, for which nobody waits for kernels. See
 docs/notes/completion.md.
@@ -23,8 +23,8 @@ from composable.dtensor import note_finished, note_unfinished
 from composable.engine.gradients import GradientBuffer, GradientShape
 from composable.engine.handle import Handle
 from composable.engine.handle_step import GradientLedger, HandleStep
-from composable.engine.reduce_paths import Reduction
-from composable.engine.streams import Streams
+from composable.engine.paths import Reduction
+from composable.engine.unsharded import Streams
 from composable.engine.user_comms import CHOICES, DEFAULT_COMMS
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.ground.frames import in_region

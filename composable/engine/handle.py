@@ -16,13 +16,12 @@ from torch import nn
 
 from composable.comm import Grid, Pending, Ranks
 from composable.engine.buffer import FlatBuffer
-from composable.engine.copy_reach import is_part_of_module, modules_of_copy, reaches_out
 from composable.engine.gradients import GRADIENT_BUFFERS
 from composable.engine.param import ShardedParam, has_own_setattr
 from composable.engine.stepping import Stepper, refuse_steppers
 from composable.engine.user_comms import CHOICES, DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
 from composable.errors import UsageError, located, place_of_rank
-from composable.ground.frames import is_functional_call
+from composable.ground.frames import is_functional_call, is_part_of_module, modules_of_copy, reaches_out
 from composable.ground.names import class_name, join_fqn, module_text
 from composable.planning import HandlePlan, mark_replaced
 

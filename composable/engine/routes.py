@@ -11,13 +11,16 @@ import torch
 import torch.distributed as dist
 
 from composable.comm import Ranks, Started, Transport
-from composable.engine.gather_paths import CopyGather, Gather, GatherPath, RestingPlace
-from composable.engine.reduce_paths import (
+from composable.engine.paths import (
     AllReducePath,
+    CopyGather,
+    Gather,
+    GatherPath,
     GradientPath,
     KeptShards,
     PathHome,
     Replicas,
+    RestingPlace,
     ScatterPath,
     SecondScatterPath,
     SumPath,

@@ -1,19 +1,16 @@
 """What runs the handles of one root, and what can be asked of it between steps.
 
-Hooks of modules call its two passes, ``forward_pass.py`` and ``backward_pass.py``; on which stream things run is the
-business of ``streams.py``.
+Hooks of modules call its two passes, see ``passes.py``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from composable.engine.backward_pass import Backwards
-from composable.engine.completion import Completion
-from composable.engine.forward_pass import Forwards
 from composable.engine.handle import Handle
-from composable.engine.step import RootSettings, Step, StepListener
-from composable.engine.streams import Streams
+from composable.engine.passes import Backwards, Forwards
+from composable.engine.step import Completion, RootSettings, Step, StepListener
+from composable.engine.unsharded import Streams
 from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_hooks import Ending
 

@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from composable.comm import DONE, Pending, Transport, wait_for_work
-from composable.engine.copy_reach import modules_of_copy
-from composable.engine.gather_paths import Gather
-from composable.engine.reduce_paths import Around, GradientPath, Reduction, Whole, divided_before
+from composable.engine.paths import Around, Gather, GradientPath, Reduction, Whole, divided_before
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.arguments import described
+from composable.ground.frames import modules_of_copy
 from composable.ground.names import describe_module
 
 __all__ = [

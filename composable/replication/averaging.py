@@ -37,6 +37,7 @@ from composable.replication.tensors import ReducedParam, grad_dtype_of
 
 __all__ = ["GradientAverager", "RoundTeller"]
 
+
 _OPEN = Phase.OPEN
 _FIX_LENT = (
     "functional_call gave the modules other tensors, which replicate does not average: compute these from the "

@@ -35,6 +35,7 @@ from composable.replication.tensors import ReducedParam
 
 __all__ = ["BucketExchange"]
 
+
 # The longest wait inside backward that may be in vain: a bucket of the default size takes less at 1 Gbit/s.
 _LONGEST_WAIT_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-5, 1e-3

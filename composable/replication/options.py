@@ -11,6 +11,7 @@ from composable.ground.arguments import check_bool, check_device, check_number, 
 
 __all__ = ["BucketOptions", "DelayedAllReduce", "ReplicateOptions", "check_device_of", "choose_delay", "choose_device"]
 
+
 # Each rank may choose for itself.
 _LOCAL = {"gradient_as_bucket_view"}
 

@@ -11,6 +11,7 @@ from composable.ground.torch_private import foreach_copy_
 
 __all__ = ["BufferSync", "SparseGradients", "broadcast_tensors"]
 
+
 # Instead of a number of rows: this rank has no gradient, or one that is not sparse.
 _NONE = -1
 _DENSE = -2

@@ -36,6 +36,7 @@ __all__ = [
     "warn_out_of_step",
 ]
 
+
 _LOG = logging.getLogger("composable")
 
 # What a rank tells the others besides how many parameters have no gradient.

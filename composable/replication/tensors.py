@@ -44,6 +44,7 @@ __all__ = [
     "wrapped_like",
 ]
 
+
 _Buffers = dict[str, torch.Tensor | None]
 
 

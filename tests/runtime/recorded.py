@@ -7,7 +7,7 @@ import torch
 from composable.annotation.root import Root
 from composable.comm import Pending, Transport
 from composable.engine.scheduler import Scheduler
-from composable.engine.streams import DeviceStreams
+from composable.engine.unsharded import DeviceStreams
 from composable.ground.torch_hooks import at_end_of_backward
 from tests.runtime.recording import Event, Recorder
 

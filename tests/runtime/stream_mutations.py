@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
-from composable.engine import backward_pass, completion, finish, forward_pass, scheduler, step, streams, unsharded
+from composable.engine import finish, passes, scheduler, step, unsharded
 from tests.runtime.bench import Case, run_case
 from tests.runtime.recorded import Runtime
 from tests.runtime.recording import Recorder
@@ -39,7 +39,7 @@ def case_named(name: str) -> Case:
 
 
 # In the order of imports.
-FILES = (streams, finish, unsharded, step, completion, backward_pass, forward_pass, scheduler)
+FILES = (unsharded, finish, step, passes, scheduler)
 
 
 def mutated_source(mutation: Mutation) -> dict[ModuleType, str]:
@@ -63,7 +63,7 @@ def mutated(mutation: Mutation) -> Runtime:
             for name in real.__all__:
                 if vars(own).get(name) is vars(real)[name]:
                     setattr(own, name, vars(broken)[name])
-    return Runtime(made[streams].DeviceStreams, made[scheduler].Scheduler)
+    return Runtime(made[unsharded].DeviceStreams, made[scheduler].Scheduler)
 
 
 def find(mutation: Mutation) -> Recorder:

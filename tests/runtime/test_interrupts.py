@@ -19,7 +19,7 @@ from composable.backward_steps import BackwardSteps
 from composable.comm import Transport
 from composable.comm.transport import transport_class
 from composable.engine import Handle
-from composable.engine.forward_pass import Forwards
+from composable.engine.passes import Forwards
 from composable.engine.unsharded import Unsharded
 from composable.ground.casts import CastBuffers, LentBuffers
 from composable.replication import Reducer

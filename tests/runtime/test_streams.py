@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from composable import fully_shard
-from composable.engine import streams
-from composable.engine.streams import DeviceStreams
+from composable.engine import unsharded
+from composable.engine.unsharded import DeviceStreams
 from tests.models import BLOCK_CLASSES
 from tests.ordered_groups import needs_ordered_groups
 from tests.parity import Run, assert_equal_runs, train_annotated, train_reference
@@ -274,13 +274,14 @@ def test_what_is_only_slower_is_not_found(mutation: Mutation) -> None:
 
 
 def test_every_line_that_orders_streams_is_broken_once() -> None:
-    source = inspect.getsource(streams).splitlines()
+    source = inspect.getsource(unsharded).splitlines()
     orders = re.compile(r"wait_event|wait_stream|record_event|synchronize|device\.stream\(|_users\[|_copied = self")
-    first, last = inspect.getsourcelines(DeviceStreams)[1], len(source)
+    lines, first = inspect.getsourcelines(DeviceStreams)
+    last = first + len(lines) - 1
     lines = {index for index in range(first, last) if orders.search(source[index])}
     broken: set[int] = set()
     for mutation in (*MUTATIONS, *OF_SECONDARY):
-        edited = mutated_source(mutation)[streams].splitlines()
+        edited = mutated_source(mutation)[unsharded].splitlines()
         for tag, start, stop, _, _ in difflib.SequenceMatcher(None, source, edited, autojunk=False).get_opcodes():
             if tag in {"delete", "replace"}:
                 broken.update(range(start, stop))

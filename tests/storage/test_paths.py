@@ -11,8 +11,7 @@ from torch import nn
 
 from composable import fully_shard
 from composable.comm import Pending
-from composable.engine.gather_paths import GatherPath
-from composable.engine.reduce_paths import GradientPath, Reduction
+from composable.engine.paths import GatherPath, GradientPath, Reduction
 from tests.counting import Collective, CountingTransport
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.parity import LR, Run, assert_equal_params, full_params, inputs_of, train_reference
