@@ -67,7 +67,7 @@ class GatherSettings(AnnotatedModule):
             recurse: Also in fully sharded modules below.
         """
         for handle in _chosen(self, recurse, reshard_after_forward=reshard_after_forward):
-            handle.reshard_option = handle.reshard_after_forward = reshard_after_forward
+            handle.settings.reshard_option = handle.settings.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Choose whether parameters are freed after backward, or serve the next forward without a gather.
@@ -78,7 +78,7 @@ class GatherSettings(AnnotatedModule):
         each other one small message, and a device is waited for. It pays where several backwards share a step.
         """
         for handle in _chosen(self, recurse, reshard_after_backward=reshard_after_backward):
-            handle.reshard_after_backward = reshard_after_backward
+            handle.settings.reshard_after_backward = reshard_after_backward
         if reshard_after_backward:
             for root in roots_of(self, recurse=recurse):
                 root.scheduler.reshard_hidden()
@@ -91,7 +91,7 @@ class GatherSettings(AnnotatedModule):
         freed memory. Not recursive.
         """
         for handle in _chosen(self, False, unshard_in_backward=unshard_in_backward):
-            handle.unshard_in_backward = unshard_in_backward
+            handle.settings.unshard_in_backward = unshard_in_backward
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Choose whether the unsharded parameters' memory stays allocated, at one address, while they are sharded.
@@ -100,7 +100,7 @@ class GatherSettings(AnnotatedModule):
         """
         handles = _chosen(self, recurse, keep=keep)
         for handle in handles:
-            handle.keeps_storage = keep
+            handle.settings.keeps_storage = keep
         for root in () if keep else roots_of(self, recurse=recurse):
             for handle in root.handles:
                 if handle in handles:
@@ -113,7 +113,7 @@ class GatherSettings(AnnotatedModule):
         """
         ahead = _prefetched(self, modules, "set_modules_to_forward_prefetch")
         for handle in handles_of(self, recurse=False):
-            handle.forward_prefetch = ahead
+            handle.settings.forward_prefetch = ahead
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
         """Choose what to all-gather while this module's backward runs, in order.
@@ -122,7 +122,7 @@ class GatherSettings(AnnotatedModule):
         """
         ahead = _prefetched(self, modules, "set_modules_to_backward_prefetch")
         for handle in handles_of(self, recurse=False):
-            handle.backward_prefetch = ahead
+            handle.settings.backward_prefetch = ahead
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's gathers wait for an event, and not for the whole current stream; root only.
@@ -187,7 +187,7 @@ class ReductionSettings(AnnotatedModule):
         """
         handles = _chosen(self, recurse, requires_all_reduce=requires_all_reduce)
         if not requires_all_reduce and not all(handle.grid.is_hybrid for handle in handles):
-            is_spread = any(handle.fills_secondary for handle in handles)
+            is_spread = any(handle.secondary is not None and handle.secondary.fills for handle in handles)
             why = "there is none with HYBRID_SHARD_OPTIM" if is_spread else "gradients of a 1-D mesh need none"
             raise _refused(
                 self,
@@ -221,7 +221,7 @@ class ReductionSettings(AnnotatedModule):
             what = f"set_reduce_scatter_max_input_buffers got {described(max_input_buffers)}"
             raise _refused(self, what, "pass an int of at least 1")
         for handle in handles:
-            handle.gradient_buffers = max_input_buffers
+            handle.settings.gradient_buffers = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Choose whether reduce-scatters have a process group of their own, so that no gather waits for one.
@@ -231,7 +231,7 @@ class ReductionSettings(AnnotatedModule):
         ``point_to_point`` serves few ranks, it replaces that for reduce-scatters.
         """
         for handle in _chosen(self, recurse, enable=enable):
-            handle.scatters_apart = enable
+            handle.settings.scatters_apart = enable
         for root in roots_of(self, recurse=recurse):
             root.connect_scatters()
 

@@ -145,13 +145,13 @@ class _Removal:
         for one in states:
             one.abandon_step()
         for handle in self._handles:
-            if handle.has_unsynced_gradients and (handle.comms.hook or handle.comms.all_reduce_hook) is not None:
+            if handle.accumulated.is_unsynced and (handle.comms.hook or handle.comms.all_reduce_hook) is not None:
                 raise _untimely(
                     "gradients that no_sync kept wait for a hook that reduces or changes them",
                     handle.described,
                     "call reduce_gradients() on the model first",
                 )
-            if handle.waits_for_copies:
+            if handle.accumulated.awaits_copies:
                 raise waits_for_copies("unannotate", handle.described)
             handle.attach()
             for flat in handle.buffers:
@@ -189,7 +189,7 @@ class _Removal:
         """Return one text per parameter, by the ranks that have it: equal on all of them if they can go on together."""
         lines: dict[Ranks, list[str]] = {}
         for handle in self._handles:
-            kept = " kept by no_sync" if handle.has_unsynced_gradients else ""
+            kept = " kept by no_sync" if handle.accumulated.is_unsynced else ""
             lines.setdefault(handle.grid.everyone, []).extend(
                 f"{handle.fqn_of(param)} {list(param.shape)} {param.sharded.dtype}"
                 f"{'' if param.sharded.grad is None else ' with a gradient'}{kept}"
@@ -244,7 +244,7 @@ def _untimely(while_: str, place: str, fix: str) -> UsageError:
 
 def _make_whole(handle: Handle, grid: Grid) -> None:
     """Replace the handle's parameters by ordinary ones and free its shards. Collective."""
-    has_kept_gradients, buffers = handle.has_unsynced_gradients, list(handle.buffers)
+    has_kept_gradients, buffers = handle.accumulated.is_unsynced, list(handle.buffers)
     divisor = handle.comms.divide_factor or grid.divisor
     handle.close()
     while buffers:

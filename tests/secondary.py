@@ -90,8 +90,7 @@ def loss(model: nn.Module, seed: int = 0) -> torch.Tensor:
 
 def secondary_bytes(model: nn.Module) -> int:
     """Return what the secondary shards that are there take on this rank."""
-    flats = [flat for handle in root_of(model).handles for flat in handle.buffers]
-    return sum(0 if flat._secondary is None else flat._secondary.nbytes for flat in flats)
+    return sum(handle.secondary.nbytes for handle in root_of(model).handles if handle.secondary is not None)
 
 
 def grads(model: nn.Module) -> list[torch.Tensor]:
@@ -337,7 +336,9 @@ def take_off_between(shard: Shard) -> None:
     loss(model)
     assert secondary_bytes(model)
     unannotate(model)
-    assert not any(handle.has_secondary or handle.buffers for handle in handles)
+    assert not any(
+        (handle.secondary is not None and handle.secondary.are_there) or handle.buffers for handle in handles
+    )
     for param, right in zip(model.parameters(), net().parameters(), strict=True):
         assert torch.equal(param, right)
     shard(model)

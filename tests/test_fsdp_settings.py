@@ -1,6 +1,7 @@
 """What users set on fully sharded modules: what each setting changes, and that numbers stay those of one process."""
 
 import copy
+import dataclasses
 import inspect
 import random
 import re
@@ -912,7 +913,8 @@ REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
 
 
 def options_of(handle: Handle) -> dict[str, Any]:
-    return {name: getattr(handle, name) for name in Handle.__slots__ if name != "__weakref__"}
+    held = {name: getattr(handle, name) for name in Handle.__slots__ if name != "__weakref__"}
+    return held | {"settings": dataclasses.replace(handle.settings)}
 
 
 def refused(name: str, runs: bool) -> None:
@@ -977,7 +979,7 @@ HELD = (
 
 def settings_of(model: nn.Module) -> list[Any]:
     root = root_of(model)
-    held = [tuple(getattr(handle, name) for name in HELD) for handle in root.handles]
+    held = [tuple(getattr(handle.settings, name) for name in HELD) for handle in root.handles]
     return [*held, root.state.settings.is_last_backward, root.state.settings.finalizes_by_hand]
 
 

@@ -585,7 +585,8 @@ def told() -> list[str | None]:
     found = []
     for handle in root.handles:
         (flat,) = handle.buffers
-        pending = flat.begin_unshard_again()
+        assert handle.secondary is not None
+        pending = handle.secondary.begin_gather(flat)
         found.append(root.progress.name_of(pending))
         pending.finish()
         flat.free_buffer()

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable.annotation.root import FullyShardState, handle_of_module, sharded_state_of
-from composable.engine import Handle, SavingForbidden, Scheduler
+from composable.engine import Handle, SavingForbidden, Scheduler, written_too_early
 from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.ground.casts import CastBuffers, LendHook, cast_floats
 from composable.ground.frames import run_as_call
@@ -109,7 +109,7 @@ class _ModuleHooks:
             for companion in step.companions:
                 companion.follow_forward()
         if handle is not None:
-            if not handle.unshard_in_backward:
+            if not handle.settings.unshard_in_backward:
                 self._saving.append(SavingForbidden(handle))
             forwards.pre_forward(handle)
         if is_outermost and state.mesh.device_type != "cpu":
@@ -236,7 +236,7 @@ class _OutputHook(GradientHook):
         self._handle = handle
         self._clock = clock
         # As it was in forward: what is saved by now may be parameters.
-        self._gathers = handle.unshard_in_backward
+        self._gathers = handle.settings.unshard_in_backward
         self._version = handle.version
         self._backward_id = -1
 
@@ -250,7 +250,7 @@ class _OutputHook(GradientHook):
         if not (step.is_backward and step.backward_id == self._backward_id):
             self._backward_id = self._backwards.pre_backward(self._handle, self._clock, gathers=self._gathers)
             if self._version != self._handle.version and self._gathers and type(self) is _OutputHook:
-                raise self._handle.written_too_early()
+                raise written_too_early(self._handle)
 
 
 class _LeafHook(_OutputHook):

@@ -258,7 +258,9 @@ class Root:
             dict.fromkeys(handle for module in modules for handle in _traversal_utils._get_fsdp_handles(module))
         )
         for handle in handles:
-            handle.name_modules([names.get(*pair) for pair in zip(handle.modules, handle.module_fqns, strict=True)])
+            handle.module_fqns = tuple(
+                names.get(*pair) for pair in zip(handle.modules, handle.module_fqns, strict=True)
+            )
         models = model_ranks_of(handles)
         _compare_plans(states, models, _find_failure(state, states, names))
         _note_parts(state, handles)
@@ -307,8 +309,8 @@ class Root:
         # Backward starts with the root's parameters, so freeing them after forward only costs a gather.
         own = state._module_to_handle.get(modules[0])
         for handle in handles:
-            option = handle.reshard_option
-            handle.reshard_after_forward = handle is not own if option is None else bool(option)
+            option = handle.settings.reshard_option
+            handle.settings.reshard_after_forward = handle is not own if option is None else bool(option)
         root.connect_scatters()
         # Last, and where forward starts after all others: what was cut short is done again.
         for found in states:
@@ -331,10 +333,10 @@ class Root:
         for state in self.states:
             for handle in state._handles:
                 ranks = state.grid.inner or state.grid.shard
-                if handle.scatters_apart and ranks not in apart:
+                if handle.settings.scatters_apart and ranks not in apart:
                     apart[ranks] = self._scatters.get(ranks) or OwnTransport(ranks)
                 for flat in handle.buffers:
-                    flat.routes.scatter_by(apart[ranks] if handle.scatters_apart else None)
+                    flat.routes.scatter_by(apart[ranks] if handle.settings.scatters_apart else None)
         self._scatters = apart
 
     def close(self) -> None:

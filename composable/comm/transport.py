@@ -313,7 +313,15 @@ class _Running(Messages):
         order = transport.order
         order.count = number = order.count + 1
         order.recent.append(tag)
-        Messages.__init__(self, transport, tag, number)  # super() costs as much again
+        if transport.closed_because:
+            raise diverged(transport.closed_because)
+        # As in the class above: to call it costs as much again.
+        self.transport = transport
+        self.tag = tag
+        self.number = number
+        self.waiter = None
+        self.works = []
+        transport.in_flight[self] = None
         self._result = result
         self._factor = factor
         self._cast = cast

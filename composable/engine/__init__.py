@@ -1,9 +1,10 @@
 """The engine: parameters, buffers, the paths that bytes take, and when each of them is taken in a step."""
 
 from composable.engine.buffer import FlatBuffer
+from composable.engine.faces import Lent
 from composable.engine.finish import Agreement, HandleChoices, find_stale
 from composable.engine.gradients import GradientBuffer, Gradients
-from composable.engine.handle import FIX_COPY, Handle, handle_of, waits_for_copies
+from composable.engine.handle import FIX_COPY, Handle, handle_of, waits_for_copies, written_too_early
 from composable.engine.handle_step import HandleStep
 from composable.engine.notices import (
     notice_experts,
@@ -49,6 +50,7 @@ __all__ = [
     "HandleChoices",
     "HandleStep",
     "HookFunction",
+    "Lent",
     "MarkedMemory",
     "Registration",
     "Replicas",
@@ -84,4 +86,5 @@ __all__ = [
     "streams_for",
     "unmark_stepped",
     "waits_for_copies",
+    "written_too_early",
 ]

@@ -1,9 +1,8 @@
 """One class of a handle's parameters, alike in dtypes and requires_grad, laid out in one flat buffer.
 
 Owns two tensors: the rank's *shard* [S], alive for good, maybe on the host; and the unsharded *buffer* [W * S],
-whose storage is allocated and freed in place so that views saved by autograd stay right. Between forward
-and backward there may be a third: this rank's *secondary shard* [W * S / n], from which n ranks gather. How
-one becomes the other, in which dtypes too, is the business of its routes; gradients are that of ``gradients.py``.
+whose storage is allocated and freed in place so that views saved by autograd stay right. How one becomes the other, in
+which dtypes too, is the business of its routes; gradients are that of ``gradients.py``.
 
 Sizes are in elements. Nothing here decides when, or on which stream, anything runs.
 
@@ -28,7 +27,7 @@ from composable.engine.unfilled import META_FIX
 from composable.errors import UsageError, place_of_rank
 from composable.planning import NO_CASTS, BufferPlan, HandleMembers, MixedPrecisionPolicy
 
-__all__ = ["FlatBuffer"]
+__all__ = ["AccumulatedGradients", "FlatBuffer"]
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -104,7 +103,6 @@ class FlatBuffer:
         )
         self._buffer: torch.Tensor | None = None
         self._storage: torch.UntypedStorage | None = None
-        self._secondary: torch.Tensor | None = None
         self._is_allocated = False
         self._buffer_bytes = plan.buffer_bytes
         self.gradients = self.gradients_class(plan, self.params, self._split, self.routes, device)
@@ -133,28 +131,14 @@ class FlatBuffer:
 
     def begin_unshard(self) -> Pending:
         """Allocate the buffer and start the all-gather into it, on the current stream; the shard is usable."""
-        return self.routes.gather_path.begin(self._allocated(), self.shard)
+        if self._storage is not None and not self._is_allocated and self._buffer is not None:
+            # The common case, once for each gather: as ``allocated``.
+            self._storage.resize_(self._buffer_bytes)
+            self._is_allocated = True
+            return self.routes.gather_path.begin(self._buffer, self.shard)
+        return self.routes.gather_path.begin(self.allocated(), self.shard)
 
-    def begin_unshard_again(self) -> Pending:
-        """Do so from secondary shards. Collective: all ranks of the smaller group, same order."""
-        path = self.routes.secondary_path
-        assert path is not None and self._secondary is not None, "kept after forward"
-        return path.begin(self._allocated(), self._secondary)
-
-    def begin_fill(self) -> Pending:
-        """Allocate the secondary shard and start to gather it from shards, on the current stream.
-
-        Collective: all ranks with the same place on other hosts, same order.
-        """
-        path = self.routes.fill_path
-        assert path is not None, "connected when the root was decided"
-        if self._secondary is None:
-            with torch.inference_mode(mode=False):
-                numel = self.shard.numel() * path.transport.world_size
-                self._secondary = torch.empty(numel, dtype=self.compute_dtype, device=self.device)
-        return path.begin(self._secondary, self.shard)
-
-    def _allocated(self) -> torch.Tensor:
+    def allocated(self) -> torch.Tensor:
         """Return the buffer, with memory."""
         if self._storage is None:
             self._make_buffer()
@@ -164,19 +148,6 @@ class FlatBuffer:
         self._is_allocated = True
         assert self._buffer is not None, "made above"
         return self._buffer
-
-    def keep_secondary(self) -> None:
-        """Copy this rank's secondary shard out of the buffer, which is full, to new memory on the current stream."""
-        path = self.routes.secondary_path
-        assert path is not None and self._buffer is not None, "connected, and unsharded"
-        numel = self.plan.layout.numel // path.transport.world_size
-        start = path.transport.rank * numel
-        self._secondary = None  # Freed first, if there is one.
-        self._secondary = self._buffer[start : start + numel].clone()
-
-    def drop_secondary(self) -> None:
-        """Free the secondary shard, if there is one."""
-        self._secondary = None
 
     @property
     def is_usable(self) -> bool:
@@ -295,19 +266,10 @@ class FlatBuffer:
             return True
         if self._buffer is None or not self.is_usable:
             return False
-        return self._equals_shard(self._buffer[self.plan.layout.shard_of(self.params[0].layout.rank)])
+        return self.equals_shard(self._buffer[self.plan.layout.shard_of(self.params[0].layout.rank)])
 
-    def is_secondary_fresh(self) -> bool:
-        """Say whether the secondary shard has, for this rank, what filling it from its shard would put there."""
-        path = self.routes.fill_path
-        if self.is_empty:
-            return True
-        if path is None or self._secondary is None or not self.is_usable:
-            return False
-        numel = self.shard.numel()
-        return self._equals_shard(self._secondary[path.transport.rank * numel :][:numel])
-
-    def _equals_shard(self, own: torch.Tensor) -> bool:
+    def equals_shard(self, own: torch.Tensor) -> bool:
+        """Say whether this rank's part [S] of something gathered has the values of the shard."""
         # As bytes: zeros have signs, and NaN equals NaN.
         shard = self.shard.detach().to(own.device, self.compute_dtype)
         return torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
@@ -361,7 +323,7 @@ class FlatBuffer:
         twin.params = [param.copied(twin.shard, memo) for param in self.params]
         twin.routes = self.routes.unconnected()
         twin.gradients = self.gradients.copied(twin.params, twin.routes)
-        twin._buffer = twin._storage = twin._secondary = None
+        twin._buffer = twin._storage = None
         twin._is_allocated = False
         if with_kept_gradients and self.gradients.bits():
             twin._make_buffer()
@@ -382,6 +344,64 @@ class FlatBuffer:
                 param.make_unsharded(span.view_in(buffer.data))
             self._buffer = buffer.data
         self._storage = buffer.untyped_storage()
+
+
+class AccumulatedGradients:
+    """The gradients of a handle that wait: on leaves for a later backward, or for an all-reduce over copies.
+
+    Args:
+        buffers: Of the handle.
+
+    Attributes:
+        is_unsynced: The last backward did not synchronise, on any rank.
+        is_kept: Such a backward left gradients on leaves of this rank.
+        is_cast: Gradients are reduced in another dtype than autograd makes them in.
+    """
+
+    __slots__ = ("_buffers", "is_cast", "is_kept", "is_unsynced")
+
+    def __init__(self, buffers: Sequence[FlatBuffer], *, is_unsynced: bool = False, is_kept: bool = False) -> None:
+        self._buffers = tuple(buffers)
+        self.is_unsynced = is_unsynced
+        self.is_kept = is_kept
+        self.is_cast = any(flat.plan.reduce_dtype != flat.compute_dtype for flat in buffers)
+
+    @property
+    def is_any(self) -> bool:
+        """Gradients wait to be reduced with later ones, or for an all-reduce over copies."""
+        return self.awaits_copies or (self.is_kept and any(flat.gradients.bits() for flat in self._buffers))
+
+    @property
+    def awaits_copies(self) -> bool:
+        """Gradients wait for an all-reduce over the ranks that hold copies."""
+        return any(flat.routes.kept.total is not None for flat in self._buffers)
+
+    def keep(self) -> None:
+        """Note that gradients wait on the unsharded parameters, so that ``zero_grad`` drops them."""
+        for flat in self._buffers:
+            self.is_kept |= flat.gradients.keep()
+
+    def drop_zeroed(self) -> list[int]:
+        """Forget kept gradients that the user has dropped by ``zero_grad``; returns the bits of each buffer."""
+        self.is_kept = False
+        return [flat.gradients.drop_zeroed() for flat in self._buffers]
+
+    def sum_in_reduce_dtype(self, *, sums: bool) -> None:
+        """In the backward that begins, add up gradients in the dtype of the reduction if they wait for later ones."""
+        for flat in self._buffers:
+            if flat.plan.reduce_dtype != flat.compute_dtype:
+                flat.gradients.sum_in_reduce_dtype(sums=sums)
+
+    def drop(self) -> None:
+        """Forget gradients that were not reduced."""
+        self.is_unsynced = self.is_kept = False
+        for flat in self._buffers:
+            flat.gradients.drop()
+
+    def forget_shards(self) -> None:
+        """Forget what waits for an all-reduce over copies."""
+        for flat in self._buffers:
+            flat.routes.kept.clear()
 
 
 def _cannot_cast(fqn: str, old: torch.dtype, new: torch.dtype) -> UsageError:

@@ -157,7 +157,7 @@ class GradientFinalizer:
         is_synced, goes_on = self._is_deferred, False
         for handle, step in self._steps.items():
             if not handle.requires_gradient_sync:
-                handle.keep_gradients()
+                handle.accumulated.keep()
             elif ends:
                 is_synced = True
                 for ledger in step.ledgers:
@@ -220,32 +220,36 @@ class GradientFinalizer:
                 if ledger.flat.gradients.steppers:
                     # What has been stepped cannot take another part of its gradient.
                     self.failure = self.failure or _stepped_already(handle)
-                    handle.drop_gradients()
+                    handle.accumulated.drop()
                 else:
-                    self.reduce(ledger, handle.gradient_buffers)
+                    self.reduce(ledger, handle.settings.gradient_buffers)
         while self._under_way:
             self._finish_first()
 
     def _settle(self, *, was_deferred: bool) -> None:
         """Give parameters what waited for the other ranks; hooks of users run."""
         for handle, step in self._steps.items():
+            awaits_copies = False
             for ledger in step.ledgers:
-                ledger.finish()
-            waits_for_copies = handle.waits_for_copies
-            if waits_for_copies:
-                handle.keep_gradients()
-            if waits_for_copies or handle.keeps_gradients or step.is_waiting:
+                kept = ledger.flat.routes.kept
+                if ledger.waiting or kept.bits or kept.total is not None:
+                    ledger.finish()
+                ledger.grad_mask = 0
+                awaits_copies |= kept.total is not None
+            if awaits_copies:
+                handle.accumulated.keep()
+            if awaits_copies or handle.accumulated.is_kept or step.is_waiting:
                 self._note_waiting(step)
         self._is_settled = True
         if was_deferred:
             for handle in self._steps:
-                if handle.keeps_gradients:
+                if handle.accumulated.is_kept:
                     # Once more: what they wait beside may be another gradient now.
-                    handle.keep_gradients()
+                    handle.accumulated.keep()
 
     def _note_waiting(self, step: HandleStep) -> None:
         """Let users know whether gradients wait for a later backward, or for an all-reduce over copies."""
-        if step.handle.is_waiting:
+        if step.handle.accumulated.is_any:
             note_unfinished([step.handle], is_droppable=True)
             step.is_waiting = True
         elif step.is_waiting:
@@ -272,7 +276,7 @@ class GradientFinalizer:
     def forget_kept(self) -> None:
         """Forget shards that wait for an all-reduce over copies: some may hold part of a backward only."""
         for step in self._steps.values():
-            step.handle.forget_kept_shards()
+            step.handle.accumulated.forget_shards()
             self._note_waiting(step)
 
     def transports(self) -> set[Transport]:

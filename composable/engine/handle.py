@@ -1,73 +1,36 @@
 """A handle owns the parameters of one fully sharded module: unshard, reshard, reduce.
 
 A handle has one flat buffer per (dtype, requires_grad) class of its parameters. It knows
-its own state and swaps the modules' parameters between their two faces; the scheduler
-decides when each call is made.
+its own state; the scheduler decides when each call is made.
 """
 
 import copy
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from composable.comm import Grid, Pending, Ranks
-from composable.engine.buffer import FlatBuffer
+from composable.comm import Grid, Pending
+from composable.engine.buffer import AccumulatedGradients, FlatBuffer
+from composable.engine.faces import Faces, Lent, Misplaced, ParamLabel, ParamView
 from composable.engine.gradients import GRADIENT_BUFFERS
-from composable.engine.param import ShardedParam, has_own_setattr
+from composable.engine.param import ShardedParam
+from composable.engine.secondary import Filling, SecondaryShards
 from composable.engine.stepping import Stepper, refuse_steppers
 from composable.engine.user_comms import CHOICES, DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
 from composable.errors import UsageError, located, place_of_rank
 from composable.ground.frames import is_functional_call, is_part_of_module, modules_of_copy, reaches_out
-from composable.ground.names import class_name, join_fqn, module_text
+from composable.ground.names import join_fqn, module_text
 from composable.planning import HandlePlan, mark_replaced
 
-__all__ = ["FIX_COPY", "Handle", "handle_of"]
+__all__ = ["FIX_COPY", "Handle", "HandleSettings", "handle_of", "waits_for_copies", "written_too_early"]
 
 
 FIX_COPY = "deep-copy {names} or a module around, in one call"
-_LOADED = "_composable_loaded"  # On a parameter that a load has assigned; set in registrations.py.
-
-
-class ParamLabel:
-    """Who a sharded parameter is.
-
-    Attributes:
-        key: Equal on all ranks, and another one for each parameter of the same ranks.
-    """
-
-    __slots__ = ("_fqn", "_handle", "_kind", "key")
-
-    def __init__(self, annotation: int, param: ShardedParam, handle: "Handle") -> None:
-        self._fqn = param.fqn
-        self._kind = class_name(param.owners[0][0])
-        # What the handle is called changes when the root is known.
-        self._handle = weakref.ref(handle)
-        self.key = f"{annotation} {handle.fqn} {param.fqn}"
-
-    def __str__(self) -> str:
-        handle = self._handle()
-        return self._fqn if handle is None else handle.from_root(self._fqn)
-
-    @property
-    def everyone(self) -> Ranks | None:
-        """All ranks that hold pieces of it, or copies of pieces; ``None``: it is gone."""
-        handle = self._handle()
-        return None if handle is None else handle.grid.everyone
-
-    @property
-    def has_parts(self) -> bool:
-        """On some of these ranks, modules inside the same root lie on a part of them."""
-        handle = self._handle()
-        return handle is not None and handle.has_parts
-
-    @property
-    def module(self) -> str:
-        """What messages call the module that owns it."""
-        return module_text(str(self).rpartition(".")[0], self._kind)
+_LOADED = "_composable_loaded"  # On a parameter that a load has assigned; set in ownership.py.
 
 
 class _Managed:
@@ -108,63 +71,11 @@ def handle_of(param: torch.Tensor) -> "Handle | None":
     return None if mark is None else mark.handle()
 
 
-class Misplaced(NamedTuple):
-    """What a module holds where a handle gave it a face of a parameter: the other face, another tensor or none."""
-
-    module: nn.Module
-    name: str
-    param: ShardedParam
-    held: nn.Parameter | None
-
-    @property
-    def is_stranger(self) -> bool:
-        """It is neither face."""
-        return not self.param.has_face(self.held)
-
-
-class _Filling:
-    """Two gathers, one after the other: of a secondary shard, and from it."""
-
-    __slots__ = ("_flat", "_pending", "_second")
-
-    def __init__(self, flat: FlatBuffer) -> None:
-        self._flat = flat
-        self._pending: Pending = flat.begin_fill()
-        self._second: Pending | None = None
-
-    def go_on(self) -> Pending:
-        """Start the second gather, once the first one is over; return it."""
-        if self._second is None:
-            self._pending.finish()
-            self._second = self._flat.begin_unshard_again()
-        return self._second
-
-    def finish(self) -> None:
-        self.go_on().finish()
-
-    def is_over(self) -> bool:
-        return self._second is not None and self._second.is_over()
-
-
-class Handle:
-    """The parameters that are unsharded and resharded together. Where they are in a step the scheduler knows.
+@dataclass(slots=True)
+class HandleSettings:
+    """What users set of one handle.
 
     Attributes:
-        plan: What was decided before anything was built.
-        fqn: Name of the (first) fully sharded module from the root; set when the root is known.
-        module_fqns: Names of all of them.
-        modules: The fully sharded module, or several that share the handle.
-        grid: The ranks that share the parameters, and those that hold copies of their shards.
-        is_gathering: An unshard was started and is not in use yet.
-        is_unsharded: The unsharded parameters are there, and the modules hold them.
-        is_hidden: They are there, and the modules hold the sharded ones all the same.
-        held_with: Options of the context that shows full parameters to the user; ``reshard`` has to wait.
-        is_lent: That context shows them in a way that forward and backward cannot use,
-        is_shown_whole: but forward can where nothing is to have a gradient: every module holds a whole copy.
-        has_secondary: Secondary shards of a forward are there.
-        version: Of the shards when the unsharded parameters, as they are or were last, were gathered.
-        fills_secondary: Forwards fill secondary shards, which serve until shards are written.
-        takes_secondary: The next gather, or the one under way, is from these.
         reshard_option: What the user asked for; ``None``: free between forward and backward unless root; an int: free
             all but secondary shards over as many ranks.
         reshard_after_forward: What that means now that the root is known.
@@ -172,71 +83,91 @@ class Handle:
         unshard_in_backward: Gather before backward. If not, forward lets nothing of the parameters be saved for it.
         keeps_storage: The buffers' memory stays allocated while the parameters are sharded.
         scatters_apart: Reduce-scatters have a process group of their own.
-        gradient_buffers: How many gradient buffers of the root may be alive when this handle needs one.
         fills_unused: A parameter that no rank used in a module that ran gets a gradient of zeros.
-        requires_gradient_sync: Reduce gradients at the end of this handle's backward.
-        sync_after_context: What ``requires_gradient_sync`` is after the ``no_sync`` that runs; ``None``: none runs.
-        has_parts: On some rank of the root, modules lie on a part of its ranks; set when the root is known.
-        has_unsynced_gradients: The last backward did not synchronise, on any rank.
-        is_shared: Two roots have run it, and its memory stays.
-        keeps_gradients: Such a backward left gradients on leaves of this rank.
-        casts_params: Unsharded parameters have another dtype than sharded ones, or are no plain tensors.
-        casts_gradients: They are reduced in another dtype than autograd makes them in.
+        gradient_buffers: How many gradient buffers of the root may be alive when the handle needs one.
         forward_prefetch: Handles to unshard after this one in forward, or ``None``: as recorded.
         backward_prefetch: The same for backward.
+    """
+
+    reshard_option: bool | int | None
+    fills_unused: bool
+    reshard_after_forward: bool = True
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    keeps_storage: bool = False
+    scatters_apart: bool = False
+    gradient_buffers: int = GRADIENT_BUFFERS
+    forward_prefetch: "tuple[Handle, ...] | None" = None
+    backward_prefetch: "tuple[Handle, ...] | None" = None
+
+    @property
+    def keeps_secondary(self) -> bool:
+        """A forward that a backward may follow leaves secondary shards."""
+        return type(self.reshard_option) is int
+
+    def text(self, plan: HandlePlan) -> str:
+        """Return what decides when ranks communicate and is not as planned; empty: nothing."""
+        chosen = {
+            f"reshard after forward {self.reshard_option}": self.reshard_option != plan.reshard_after_forward,
+            "reshard after backward off": not self.reshard_after_backward,
+            "unshard in backward off": not self.unshard_in_backward,
+            "a reduce-scatter group of its own": self.scatters_apart,
+            "forward prefetch by hand": self.forward_prefetch is not None,
+            "backward prefetch by hand": self.backward_prefetch is not None,
+        }
+        return ", ".join(text for text, is_set in chosen.items() if is_set)
+
+
+class Handle:
+    """The parameters that are unsharded and resharded together. Where they are in a step the scheduler knows.
+
+    Attributes:
+        plan: What was decided before anything was built.
+        module_fqns: Names of the fully sharded modules from the root; set when the root is known.
+        modules: The fully sharded module, or several that share the handle.
+        grid: The ranks that share the parameters, and those that hold copies of their shards.
+        faces: What the modules hold.
+        view: What there is of the unsharded parameters.
+        held_with: Options of the context that shows full parameters to the user; ``reshard`` has to wait.
+        lent: How, if forward and backward cannot use what it shows.
+        secondary: The secondary shards; ``None``: none are planned.
+        version: Of the shards when the unsharded parameters, as they are or were last, were gathered.
+        settings: What users set.
+        requires_gradient_sync: Reduce gradients at the end of this handle's backward.
+        sync_after_context: What ``requires_gradient_sync`` is after the ``no_sync`` that runs; ``None``: none runs.
+        accumulated: The gradients that wait for a later reduction.
+        has_parts: On some rank of the root, modules lie on a part of its ranks; set when the root is known.
+        is_shared: Two roots have run it, and its memory stays.
         copy_key: Which copy of which copy of the annotated handle this is; empty for that one.
         comms: How bytes travel where the user chose.
         comm_hooks: Registrations of communication hooks that reach the handle; the nearest holds.
     """
 
-    # More than the 30 attributes for which Python keeps a class's dicts compact; a step reads them hundreds of times.
     __slots__ = (
         "__weakref__",
         "_copies",
         "_gathers",
         "_idle_writes",
-        "_places",
-        "_plain_owners",
-        "_secondary_version",
-        "_swaps",
-        "_watched",
-        "backward_prefetch",
+        "accumulated",
         "buffers",
-        "casts_gradients",
-        "casts_params",
         "comm_hooks",
         "comms",
         "copy_key",
-        "fills_secondary",
-        "fills_unused",
-        "forward_prefetch",
-        "fqn",
-        "gradient_buffers",
+        "faces",
         "grid",
         "has_parts",
-        "has_secondary",
-        "has_unsynced_gradients",
         "held_with",
-        "is_gathering",
-        "is_hidden",
-        "is_lent",
         "is_shared",
-        "is_shown_whole",
-        "is_unsharded",
-        "keeps_gradients",
-        "keeps_storage",
+        "lent",
         "module_fqns",
         "modules",
         "plan",
         "requires_gradient_sync",
-        "reshard_after_backward",
-        "reshard_after_forward",
-        "reshard_option",
-        "scatters_apart",
+        "secondary",
+        "settings",
         "sync_after_context",
-        "takes_secondary",
-        "unshard_in_backward",
         "version",
+        "view",
     )
 
     def __init__(
@@ -244,39 +175,44 @@ class Handle:
     ) -> None:
         self.plan = plan
         self.grid = grid
-        self.name_modules(plan.module_fqns)
+        self.module_fqns = tuple(plan.module_fqns)
         self.modules = tuple(modules)
         self.buffers = tuple(buffers)
-        self.reshard_option = plan.reshard_after_forward
-        self.reshard_after_forward = True
-        self.reshard_after_backward = True
-        self.unshard_in_backward = True
-        self.keeps_storage = False
-        self.scatters_apart = False
-        self.gradient_buffers = GRADIENT_BUFFERS
-        self.fills_secondary = grid.outer is not None
-        self.fills_unused = plan.unused_gradients == "zero"
+        self.settings = HandleSettings(plan.reshard_after_forward, plan.unused_gradients == "zero")
         self.requires_gradient_sync = True
         self.sync_after_context: bool | None = None
         self.has_parts = False
-        self.has_unsynced_gradients = False
-        self.keeps_gradients = False
         self.is_shared = False
-        self.forward_prefetch: tuple[Handle, ...] | None = None
-        self.backward_prefetch: tuple[Handle, ...] | None = None
         self.copy_key = ""
         self.comms = DEFAULT_COMMS
         self.comm_hooks: tuple[Registration, ...] = ()
         self._copies = 0
-        self.casts_params = any(flat.compute_dtype != flat.dtype or flat.holds_instances for flat in buffers)
-        self.casts_gradients = any(flat.plan.reduce_dtype != flat.compute_dtype for flat in buffers)
+        self.accumulated = AccumulatedGradients(self.buffers)
         self._start_sharded()
-        self._place_sharded()
 
-    def name_modules(self, fqns: Sequence[str]) -> None:
-        """Note what the fully sharded modules are called."""
-        self.module_fqns = tuple(fqns)
-        self.fqn = self.module_fqns[0]
+    def _start_sharded(self) -> None:
+        """Begin a life in which nothing was unsharded yet."""
+        self.view = ParamView.SHARDED
+        self.held_with: object | None = None
+        self.lent: Lent | None = None
+        self.version = self._idle_writes = 0
+        self._gathers: list[Pending] | None = None  # Of an unshard that has not ended, also of one that never will.
+        self.secondary: SecondaryShards | None = None
+        if self.grid.outer is not None or self.plan.secondary_ranks is not None:
+            self.secondary = SecondaryShards(self.buffers, fills=self.grid.outer is not None)
+        mark = _Managed(self)
+        for param in self.params:
+            for face in (param.sharded, param.unsharded):
+                if face is not None:
+                    face._composable_managed = mark  # type: ignore[attr-defined]  # read by handle_of
+        self.faces = Faces(self.params)
+
+    # Names
+
+    @property
+    def fqn(self) -> str:
+        """Name of the (first) fully sharded module from the root."""
+        return self.module_fqns[0]
 
     @property
     def described(self) -> str:
@@ -294,36 +230,6 @@ class Handle:
         position, _, name = fqn.partition(".")
         return join_fqn(self.module_fqns[int(position)], name)
 
-    def _start_sharded(self) -> None:
-        """Begin a life in which nothing was unsharded yet."""
-        self.is_gathering = False
-        self.is_unsharded = False
-        self.is_hidden = False
-        self.held_with: object | None = None
-        self.is_lent = False
-        self.is_shown_whole = False
-        self.has_secondary = False
-        self.takes_secondary = False
-        self.version = self._secondary_version = self._idle_writes = 0
-        self._gathers: list[Pending] | None = None  # Of an unshard that has not ended, also of one that never will.
-        self._places: list[tuple[nn.Module, str, ShardedParam]] = []
-        self._plain_owners: list[tuple[nn.Module, str, ShardedParam]] = []
-        self._swaps: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
-        self._watched: list[ShardedParam] = []
-
-    def _place_sharded(self) -> None:
-        mark = _Managed(self)
-        for param in self.params:
-            for face in (param.sharded, param.unsharded):
-                if face is not None:
-                    face._composable_managed = mark  # type: ignore[attr-defined]  # read by handle_of
-            param.place(param.sharded)
-            self._places += [(module, name, param) for module, name in param.owners]
-            if any(has_own_setattr(module) for module, _ in param.owners):
-                self._watched.append(param)
-            else:
-                self._plain_owners += [(module, name, param) for module, name in param.owners]
-
     def label_params(self, annotation: int) -> None:
         """Say who the parameters are, for messages, and for ranks that compare what they do with them.
 
@@ -332,6 +238,42 @@ class Handle:
         """
         for param in self.params:
             param.layout.label = ParamLabel(annotation, param, self)
+
+    @property
+    def params(self) -> list[ShardedParam]:
+        """Every parameter of the handle, buffer by buffer."""
+        return [param for flat in self.buffers for param in flat.params]
+
+    @property
+    def _fqns(self) -> list[str]:
+        """FQNs of the parameters below the fully sharded module, of several modules below their position."""
+        return [param.fqn for param in self.params]
+
+    @property
+    def sharded(self) -> list[torch.Tensor]:
+        """Every sharded parameter."""
+        return [param.sharded for param in self.params]
+
+    @property
+    def waiting(self) -> list[torch.Tensor]:
+        """The sharded parameters with a gradient that waits to be reduced with later ones."""
+        return [param.sharded for param in self.params if param.waits]
+
+    # What modules hold
+
+    def is_in_place(self) -> bool:
+        """Say whether modules hold the face that the handle gave them; inside a context, whatever they hold."""
+        return (self.view is not ParamView.UNSHARDED and self.faces.are_sharded()) or not self.misplaced()
+
+    def misplaced(self) -> list[Misplaced]:
+        """Return what modules hold in place of the face that the handle gave them; inside a context, nothing."""
+        return [] if self.held_with is not None else self.faces.misplaced(self.view)
+
+    def _refuse_strangers(self) -> None:
+        # A forward has seen to it, so this is before a backward.
+        if self.held_with is None:
+            self.check_held()
+            raise written_too_early(self)
 
     def attach(self) -> None:
         """Bring back what torch replaced: parameters that a load assigned, and memory that it gave to parameters.
@@ -356,27 +298,6 @@ class Handle:
             param.place(param.sharded)
         for flat in self.buffers:
             flat.attach()
-
-    def is_in_place(self) -> bool:
-        """Say whether modules hold the face that the handle gave them; inside a context, whatever they hold."""
-        if self.is_unsharded:
-            return not self.misplaced()
-        # Before each gather: no list.
-        for module, name, param in self._places:
-            if module._parameters.get(name) is not param.sharded:
-                return not self.misplaced()
-        return True
-
-    def misplaced(self) -> list[Misplaced]:
-        """Return what modules hold in place of the face that the handle gave them; inside a context, nothing."""
-        found: list[Misplaced] = []
-        if self.held_with is None:
-            is_unsharded = self.is_unsharded and not self.is_hidden
-            for module, name, param in self._places:
-                held = module._parameters.get(name)
-                if held is not (param.unsharded if is_unsharded else param.sharded):
-                    found.append(Misplaced(module, name, param, held))
-        return found
 
     def check_held(self) -> None:
         """Refuse parameters that the user tied, replaced or removed: an optimizer may hold the old ones, or the new.
@@ -412,7 +333,7 @@ class Handle:
 
     def copied(self, memo: dict[int, Any]) -> "Handle":
         """Return a deep copy with shards of its own; ``adopt_modules`` completes it."""
-        if self.waits_for_copies:
+        if self.accumulated.awaits_copies:
             raise waits_for_copies("deepcopy", self.described)
         self.attach()
         twin = memo[id(self)] = copy.copy(self)
@@ -421,10 +342,10 @@ class Handle:
         if self.sync_after_context is not None:
             # The context that runs ends for this handle only.
             twin.requires_gradient_sync, twin.sync_after_context = self.sync_after_context, None
-        twin._start_sharded()
-        twin.buffers = tuple(
-            flat.copied(memo, with_kept_gradients=self.has_unsynced_gradients) for flat in self.buffers
-        )
+        kept = self.accumulated
+        twin.settings = copy.copy(self.settings)
+        twin.buffers = tuple(flat.copied(memo, with_kept_gradients=kept.is_unsynced) for flat in self.buffers)
+        twin.accumulated = AccumulatedGradients(twin.buffers, is_unsynced=kept.is_unsynced, is_kept=kept.is_kept)
         twin.register_comm_hooks(copied_registrations(self.comm_hooks, memo))
         return twin
 
@@ -435,13 +356,23 @@ class Handle:
             param.owners = tuple((copy.deepcopy(module, memo), name) for module, name in param.owners)
             # Not before: it may refer to modules.
             param.form = copy.deepcopy(param.form, memo)
-        self._place_sharded()
+        self._start_sharded()
         for one in self.comm_hooks:
             one.place_copy(memo)
-        for name in ("forward_prefetch", "backward_prefetch"):
-            ahead = getattr(self, name)
-            if ahead is not None:
-                setattr(self, name, tuple(memo[id(handle)] for handle in ahead if id(handle) in memo))
+        settings = self.settings
+        settings.forward_prefetch = _copies_of(settings.forward_prefetch, memo)
+        settings.backward_prefetch = _copies_of(settings.backward_prefetch, memo)
+
+    def close(self) -> None:
+        """Let go of modules and shards for good. Nothing is left to gather: unsharding does nothing from now on."""
+        self.modules = ()
+        self.buffers = ()
+        self.comm_hooks = ()
+        self.accumulated = AccumulatedGradients(())
+        self._start_sharded()
+        self.view = ParamView.UNSHARDED
+
+    # What users chose
 
     def communicate_by(self, comms: Comms) -> None:
         """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
@@ -452,14 +383,14 @@ class Handle:
 
     def fill_unused(self, *, fills: bool) -> None:
         """Choose what a parameter gets that no rank used: zeros, or no gradient. Every rank alike."""
-        self.fills_unused = fills
+        self.settings.fills_unused = fills
         CHOICES.note()
 
     def chosen_text(self) -> str:
         """Return what the user chose of what ranks do to gradients, equal on all of them; empty: as annotated."""
         texts = [self.comms.compared_text()]
-        if self.fills_unused != (self.plan.unused_gradients == "zero"):
-            texts.append(f"reduce-scatter unused params {self.fills_unused}")
+        if self.settings.fills_unused != (self.plan.unused_gradients == "zero"):
+            texts.append(f"reduce-scatter unused params {self.settings.fills_unused}")
         return ", ".join(filter(None, texts))
 
     def settings_text(self) -> str:
@@ -468,13 +399,8 @@ class Handle:
             self.chosen_text(): True,
             "gradient sync off": not self.requires_gradient_sync,
             "all-reduce over copies off": any(flat.routes.kept.defers for flat in self.buffers),
-            "gradients of a backward without sync": self.requires_gradient_sync and self.has_unsynced_gradients,
-            f"reshard after forward {self.reshard_option}": self.reshard_option != self.plan.reshard_after_forward,
-            "reshard after backward off": not self.reshard_after_backward,
-            "unshard in backward off": not self.unshard_in_backward,
-            "a reduce-scatter group of its own": self.scatters_apart,
-            "forward prefetch by hand": self.forward_prefetch is not None,
-            "backward prefetch by hand": self.backward_prefetch is not None,
+            "gradients of a backward without sync": self.requires_gradient_sync and self.accumulated.is_unsynced,
+            self.settings.text(self.plan): True,
         }
         return ", ".join(text for text, is_set in chosen.items() if is_set and text)
 
@@ -511,39 +437,6 @@ class Handle:
         for flat in self.buffers:
             flat.gradients.step_by(steppers)
 
-    def close(self) -> None:
-        """Let go of modules and shards for good. Nothing is left to gather: unsharding does nothing from now on."""
-        self._start_sharded()
-        self.comm_hooks = ()
-        self.modules = ()
-        self.buffers = ()
-        self.is_unsharded = True
-
-    @property
-    def params(self) -> list[ShardedParam]:
-        """Every parameter of the handle, buffer by buffer."""
-        return [param for flat in self.buffers for param in flat.params]
-
-    @property
-    def sharded(self) -> list[torch.Tensor]:
-        """Every sharded parameter."""
-        return [param.sharded for param in self.params]
-
-    @property
-    def is_waiting(self) -> bool:
-        """Gradients wait to be reduced with later ones, or for an all-reduce over copies."""
-        return self.waits_for_copies or (self.keeps_gradients and any(flat.gradients.bits() for flat in self.buffers))
-
-    @property
-    def waiting(self) -> list[torch.Tensor]:
-        """The sharded parameters with a gradient that waits to be reduced with later ones."""
-        return [param.sharded for param in self.params if param.waits]
-
-    @property
-    def _fqns(self) -> list[str]:
-        """FQNs of the parameters below the fully sharded module, of several modules below their position."""
-        return [param.fqn for param in self.params]
-
     @property
     def is_offloaded(self) -> bool:
         """Its shards do not rest where its buffers are."""
@@ -552,6 +445,18 @@ class Handle:
             if flat.is_offloaded:
                 return True
         return False
+
+    # In use, and free
+
+    @property
+    def is_unsharded(self) -> bool:
+        """The unsharded parameters are there, whether modules hold them or not."""
+        return self.view in (ParamView.UNSHARDED, ParamView.HIDDEN)
+
+    @property
+    def is_gathering(self) -> bool:
+        """An unshard was started and is not in use yet."""
+        return self.view is ParamView.GATHERING
 
     def bring_back(self) -> bool:
         """Bring pieces to which torch gave other memory back into the shards; say whether there were any.
@@ -572,22 +477,23 @@ class Handle:
     def begin_unshard(self) -> None:
         """Start filling the buffers, after ``bring_back``.
 
-        Collective: all ranks of the shard group, same order; of the smaller group if ``takes_secondary``.
+        Collective: all ranks of the shard group, same order; of the smaller group if secondary shards are the source.
         """
         if self._gathers is not None:
             self.settle()
         self._gathers = gathers = []
+        secondary = self.secondary if self.secondary is not None and self.secondary.are_source else None
         version = -self._idle_writes
         for flat in self.buffers:
             version += flat.shard._version  # Which grows on every rank alike.
             if flat.is_empty:
                 flat.make_leaves()
-            elif self.takes_secondary:
-                gathers.append(flat.begin_unshard_again() if self.has_secondary else _Filling(flat))
+            elif secondary is not None:
+                gathers.append(secondary.begin(flat))
             else:
                 gathers.append(flat.begin_unshard())
-        self.version = self._secondary_version if self.takes_secondary and self.has_secondary else version
-        self.is_gathering = True
+        self.version = secondary.version if secondary is not None and secondary.are_there else version
+        self.view = ParamView.GATHERING
 
     def discount_writes(self) -> None:
         """Note that what was written since the last gather, on all ranks, were the values that there were."""
@@ -599,16 +505,17 @@ class Handle:
         For whose modules run in orders of their own on each rank: what waits for them starts gathers in that order.
         """
         for gather in self._gathers or ():
-            if isinstance(gather, _Filling):
+            if isinstance(gather, Filling):
                 gather.go_on()
 
     def finish_gathers(self) -> None:
         """Wait for the all-gathers: the thread on CPU, the current stream on CUDA."""
         for gather in self._gathers or ():
             gather.finish()
-        if self.takes_secondary:
-            self.has_secondary = True
-            self._secondary_version = self.version
+        secondary = self.secondary
+        if secondary is not None and secondary.are_source:
+            secondary.are_there = True
+            secondary.version = self.version
 
     def settle(self) -> None:
         """Wait for all that was started for this handle, also by a call that an exception cut short."""
@@ -617,39 +524,10 @@ class Handle:
 
     def show(self) -> None:
         """Make the modules hold the unsharded parameters; the gathers are finished."""
-        if self._swaps is None:
-            self._swaps = [(module, name, param.sharded, param.leaf()) for module, name, param in self._plain_owners]
-        for module, name, sharded, leaf in self._swaps:
-            trainable = sharded.requires_grad
-            if leaf.requires_grad is not trainable:
-                leaf.requires_grad_(trainable)
-            held = module._parameters
-            if held.get(name) is not sharded and held.get(name) is not leaf:
-                self._check_not_assigned()
-            held[name] = leaf
-        for param in self._watched:
-            if not (param.is_placed(param.sharded) or param.is_placed(param.leaf())):
-                self._check_not_assigned()
-            param.leaf().requires_grad_(param.sharded.requires_grad)
-            param.place(param.leaf())
+        self.faces.show_unsharded(self._refuse_strangers)
         # Last: what comes before is done again if an exception cuts it short.
-        self.is_unsharded = True
-        self.is_hidden = self.is_gathering = False
+        self.view = ParamView.UNSHARDED
         self._gathers = None
-
-    def _check_not_assigned(self) -> None:
-        # A forward has seen to it, so this is before a backward.
-        if self.held_with is None:
-            self.check_held()
-            raise self.written_too_early()
-
-    def written_too_early(self) -> UsageError:
-        """Return the error for shards that have other values than those a forward has seen."""
-        return UsageError(
-            "parameters were written to between a forward and its backward, which needs them as they were",
-            at=f"{place_of_rank()}, {self.described}",
-            fix="step, load or change parameters after backward; or run forward again",
-        )
 
     def reshard(self, *, frees: bool = True) -> None:
         """Make the modules hold the sharded parameters and free the buffers, or leave these to ``free_buffers``."""
@@ -657,108 +535,67 @@ class Handle:
             # Not in use yet, or cut short: the memory may still be written to.
             self.settle()
         # First: who is cut short from here on is unsharded and resharded anew.
-        self.is_unsharded = False
-        self.is_gathering = False
+        self.view = ParamView.SHARDED
         self._gathers = None
-        self._show_sharded()
+        self.faces.show_sharded()
         if frees:
             self.free_buffers()
 
     def hide(self) -> None:
         """Make the modules hold the sharded parameters, and keep the unsharded ones; ``show`` undoes it."""
-        if self.is_unsharded and self.held_with is None:
+        if self.view is ParamView.UNSHARDED and self.held_with is None:
             # First: a module that misses a parameter then finds it.
-            self.is_hidden = True
-            self._show_sharded()
-
-    def _show_sharded(self) -> None:
-        for module, name, param in self._plain_owners:
-            module._parameters[name] = param.sharded
-        for param in self._watched:
-            param.place(param.sharded)
+            self.view = ParamView.HIDDEN
+            self.faces.show_sharded()
 
     def free_buffers(self) -> None:
         """Free the memory of the buffers, while the modules hold the sharded parameters, unless it is to stay."""
-        if self.is_shared or self.keeps_storage:
-            return
-        for flat in self.buffers:
-            flat.free_buffer()
-
-    @property
-    def keeps_secondary(self) -> bool:
-        """A forward that a backward may follow leaves secondary shards."""
-        return type(self.reshard_option) is int
+        if not (self.is_shared or self.settings.keeps_storage):
+            for flat in self.buffers:
+                flat.free_buffer()
 
     def keep_secondary(self) -> None:
-        """Copy secondary shards out of the buffers, which are full; those of an earlier forward go."""
-        self.has_secondary = False
-        for flat in self.buffers:
-            if not flat.is_empty:
-                flat.keep_secondary()
-        self._secondary_version = self.version
-        # Last: what was cut short is not used.
-        self.has_secondary = True
+        """Copy secondary shards out of the buffers, which are full."""
+        assert self.secondary is not None, "planned"
+        self.secondary.keep(self.version)
 
     def drop_secondary(self) -> None:
-        """Free secondary shards, also those of a copy that was cut short."""
-        if self.is_gathering and self.takes_secondary:
-            self.settle()
-        self.has_secondary = False
-        for flat in self.buffers:
-            flat.drop_secondary()
+        """Free secondary shards, if there are any."""
+        if self.secondary is not None:
+            if self.view is ParamView.GATHERING and self.secondary.are_source:
+                self.settle()
+            self.secondary.drop()
 
     def end_secondary(self) -> None:
         """Free secondary shards of one forward, whose values no other reads; those that a forward filled stay."""
-        if self.has_secondary and not self.fills_secondary:
+        if self.secondary is not None and self.secondary.are_there and not self.secondary.fills:
             self.drop_secondary()
-
-    @property
-    def waits_for_copies(self) -> bool:
-        """Gradients wait for an all-reduce over the ranks that hold copies."""
-        # At the end of each backward: a generator costs as much again.
-        for flat in self.buffers:  # noqa: SIM110
-            if flat.routes.kept.total is not None:
-                return True
-        return False
-
-    def forget_kept_shards(self) -> None:
-        """Forget what waits for an all-reduce over copies."""
-        for flat in self.buffers:
-            flat.routes.kept.clear()
-
-    def keep_gradients(self) -> None:
-        """Note that gradients wait on the unsharded parameters, so that ``zero_grad`` drops them."""
-        for flat in self.buffers:
-            self.keeps_gradients |= flat.gradients.keep()
-
-    def drop_zeroed_gradients(self) -> list[int]:
-        """Forget kept gradients that the user has dropped by ``zero_grad``; returns the bits of each buffer."""
-        self.keeps_gradients = False
-        return [flat.gradients.drop_zeroed() for flat in self.buffers]
-
-    def sum_in_reduce_dtype(self) -> None:
-        """In the backward that begins, add up gradients that wait for later ones in the dtype of the reduction."""
-        for flat in self.buffers:
-            if flat.plan.reduce_dtype != flat.compute_dtype:
-                flat.gradients.sum_in_reduce_dtype(sums=not self.requires_gradient_sync)
 
     def is_fresh(self) -> bool:
         """Say whether unsharded parameters and filled secondary shards still have the values of this rank's shards."""
-        if self.fills_secondary and not (
-            self.has_secondary and all(flat.is_secondary_fresh() for flat in self.buffers)
-        ):
-            return False
-        return (self.fills_secondary and not self.is_unsharded) or all(flat.is_fresh() for flat in self.buffers)
+        if self.secondary is not None and self.secondary.fills:
+            if not self.secondary.are_fresh():
+                return False
+            if not self.is_unsharded:
+                return True
+        return all(flat.is_fresh() for flat in self.buffers)
 
     def lies_in_buffer(self, tensor: torch.Tensor) -> bool:
         """Say whether a plain tensor is a view of the unsharded parameters."""
         return any(flat.holds(tensor) for flat in self.buffers)
 
-    def drop_gradients(self) -> None:
-        """Forget gradients that were not reduced."""
-        self.has_unsynced_gradients = self.keeps_gradients = False
-        for flat in self.buffers:
-            flat.gradients.drop()
-
     def __repr__(self) -> str:
         return f"Handle({self.fqn!r}, {len(self.params)} parameters)"
+
+
+def _copies_of(handles: tuple[Handle, ...] | None, memo: dict[int, Any]) -> tuple[Handle, ...] | None:
+    return None if handles is None else tuple(memo[id(handle)] for handle in handles if id(handle) in memo)
+
+
+def written_too_early(handle: Handle) -> UsageError:
+    """Return the error for shards that have other values than those a forward has seen."""
+    return UsageError(
+        "parameters were written to between a forward and its backward, which needs them as they were",
+        at=f"{place_of_rank()}, {handle.described}",
+        fix="step, load or change parameters after backward; or run forward again",
+    )

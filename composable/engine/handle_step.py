@@ -72,7 +72,7 @@ class GradientLedger:
         if not self.waiting:
             return
         rest, self.waiting = self.waiting, []
-        if self.handle.fills_unused:
+        if self.handle.settings.fills_unused:
             mask = self.flat.gradients.all_bits
         whole = [reduced for reduced, given in rest if not given]
         if len(whole) > 1:

@@ -91,7 +91,7 @@ def notice_local_gradients(fqn: str) -> None:
 
 def notice_leak(handle: Handle) -> None:
     """Log that the parameters stay in memory, if they would be freed had the forward not leaked."""
-    if handle.reshard_after_forward:
+    if handle.settings.reshard_after_forward:
         _warn_once(
             "a forward leaves tensors by another way than its output: its parameters stay in memory until backward ends"
             f"\n  at:  {place_of_rank()}, {handle.described}"

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from composable.comm import described
+from composable.engine.faces import Lent, ParamView
 from composable.engine.handle import Handle
 from composable.engine.handle_step import HandleStep
 from composable.engine.notices import notice_leak
@@ -146,8 +147,9 @@ class Backwards:
             clock: End of the call that made the output, as ``post_forward`` gave it.
             gathers: Backward of that call may read the parameters.
         """
-        self.begin_backward()
         step, completion = self._step, self._completion
+        if not step.is_backward or step.makes_graph is None or self._end() is None:
+            self.begin_backward()
         completion.complete_after(clock)
         backward_id, own = step.backward_id, step.steps[handle]
         if clock == LED and own.leaders:
@@ -157,7 +159,9 @@ class Backwards:
         if own.queued_in != backward_id or own.completed_in == backward_id:
             completion.expect_late(own)
         if gathers:
-            self.unshard(handle)
+            step.unsharded.unshard(handle)
+            if handle.secondary is not None:
+                handle.end_secondary()
         if own.followers:
             self._begin_followers(own)
         if own.met_in != backward_id:
@@ -168,7 +172,7 @@ class Backwards:
     def unshard(self, handle: Handle) -> None:
         """Make the parameters usable until the backward ends with them. Collective unless they are unsharded."""
         self._step.unsharded.unshard(handle)
-        if handle.has_secondary:
+        if handle.secondary is not None:
             handle.end_secondary()
 
     def _prefetch_after(self, own: HandleStep) -> None:
@@ -176,7 +180,7 @@ class Backwards:
         last, self._last = self._last, own
         if last is not None:
             last.next_backward = own
-        steps, prefetch = self._step.steps, own.handle.backward_prefetch
+        steps, prefetch = self._step.steps, own.handle.settings.backward_prefetch
         if prefetch is not None:
             for ahead in prefetch:
                 # Those of another root are gathered by that root, on streams of its own.
@@ -186,17 +190,20 @@ class Backwards:
         following = own.next_backward or own.previous_forward
         # A handle that is not armed takes no part in this backward.
         if following is not None and following.is_armed and following.completed_in != self._step.backward_id:
-            self._begin_unshard(following)
+            if following.followers:
+                self._begin_unshard(following)
+            elif following.handle.settings.unshard_in_backward:
+                self._step.unsharded.begin_unshard(following.handle)
 
     def _begin_unshard(self, own: HandleStep) -> None:
-        if own.handle.unshard_in_backward:
+        if own.handle.settings.unshard_in_backward:
             self._step.unsharded.begin_unshard(own.handle)
         self._begin_followers(own)
 
     def _begin_followers(self, own: HandleStep) -> None:
         """Start to gather what goes with a handle."""
         for one in own.followers:
-            if one.handle.unshard_in_backward and one.handle.held_with is None:
+            if one.handle.settings.unshard_in_backward and one.handle.held_with is None:
                 self._step.unsharded.begin_unshard(one.handle)
 
     # End
@@ -245,7 +252,7 @@ class Backwards:
         for handle in tuple(unsharded.members):
             if step.makes_graph and not handle.is_gathering:
                 unsharded.retain_until_backward(handle, with_graph=True)
-            if handle.reshard_after_backward or handle.is_gathering:
+            if handle.settings.reshard_after_backward or handle.is_gathering:
                 step.reshard_unless_running(handle)
             elif not step.is_in_use(handle):
                 handle.hide()
@@ -274,7 +281,7 @@ class Backwards:
         """Forget the forwards and backwards so far, but for a forward that is running around the backward."""
         step = self._step
         if step.teller is not None:
-            is_kept = any(handle.waits_for_copies for handle in step.handles)
+            is_kept = any(handle.accumulated.awaits_copies for handle in step.handles)
             step.teller.abandon(is_needed=step.is_backward or step.is_deferred or is_kept)
         for handle in step.handles:
             handle.settle()
@@ -285,7 +292,7 @@ class Backwards:
             step.reshard_unless_running(handle)
         for handle, own in step.steps.items():
             own.end_step()
-            handle.drop_gradients()
+            handle.accumulated.drop()
             handle.drop_secondary()
         step.finalizer.forget_kept()
         step.finalizer.is_deferred, step.finalizing = False, None
@@ -406,7 +413,7 @@ class Forwards:
             if handle.is_gathering or own.modules_left:
                 # A prefetch that nothing used, or a group of modules that did not all run.
                 own.modules_left.clear()
-                if handle.is_gathering or handle.reshard_after_forward or not own.is_armed:
+                if handle.is_gathering or handle.settings.reshard_after_forward or not own.is_armed:
                     self._reshard(own, is_differentiable=own.is_armed)
         if has_failed and self._completion.has_armed_after(self._started_at):
             # Nothing that has ended waits for a backward.
@@ -436,8 +443,8 @@ class Forwards:
         Raises:
             UsageError: A context has lent the parameters to the user.
         """
-        if handle.is_lent:
-            if handle.is_shown_whole and not torch.is_grad_enabled():
+        if handle.lent is not None:
+            if handle.lent is Lent.WHOLE and not torch.is_grad_enabled():
                 return
             raise _lent(handle)
         step = self._step
@@ -467,8 +474,8 @@ class Forwards:
             step.begin_unshard(own)
         step.unsharded.unshard(handle)
         following = own.next_forward
-        if handle.forward_prefetch is not None:
-            for ahead in handle.forward_prefetch:
+        if handle.settings.forward_prefetch is not None:
+            for ahead in handle.settings.forward_prefetch:
                 # Those of another root are gathered by that root, on streams of its own.
                 if ahead in step.steps:
                     step.begin_unshard(step.steps[ahead])
@@ -486,7 +493,7 @@ class Forwards:
         """
         step = self._step
         own = step.steps[handle]
-        if handle.is_lent:
+        if handle.lent is not None:
             return self._clock
         is_led = bool(own.leaders) and self._is_led(own)
         own.modules_left.discard(module)
@@ -525,31 +532,33 @@ class Forwards:
 
     def _end_call(self, own: HandleStep, *, is_differentiable: bool) -> None:
         """Free a handle after the last call of the forward, or let it stay."""
-        handle = own.handle
+        handle, settings = own.handle, own.handle.settings
         # Without gradients they stay only where the user asked for it: for a loop of forwards, say.
-        stays = handle.reshard_option is False and not torch.is_grad_enabled()
-        frees = handle.reshard_after_forward or not (is_differentiable or stays)
-        if handle.is_gathering and (handle.keeps_secondary or not frees):
+        stays = settings.reshard_option is False and not torch.is_grad_enabled()
+        frees = settings.reshard_after_forward or not (is_differentiable or stays)
+        if handle.view is ParamView.GATHERING and (handle.secondary is not None or not frees):
             # It follows, and its modules did not run here: what stays has to be the same on all ranks.
             self._step.unsharded.unshard(handle)
-        if frees:
+        if frees and handle.secondary is not None:
             self._reshard(own, is_differentiable=is_differentiable)
+        elif frees:
+            self._step.unsharded.reshard(handle)
 
     def _reshard(self, own: HandleStep, *, is_differentiable: bool) -> None:
         """Free the parameters; where a backward will gather them from fewer ranks, all but the secondary shards."""
         step, handle = self._step, own.handle
-        is_read = is_differentiable and handle.unshard_in_backward
-        if not (is_read and handle.keeps_secondary and handle.is_unsharded and handle.held_with is None):
+        is_read = is_differentiable and handle.settings.unshard_in_backward
+        if not (is_read and handle.settings.keeps_secondary and handle.is_unsharded and handle.held_with is None):
             step.unsharded.reshard(handle)
             return
-        is_kept = handle.has_secondary and own.kept_in == step.forward_id
+        is_kept = handle.secondary is not None and handle.secondary.are_there and own.kept_in == step.forward_id
         step.unsharded.reshard(handle, keeps_secondary=not is_kept)
         own.kept_in = step.forward_id
 
 
 def _lent(handle: Handle) -> UsageError:
     fix = "leave the context first, or enter it without rank0_only, offload_to_cpu and with_grads"
-    if handle.is_shown_whole:
+    if handle.lent is Lent.WHOLE:
         fix = "leave the context first, or call the module under torch.no_grad(): it is shown in full precision"
     return UsageError(
         "a forward cannot run while unshard_params shows copies or gradients of the parameters",

@@ -180,12 +180,6 @@ class Routes:
 
     # For who waits, and who begins anew
 
-    @property
-    def scatter_transport(self) -> Transport:
-        """What reduce-scatters go through."""
-        assert self._scatter is not None, "connected when the root was decided"
-        return self._scatter.transport
-
     def name_of(self, started: Started) -> str | None:
         """Return what a collective does, if it is one of the buffer's."""
         key, is_reduction = divmod(started.tag, 2)

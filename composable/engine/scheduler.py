@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from composable.engine.faces import ParamView
 from composable.engine.handle import Handle
 from composable.engine.passes import Backwards, Forwards
 from composable.engine.step import Completion, RootSettings, Step, StepListener
@@ -113,7 +114,7 @@ class Scheduler:
         if self.step.is_under_way:
             return
         for handle in tuple(self.step.unsharded.members):
-            if handle.is_hidden and handle.reshard_after_backward:
+            if handle.view is ParamView.HIDDEN and handle.settings.reshard_after_backward:
                 self.step.unsharded.reshard(handle)
 
     def free_kept(self, handle: Handle) -> None:
@@ -157,7 +158,9 @@ class Scheduler:
         step = self.step
         step.check_waited_for()
         waiting = [
-            own for handle, own in step.steps.items() if handle.requires_gradient_sync and handle.has_unsynced_gradients
+            own
+            for handle, own in step.steps.items()
+            if handle.requires_gradient_sync and handle.accumulated.is_unsynced
         ]
         if not waiting and not self.is_deferred:
             return
@@ -220,7 +223,7 @@ class Scheduler:
         for handle in tuple(step.unsharded.members):
             step.unsharded.reshard(handle)
         for handle, own in step.steps.items():
-            handle.drop_gradients()
+            handle.accumulated.drop()
             own.is_armed = False
         self._completion.forget()
 

@@ -232,9 +232,12 @@ class Step:
 
         What runs outside of a step, and a forward after the one that left them, needs those of now.
         """
+        secondary = handle.secondary
+        if secondary is None:
+            return False
         if self.running and self.first_nodes[-1] >= 0 and not self.is_backward:
-            return handle.fills_secondary or self.steps[handle].kept_in == self.forward_id
-        return handle.has_secondary and self.is_backward and current_graph_task_id() != -1
+            return secondary.fills or self.steps[handle].kept_in == self.forward_id
+        return secondary.are_there and self.is_backward and current_graph_task_id() != -1
 
     # Memory
 
@@ -340,11 +343,11 @@ class Completion:
         armed = self._armed or self._last_armed
         is_again = not self._armed
         for handle, own in step.steps.items():
-            if handle.keeps_gradients:
+            if handle.accumulated.is_kept:
                 self._drop_zeroed_gradients(handle)
-            if handle.casts_gradients:
-                handle.sum_in_reduce_dtype()
-            if handle.has_unsynced_gradients and not own.is_armed:
+            if handle.accumulated.is_cast:
+                handle.accumulated.sum_in_reduce_dtype(sums=not handle.requires_gradient_sync)
+            if handle.accumulated.is_unsynced and not own.is_armed:
                 own.is_armed, own.first_forward = True, 0
                 if not (is_again and own in self._last_armed):
                     armed = [*armed, own]
@@ -357,7 +360,7 @@ class Completion:
         """Forget the forwards that the backward has gone through."""
         for own in self._last_armed:
             own.is_armed, own.first_forward = False, 0
-            if own.handle.has_secondary:
+            if own.handle.secondary is not None:
                 own.handle.end_secondary()
 
     def expect_late(self, own: HandleStep) -> None:
@@ -404,7 +407,7 @@ class Completion:
         """Reduce, outside of any backward, what those without synchronisation have left."""
         # All of them first: reductions that end meanwhile replace what kept gradients wait beside.
         for own in waiting:
-            if own.handle.keeps_gradients:
+            if own.handle.accumulated.is_kept:
                 self._drop_zeroed_gradients(own.handle)
         for own in reversed(waiting):
             self._complete(own, is_early=False)
@@ -412,7 +415,7 @@ class Completion:
     def _drop_zeroed_gradients(self, handle: Handle) -> None:
         """Forget kept gradients that users have dropped by ``zero_grad``."""
         teller = self._step.teller
-        dropped = handle.drop_zeroed_gradients()
+        dropped = handle.accumulated.drop_zeroed()
         if teller is not None and any(dropped):
             teller.drop(handle, dropped)
 
@@ -424,16 +427,30 @@ class Completion:
             # A backward of this backward will read the parameters.
             step.unsharded.retain_until_backward(handle, with_graph=True)
         step.streams.meet()
-        trainable = [ledger for ledger in own.ledgers if ledger.flat.is_trainable]
+        trainable: list[GradientLedger] = []
+        for ledger in own.ledgers:  # A comprehension would cost as much again.
+            if ledger.flat.is_trainable:
+                trainable.append(ledger)
         if trainable:
-            handle.has_unsynced_gradients = not handle.requires_gradient_sync
+            handle.accumulated.is_unsynced = not handle.requires_gradient_sync
         if trainable and handle.requires_gradient_sync:
-            self._reduce(own, trainable, is_early=is_early)
+            for ledger in trainable:
+                if step.teller is not None:
+                    step.teller.reduce(handle, own.ledgers.index(ledger))
+                gradient = step.finalizer.take(ledger, handle.settings.gradient_buffers)
+                if is_early and ledger.flat.gradients.expects_more(ledger.grad_mask):
+                    # Not complete after all: parts of backward that read the parameters are still to run.
+                    step.unsharded.retain_until_backward(handle)
+                if ledger is trainable[-1] and handle.settings.reshard_after_backward:
+                    # Freed before the last reduction starts.
+                    step.reshard_unless_running(handle)
+                if gradient is not None:
+                    step.finalizer.begin(ledger, gradient)
         else:
             waiting = [ledger.flat.gradients for ledger in trainable] if is_early else []
             if any(gradients.expects_more(gradients.bits()) for gradients in waiting):
                 step.unsharded.retain_until_backward(handle)
-            if handle.reshard_after_backward:
+            if handle.settings.reshard_after_backward:
                 step.reshard_unless_running(handle)
         step.streams.meet()
         if own.leaders:
@@ -441,21 +458,6 @@ class Completion:
             if handle.is_gathering:
                 step.unsharded.unshard(handle)
             handle.end_secondary()
-
-    def _reduce(self, own: HandleStep, ledgers: Sequence[GradientLedger], *, is_early: bool) -> None:
-        """Start the reductions; before the last of them the parameters are freed."""
-        step, handle = self._step, own.handle
-        for ledger in ledgers:
-            if step.teller is not None:
-                step.teller.reduce(handle, own.ledgers.index(ledger))
-            gradient = step.finalizer.take(ledger, handle.gradient_buffers)
-            if is_early and ledger.flat.gradients.expects_more(ledger.grad_mask):
-                # Not complete after all: parts of backward that read the parameters are still to run.
-                step.unsharded.retain_until_backward(handle)
-            if ledger is ledgers[-1] and handle.reshard_after_backward:
-                step.reshard_unless_running(handle)
-            if gradient is not None:
-                step.finalizer.begin(ledger, gradient)
 
 
 def _stepped_already(handle: Handle) -> UsageError:

@@ -12,15 +12,18 @@ On the CPU there are no streams: what a device orders by events, the host orders
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from composable.engine.faces import ParamView
 from composable.engine.gradients import GradientBuffer
 from composable.engine.handle import Handle
 from composable.engine.handle_step import HandleStep
 from composable.engine.paths import GradientPath, Reduction
+from composable.engine.secondary import SecondaryShards
 from composable.ground.frames import in_region, watch_graph
 from composable.ground.torch_hooks import before_gradients
 from composable.ground.torch_private import autograd_profiler, opaque
@@ -89,13 +92,16 @@ class Streams(Protocol):
         ...
 
 
+_do_nothing: Callable[[], Any] = partial(bool)
+
+
 class HostStreams:
     """No streams: the thread itself waits."""
 
     names: Mapping[int, str] = {}
 
-    def shards_written(self) -> None:
-        pass
+    # A function of Python that does nothing costs as much as what it is called beside.
+    shards_written = resharded = meet = end_backward = wait_for_copies = staticmethod(_do_nothing)
 
     def shards_written_at(self, event: Any) -> None:
         raise AssertionError("there is no event on the CPU: the setter refuses it")
@@ -105,22 +111,10 @@ class HostStreams:
     wait_for_unshard = staticmethod(Handle.finish_gathers)
     keep_secondary = staticmethod(Handle.keep_secondary)
 
-    def resharded(self) -> None:
-        pass
-
-    def meet(self) -> None:
-        pass
-
-    def end_backward(self) -> None:
-        pass
-
     def begin_reduction(
         self, path: GradientPath, gradient: GradientBuffer | None, *, to_host: bool = False
     ) -> Reduction:
         return path.resume() if gradient is None else path.begin(gradient.source)
-
-    def wait_for_copies(self) -> None:
-        pass
 
 
 class DeviceStreams:
@@ -281,7 +275,7 @@ class Unsharded:
         self.streams = streams
         self.find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
         self._handles = tuple(handles)
-        self._filling = tuple(handle for handle in handles if handle.fills_secondary)
+        self._filling = tuple(one for one in handles if one.secondary is not None and one.secondary.fills)
         self._takes_secondary = takes_secondary
         self.members: dict[Handle, None] = {}
         self._retained: dict[Handle, None] = {}
@@ -290,12 +284,13 @@ class Unsharded:
 
     def unshard(self, handle: Handle) -> None:
         """Make the modules of ``handle`` hold unsharded parameters. Collective unless it is unsharded."""
-        if handle.is_unsharded:
-            if handle.is_hidden:
+        view = handle.view
+        if view is ParamView.SHARDED:
+            self.begin_unshard(handle)
+        elif view is not ParamView.GATHERING:
+            if view is ParamView.HIDDEN:
                 handle.show()
             return
-        if not handle.is_gathering:
-            self.begin_unshard(handle)
         if autograd_profiler._is_profiler_enabled:
             in_region("wait for gather", handle.fqn, self.streams.wait_for_unshard, handle)
         else:
@@ -309,23 +304,23 @@ class Unsharded:
             handle: The handle.
             takes_secondary: From secondary shards or not; ``None``: as this rank's own step asks for.
         """
-        if handle.is_unsharded or handle.is_gathering:
+        if handle.view is not ParamView.SHARDED:
             return
-        if takes_secondary is None:
-            takes_secondary = (handle.has_secondary or handle.fills_secondary) and self._is_from_secondary(handle)
+        secondary = handle.secondary
+        if secondary is not None:
+            secondary.are_source = self._is_from(secondary, handle) if takes_secondary is None else takes_secondary
         if self.teller is not None:
-            self.teller.gather(handle, takes_secondary=takes_secondary)
+            self.teller.gather(handle, takes_secondary=secondary is not None and secondary.are_source)
         if handle.bring_back():
             self.streams.shards_written()
         self.members[handle] = None
-        handle.takes_secondary = takes_secondary
         if autograd_profiler._is_profiler_enabled:
             in_region("gather", handle.fqn, self.streams.begin_unshard, handle)
         else:
             self.streams.begin_unshard(handle)
 
-    def _is_from_secondary(self, handle: Handle) -> bool:
-        if handle.fills_secondary and self.teller is not None and self.teller.has_listeners:
+    def _is_from(self, secondary: SecondaryShards, handle: Handle) -> bool:
+        if secondary.fills and self.teller is not None and self.teller.has_listeners:
             # Which of them this step has filled only who ran its forward knows.
             return False
         return self._takes_secondary(handle)
@@ -354,7 +349,7 @@ class Unsharded:
         """Give this rank's shards, or its secondary ones, to those that compute, and keep nothing. Collective."""
         self.begin_unshard(handle, takes_secondary=takes_secondary)
         # Whether a backward of the others will read them is not known yet.
-        self.reshard(handle, keeps_secondary=handle.keeps_secondary and not takes_secondary)
+        self.reshard(handle, keeps_secondary=handle.settings.keeps_secondary and not takes_secondary)
         self.streams.wait_for_copies()
 
     def hide(self) -> None:
@@ -377,12 +372,12 @@ class Unsharded:
         for handle in tuple(self.members):
             if handle.held_with is not None:
                 continue  # Shown by a context, where forwards do not communicate.
-            if not handle.reshard_after_backward and handle.is_unsharded:
+            if not handle.settings.reshard_after_backward and handle.is_unsharded:
                 kept.append(handle)
             elif steps[handle].is_armed:
                 # Of a forward that no backward has followed yet: the shards may have been written since.
                 self.reshard(handle)
-            elif handle.reshard_option is False and handle.is_unsharded:
+            elif handle.settings.reshard_option is False and handle.is_unsharded:
                 kept.append(handle)  # By a forward without gradients.
         # Others have secondary shards that may be older than their shards; who has none asks as well.
         for handle in self._filling:
@@ -403,7 +398,7 @@ class Unsharded:
 
         No step is running.
         """
-        hidden = [handle for handle in handles if handle.is_unsharded and handle.is_hidden]
+        hidden = [handle for handle in handles if handle.view is ParamView.HIDDEN]
         if hidden:
             self._free_stale(hidden)
 
@@ -416,7 +411,7 @@ class Unsharded:
                 handle.discount_writes()
                 continue
             self.reshard(handle)
-            if handle.fills_secondary:
+            if handle in self._filling:
                 handle.drop_secondary()
 
     # Memory that stays

@@ -56,7 +56,7 @@ class IdleRank:
         handle = self._step.handles[index]
         ledger = self._step.steps[handle].ledgers[position]
         ledger.flat.routes.kept.defers = defers
-        self._step.finalizer.reduce(ledger, handle.gradient_buffers)
+        self._step.finalizer.reduce(ledger, handle.settings.gradient_buffers)
 
     def end_reductions(self, synced: Sequence[bool], *, ends: bool) -> None:
         """Tell the ranks that nothing is left here; ``synced``: of each handle, whether it averages. Collective."""

@@ -114,10 +114,20 @@ class EndOfBackward:
                 self.end_backward()
             return
         failures: list[Exception] = []
-        endings = sorted(self._endings, key=attrgetter("number"))
-        started = [ending for ending in endings if _goes_well(ending.start, failures)]
+        started: list[Ending] = []
+        # What one has raised is noted: the others have to go on, or other ranks would wait for them.
+        for ending in sorted(self._endings, key=attrgetter("number")):
+            try:
+                ending.start()
+            except Exception as error:
+                failures.append(error)
+            else:
+                started.append(ending)
         for ending in started:
-            _goes_well(ending.finish, failures)
+            try:
+                ending.finish()
+            except Exception as error:
+                failures.append(error)
         if failures:
             try:
                 raise failures[0]
@@ -144,16 +154,6 @@ def at_end_of_backward(ending: Ending) -> Callable[[], None]:
                 queue_callback(end.end_backward, ending)
                 _RUNNING[task] = end
     return end.add(ending)
-
-
-def _goes_well(run: Callable[[], None], failures: list[Exception]) -> bool:
-    """Note what ``run`` raised: other annotations have to go on, or other ranks would wait for them."""
-    try:
-        run()
-    except Exception as error:
-        failures.append(error)
-        return False
-    return True
 
 
 def around_forward(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> list[RemovableHandle]:
@@ -232,8 +232,11 @@ def on_gradient(tensor: torch.Tensor, hook: GradientHook) -> None:
 
     Of several on one tensor the last one registered runs first. Of equal ones (``==``) only one stays.
     """
-    _join(tensor, hook)
     base = tensor._base
+    if base is None and not tensor._backward_hooks:
+        hook_gradient(tensor, hook)  # as a rule
+        return
+    _join(tensor, hook)
     if base is not None and base.grad_fn is not None:
         # An in-place change gives a view another grad_fn, and the hook on it would never run.
         _join(base, hook)

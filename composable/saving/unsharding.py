@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 import _traversal_utils
 from composable.comm import Ranks
 from composable.dtensor import RaggedDTensor, assign_grad, slice_block
-from composable.engine import Handle, Scheduler, ShardedParam, waits_for_copies
+from composable.engine import Handle, Lent, Scheduler, ShardedParam, waits_for_copies
 from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.features import collect_at, spread_from
 from composable.ground.arguments import check_bool, check_module
@@ -161,10 +161,10 @@ def _check_gradients(found: Sequence[tuple[Handle, Scheduler]]) -> None:
         if scheduler.is_deferred:
             what = "gradients that wait for the last backward cannot be shown"
             raise _refusal(handle, what, "call finalize_backward() before")
-        if handle.has_unsynced_gradients:
+        if handle.accumulated.is_unsynced:
             what = "gradients that no_sync left on their ranks cannot be shown"
             raise _refusal(handle, what, "run a backward outside of no_sync first")
-        if handle.waits_for_copies:
+        if handle.accumulated.awaits_copies:
             raise waits_for_copies("unshard_params(with_grads=True)", handle.described)
         for param in handle.params:
             members.setdefault(handle.grid.everyone, []).append((handle.fqn_of(param), param))
@@ -192,7 +192,7 @@ class _Shown:
         self.params = handle.params
         self.ranks = handle.grid.everyone
         # The handle's unsharded parameters would have lost what the cast drops.
-        self.is_copied = options.copies or handle.casts_params
+        self.is_copied = options.copies or self._casts
         self._device = torch.device("cpu") if options.offload_to_cpu else self.ranks.device
         self._placed: list[nn.Parameter] = []  # Where this rank shows them.
         self._grad_dtypes: list[tuple[nn.Parameter, torch.dtype | None]] = []  # Before the block.
@@ -212,8 +212,10 @@ class _Shown:
         else:
             self._placed = self._unshard()
         handle.held_with = options
-        handle.is_lent = self.is_copied or options.with_grads
-        handle.is_shown_whole = not options.copies and not options.with_grads
+        if options.copies or options.with_grads:
+            handle.lent = Lent.OTHER
+        elif self.is_copied:
+            handle.lent = Lent.WHOLE
         for param, placed, grad in zip(self.params, self._placed, grads or ()):
             self._grad_dtypes.append((placed, placed.grad_dtype))
             if placed.grad_dtype != param.grad_spec.dtype:
@@ -254,8 +256,7 @@ class _Shown:
 
     def restore(self) -> None:
         """Let the modules hold sharded parameters again; nothing if they do."""
-        self.handle.held_with = None
-        self.handle.is_lent = self.handle.is_shown_whole = False
+        self.handle.held_with = self.handle.lent = None
         for param, placed in zip(self.params, self._placed):
             if self.options.with_grads:
                 placed.grad = None
@@ -269,6 +270,11 @@ class _Shown:
                 flat.mend_leaves()
         self.scheduler.reshard(self.handle)
 
+    @property
+    def _casts(self) -> bool:
+        """Unsharded parameters have another dtype than sharded ones, or are no plain tensors."""
+        return any(flat.compute_dtype != flat.dtype or flat.holds_instances for flat in self.handle.buffers)
+
     def _versions(self) -> list[int]:
         # An operation on a ragged tensor counts there, one on its local tensor at the shard.
         shards = [flat.shard._version for flat in self.handle.buffers]
@@ -280,7 +286,7 @@ class _Shown:
         return [param.leaf() for param in self.params]
 
     def _copy(self) -> list[torch.Tensor] | None:
-        if self.options.rank0_only or self.handle.casts_params:
+        if self.options.rank0_only or self._casts:
             return self._collect([param.ragged for param in self.params])
         copies = [leaf.detach().to(self._device, copy=True) for leaf in self._unshard()]
         self.scheduler.reshard(self.handle)

@@ -19,7 +19,9 @@ from composable.backward_steps import BackwardSteps
 from composable.comm import Transport
 from composable.comm.transport import transport_class
 from composable.engine import Handle
+from composable.engine.buffer import AccumulatedGradients
 from composable.engine.passes import Forwards
+from composable.engine.secondary import SecondaryShards
 from composable.engine.unsharded import Unsharded
 from composable.ground.casts import CastBuffers, LentBuffers
 from composable.replication import Reducer
@@ -68,7 +70,7 @@ def test_ranks_that_use_other_parameters_are_stopped_wherever_a_gradient_arrives
         (Bucket._allocate, "replicate, steps in backward"),
         (CastBuffers._restore, "casts of shared buffers"),
         (LentBuffers.take_back, "casts of shared buffers"),
-        (Handle.keep_secondary, "resharded to two ranks"),
+        (SecondaryShards.keep, "resharded to two ranks"),
         (Forwards._reshard, "resharded to two ranks"),
         (Handle.begin_unshard, "over two hosts"),
         (Unsharded.begin_forward, "over two hosts"),
@@ -211,6 +213,6 @@ def at_instructions(fn: Callable[[], object], stop: tuple[object, ...] = ()) -> 
 def test_gradients_that_an_interrupt_leaves_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     program = program_named("policy")
     points = [point for point in points_of(program) if point.file.endswith("engine/gradients.py")]
-    monkeypatch.setattr(Handle, "drop_gradients", lambda handle: None)
+    monkeypatch.setattr(AccumulatedGradients, "drop", lambda gradients: None)
     tried = try_points(program, sample(points, 16, 0))
     assert any("gradient of" in what for what in tried.wrong.values())

@@ -276,8 +276,8 @@ def test_what_is_only_slower_is_not_found(mutation: Mutation) -> None:
 def test_every_line_that_orders_streams_is_broken_once() -> None:
     source = inspect.getsource(unsharded).splitlines()
     orders = re.compile(r"wait_event|wait_stream|record_event|synchronize|device\.stream\(|_users\[|_copied = self")
-    lines, first = inspect.getsourcelines(DeviceStreams)
-    last = first + len(lines) - 1
+    rows, first = inspect.getsourcelines(DeviceStreams)
+    last = first + len(rows) - 1
     lines = {index for index in range(first, last) if orders.search(source[index])}
     broken: set[int] = set()
     for mutation in (*MUTATIONS, *OF_SECONDARY):
