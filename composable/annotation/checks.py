@@ -138,7 +138,7 @@ class Additions:
         counts = (count_registrations(), len(optimizers_in_backward()))
         seen, contents, frozen = self._looks.get(module, (None, None, ()))
         is_as_before = seen == counts and contents is not None and not contents.have_changed()
-        if is_as_before and not any(param.requires_grad for param in frozen):
+        if is_as_before and not (frozen and any(param.requires_grad for param in frozen)):
             return
         if is_functional_call():
             return  # What is lent for one call was not added.

@@ -110,6 +110,8 @@ class GradientFinalizer:
         if autograd_profiler._is_profiler_enabled:
             start = functools.partial(self.streams.begin_reduction, routes.gradient_path, gradient, to_host=to_host)
             reduction = in_region("reduce", ledger.handle.fqn, start)
+        elif gradient is not None and not self.streams.queues:
+            reduction = routes.gradient_path.begin(gradient.source)
         else:
             reduction = self.streams.begin_reduction(routes.gradient_path, gradient, to_host=to_host)
         self._under_way.append((reduction, ledger, gradient))

@@ -59,7 +59,9 @@ class GradientLedger:
         given = 0
         if not (gradients.steps_together or gradients.has_hooks()):
             given = self.grad_mask | self.flat.routes.kept.bits
-            if given:
+            if given and not gradients.steppers:
+                gradients.accumulate(reduced, given)
+            elif given:
                 self._give(reduced, given)
         if given != gradients.all_bits:
             self.waiting.append((reduced, given))

@@ -22,7 +22,12 @@ from composable.engine.stepping import refuse_graph_of_backward
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import in_split_backward, is_called_again
 from composable.ground.torch_hooks import Ending, in_backward_of_nothing, next_ending_number
-from composable.ground.torch_private import current_graph_task_id, next_node_number, top_saved_tensors_hooks
+from composable.ground.torch_private import (
+    current_graph_task_id,
+    next_node_number,
+    split_backward_code,
+    top_saved_tensors_hooks,
+)
 
 __all__ = ["Backwards", "Forwards", "SavingForbidden"]
 
@@ -81,7 +86,7 @@ class Backwards:
             )
         if step.finalizing is not None:
             step.check_waited_for()
-        if in_split_backward():
+        if split_backward_code() is not None and in_split_backward():
             self.check_split_backward()
         # First: the next forward undoes a backward that was cut short, here as well.
         step.is_backward = True
@@ -410,10 +415,11 @@ class Forwards:
         step = self._step
         for handle in tuple(step.unsharded.members):
             own = step.steps[handle]
-            if handle.is_gathering or own.modules_left:
+            is_gathering = handle.view is ParamView.GATHERING
+            if is_gathering or own.modules_left:
                 # A prefetch that nothing used, or a group of modules that did not all run.
                 own.modules_left.clear()
-                if handle.is_gathering or handle.settings.reshard_after_forward or not own.is_armed:
+                if is_gathering or handle.settings.reshard_after_forward or not own.is_armed:
                     self._reshard(own, is_differentiable=own.is_armed)
         if has_failed and self._completion.has_armed_after(self._started_at):
             # Nothing that has ended waits for a backward.

@@ -36,9 +36,11 @@ class Streams(Protocol):
 
     Attributes:
         names: Name of each stream by its id, for debugging.
+        queues: Work is queued, and the host goes on; else who starts it waits for it.
     """
 
     names: Mapping[int, str]
+    queues: bool
 
     def shards_written(self) -> None:
         """The current stream wrote the shards that gathers will read, say in an optimizer step."""
@@ -99,6 +101,7 @@ class HostStreams:
     """No streams: the thread itself waits."""
 
     names: Mapping[int, str] = {}
+    queues = False
 
     # A function of Python that does nothing costs as much as what it is called beside.
     shards_written = resharded = meet = end_backward = wait_for_copies = staticmethod(_do_nothing)
@@ -114,7 +117,7 @@ class HostStreams:
     def begin_reduction(
         self, path: GradientPath, gradient: GradientBuffer | None, *, to_host: bool = False
     ) -> Reduction:
-        return path.resume() if gradient is None else path.begin(gradient.source)
+        return path.resume() if gradient is None else path.begin(gradient.source)  # as ``finish.py`` does by itself
 
 
 class DeviceStreams:
@@ -124,6 +127,8 @@ class DeviceStreams:
         device: The module of torch for the device type, such as ``torch.cuda``: what is used of it is
             ``Stream``, ``current_stream`` and ``stream``, and the events of streams.
     """
+
+    queues = True
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -336,7 +341,7 @@ class Unsharded:
         """
         if handle not in self.members or handle.held_with is not None:
             return
-        if handle.is_gathering:
+        if handle.view is ParamView.GATHERING:
             self.streams.wait_for_unshard(handle)
         if keeps_secondary:
             self.streams.keep_secondary(handle)

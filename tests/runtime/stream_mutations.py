@@ -216,7 +216,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a prefetch that nothing used is not waited for",
-        [("        if handle.is_gathering:\n            self.streams.wait_for_unshard(handle)\n", "")],
+        [("        if handle.view is ParamView.GATHERING:\n            self.streams.wait_for_unshard(handle)\n", "")],
         "prefetch in vain",
         "race of the shard of 'blocks.0': mul_.Tensor writes on default, not ordered after: all_gather reads on unshard",
     ),
