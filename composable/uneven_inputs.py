@@ -46,7 +46,7 @@ _STEP_TEXTS = {"begin": "begins a step", "leave": "begins another step", "end": 
 # Bytes of a message, as they travel; what is longer takes another one.
 _SHORT = 256
 # What all ranks go through to the end of the step, also where it raises.
-_ENDINGS = {"hand_over", "finish"}
+_ENDINGS = {"ASSIGN", "finish"}
 
 
 def joinable(module: nn.Module, *, step: Callable[[], object] | None = None) -> "UnevenInputs":

@@ -13,7 +13,7 @@ from torch import nn
 from composable.annotated_module import place_of
 from composable.annotation import FullyShardState, Root, sharded_state_of
 from composable.comm import Ranks
-from composable.engine import FlatBuffer, Handle
+from composable.engine import FlatBuffer, StepEvent
 from composable.errors import UsageError, place_of_rank
 from composable.features import IdleRank
 from composable.ground.names import describe_module
@@ -25,13 +25,13 @@ __all__ = ["JoinedPart", "ReplicatedPart", "ShardedPart", "check_shares", "find_
 # What parts tell, and how that reads in a message.
 _SAID = {
     # A root of ``fully_shard``
-    "gather": "gathers",
-    "begin_backward": "begins a backward of",
-    "drop": "drops gradients of",
-    "reduce": "reduces the gradients of",
-    "end_reductions": "ends a backward of",
-    "hand_over": "gets the averages of",
-    "abandon": "forgets a step of",
+    "GATHER": "gathers",
+    "BACKWARD": "begins a backward of",
+    "DROP": "drops gradients of",
+    "REDUCE": "reduces the gradients of",
+    "TELL": "ends a backward of",
+    "ASSIGN": "gets the averages of",
+    "FORGET": "forgets a step of",
     # An annotation of ``replicate``
     "broadcast": "sends the buffers of",
     "begin_round": "averages the gradients of",
@@ -39,6 +39,9 @@ _SAID = {
     "finish": "gets the averages of",
     "recover": "ends a backward that was stopped, of",
 }
+
+
+_OF_HANDLES = {StepEvent.GATHER, StepEvent.DROP, StepEvent.REDUCE}
 
 
 class _JoinSteps(Protocol):
@@ -104,12 +107,12 @@ class ShardedPart(JoinedPart):
         self._root = root
         self._indices = {handle: index for index, handle in enumerate(root.handles)}
         self._follower = IdleRank(root.scheduler)
-        root.scheduler.tell_by(self)
+        root.scheduler.listen(self)
         root.join = steps
 
     def describe(self, what: str, args: tuple[Any, ...]) -> str:
         place = " and ".join(map(describe_module, self._root.state.modules))
-        if what in {"gather", "drop", "reduce"}:
+        if StepEvent[what] in _OF_HANDLES:
             place = self._root.handles[args[0]].described
         return f"{_SAID[what]} {place}"
 
@@ -127,17 +130,7 @@ class ShardedPart(JoinedPart):
         self._follower.begin_step()
 
     def follow(self, what: str, args: tuple[Any, ...]) -> None:
-        follower = self._follower
-        calls: dict[str, Callable[..., None]] = {
-            "gather": lambda index, secondary: follower.gather(index, takes_secondary=secondary),
-            "begin_backward": follower.begin_backward,
-            "drop": follower.drop,
-            "reduce": lambda index, position, defers: follower.reduce(index, position, defers=defers),
-            "end_reductions": lambda synced, ends: follower.end_reductions(synced, ends=ends),
-            "hand_over": follower.hand_over,
-            "abandon": follower.abandon,
-        }
-        calls[what](*args)
+        self._follower.follow(StepEvent[what], *args)
 
     def finish_join(self, begun: dict[int, int]) -> None:
         self._follower.leave()
@@ -152,52 +145,44 @@ class ShardedPart(JoinedPart):
                         buffer.data.copy_(sent)
 
     def close(self) -> None:
-        self._root.scheduler.tell_by(None)
+        self._root.scheduler.unlisten(self)
         self._root.join = None
         self._follower.end()
         for state in self._root.states:
             _divide_by(state, None)
 
-    # What the scheduler calls
+    # What the root calls
 
     @property
-    def has_listeners(self) -> bool:
+    def has_idle_ranks(self) -> bool:
+        """Some rank has no inputs in this step."""
         return self._steps.is_telling(is_needed=False)
 
-    def begin_forward(self, module: nn.Module) -> None:
-        self._steps.begin_forward(module)
-
-    def end_forward(self, module: nn.Module, *, is_awaited: bool) -> None:
-        self._steps.end_forward(module, is_awaited=is_awaited)
-
-    def begin_backward(self) -> None:
-        self._steps.begin_backward()
-        self._tell("begin_backward")
-
-    def drop(self, handle: Handle, bits: Sequence[int]) -> None:
-        self._tell("drop", self._indices[handle], list(bits))
-
-    def gather(self, handle: Handle, *, takes_secondary: bool) -> None:
-        self._tell("gather", self._indices[handle], takes_secondary)
-
-    def reduce(self, handle: Handle, position: int) -> None:
-        defers = handle.buffers[position].routes.kept.defers
-        self._tell("reduce", self._indices[handle], position, defers)
-
-    def end_reductions(self, *, ends: bool) -> None:
-        self._tell("end_reductions", [handle.requires_gradient_sync for handle in self._indices], ends)
-
-    def hand_over(self) -> None:
-        if any(handle.synchronises for handle in self._indices):
-            self._steps.note_averages()
-        self._tell("hand_over")
-
-    def end_by_hand(self) -> None:
-        self._steps.end_by_hand()
-
-    def abandon(self, *, is_needed: bool) -> None:
-        if self._steps.is_telling(is_needed=is_needed):
-            self._tell("abandon")
+    def on(self, event: StepEvent, subject: Any = None, detail: Any = None) -> None:
+        """Tell ranks without inputs what the root is about to do: who runs no module cannot know it."""
+        steps = self._steps
+        if event is StepEvent.FORWARD:
+            steps.begin_forward(subject)
+        elif event is StepEvent.FORWARD_ENDED:
+            steps.end_forward(subject, is_awaited=detail)
+        elif event is StepEvent.ASSIGNED:
+            steps.end_by_hand()
+        elif event is StepEvent.FORGET:
+            if steps.is_telling(is_needed=detail):
+                self._tell(event.name)
+        else:
+            args: tuple[Any, ...] = ()
+            if event is StepEvent.BACKWARD:
+                steps.begin_backward()
+            elif event is StepEvent.ASSIGN and any(handle.synchronises for handle in self._indices):
+                steps.note_averages()
+            elif event is StepEvent.TELL:
+                args = [handle.requires_gradient_sync for handle in self._indices], detail
+            elif event in _OF_HANDLES:
+                args = self._indices[subject], detail
+            if event is StepEvent.REDUCE:
+                args = *args, subject.buffers[detail].routes.kept.defers
+            self._tell(event.name, *args)
 
 
 class ReplicatedPart(JoinedPart):

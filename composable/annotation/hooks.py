@@ -105,9 +105,6 @@ class _ModuleHooks:
         if is_outermost and torch.is_grad_enabled():
             root.additions.check(module, root.states)
         forwards.enter_forward(module)
-        if is_outermost and torch.is_grad_enabled():
-            for companion in step.companions:
-                companion.follow_forward()
         if handle is not None:
             if not handle.settings.unshard_in_backward:
                 self._saving.append(SavingForbidden(handle))

@@ -298,9 +298,10 @@ class Root:
         scheduler = Scheduler(handles, streams, at_end_of_backward, state.settings)
         leaders = _find_leaders(state, states)
         scheduler.follow(leaders)
-        scheduler.step.companions = find_companions(modules, state.grid)
-        for companion in scheduler.step.companions:
+        companions = find_companions(modules, state.grid)
+        for companion in companions:
             companion.begin_to_follow()
+        scheduler.listen(*companions)
         step = scheduler.step
         step.finalizer.agreements = _make_agreements(states, models, step.steps)
         ranks_of = {handle: found.grid.everyone for found in states for handle in found._handles}
@@ -343,8 +344,9 @@ class Root:
         """Undo ``adopt``, so that the next forward decides the root anew; that is collective again."""
         self.scheduler.close()
         self.progress.close()
-        for companion in self.scheduler.step.companions:
-            companion.end_to_follow()
+        for listener in self.scheduler.step.listeners:
+            if isinstance(listener, Companion):
+                listener.end_to_follow()
         for state in self.states:
             state.root = None
 

@@ -18,7 +18,7 @@ from composable.engine.param import ShardedParam, has_own_setattr
 from composable.engine.passes import SavingForbidden
 from composable.engine.paths import Replicas, RestingPlace
 from composable.engine.scheduler import Scheduler
-from composable.engine.step import Companion, RootSettings
+from composable.engine.step import Companion, RootSettings, StepEvent
 from composable.engine.stepping import (
     ELEMENT_WISE,
     Stepper,
@@ -59,6 +59,7 @@ __all__ = [
     "SavingForbidden",
     "Scheduler",
     "ShardedParam",
+    "StepEvent",
     "Stepper",
     "check_backward",
     "copied_registrations",

@@ -17,7 +17,7 @@ from composable.engine.faces import Lent, ParamView
 from composable.engine.handle import Handle
 from composable.engine.handle_step import HandleStep
 from composable.engine.notices import notice_leak
-from composable.engine.step import LED, Completion, Step
+from composable.engine.step import LED, Completion, Step, StepEvent
 from composable.engine.stepping import refuse_graph_of_backward
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import in_split_backward, is_called_again
@@ -96,12 +96,10 @@ class Backwards:
         settings = step.settings
         if not settings.is_last_backward or settings.finalizes_by_hand:
             self._check_steppers()
-        if step.teller is not None:
-            step.teller.begin_backward()
+        for listener in step.listeners:
+            listener.on(StepEvent.BACKWARD)
         step.finalizer.open()
         self._completion.begin_backward()
-        for companion in step.companions:
-            companion.follow_backward()
 
     def _note_end(self, _: object) -> None:
         """Autograd has ended a backward: also one that an exception stopped, and whose gradients users drop now."""
@@ -224,8 +222,8 @@ class Backwards:
         with torch.no_grad():
             self._completion.complete_the_rest()
         ends = step.settings.ends_backward
-        if step.teller is not None:
-            step.teller.end_reductions(ends=ends)
+        for listener in step.listeners:
+            listener.on(StepEvent.TELL, None, ends)
         step.finalizer.tell(ends=ends)
         self._ends_reductions = ends
 
@@ -244,8 +242,8 @@ class Backwards:
                 self.end_backward()
             step.finalizer.postpone()
             return
-        if step.teller is not None:
-            step.teller.hand_over()
+        for listener in step.listeners:
+            listener.on(StepEvent.ASSIGN)
         step.finalizer.end(self.end_backward)
 
     def end_backward(self) -> None:
@@ -285,9 +283,9 @@ class Backwards:
     def tidy_up(self) -> None:
         """Forget the forwards and backwards so far, but for a forward that is running around the backward."""
         step = self._step
-        if step.teller is not None:
+        for listener in step.listeners:
             is_kept = any(handle.accumulated.awaits_copies for handle in step.handles)
-            step.teller.abandon(is_needed=step.is_backward or step.is_deferred or is_kept)
+            listener.on(StepEvent.FORGET, None, step.is_backward or step.is_deferred or is_kept)
         for handle in step.handles:
             handle.settle()
         step.finalizer.abandon()
@@ -398,9 +396,11 @@ class Forwards:
         self._last = None
         if step.finalizing is not None:
             step.check_waited_for()
-        if step.teller is not None:
-            step.teller.begin_forward(module)
-        step.unsharded.begin_forward(step.steps, step.settings.post_optim_event)
+        for listener in step.listeners:
+            listener.on(StepEvent.FORWARD, module)
+        step.unsharded.begin_forward(
+            step.steps, step.settings.post_optim_event, has_idle_ranks=bool(step.listeners) and step.has_idle_ranks
+        )
         step.optimizer_stepped()
 
     def exit_forward(self, *, has_failed: bool = False) -> None:
@@ -427,8 +427,9 @@ class Forwards:
         # Also before backward.
         step.unsharded.hide()
         step.streams.wait_for_copies()
-        if step.teller is not None and not step.failure:
-            step.teller.end_forward(module, is_awaited=self._completion.has_armed and torch.is_grad_enabled())
+        for listener in () if step.failure else step.listeners:
+            is_awaited = self._completion.has_armed and torch.is_grad_enabled()
+            listener.on(StepEvent.FORWARD_ENDED, module, is_awaited)
 
     def note_failure(self, error: BaseException, handle: Handle | None) -> None:
         """Let ranks that wait know what the forward has raised, in a module of ``handle``, or in one without."""

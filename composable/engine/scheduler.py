@@ -10,7 +10,7 @@ import torch
 from composable.engine.faces import ParamView
 from composable.engine.handle import Handle
 from composable.engine.passes import Backwards, Forwards
-from composable.engine.step import Completion, RootSettings, Step, StepListener
+from composable.engine.step import Completion, RootSettings, Step, StepEvent, StepListener
 from composable.engine.unsharded import Streams
 from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_hooks import Ending
@@ -47,9 +47,15 @@ class Scheduler:
         self.backwards = Backwards(self.step, self._completion, at_end)
         self.forwards = Forwards(self.step, self._completion, self.backwards)
 
-    def tell_by(self, teller: StepListener | None) -> None:
-        """Tell ranks without inputs of each collective before it starts; ``None``: all have inputs."""
-        self.step.teller = self.step.unsharded.teller = teller
+    def listen(self, *listeners: StepListener) -> None:
+        """Let these hear of each event, before all that do so far."""
+        self.step.listeners = (*listeners, *self.step.listeners)
+        self.step.unsharded.hears = bool(self.step.listeners)
+
+    def unlisten(self, listener: StepListener) -> None:
+        """Undo ``listen``."""
+        self.step.listeners = tuple(one for one in self.step.listeners if one is not listener)
+        self.step.unsharded.hears = bool(self.step.listeners)
 
     def follow(self, leaders: Mapping[Handle, Sequence[Handle]]) -> None:
         """Let handles go with others, whether their own modules run or not.
@@ -98,7 +104,7 @@ class Scheduler:
         Collective. Within a step nothing happens: its forward has done so.
         """
         if not self.step.is_under_way:
-            self.step.unsharded.refresh(handles)
+            self.step.unsharded.refresh(handles, has_idle_ranks=self.step.has_idle_ranks)
 
     def reshard(self, handle: Handle) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them."""
@@ -170,8 +176,8 @@ class Scheduler:
             with torch.no_grad():
                 self._completion.complete_kept(waiting)
                 step.streams.end_backward()
-            if step.teller is not None:
-                step.teller.end_reductions(ends=True)
+            for listener in step.listeners:
+                listener.on(StepEvent.TELL, None, True)
             step.finalizer.tell(ends=True)
             step.finalizing = object()
         except BaseException:
@@ -190,8 +196,8 @@ class Scheduler:
         if step.finalizing is None:
             return
         step.finalizing = None
-        if step.teller is not None:
-            step.teller.hand_over()
+        for listener in step.listeners:
+            listener.on(StepEvent.ASSIGN)
         try:
             step.finalizer.end(self.backwards.end_backward)
         except BaseException:
@@ -199,8 +205,8 @@ class Scheduler:
                 self.backwards.reset()
             raise
         finally:
-            if step.teller is not None:
-                step.teller.end_by_hand()
+            for listener in step.listeners:
+                listener.on(StepEvent.ASSIGNED)
 
     # Beginning anew
 

@@ -15,6 +15,7 @@ A module on fewer ranks, such as an expert, need not run on all of these in ever
 that of the module around it: nothing that its own calls do starts a collective. See docs/notes/experts.md.
 """
 
+import enum
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -33,7 +34,7 @@ from composable.engine.unsharded import Streams, Unsharded
 from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_private import current_graph_task_id
 
-__all__ = ["LED", "Companion", "Completion", "RootSettings", "Step", "StepListener"]
+__all__ = ["LED", "Companion", "Completion", "RootSettings", "Step", "StepEvent", "StepListener"]
 
 
 # In place of the end of a call that decides nothing: of a module that goes with the one around it.
@@ -66,65 +67,56 @@ class RootSettings:
         return RootSettings(self.is_last_backward, self.finalizes_by_hand)
 
 
-class StepListener(Protocol):
-    """Tells ranks without inputs of each collective of a root before it starts: who runs no module cannot know it.
+class StepEvent(enum.Enum):
+    """What a listener hears of a root, before it happens unless said otherwise; in parentheses its subject and detail.
 
-    What ranks do when they hear of it is in ``features/idle_rank.py``. Each call may raise ``DesyncError``: ranks with
-    inputs tell different things.
+    Attributes:
+        FORWARD: The outermost module that runs starts its forward (module).
+        FORWARD_ENDED: It has ended (module, whether a backward may follow).
+        BACKWARD: A backward begins.
+        DROP: Users have dropped kept gradients of a handle (handle, bits of the parameters of each buffer).
+        GATHER: Parameters are gathered (handle, whether from secondary shards).
+        REDUCE: Gradients are reduced (handle, position of the flat buffer).
+        TELL: The ranks tell each other what is left of a backward (None, whether that ends the reductions).
+        ASSIGN: Parameters get their gradients.
+        ASSIGNED: They got them, outside of a backward.
+        FORGET: A step is forgotten (None, whether it left more than it has told of).
+    """
+
+    FORWARD = enum.auto()
+    FORWARD_ENDED = enum.auto()
+    BACKWARD = enum.auto()
+    DROP = enum.auto()
+    GATHER = enum.auto()
+    REDUCE = enum.auto()
+    TELL = enum.auto()
+    ASSIGN = enum.auto()
+    ASSIGNED = enum.auto()
+    FORGET = enum.auto()
+
+
+class StepListener(Protocol):
+    """Hears what a root is about to do; all ranks of the root hear the same, in the same order.
+
+    Attributes:
+        has_idle_ranks: Some rank runs no modules in this step: it cannot be asked for what only who ran them knows.
     """
 
     @property
-    def has_listeners(self) -> bool:
-        """Some rank runs no modules in this step: it cannot be asked for what only who ran them knows."""
-        ...
+    def has_idle_ranks(self) -> bool: ...
 
-    def begin_forward(self, module: nn.Module) -> None:
-        """The outermost module that runs starts its forward.
+    def on(self, event: StepEvent, subject: Any = None, detail: Any = None) -> None:
+        """Hear of an event.
 
         Raises:
             RuntimeError: All ranks are to stop where one has no inputs.
+            DesyncError: Ranks with inputs do different things.
         """
-        ...
-
-    def end_forward(self, module: nn.Module, *, is_awaited: bool) -> None:
-        """It ends; ``is_awaited``: a backward may follow."""
-        ...
-
-    def begin_backward(self) -> None:
-        """A backward begins."""
-        ...
-
-    def drop(self, handle: Handle, bits: Sequence[int]) -> None:
-        """Users have dropped kept gradients of the handle, those of ``bits`` of each buffer."""
-        ...
-
-    def gather(self, handle: Handle, *, takes_secondary: bool) -> None:
-        """The handle's parameters are about to be gathered, from secondary shards or not."""
-        ...
-
-    def reduce(self, handle: Handle, position: int) -> None:
-        """The gradients of the handle's buffer at ``position`` are about to be reduced."""
-        ...
-
-    def end_reductions(self, *, ends: bool) -> None:
-        """The ranks are about to tell each other what is left; not if ``ends`` is false, but later."""
-        ...
-
-    def hand_over(self) -> None:
-        """Parameters are about to get their gradients."""
-        ...
-
-    def end_by_hand(self) -> None:
-        """Parameters got their gradients, outside of a backward."""
-        ...
-
-    def abandon(self, *, is_needed: bool) -> None:
-        """A step is about to be forgotten; ``is_needed``: it left more than what this step has told of."""
         ...
 
 
 @runtime_checkable
-class Companion(Protocol):
+class Companion(StepListener, Protocol):
     """An annotation that averages by itself and takes part in every step of the root around it, called or not.
 
     Replicated modules on a part of the root's ranks are such: which of them a rank calls depends on its tokens.
@@ -140,14 +132,6 @@ class Companion(Protocol):
         """The root is undone."""
         ...
 
-    def follow_forward(self) -> None:
-        """A forward of the root begins. Collective over the annotation's ranks."""
-        ...
-
-    def follow_backward(self) -> None:
-        """A backward of the root begins; collectives that this starts run at its end."""
-        ...
-
 
 class Step:
     """What forwards and backwards of one root share.
@@ -161,8 +145,7 @@ class Step:
         steps: Where each handle is in the step.
         unsharded: Which handles are unsharded.
         finalizer: Reduces gradients and hands them over.
-        teller: Tells ranks without inputs of each collective before it starts; ``None``: all have inputs.
-        companions: What else takes part in every backward.
+        listeners: Hear of each event, in this order; as a rule there are none.
         running: The managed modules whose forwards have started and not ended, outermost first.
         first_nodes: Of each of these, the number of autograd's next node when it started; -1: in backward.
         forward_id: How many forwards there were, the running one included.
@@ -182,10 +165,9 @@ class Step:
         self.steps = {handle: HandleStep(handle) for handle in handles}
         self.settings = settings
         self.streams = streams
-        self.unsharded = Unsharded(self.handles, streams, self.takes_secondary)
+        self.unsharded = Unsharded(self.handles, streams, self.takes_secondary, self.on_gather)
         self.finalizer = GradientFinalizer(self.steps, streams)
-        self.teller: StepListener | None = None
-        self.companions: Sequence[Companion] = ()
+        self.listeners: tuple[StepListener, ...] = ()
         self.running: list[nn.Module] = []
         self.first_nodes: list[int] = []
         self.forward_id = self.backward_id = self.backwards_before = 0
@@ -223,6 +205,16 @@ class Step:
                 fix="call wait() on what finalize_backward(async_op=True) returned, before anything else",
             )
 
+    @property
+    def has_idle_ranks(self) -> bool:
+        """Some rank runs no modules in this step."""
+        return any(listener.has_idle_ranks for listener in self.listeners)
+
+    def on_gather(self, handle: Handle) -> None:
+        """Let listeners hear of a gather."""
+        for listener in self.listeners:
+            listener.on(StepEvent.GATHER, handle, handle.secondary is not None and handle.secondary.are_source)
+
     def is_around(self, handle: Handle) -> bool:
         """Say whether a module of ``handle`` is running."""
         return any(module in handle.modules for module in self.running)
@@ -233,7 +225,8 @@ class Step:
         What runs outside of a step, and a forward after the one that left them, needs those of now.
         """
         secondary = handle.secondary
-        if secondary is None:
+        if secondary is None or (secondary.fills and self.has_idle_ranks):
+            # Which of them this step has filled only who ran its forward knows.
             return False
         if self.running and self.first_nodes[-1] >= 0 and not self.is_backward:
             return secondary.fills or self.steps[handle].kept_in == self.forward_id
@@ -414,10 +407,9 @@ class Completion:
 
     def _drop_zeroed_gradients(self, handle: Handle) -> None:
         """Forget kept gradients that users have dropped by ``zero_grad``."""
-        teller = self._step.teller
         dropped = handle.accumulated.drop_zeroed()
-        if teller is not None and any(dropped):
-            teller.drop(handle, dropped)
+        for listener in self._step.listeners if any(dropped) else ():
+            listener.on(StepEvent.DROP, handle, dropped)
 
     def _complete(self, own: HandleStep, *, is_early: bool) -> None:
         """Reduce the handle's gradients and free its parameters."""
@@ -435,8 +427,8 @@ class Completion:
             handle.accumulated.is_unsynced = not handle.requires_gradient_sync
         if trainable and handle.requires_gradient_sync:
             for ledger in trainable:
-                if step.teller is not None:
-                    step.teller.reduce(handle, own.ledgers.index(ledger))
+                for listener in step.listeners:
+                    listener.on(StepEvent.REDUCE, handle, own.ledgers.index(ledger))
                 gradient = step.finalizer.take(ledger, handle.settings.gradient_buffers)
                 if is_early and ledger.flat.gradients.expects_more(ledger.grad_mask):
                     # Not complete after all: parts of backward that read the parameters are still to run.

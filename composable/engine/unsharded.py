@@ -23,7 +23,6 @@ from composable.engine.gradients import GradientBuffer
 from composable.engine.handle import Handle
 from composable.engine.handle_step import HandleStep
 from composable.engine.paths import GradientPath, Reduction
-from composable.engine.secondary import SecondaryShards
 from composable.ground.frames import in_region, watch_graph
 from composable.ground.torch_hooks import before_gradients
 from composable.ground.torch_private import autograd_profiler, opaque
@@ -252,13 +251,6 @@ def streams_for(device: torch.device) -> Streams:
     return HostStreams() if device.type == "cpu" else DeviceStreams(torch.get_device_module(device))
 
 
-class _GatherTeller(Protocol):
-    @property
-    def has_listeners(self) -> bool: ...
-
-    def gather(self, handle: Handle, *, takes_secondary: bool) -> None: ...
-
-
 class Unsharded:
     """The handles of one root whose unsharded parameters are there, or are being gathered.
 
@@ -267,16 +259,24 @@ class Unsharded:
         streams: Of the device where they live.
         takes_secondary: Says whether a gather of a handle that has secondary shards, or fills them, may now be from
             these; equal on all ranks.
+        on_gather: Called before each gather, if anybody listens.
 
     Attributes:
-        teller: Tells ranks without inputs of gathers; ``None``: all have inputs.
+        hears: Somebody listens.
         streams: As given; others may take their place where nothing is unsharded.
         members: The handles; they may be resharded by what is done for each.
         find_stale: Lets the ranks find out together which unsharded handles are older than their shards.
     """
 
-    def __init__(self, handles: Sequence[Handle], streams: Streams, takes_secondary: Callable[[Handle], bool]) -> None:
-        self.teller: _GatherTeller | None = None
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        streams: Streams,
+        takes_secondary: Callable[[Handle], bool],
+        on_gather: Callable[[Handle], None],
+    ) -> None:
+        self.hears = False
+        self._on_gather = on_gather
         self.streams = streams
         self.find_stale: Callable[[Sequence[Handle]], Iterable[Handle]] = _find_stale_here
         self._handles = tuple(handles)
@@ -313,9 +313,9 @@ class Unsharded:
             return
         secondary = handle.secondary
         if secondary is not None:
-            secondary.are_source = self._is_from(secondary, handle) if takes_secondary is None else takes_secondary
-        if self.teller is not None:
-            self.teller.gather(handle, takes_secondary=secondary is not None and secondary.are_source)
+            secondary.are_source = self._takes_secondary(handle) if takes_secondary is None else takes_secondary
+        if self.hears:
+            self._on_gather(handle)
         if handle.bring_back():
             self.streams.shards_written()
         self.members[handle] = None
@@ -323,12 +323,6 @@ class Unsharded:
             in_region("gather", handle.fqn, self.streams.begin_unshard, handle)
         else:
             self.streams.begin_unshard(handle)
-
-    def _is_from(self, secondary: SecondaryShards, handle: Handle) -> bool:
-        if secondary.fills and self.teller is not None and self.teller.has_listeners:
-            # Which of them this step has filled only who ran its forward knows.
-            return False
-        return self._takes_secondary(handle)
 
     def reshard(self, handle: Handle, *, keeps_secondary: bool = False) -> None:
         """Free the unsharded parameters of ``handle``; no error if there are none, or a context holds them.
@@ -364,11 +358,14 @@ class Unsharded:
 
     # From one step to the next
 
-    def begin_forward(self, steps: Mapping[Handle, HandleStep], written: torch.Event | None) -> None:
+    def begin_forward(
+        self, steps: Mapping[Handle, HandleStep], written: torch.Event | None, *, has_idle_ranks: bool = False
+    ) -> None:
         """Free what earlier passes left and this forward must not compute with. Collective if anything was kept.
 
         Args:
             steps: Of all handles.
+            has_idle_ranks: Some rank runs no modules, so nobody is asked.
             written: When the optimizer has written the shards, if not in the order of the current stream.
         """
         if not (self.members or self._filling):
@@ -396,21 +393,20 @@ class Unsharded:
             if written is not None:
                 # The shards are read here and now, and not only by gathers.
                 written.wait()
-            self._free_stale(kept)
+            self._free_stale(kept, has_idle_ranks=has_idle_ranks)
 
-    def refresh(self, handles: Iterable[Handle]) -> None:
+    def refresh(self, handles: Iterable[Handle], *, has_idle_ranks: bool) -> None:
         """Free what an earlier step left of ``handles``, hidden, where a rank has written its shard since. Collective.
 
         No step is running.
         """
         hidden = [handle for handle in handles if handle.view is ParamView.HIDDEN]
         if hidden:
-            self._free_stale(hidden)
+            self._free_stale(hidden, has_idle_ranks=has_idle_ranks)
 
-    def _free_stale(self, kept: Sequence[Handle]) -> None:
+    def _free_stale(self, kept: Sequence[Handle], *, has_idle_ranks: bool) -> None:
         # A rank that ran no modules has none of them, and its optimizer has written its shards.
-        has_all = self.teller is None or not self.teller.has_listeners
-        stale = set(self.find_stale(kept) if has_all else kept)
+        stale = set(kept if has_idle_ranks else self.find_stale(kept))
         for handle in kept:
             if handle not in stale:
                 handle.discount_writes()

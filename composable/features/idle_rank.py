@@ -5,9 +5,9 @@ same objects do it as in a backward of its own, so collectives that start late, 
 copies, start between the same others on all ranks.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
-from composable.engine import Scheduler
+from composable.engine import Scheduler, StepEvent
 
 __all__ = ["IdleRank"]
 
@@ -38,45 +38,41 @@ class IdleRank:
         """A step of the others begins: this rank's optimizer may have written the shards."""
         self._step.optimizer_stepped()
 
-    def gather(self, index: int, *, takes_secondary: bool) -> None:
-        """Give this rank's shards to those that compute, or its secondary ones. Collective."""
-        self._step.unsharded.gather_for_others(self._step.handles[index], takes_secondary=takes_secondary)
+    def follow(self, event: StepEvent, *args: Any) -> None:
+        """Do what the others are about to do, and told. Collective but for DROP and BACKWARD.
 
-    def begin_backward(self) -> None:
-        """Do what a backward begins with."""
-        self._step.finalizer.open()
-
-    def drop(self, index: int, bits: Sequence[int]) -> None:
-        """Forget gradients that wait for an all-reduce: those of ``bits`` of each buffer."""
-        for flat, own in zip(self._step.handles[index].buffers, bits, strict=True):
-            flat.gradients.drop_kept(own)
-
-    def reduce(self, index: int, position: int, *, defers: bool) -> None:
-        """Reduce zeros; ``defers``: the all-reduce over copies comes later. Collective."""
-        handle = self._step.handles[index]
-        ledger = self._step.steps[handle].ledgers[position]
-        ledger.flat.routes.kept.defers = defers
-        self._step.finalizer.reduce(ledger, handle.settings.gradient_buffers)
-
-    def end_reductions(self, synced: Sequence[bool], *, ends: bool) -> None:
-        """Tell the ranks that nothing is left here; ``synced``: of each handle, whether it averages. Collective."""
-        for handle, is_synced in zip(self._step.handles, synced, strict=True):
-            handle.requires_gradient_sync = is_synced
-        self._step.finalizer.tell(ends=ends)
-        if not ends:
-            self._step.finalizer.postpone()
-
-    def hand_over(self) -> None:
-        """Give the shards their part of the mean. Collective.
+        Args:
+            event: What.
+            *args: GATHER: the place of the handle, and whether from secondary shards. DROP: the same place, and the
+                bits of the parameters of each buffer. REDUCE: the place, that of the buffer, and whether the all-reduce
+                over copies comes later. TELL: of each handle, whether it averages; and whether that is the end.
 
         Raises:
-            UsageError: What any rank raises there.
+            UsageError: What any rank raises where parameters get their gradients.
         """
-        self._step.finalizer.end(self._step.streams.end_backward)
-
-    def abandon(self) -> None:
-        """Forget a step that was cut short on the others."""
-        self._scheduler.backwards.tidy_up()
+        step = self._step
+        if event is StepEvent.GATHER:
+            step.unsharded.gather_for_others(step.handles[args[0]], takes_secondary=args[1])
+        elif event is StepEvent.BACKWARD:
+            step.finalizer.open()
+        elif event is StepEvent.DROP:
+            for flat, own in zip(step.handles[args[0]].buffers, args[1], strict=True):
+                flat.gradients.drop_kept(own)
+        elif event is StepEvent.REDUCE:
+            handle = step.handles[args[0]]
+            ledger = step.steps[handle].ledgers[args[1]]
+            ledger.flat.routes.kept.defers = args[2]
+            step.finalizer.reduce(ledger, handle.settings.gradient_buffers)
+        elif event is StepEvent.TELL:
+            for handle, is_synced in zip(step.handles, args[0], strict=True):
+                handle.requires_gradient_sync = is_synced
+            step.finalizer.tell(ends=args[1])
+            if not args[1]:
+                step.finalizer.postpone()
+        elif event is StepEvent.ASSIGN:
+            step.finalizer.end(step.streams.end_backward)
+        else:
+            self._scheduler.backwards.tidy_up()
 
     def leave(self) -> None:
         """No rank has inputs left: on all of them, forget what was not averaged and in which order modules ran."""

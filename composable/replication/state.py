@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable.comm import AnnotationStatus, Grid, OwnTransport, Started, Transport, Tree, described, notice_tree
-from composable.engine import forget_torch_hooks, has_torch_optimizer, refuse_steppers, step_torch_optimizers
+from composable.engine import StepEvent, forget_torch_hooks, has_torch_optimizer, refuse_steppers, step_torch_optimizers
 from composable.errors import UsageError, place_of_rank
 from composable.ground.arguments import check_module
 from composable.ground.contract import get_registry
@@ -200,14 +200,19 @@ class ReplicateState:
         """Meet when these modules are called, again."""
         self.follows = False
 
-    def follow_forward(self) -> None:
-        """A forward around begins that a backward may follow. Collective."""
-        if self.follows:
-            self._meet(self.modules[0])
+    @property
+    def has_idle_ranks(self) -> bool:
+        """Whoever tells ranks without inputs knows, see ``uneven``."""
+        return False
 
-    def follow_backward(self) -> None:
-        """A backward around begins: take part in averaging at its end."""
-        if self.follows:
+    def on(self, event: StepEvent, subject: object = None, detail: object = None) -> None:
+        """Hear of the root around: meet at its forwards, and take part in averaging at the end of its backwards.
+
+        Collective where a forward begins that a backward may follow.
+        """
+        if event is StepEvent.FORWARD and self.follows and torch.is_grad_enabled():
+            self._meet(self.modules[0])
+        elif event is StepEvent.BACKWARD and self.follows:
             self.reducer.follow()
 
     def broadcast_all(self, source_rank: int) -> None:
