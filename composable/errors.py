@@ -9,6 +9,7 @@ Every message says what happened, where (rank, module, parameter) and what to do
 Inner code raises the bare cause; one outer place adds the location with ``located``.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -79,6 +80,17 @@ def _rebuild(cls: type[ComposableError], what: str, at: str | None, fix: str | N
 
 # How messages name a process that is in no process group, and so has no rank.
 _OUTSIDE = "this process"
+
+
+_LOG = logging.getLogger("composable")
+_SAID: set[str] = set()
+
+
+def warn_once(text: str) -> None:
+    """Log a warning, each text once in a process."""
+    if text not in _SAID:
+        _SAID.add(text)
+        _LOG.warning("%s", text)
 
 
 def place_of_rank() -> str:

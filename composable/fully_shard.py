@@ -374,7 +374,8 @@ def _build(
     state: FullyShardState, members: Sequence[HandleMembers], *, is_deferred: bool = False
 ) -> list[list[FlatBuffer]]:
     device = state.grid.shard.device
-    home = RestingPlace.under(state.plan.offload_policy, device)
+    offload = state.plan.offload_policy
+    home = RestingPlace.of(device, on_host=offload.is_offloading, pins=offload.pins)
     return [
         [
             (ClassGatheredBuffer if buffer_plan.is_gathered_by_class else FlatBuffer)(

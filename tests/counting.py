@@ -50,7 +50,7 @@ class CountingTransport(Transport):
                 for path in (flat.routes.gather_path, flat.routes.gradient_path):
                     path.transport = wrapped.setdefault(path.transport, cls(path.transport, records))
                 again = flat.routes.secondary_path
-                if again is not None:
+                if again.transport is not None:
                     again.transport = cls(again.transport, records, "secondary_")
         return next(iter(wrapped.values()))
 

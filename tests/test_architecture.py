@@ -238,9 +238,9 @@ def test_one_word_is_one_class() -> None:
     assert {word: names for word, names in files.items() if len(names) > 1} == {}
 
 
-# Not there yet: a handle is to lose what users set on it and its secondary shards, torch's process groups have as many
-# methods, and a parameter has two faces.
-LARGE_CLASSES = {"Handle": (46, 57), "ShardedParam": (20, 35), "SimulatedGroup": (8, 45)}
+# Torch's process groups have as many methods, a handle is a parameter group with a life of its own, and a parameter has
+# two faces.
+LARGE_CLASSES = {"Handle": (24, 47), "ShardedParam": (20, 35), "SimulatedGroup": (8, 45)}
 
 
 def test_no_class_has_more_than_24_attributes_or_30_methods() -> None:
@@ -254,6 +254,23 @@ def test_no_class_has_more_than_24_attributes_or_30_methods() -> None:
         if len(attributes) > most[0] or len(methods) > most[1]:
             large[node.name] = len(attributes), len(methods)
     assert large == {}
+
+
+FEATURES = re.compile(r"(?i)joinable|is_joined|uneven|expert|offload|watchdog|hybrid|profil(?!er)|safetensors")
+
+
+def features_named(name: str, tree: ast.AST) -> list[str]:
+    names = [(node.lineno, node.id) for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    names += [(node.lineno, node.attr) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    names += [(node.lineno, node.arg) for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    names += [(node.lineno, node.name) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return [f"{name}:{line} names {text}" for line, text in names if FEATURES.search(text)]
+
+
+def test_the_engine_names_no_feature() -> None:
+    """It has doors: paths, listeners, and what goes together. Only whether torch's profiler runs it looks itself."""
+    assert found_in([name for name in FILES if room_of(name) == "engine"], features_named) == []
+    assert features_named("engine", ast.parse("if is_offloaded:\n    self.experts.run()"))
 
 
 def test_a_file_has_a_place_in_the_house() -> None:

@@ -835,7 +835,7 @@ def test_gathers_wait_for_the_event_of_the_optimizer_and_for_readers_of_freed_me
     streams = DeviceStreams(device)
 
     class OwnHandle:
-        is_offloaded = False
+        rests_elsewhere = False
 
         def begin_unshard(self) -> None: ...
 

@@ -181,7 +181,7 @@ def two_transports() -> set[str]:
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(full(found.grad), expected.grad)
     handles = fully_shard.state(model).root.handles
-    return {flat.routes._copies[0].transport.name for handle in handles for flat in handle.buffers}
+    return {flat.routes._legs.copies[0].transport.name for handle in handles for flat in handle.buffers}
 
 
 def test_each_annotation_has_its_transport_on_both_legs() -> None:
@@ -365,7 +365,7 @@ def counting_both_legs(model: nn.Module) -> CountingTransport:
     root = fully_shard.state(model).root
     counting = CountingTransport.install(root)
     for replicas in {
-        copies[0] for handle in root.handles for flat in handle.buffers if (copies := flat.routes._copies)
+        copies[0] for handle in root.handles for flat in handle.buffers if (copies := flat.routes._legs.copies)
     }:
         replicas.transport = CountingTransport(replicas.transport, counting.records)
     return counting

@@ -82,7 +82,7 @@ def counting(model: nn.Module) -> list[Collective]:
         for path, kind in ((routes.gather_path, ""), (routes.secondary_path, "host_"), (routes.fill_path, "fill_")):
             path.transport = CountingTransport(path.transport, records, kind)
         routes.gradient_path.transport = CountingTransport(routes.gradient_path.transport, records)
-    between = {flat.routes._hosts[0] for handle in root_of(model).handles for flat in handle.buffers}
+    between = {flat.routes._legs.hosts[0] for handle in root_of(model).handles for flat in handle.buffers}
     for replicas in between:
         replicas.transport = CountingTransport(replicas.transport, records, "second_")
     return records

@@ -1,18 +1,19 @@
-"""What is looked at before a root runs: whether all has values, and whether something trainable was added.
+"""What is looked at before a root runs: whether all has values, whether something was added, what is likely not meant.
 
 Two ways to have no values: still on the meta device, or in memory that ``to_empty`` made and nobody has written to
 since. Modules that an annotation ignores are the user's own. A frozen parameter that is added is none of our business:
 every rank holds it whole.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from torch import nn
 
 import _traversal_utils
+from composable.comm import Ranks
 from composable.engine import META_FIX, Handle, forget_torch_hooks, is_unfilled, refuse_steppers, step_torch_optimizers
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError, place_of_rank, warn_once
 from composable.ground.contract import excludes
 from composable.ground.frames import is_functional_call
 from composable.ground.names import join_fqn, list_text
@@ -25,9 +26,19 @@ from composable.ground.ownership import (
     watch_registrations,
 )
 from composable.ground.torch_private import optimizers_in_backward
-from composable.planning import PROTOCOL, managed_modules, name_modules
+from composable.planning import PROTOCOL, ShardPlan, managed_modules, name_modules
 
-__all__ = ["Additions", "AnnotatedState", "check_on_device", "check_ready"]
+__all__ = [
+    "Additions",
+    "AnnotatedState",
+    "check_on_device",
+    "check_ready",
+    "notice_experts",
+    "notice_hook_states",
+    "notice_offload",
+    "notice_plan",
+    "notice_unset",
+]
 
 
 class AnnotatedState(Protocol):
@@ -194,3 +205,62 @@ def _unmanaged(root: nn.Module, states: Collection[_Annotated]) -> Iterator[tupl
         for name, param in module._parameters.items():
             if param is not None and id(param) not in left and (module, name) not in slots and not is_managed(param):
                 yield join_fqn(names[module], name), param
+
+
+# What users should know of their model and is no error: logged once
+
+
+def notice_plan(plan: ShardPlan, ranks: Ranks) -> None:
+    """Log what is likely not meant in the plan of a root, on the first of its ranks.
+
+    Of a root only: of an annotation it is not known whether another one comes around it.
+    """
+    if ranks.rank == 0 and ranks.size > 1:
+        for warning in plan.warnings:
+            warn_once(f"{warning}\n  at:  {place_of_rank()}, module {' + '.join(plan.class_names)}")
+
+
+def notice_offload(plan: ShardPlan, ranks: Ranks) -> None:
+    """Log that a policy has nothing to offload, where everything is on the host anyway; on the first rank."""
+    if plan.offload_policy.is_offloading and ranks.device.type == "cpu" and ranks.rank == 0:
+        warn_once(
+            "nothing is to be offloaded: the mesh is on cpu, where shards, gradients and optimizer state rest already"
+            f"\n  at:  {place_of_rank()}, module {' + '.join(plan.class_names)}"
+        )
+
+
+def notice_unset(plan: ShardPlan, ranks: Ranks) -> None:
+    """Log which attributes of weights that their class gathers stay unset, on the first rank."""
+    found = dict.fromkeys(param.subclass for handle in plan.handles for param in handle.params if param.subclass)
+    for subclass in found:
+        if subclass.unset and ranks.rank == 0:
+            warn_once(
+                f"{subclass.name} gathers its rows without {list_text(subclass.unset)}: "
+                "what is set on a sharded weight does not reach its class"
+                f"\n  at:  {place_of_rank()}, module {' + '.join(plan.class_names)}"
+                "\n  fix: leave out what computes them between steps, as precompute_float8_dynamic_scale_for_fsdp"
+            )
+
+
+def notice_experts(handles: Sequence[Handle], leaders: Mapping[Handle, Sequence[Handle]], ranks: Ranks) -> None:
+    """Log that all experts are gathered with the root, where nothing else is annotated around them; on the first rank.
+
+    Args:
+        handles: Of the root.
+        leaders: Of those that follow.
+        ranks: Of the root.
+    """
+    others = [handle for handle in handles if handle not in leaders]
+    if len(leaders) > 1 and len(others) == 1 and ranks.rank == 0 and ranks.size > 1:
+        warn_once(
+            f"the parameters of {len(leaders)} modules on a part of the ranks, such as experts, are gathered all at "
+            f"once: only the root is annotated around them\n  at:  {place_of_rank()}, {others[0].described}"
+            "\n  fix: annotate the blocks around them, before the root"
+        )
+
+
+def notice_hook_states(notices: Iterable[str], ranks: Ranks) -> None:
+    """Log which states of communication hooks are not in a checkpoint, or not loaded; on the first rank."""
+    if ranks.rank == 0:
+        for notice in notices:
+            warn_once(notice)

@@ -13,7 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 import _traversal_utils
-from composable.annotation.checks import Additions, check_ready
+from composable.annotation.checks import (
+    Additions,
+    check_ready,
+    notice_experts,
+    notice_offload,
+    notice_plan,
+    notice_unset,
+)
 from composable.comm import (
     Grid,
     ModelRanks,
@@ -37,10 +44,6 @@ from composable.engine import (
     RootSettings,
     Scheduler,
     find_stale,
-    notice_experts,
-    notice_offload,
-    notice_plan,
-    notice_unset,
     streams_for,
 )
 from composable.errors import ComposableError, UsageError, located, place_of_rank
@@ -290,7 +293,7 @@ class Root:
                     flat.routes.connect(transport, found.grid.divisor, between)
             found.connect_secondary(replicas)
             put_outermost(found.hook_handles)
-            if any(handle.is_offloaded for handle in found._handles):
+            if any(handle.rests_elsewhere for handle in found._handles):
                 # ``to_empty`` has made them where the parameters rest.
                 managed = managed_modules(found.modules, found.ignored_modules)
                 move_buffers(dict.fromkeys(managed, ""), found.grid.shard.device)

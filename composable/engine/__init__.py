@@ -6,14 +6,6 @@ from composable.engine.finish import Agreement, HandleChoices, find_stale
 from composable.engine.gradients import GradientBuffer, Gradients
 from composable.engine.handle import FIX_COPY, Handle, handle_of, waits_for_copies, written_too_early
 from composable.engine.handle_step import HandleStep
-from composable.engine.notices import (
-    notice_experts,
-    notice_hook_states,
-    notice_local_gradients,
-    notice_offload,
-    notice_plan,
-    notice_unset,
-)
 from composable.engine.param import ShardedParam, has_own_setattr
 from composable.engine.passes import SavingForbidden
 from composable.engine.paths import Replicas, RestingPlace
@@ -74,12 +66,6 @@ __all__ = [
     "mark_stepped",
     "mark_unfilled",
     "nearest",
-    "notice_experts",
-    "notice_hook_states",
-    "notice_local_gradients",
-    "notice_offload",
-    "notice_plan",
-    "notice_unset",
     "reduced_otherwise",
     "refuse_steppers",
     "step_torch_optimizers",

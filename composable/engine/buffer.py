@@ -125,7 +125,7 @@ class FlatBuffer:
         return False
 
     @property
-    def is_offloaded(self) -> bool:
+    def rests_elsewhere(self) -> bool:
         """The shard does not rest where the buffer is."""
         return self.home.is_elsewhere
 
@@ -140,14 +140,14 @@ class FlatBuffer:
 
     def allocated(self) -> torch.Tensor:
         """Return the buffer, with memory."""
-        if self._storage is None:
-            self._make_buffer()
+        buffer = self._buffer
+        if buffer is None or self._storage is None:
+            buffer = self._make_buffer()
         elif not self._is_allocated:
             # What was kept stays where it is: to resize it would move it.
             self._storage.resize_(self._buffer_bytes)
         self._is_allocated = True
-        assert self._buffer is not None, "made above"
-        return self._buffer
+        return buffer
 
     @property
     def is_usable(self) -> bool:
@@ -163,7 +163,7 @@ class FlatBuffer:
         away = [param for param in self.params if param.sharded.device.type != home.type]
         if away:
             device = away[0].sharded.device
-            if self.is_offloaded:
+            if self.rests_elsewhere:
                 wanted = f"offload_policy keeps them on {home}"
                 fix = "model.to('cpu'), then move its buffers to the device; or leave out what moved the model"
             else:
@@ -335,7 +335,7 @@ class FlatBuffer:
                     own.leaf().grad = grad
         return twin
 
-    def _make_buffer(self) -> None:
+    def _make_buffer(self) -> torch.Tensor:
         layout = self.plan.layout
         # What is made in inference mode could never be saved for backward, and this is made once.
         with torch.inference_mode(mode=False):
@@ -344,6 +344,7 @@ class FlatBuffer:
                 param.make_unsharded(span.view_in(buffer.data))
             self._buffer = buffer.data
         self._storage = buffer.untyped_storage()
+        return self._buffer
 
 
 class AccumulatedGradients:

@@ -16,10 +16,9 @@ from composable.comm import described
 from composable.engine.faces import Lent, ParamView
 from composable.engine.handle import Handle
 from composable.engine.handle_step import HandleStep
-from composable.engine.notices import notice_leak
 from composable.engine.step import LED, Completion, Step, StepEvent
 from composable.engine.stepping import refuse_graph_of_backward
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError, place_of_rank, warn_once
 from composable.ground.frames import in_split_backward, is_called_again
 from composable.ground.torch_hooks import Ending, in_backward_of_nothing, next_ending_number
 from composable.ground.torch_private import (
@@ -514,7 +513,7 @@ class Forwards:
             self._completion.arm(own)
         if leaks:
             if not step.failure:  # An exception holds on to tensors as well.
-                notice_leak(handle)
+                _notice_leak(handle)
             step.unsharded.retain_until_backward(handle, with_graph=True)
             step.unsharded.notice_backward([handle], self._backwards.begin_backward)
         if is_led:
@@ -572,3 +571,13 @@ def _lent(handle: Handle) -> UsageError:
         at=f"{place_of_rank()}, {handle.described}",
         fix=fix,
     )
+
+
+def _notice_leak(handle: Handle) -> None:
+    """Log that the parameters stay in memory, if they would be freed had the forward not leaked."""
+    if handle.settings.reshard_after_forward:
+        warn_once(
+            "a forward leaves tensors by another way than its output: its parameters stay in memory until backward ends"
+            f"\n  at:  {place_of_rank()}, {handle.described}"
+            "\n  fix: return them, keep them as attributes of this module, or compute them under torch.no_grad()"
+        )

@@ -18,7 +18,6 @@ import torch
 
 from composable.comm import Pending, Transport
 from composable.errors import ConfigError
-from composable.planning import OffloadPolicy
 
 __all__ = [
     "AllReducePath",
@@ -55,11 +54,11 @@ class RestingPlace:
     pins: bool = False
 
     @staticmethod
-    def under(policy: OffloadPolicy, device: torch.device) -> "RestingPlace":
-        """Return where a policy lets rest what is used on ``device``; without a device that is the host anyway."""
-        if not policy.is_offloading or device.type == "cpu":
+    def of(device: torch.device, *, on_host: bool, pins: bool) -> "RestingPlace":
+        """Return where what is used on ``device`` rests; without a device that is the host anyway."""
+        if not on_host or device.type == "cpu":
             return RestingPlace(device)
-        return RestingPlace(torch.device("cpu"), is_elsewhere=True, pins=policy.pins)
+        return RestingPlace(torch.device("cpu"), is_elsewhere=True, pins=pins)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return new memory there, with undefined content."""

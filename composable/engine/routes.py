@@ -5,7 +5,7 @@ again when the user asks for something else. Nothing is moved here.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,38 @@ class _Leg(NamedTuple):
     group: dist.ProcessGroup
 
 
+class _Legs(NamedTuple):
+    """All parts of the way.
+
+    Attributes:
+        gather: Over the ranks that share the shard.
+        scatter: The same for reduce-scatters.
+        divisor: Over how many ranks gradients are averaged.
+        copies: Who holds copies of the shard, with the key between them.
+        inner: Over the ranks that gather from secondary shards.
+        hosts: Over those that fill them, which take the second legs of reductions.
+    """
+
+    gather: _Leg
+    scatter: _Leg
+    divisor: int
+    copies: tuple[Replicas, int] | None = None
+    inner: _Leg | None = None
+    hosts: tuple[Replicas, _Leg] | None = None
+
+
 class _Unconnected:
-    """In place of a path, before the root is known: nothing asks it, since nothing runs before that."""
+    """In place of a path, before the root is known, and of one that there is none of: nothing asks it."""
+
+    transport: Transport | None = None
 
     def begin(self, *_: object) -> object:
         raise AssertionError("connected when the root was decided")
 
     resume = begin
+
+
+_UNCONNECTED: Any = _Unconnected()
 
 
 class Routes:
@@ -60,8 +85,8 @@ class Routes:
 
     Attributes:
         gather_path: How the shard becomes the whole buffer.
-        fill_path: How shards become secondary shards; ``None``: these are left by forward, or there are none.
-        secondary_path: How the secondary shards of a smaller group do; ``None``: there are none.
+        fill_path: How shards become secondary shards, where these are not left by forward.
+        secondary_path: How the secondary shards of a smaller group become the whole buffer.
         gradient_path: How the gradients become this rank's shard of their mean.
         comms: What the user chose.
         kept: What waits for its all-reduce over copies.
@@ -80,21 +105,16 @@ class Routes:
         self.home = home
         self.comms = DEFAULT_COMMS
         self.kept = KeptShards()
-        self.gather_path: GatherPath = _Unconnected()  # type: ignore[assignment]  # until ``connect``
-        self.gradient_path: GradientPath = _Unconnected()  # type: ignore[assignment]  # until ``connect``
-        self.fill_path: GatherPath | None = None
-        self.secondary_path: GatherPath | None = None
+        self.gather_path: GatherPath = _UNCONNECTED
+        self.gradient_path: GradientPath = _UNCONNECTED
+        self.fill_path: GatherPath = _UNCONNECTED
+        self.secondary_path: GatherPath = _UNCONNECTED
         self._group = group
         self._dtypes = gradient_dtype, reduce_dtype
         self._fqn = fqn
         self._casts_params = casts_params
-        self._divisor, self._divisor_now = 1, 0
-        self._connected: Transport | None = None
-        self._gather: _Leg | None = None
-        self._scatter: _Leg | None = None
-        self._inner: _Leg | None = None  # Over the ranks that gather from secondary shards.
-        self._copies: tuple[Replicas, int] | None = None
-        self._hosts: tuple[Replicas, _Leg] | None = None  # Over those that fill them.
+        self._divisor_now = 0
+        self._legs: _Legs | None = None
 
     def unconnected(self) -> "Routes":
         """Return others for a copy of the buffer, by the same choices of the user, not connected yet."""
@@ -110,35 +130,26 @@ class Routes:
 
         All ranks of the shard group and of the copies, same order.
         """
-        if self._connected is not transport:
+        if self._legs is None or self._legs.gather.transport is not transport:
             leg = _Leg(transport, transport.allocate_key(), self._group)
-            self._divisor = divisor
-            self._copies = None if copies is None else (copies, copies.transport.allocate_key())
-            self._gather = self._scatter = leg
-            self._choose_paths()
-            # Last: what was cut short is done again.
-            self._connected = transport
+            between = None if copies is None else (copies, copies.transport.allocate_key())
+            self._go_by(_Legs(leg, leg, divisor, between))
 
     def scatter_by(self, transport: Transport | None) -> None:
         """Let reduce-scatters go through another transport than gathers, ``None``: the same. After ``connect``.
 
         All ranks of the shard group, same order.
         """
-        inner = self._gather if self._hosts is None else self._inner
-        assert inner is not None and self._scatter is not None, "connected when the root was decided"
-        if transport is None or transport is inner.transport:
-            chosen = inner
-        elif transport is self._scatter.transport:
+        legs = self._connected_legs()
+        usual = legs.gather if legs.hosts is None or legs.inner is None else legs.inner
+        if transport is None or transport is usual.transport:
+            chosen = usual
+        elif transport is legs.scatter.transport:
             return
         else:
             chosen = _Leg(transport, transport.allocate_key(), self._group)
-        if chosen is not self._scatter:
-            before, self._scatter = self._scatter, chosen
-            try:
-                self._choose_paths()
-            except BaseException:
-                self._scatter = before  # What was cut short is done again.
-                raise
+        if chosen is not legs.scatter:
+            self._go_by(legs._replace(scatter=chosen))
 
     def divide_by(self, divisor: int | None) -> None:
         """Divide sums of gradients by this in place of the number of ranks, unless the user chose; ``None``: by that.
@@ -147,7 +158,7 @@ class Routes:
         """
         if (divisor or 0) != self._divisor_now:
             self._divisor_now = divisor or 0
-            self._choose_paths()
+            self._go_by(self._connected_legs())
 
     def gather_secondary_by(self, transport: Transport, part: Ranks) -> None:
         """Choose who moves secondary shards; after ``connect``. All ranks of the part, same order.
@@ -156,8 +167,8 @@ class Routes:
             transport: Of these ranks.
             part: Of the ranks that share the buffer.
         """
-        self._inner = _Leg(transport, transport.allocate_key(), part.process_group)
-        self._choose_paths()
+        leg = _Leg(transport, transport.allocate_key(), part.process_group)
+        self._go_by(self._connected_legs()._replace(inner=leg))
 
     def fill_by(self, between: Replicas, hosts: Ranks) -> None:
         """Choose who fills secondary shards, and takes both legs of reductions. After ``gather_secondary_by``.
@@ -168,15 +179,15 @@ class Routes:
             between: The ranks that fill them.
             hosts: The same.
         """
-        self._hosts = between, _Leg(between.transport, between.transport.allocate_key(), hosts.process_group)
-        self._scatter = self._inner
-        self._choose_paths()
+        leg = _Leg(between.transport, between.transport.allocate_key(), hosts.process_group)
+        legs = self._connected_legs()
+        self._go_by(legs._replace(scatter=legs.inner or legs.scatter, hosts=(between, leg)))
 
     def communicate_by(self, comms: Comms) -> None:
         """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
         self.comms = comms
-        if self._gather is not None:
-            self._choose_paths()
+        if self._legs is not None:
+            self._go_by(self._legs)
 
     # For who waits, and who begins anew
 
@@ -184,25 +195,27 @@ class Routes:
         """Return what a collective does, if it is one of the buffer's."""
         key, is_reduction = divmod(started.tag, 2)
         what = "reduce-scatter" if is_reduction else "all-gather"
-        for name, transport, own in self._legs(what):
+        for name, transport, own in self._named_legs(what):
             if key == own and transport.has_started(started):
                 return name
         return None
 
-    def _legs(self, what: str) -> Iterator[tuple[str, Transport, int]]:
-        leg = self._scatter if what == "reduce-scatter" else self._gather
-        if self._hosts is not None:
-            yield f"{what} between hosts", *self._hosts[1][:2]
-        if self._copies is not None:
-            yield "all-reduce over copies", self._copies[0].transport, self._copies[1]
-        if self._inner is not None and self._inner is not leg:
-            yield f"{what} of secondary shards", *self._inner[:2]
-        if leg is not None:
-            yield what, *leg[:2]
+    def _named_legs(self, what: str) -> Iterator[tuple[str, Transport, int]]:
+        legs = self._legs
+        if legs is None:
+            return
+        leg = legs.scatter if what == "reduce-scatter" else legs.gather
+        if legs.hosts is not None:
+            yield f"{what} between hosts", *legs.hosts[1][:2]
+        if legs.copies is not None:
+            yield "all-reduce over copies", legs.copies[0].transport, legs.copies[1]
+        if legs.inner is not None and legs.inner is not leg:
+            yield f"{what} of secondary shards", *legs.inner[:2]
+        yield what, *leg[:2]
 
     def transports(self) -> set[Transport]:
         """Return all that move bytes of the buffer."""
-        return {leg[1] for what in ("all-gather", "reduce-scatter") for leg in self._legs(what)}
+        return {leg[1] for what in ("all-gather", "reduce-scatter") for leg in self._named_legs(what)}
 
     def settle(self) -> None:
         """Wait for all that the transports have started, also where an exception cut that short."""
@@ -222,16 +235,22 @@ class Routes:
 
     # Paths
 
-    def _choose_paths(self) -> None:
-        assert self._gather is not None, "connected when the root was decided"
+    def _connected_legs(self) -> _Legs:
+        if self._legs is None:
+            raise AssertionError("connected when the root was decided")
+        return self._legs
+
+    def _go_by(self, legs: _Legs) -> None:
         casts = self._casts_params or self.home.is_elsewhere
-        self.gather_path = self._gather_over(self._gather, casts=casts)
-        if self._inner is not None:
+        self.gather_path = self._gather_over(legs.gather, casts=casts)
+        if legs.inner is not None:
             # Secondary shards lie where the buffer does, in its dtype.
-            self.secondary_path = self._gather_over(self._inner, casts=False)
-        if self._hosts is not None:
-            self.fill_path = self._gather_over(self._hosts[1], casts=casts)
-        self.gradient_path = self._reduce()
+            self.secondary_path = self._gather_over(legs.inner, casts=False)
+        if legs.hosts is not None:
+            self.fill_path = self._gather_over(legs.hosts[1], casts=casts)
+        self.gradient_path = self._reduce_over(legs)
+        # Last: what was cut short is done again.
+        self._legs = legs
 
     def _gather_over(self, leg: _Leg, *, casts: bool) -> GatherPath:
         if self.comms.all_gather is not None:
@@ -240,17 +259,15 @@ class Routes:
             return CopyGather(leg.transport, leg.key, self.home)
         return Gather(leg.transport, leg.key)
 
-    def _reduce(self) -> GradientPath:
-        assert self._gather is not None and self._scatter is not None, "connected when the root was decided"
-        comms, leg = self.comms, self._scatter
+    def _reduce_over(self, legs: _Legs) -> GradientPath:
+        comms, leg, hosts = self.comms, legs.scatter, legs.hosts
         gradient_dtype, reduce_dtype = self._dtypes
-        hosts = self._hosts
         if hosts is not None and (comms.hook is not None or comms.reduce_scatter is not None):
             # A hook, and a reduce-scatter of the user's, reduce over all ranks of the shard in one leg.
-            leg, hosts = self._gather, None
+            leg, hosts = legs.gather, None
         # Both legs carry the same dtype.
-        dtype = gradient_dtype if self._copies is None and hosts is None else reduce_dtype
-        divisor = comms.divide_factor or self._divisor_now or self._divisor
+        dtype = gradient_dtype if legs.copies is None and hosts is None else reduce_dtype
+        divisor = comms.divide_factor or self._divisor_now or legs.divisor
         path: GradientPath
         if comms.hook is not None:
             path = HookPath(leg.transport, comms.hook, dtype)
@@ -260,8 +277,8 @@ class Routes:
             path = (SumPath if comms.sums_only else ScatterPath)(leg.transport, leg.key, divisor, dtype)
         if hosts is not None:
             path = SecondScatterPath(path, hosts[0], self.kept, hosts[1].key, gradient_dtype)
-        if self._copies is not None:
-            replicas, key = self._copies
+        if legs.copies is not None:
+            replicas, key = legs.copies
             # A communication hook has divided by the ranks that it knows.
             scale = 1.0 if comms.hook is None else 1.0 / replicas.transport.world_size
             path = AllReducePath(path, replicas, self.kept, key, gradient_dtype, scale=scale)

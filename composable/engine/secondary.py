@@ -76,14 +76,11 @@ class SecondaryShards:
 
     def begin_gather(self, flat: FlatBuffer) -> Pending:
         """Start to gather a buffer from what is there."""
-        path = flat.routes.secondary_path
-        assert path is not None, "connected when the root was decided"
-        return path.begin(flat.allocated(), self._shards[flat])
+        return flat.routes.secondary_path.begin(flat.allocated(), self._shards[flat])
 
     def begin_fill(self, flat: FlatBuffer) -> Pending:
         """Allocate a secondary shard and start to gather it from shards, on the current stream."""
         path = flat.routes.fill_path
-        assert path is not None, "connected when the root was decided"
         if flat not in self._shards:
             with torch.inference_mode(mode=False):
                 numel = flat.shard.numel() * path.transport.world_size
@@ -98,7 +95,6 @@ class SecondaryShards:
             if flat.is_empty:
                 continue
             path = flat.routes.secondary_path
-            assert path is not None, "connected when the root was decided"
             numel = flat.plan.layout.numel // path.transport.world_size
             start = path.transport.rank * numel
             self._shards[flat] = flat.allocated()[start : start + numel].clone()
@@ -119,7 +115,7 @@ class SecondaryShards:
         path = flat.routes.fill_path
         if flat.is_empty:
             return True
-        if path is None or flat not in self._shards or not flat.is_usable:
+        if flat not in self._shards or not flat.is_usable:
             return False
         numel = flat.shard.numel()
         return flat.equals_shard(self._shards[flat][path.transport.rank * numel :][:numel])

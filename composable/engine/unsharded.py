@@ -160,12 +160,12 @@ class DeviceStreams:
                 handle.begin_unshard()
                 handle.finish_gathers()
                 self._full[handle] = self._unshard.record_event()
-            if handle.is_offloaded:
+            if handle.rests_elsewhere:
                 self._copied = self._full[handle]
         except BaseException:
             # Nobody will wait for what was queued, and the shard may be written next.
             self._device.current_stream().wait_stream(self._unshard)
-            if handle.is_offloaded:
+            if handle.rests_elsewhere:
                 self._copied = self._unshard.record_event()
             raise
 

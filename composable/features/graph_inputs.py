@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from composable.dtensor import RaggedDTensor
-from composable.engine import handle_of, notice_local_gradients
-from composable.errors import UsageError, place_of_rank
+from composable.engine import handle_of
+from composable.errors import UsageError, place_of_rank, warn_once
 from composable.ground.names import list_text
 from composable.ground.ownership import claim_of
 from composable.ground.torch_private import replace_body
@@ -41,7 +41,11 @@ def _backward(original: Any, *args: Any, **kwargs: Any) -> Any:
 def _grad(original: Any, *args: Any, **kwargs: Any) -> Any:
     inputs = _listed(kwargs["inputs"] if "inputs" in kwargs else args[1] if len(args) > 1 else ())
     if claim := next(filter(None, map(claim_of, inputs)), None):
-        notice_local_gradients(claim.fqn)
+        warn_once(
+            "torch.autograd.grad of replicated parameters gives the gradients of this rank alone"
+            f"\n  at:  {place_of_rank()}, parameter {claim.fqn!r}"
+            "\n  fix: call backward() and read param.grad; or average them, if those of all ranks are meant"
+        )
     try:
         return original(*args, **kwargs)
     except RuntimeError as error:

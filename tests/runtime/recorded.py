@@ -32,11 +32,11 @@ def put_on_device(root: Root, recorder: Recorder, runtime: Runtime = REAL) -> No
     for handle in root.handles:
         for index, flat in enumerate(handle.buffers):
             name = repr(handle.fqn) if len(handle.buffers) == 1 else f"{handle.fqn!r} [{index}]"
-            if flat.is_offloaded:
+            if flat.rests_elsewhere:
                 recorder.call(flat.shard, f"the shard of {name}")
             routes = flat.routes
             for path in (routes.gather_path, routes.gradient_path, routes.secondary_path, routes.fill_path):
-                if path is not None:
+                if path.transport is not None:
                     path.transport = RecordedTransport(path.transport, recorder, name)
 
 
