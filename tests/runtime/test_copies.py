@@ -167,7 +167,7 @@ def independent() -> None:
     assert own is not state and own.mesh is state.mesh and own.plan == state.plan and own.root is None
     handles = _traversal_utils._get_fsdp_handles(twin)
     assert handles == own._handles and not set(handles) & set(state._handles)
-    assert handles[0].forward_prefetch == (own._module_to_handle[twin.blocks[2]],)
+    assert handles[0].settings.forward_prefetch == (own._module_to_handle[twin.blocks[2]],)
     assert all(fully_shard.member_state(block) is own for block in twin.blocks)
     shards = {
         flat.shard.data_ptr() for one in (model, twin) for h in fully_shard.state(one)._handles for flat in h.buffers
