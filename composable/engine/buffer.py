@@ -139,7 +139,7 @@ class FlatBuffer:
         return self.routes.gather_path.begin(self.allocated(), self.shard)
 
     def allocated(self) -> torch.Tensor:
-        """Return the buffer, with memory."""
+        """Return the buffer [W * S], with memory."""
         buffer = self._buffer
         if buffer is None or self._storage is None:
             buffer = self._make_buffer()
@@ -213,7 +213,7 @@ class FlatBuffer:
 
     @torch.no_grad()
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Do to the shard and the gradients what ``Module._apply`` does to tensors; every parameter is attached."""
+        """Do to the shard [S] and the gradients what ``Module._apply`` does to tensors; every parameter is attached."""
         was_meta = self.shard.is_meta
         shard = fn(self.shard)
         if shard is self.shard:
@@ -275,7 +275,7 @@ class FlatBuffer:
         return torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Say whether a plain tensor lies in the buffer, whose memory is there."""
+        """Say whether a plain tensor of any shape lies in the buffer, whose memory is there."""
         storage = self._storage
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         # Tensors of other classes, or under a transform, have no memory of their own.

@@ -66,7 +66,7 @@ def waits_for_copies(what: str, described: str) -> UsageError:
 
 
 def handle_of(param: torch.Tensor) -> "Handle | None":
-    """Return the handle that manages a parameter, either face of it."""
+    """Return the handle that manages a parameter of any shape, either face of it."""
     mark = getattr(param, "_composable_managed", None)
     return None if mark is None else mark.handle()
 
@@ -251,12 +251,12 @@ class Handle:
 
     @property
     def sharded(self) -> list[torch.Tensor]:
-        """Every sharded parameter."""
+        """Every sharded parameter, ragged and of its full shape."""
         return [param.sharded for param in self.params]
 
     @property
     def waiting(self) -> list[torch.Tensor]:
-        """The sharded parameters with a gradient that waits to be reduced with later ones."""
+        """The sharded parameters, of full shape, with a gradient that waits to be reduced with later ones."""
         return [param.sharded for param in self.params if param.waits]
 
     # What modules hold
@@ -581,7 +581,7 @@ class Handle:
         return all(flat.is_fresh() for flat in self.buffers)
 
     def lies_in_buffer(self, tensor: torch.Tensor) -> bool:
-        """Say whether a plain tensor is a view of the unsharded parameters."""
+        """Say whether a plain tensor, of any shape, is a view of the unsharded parameters."""
         return any(flat.holds(tensor) for flat in self.buffers)
 
     def __repr__(self) -> str:

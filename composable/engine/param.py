@@ -136,22 +136,22 @@ class ShardedParam:
         return self.ragged._local_tensor is self.local
 
     def has_face(self, held: torch.Tensor | None) -> bool:
-        """Say whether ``held`` is the sharded or the unsharded parameter."""
+        """Say whether ``held``, of any shape, is the sharded or the unsharded parameter."""
         return held is not None and (held is self.sharded or held is self.unsharded)
 
     def storage_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what is sharded of a full value, which may be an instance of the parameter's own class."""
+        """Return what is sharded [shape] of a full value, which may be an instance of the parameter's own class."""
         return value.detach() if self.form is None else self.form.storage_of(value)
 
     def block_of_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return what is sharded of a gradient of the leaf, a plain tensor.
+        """Return what is sharded of a gradient of the leaf, a plain tensor [shape].
 
         Where the parameter is split and the gradient placed otherwise, collective over the ranks with the blocks.
         """
         return self.storage_of(grad) if self.is_split else grad
 
     def around_grad(self, block: torch.Tensor) -> torch.Tensor:
-        """Undo ``block_of_grad``."""
+        """Undo ``block_of_grad``: return a gradient of the leaf's own shape and class."""
         return self.form.around(block) if self.form is not None and self.is_split else block
 
     def write_full(self, full: torch.Tensor) -> None:
@@ -159,7 +159,7 @@ class ShardedParam:
         self.local.data.copy_(slice_block(self.storage_of(full), self.layout))
 
     def show(self, local: torch.Tensor) -> None:
-        """Let the sharded parameter, which stays the same object with the same marks, show other memory."""
+        """Let the sharded parameter, the same object with the same marks, show other memory [local_shape]."""
         sharded = self.ragged
         if sharded.device == local.device:
             sharded._local_tensor = local
@@ -186,7 +186,7 @@ class ShardedParam:
 
     @torch.no_grad()
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Do to this parameter alone, and its gradient, what ``Module._apply`` does to tensors."""
+        """Do to this parameter's piece [local_shape], and its gradient, what ``Module._apply`` does to tensors."""
         held, grad = self.ragged._local_tensor, self.sharded.grad
         local = fn(held)
         if local is not held:
@@ -247,7 +247,7 @@ class ShardedParam:
 
     @property
     def ragged(self) -> RaggedDTensor:
-        """The sharded parameter, as what it is."""
+        """The sharded parameter, of full shape, as what it is."""
         assert isinstance(self.sharded, RaggedDTensor)
         return self.sharded
 
@@ -266,7 +266,7 @@ class ShardedParam:
         return self.unsharded
 
     def make_stand_in(self, value: torch.Tensor) -> nn.Parameter:
-        """Return a parameter over ``value``, of the original's class, for modules to hold for a while."""
+        """Return a parameter over ``value`` [shape], of the original's class, for modules to hold for a while."""
         return self.dress(self._parameter(value))
 
     def _parameter(self, value: torch.Tensor) -> nn.Parameter:
@@ -276,7 +276,7 @@ class ShardedParam:
         return self.form.parameter_around(value, requires_grad=requires_grad)
 
     def dress(self, stand_in: nn.Parameter) -> nn.Parameter:
-        """Give a parameter that modules hold for a while what it is known by, and return it."""
+        """Give a parameter of full shape, which modules hold for a while, what it is known by, and return it."""
         if self.form is None or self.form.kind != "bytes":  # whose state is there already
             _copy_marks(self.sharded, stand_in)
         stand_in._composable_managed = self.sharded._composable_managed  # type: ignore[attr-defined]  # the handle's
@@ -285,11 +285,11 @@ class ShardedParam:
         return stand_in
 
     def is_placed(self, param: nn.Parameter) -> bool:
-        """Say whether every owner holds ``param``."""
+        """Say whether every owner holds ``param``, of full shape."""
         return all(module._parameters.get(name) is param for module, name in self.owners)
 
     def leaf(self) -> nn.Parameter:
-        """Return the unsharded parameter; its handle has been unsharded before."""
+        """Return the unsharded parameter, of full shape; its handle has been unsharded before."""
         assert self.unsharded is not None, f"{self.fqn} was never unsharded"
         return self.unsharded
 
@@ -298,7 +298,7 @@ class ShardedParam:
         return RaggedDTensor.wrap(local if self._is_flat else local.view(self.local_shape), self.grad_spec)
 
     def empty_grad(self) -> RaggedDTensor:
-        """Return the gradient of a parameter of which this rank owns nothing, always the same one."""
+        """Return the gradient, of full shape, of a parameter of which this rank owns nothing, always the same one."""
         if self._empty_grad is None:
             self._empty_grad = RaggedDTensor.wrap(
                 torch.empty(self.local_shape, dtype=self.grad_spec.dtype, device=self.sharded.device), self.grad_spec
@@ -348,7 +348,7 @@ class ShardedParam:
     # Hooks of users on the gradient.
 
     def run_hooks(self, grad: RaggedDTensor) -> RaggedDTensor:
-        """Return what the functions of ``register_hook`` make of a gradient."""
+        """Return what the functions of ``register_hook`` make of a gradient of full shape."""
         for hook in list((self.sharded._backward_hooks or {}).values()):
             changed = hook(grad)
             if changed is None:
@@ -369,7 +369,7 @@ class ShardedParam:
             hook(self.sharded)
 
     def copied(self, shard: torch.Tensor, memo: dict[int, Any]) -> "ShardedParam":
-        """Return a deep copy over ``shard``, with the gradient; its owners are still this one's.
+        """Return a deep copy over ``shard`` [S], with the gradient; its owners are still this one's.
 
         From then on ``memo`` gives the copy's sharded parameter for both faces of this one.
         """
@@ -402,7 +402,7 @@ class ShardedParam:
         return plain
 
     def place(self, param: nn.Parameter) -> None:
-        """Make every owner hold ``param``."""
+        """Make every owner hold ``param``, of full shape."""
         for module, name in self.owners:
             if has_own_setattr(module):
                 setattr(module, name, param)

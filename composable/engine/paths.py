@@ -61,15 +61,15 @@ class RestingPlace:
         return RestingPlace(torch.device("cpu"), is_elsewhere=True, pins=pins)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return new memory there, with undefined content."""
+        """Return new memory [numel] there, with undefined content."""
         return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.pins)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return new memory there, zero."""
+        """Return new memory [numel] there, zero."""
         return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pins)
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor``, or its values in page-locked memory if it lies here and has to be in such."""
+        """Return ``tensor``, of any shape, or its values in page-locked memory if it lies here and has to be in such."""
         if not self.pins or tensor.device.type != self.device.type or tensor.is_pinned():
             return tensor
         return tensor.pin_memory()

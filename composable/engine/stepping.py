@@ -74,12 +74,12 @@ class _Mark:
 
 
 def mark_stepped(param: nn.Parameter, stepper: object) -> None:
-    """Note that ``stepper`` steps ``param`` inside backward."""
+    """Note that ``stepper`` steps ``param``, of any shape, inside backward."""
     setattr(param, _MARK, _Mark(stepper, id(param)))
 
 
 def unmark_stepped(params: Iterable[nn.Parameter]) -> None:
-    """Undo ``mark_stepped``."""
+    """Undo ``mark_stepped`` for parameters of any shapes."""
     for param in params:
         vars(param).pop(_MARK, None)
 
@@ -91,7 +91,7 @@ def stepper_of(param: object) -> object | None:
 
 
 def steps_alone(param: torch.Tensor) -> bool:
-    """Say whether what steps ``param`` inside backward needs no other rank for it, also where it is sharded."""
+    """Say whether what steps ``param`` [full shape] in backward needs no other rank for it, also where it is sharded."""
     optimizers = [*getattr(param, _OF_TORCH, ())]
     stepper = stepper_of(param)
     if stepper is not None:
@@ -100,12 +100,12 @@ def steps_alone(param: torch.Tensor) -> bool:
 
 
 def has_torch_optimizer(param: torch.Tensor) -> bool:
-    """Say whether ``_apply_optimizer_in_backward`` of torch was called for ``param``."""
+    """Say whether ``_apply_optimizer_in_backward`` of torch was called for ``param``, of any shape."""
     return bool(getattr(param, _OF_TORCH, None))
 
 
 def forget_torch_hooks(params: Iterable[torch.Tensor]) -> bool:
-    """Remove the hooks of ``_apply_optimizer_in_backward`` from ``params``; returns whether any had one."""
+    """Remove ``_apply_optimizer_in_backward``'s hooks from ``params`` of any shapes; returns whether any had one."""
     known = optimizers_in_backward()
     found = False
     for param in params if known else ():
@@ -118,12 +118,12 @@ def forget_torch_hooks(params: Iterable[torch.Tensor]) -> bool:
 
 
 def has_stepped(param: torch.Tensor) -> bool:
-    """Say whether such an optimizer of ``param`` has a state, which belongs to the tensor as it is."""
+    """Say whether such an optimizer of ``param`` has a state, which belongs to the tensor of this shape."""
     return any(optimizer.state for optimizer in getattr(param, _OF_TORCH, ()))
 
 
 def give_torch_optimizers(old: nn.Parameter, new: nn.Parameter) -> bool:
-    """Let the optimizers of ``old``, which have not stepped, step ``new``; returns whether there are any."""
+    """Let the optimizers of ``old``, which have not stepped, step ``new`` [same shape]; returns whether there are any."""
     if not has_torch_optimizer(old):
         return False
     forget_torch_hooks([old])
@@ -137,7 +137,7 @@ def give_torch_optimizers(old: nn.Parameter, new: nn.Parameter) -> bool:
 
 
 def step_torch_optimizers(params: Sequence[nn.Parameter]) -> None:
-    """Step each parameter by the optimizers that ``_apply_optimizer_in_backward`` gave it."""
+    """Step each parameter, of any shape, by the optimizers that ``_apply_optimizer_in_backward`` gave it."""
     for param in params:
         optimizers = getattr(param, _OF_TORCH, ())
         for optimizer in optimizers:

@@ -44,7 +44,7 @@ class MarkedMemory(TorchDispatchMode):
 
 
 def mark_unfilled(tensor: torch.Tensor) -> None:
-    """Overwrite a tensor with the mark; nothing happens on the meta device, and to tensors that are not dense."""
+    """Overwrite a tensor of any shape with the mark; nothing happens on the meta device, and to what is not dense."""
     if not _has_plain_memory(tensor):
         return
     if tensor.is_contiguous():
@@ -56,7 +56,7 @@ def mark_unfilled(tensor: torch.Tensor) -> None:
 
 
 def is_unfilled(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor still holds the mark and nothing else."""
+    """Say whether a tensor of any shape and dtype still holds the mark and nothing else."""
     if not _has_plain_memory(tensor):
         return False
     found = _as_bytes(tensor.detach().contiguous())

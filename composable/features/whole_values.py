@@ -20,7 +20,7 @@ __all__ = ["by_grid", "collect_at", "collect_whole", "copy_to_replicas", "spread
 
 
 def by_grid(tensors: Iterable[RaggedDTensor]) -> list[tuple[Grid, list[RaggedDTensor]]]:
-    """Return ``tensors`` in groups of those that one annotation's ranks share; what has no handle has no copies."""
+    """Return ``tensors``, of any shapes, in groups of those that one annotation's ranks share; else without copies."""
     found: dict[Ranks, tuple[Grid, list[RaggedDTensor]]] = {}
     for tensor in tensors:
         handle, ranks = handle_of(tensor), tensor._spec.layout.ranks
@@ -32,7 +32,7 @@ def by_grid(tensors: Iterable[RaggedDTensor]) -> list[tuple[Grid, list[RaggedDTe
 def collect_at(
     tensors: Sequence[RaggedDTensor], grid: Grid, taker: int | None, **options: Any
 ) -> list[torch.Tensor] | None:
-    """Return the blocks of ``tensors`` on one rank, or on every rank; others get ``None``. Collective.
+    """Return the blocks of ``tensors``, in full shape, on one rank or every rank; others get ``None``. Collective.
 
     Args:
         tensors: Of one shard group.
@@ -50,7 +50,7 @@ def collect_at(
 def spread_from(
     tensors: Sequence[RaggedDTensor], grid: Grid, giver: int, values: Callable[[int], torch.Tensor] | None
 ) -> None:
-    """Overwrite every rank's pieces with blocks that only one rank has. Collective.
+    """Overwrite every rank's pieces with blocks, in full shape, that only one rank has. Collective.
 
     Args:
         tensors: Of one shard group.
@@ -65,7 +65,7 @@ def spread_from(
 
 
 def copy_to_replicas(pieces: Sequence[torch.Tensor], grid: Grid, giver: int) -> None:
-    """Overwrite ``pieces`` on the ranks that hold copies by those of the copy that the rank ``giver`` is in."""
+    """Overwrite ``pieces``, of any shapes, on ranks that hold copies by those of the copy that ``giver`` is in."""
     replicas = grid.replicas
     if replicas is None:
         return

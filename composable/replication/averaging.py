@@ -163,7 +163,7 @@ class GradientAverager:
             self.round.follow()
 
     def arrivals(self) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Yield what each parameter must call once its ``grad`` has this backward's gradient in it."""
+        """Yield what each parameter calls with itself, of any shape, once its ``grad`` has this backward's gradient."""
         delay = self.options.delay
         for index in range(len(self.params)):
             arrive = self._make_arrival(index)
@@ -430,7 +430,7 @@ class GradientAverager:
             bucket.release()
 
     def step(self, params: Sequence[nn.Parameter]) -> None:
-        """Let the steppers step those of ``params`` that have a gradient."""
+        """Let the steppers step those of ``params``, of any shapes, that have a gradient."""
         complete = [param for param in params if param.grad is not None] if self.steppers else []
         for step in self.steppers:
             step(complete)

@@ -122,7 +122,7 @@ class Bucket:
         return self._hook_buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let ``buffer`` return another tensor for the rest of this round."""
+        """Let ``buffer`` return another tensor [numel], of any dtype, for the rest of this round."""
         self._hook_buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
@@ -133,7 +133,7 @@ class Bucket:
         return [_view_for(self._hook_buffer, start, local_of(param)) for start, param in starts_of_params]
 
     def parameters(self) -> list[torch.Tensor]:
-        """Return the parameters, in the order of ``gradients``."""
+        """Return the parameters, of any shapes, in the order of ``gradients``."""
         return list(self._params)
 
     def is_last(self) -> bool:

@@ -24,7 +24,7 @@ __all__ = ["FORMS", "join_all_reduces", "traced_arrival"]
 
 
 def traced_arrival(find_reducer: Callable[[], Any], fqn: str) -> Callable[[torch.Tensor], None]:
-    """Return what a graph does once the ``grad`` of a parameter has this backward's gradient in it.
+    """Return what a graph does once the ``grad`` of a parameter, of any shape, has this backward's gradient.
 
     The compiler makes another graph where one of the reducer's attributes that are read here changes.
     """

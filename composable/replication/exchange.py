@@ -292,14 +292,14 @@ class BucketExchange:
         return report, used
 
     def wait_for_zeros(self) -> torch.Tensor:
-        """Wait for all buckets of a backward that was stopped; returns what the ranks said."""
+        """Wait for all buckets of a backward that was stopped; returns what the ranks said [flags]."""
         self.finish()
         self.sparse.average(self.scale, is_stopped=True)
         return self.flags.clone()
 
     @property
     def flags(self) -> torch.Tensor:
-        """What the ranks said with the last bucket."""
+        """What the ranks said with the last bucket [flags], in its dtype."""
         return self.arrangement.buckets[-1].tail
 
     def went_well(self, values: Sequence[float]) -> bool:

@@ -136,7 +136,7 @@ def choose_device(device_ids: object, device_id: object) -> torch.device | None:
 
 
 def check_device_of(params: Sequence[tuple[str, torch.Tensor]], device: torch.device) -> None:
-    """Raise unless ``params``, by FQN, are on ``device``.
+    """Raise unless ``params``, by FQN and of any shapes, are on ``device``.
 
     Raises:
         ConfigError: One is elsewhere.
@@ -153,7 +153,7 @@ def check_device_of(params: Sequence[tuple[str, torch.Tensor]], device: torch.de
 def choose_delay(
     named: object, trigger: object, params: Sequence[tuple[str, nn.Parameter]]
 ) -> tuple[tuple[str, ...], str] | None:
-    """Return the FQNs of parameters whose gradients wait for that of another one, and its; ``None``: none do.
+    """Return the FQNs of parameters, of any shapes, whose gradients wait for another one's, and its; ``None``: none do.
 
     Args:
         named: ``delay_all_reduce_named_params``: (name, parameter) pairs.

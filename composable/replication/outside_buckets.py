@@ -168,7 +168,7 @@ class _Packed:
 def broadcast_tensors(
     tensors: Sequence[torch.Tensor], transport: Transport, device: torch.device, source_rank: int = 0
 ) -> None:
-    """Overwrite ``tensors`` with those of one rank, holding few bytes at a time. Collective."""
+    """Overwrite ``tensors``, of any shapes and dtypes, with those of one rank, a few bytes at a time. Collective."""
     if transport.world_size == 1:
         return
     key = transport.allocate_key()

@@ -139,7 +139,7 @@ class FlagBlock:
         return any(values[self._numel : self._numel + self._world_size])
 
     def read(self, block: torch.Tensor) -> Report | None:
-        """Return what the ranks say, if one complains or ran the modules another number of times.
+        """Return what the ranks say in ``block`` [numel], if one complains or ran the modules another number of times.
 
         On a device other than the CPU, where reading would stop this thread until the device is
         idle, return that of the round before, if any.

@@ -50,12 +50,12 @@ _Buffers = dict[str, torch.Tensor | None]
 
 @torch.no_grad()
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``tensor``, with its memory; of a plain one, itself."""
+    """Return this rank's part of ``tensor``, of any shape, with its memory; of a plain one, itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradient(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a gradient, split as ``param`` is.
+    """Return this rank's part of a gradient of the shape of ``param``, split as that is.
 
     Collective over the ranks of the parameter's own mesh, where the gradient is split in another way, such as a sum
     that is still to be taken.
@@ -66,7 +66,7 @@ def local_gradient(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def wrapped_like(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return ``local`` as a tensor that is split as ``param`` is, on the same memory; of a plain one, itself."""
+    """Return ``local`` as a tensor of the shape of ``param``, split as that is, on the same memory; else itself."""
     if not isinstance(param, DTensor):
         return local
     return DTensor.from_local(
@@ -310,7 +310,7 @@ def find_tensors(
 
 
 def unmanaged_params(modules: Sequence[nn.Module], ignored: Ignored) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (FQN, parameter) for what ``modules`` hold now and no annotation manages."""
+    """Yield (FQN, parameter of any shape) for what ``modules`` hold now and no annotation manages."""
     left = ignored.ids(modules)
     for path, visited, _ in _own_modules(modules, ignored.modules):
         for name, param in () if is_left_alone(visited) else visited._parameters.items():
