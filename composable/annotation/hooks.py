@@ -163,8 +163,7 @@ class _CastingHooks(_ModuleHooks):
         if self._shows_full(module):
             return changed
         state = self._state
-        root = state.root
-        assert root is not None, "the call above decided it"
+        root = state.lazy_init()  # Decided above.
         is_root = root.state is state and module in state.modules
         dtype = state.plan.mp_policy.casts_inputs(is_root=is_root)
         if dtype is not None:

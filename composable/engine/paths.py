@@ -69,7 +69,7 @@ class RestingPlace:
         return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pins)
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor``, of any shape, or its values in page-locked memory if it lies here and has to be in such."""
+        """Return ``tensor``, of any shape, or its values in page-locked memory if it lies here and has to."""
         if not self.pins or tensor.device.type != self.device.type or tensor.is_pinned():
             return tensor
         return tensor.pin_memory()
@@ -374,9 +374,9 @@ class AllReducePath(Around):
 
         def keep() -> None:
             shard = first()
-            assert shard is not None, "nothing below keeps it"
-            # The path of the next reduction may be another one.
-            self.kept.add(shard if self._scale == 1.0 else shard.mul_(self._scale))
+            if shard is not None:
+                # The path of the next reduction may be another one.
+                self.kept.add(shard if self._scale == 1.0 else shard.mul_(self._scale))
 
         return keep
 

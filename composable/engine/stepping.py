@@ -91,7 +91,7 @@ def stepper_of(param: object) -> object | None:
 
 
 def steps_alone(param: torch.Tensor) -> bool:
-    """Say whether what steps ``param`` [full shape] in backward needs no other rank for it, also where it is sharded."""
+    """Say whether what steps ``param`` [full shape] in backward needs no other rank, also where it is sharded."""
     optimizers = [*getattr(param, _OF_TORCH, ())]
     stepper = stepper_of(param)
     if stepper is not None:
@@ -123,7 +123,7 @@ def has_stepped(param: torch.Tensor) -> bool:
 
 
 def give_torch_optimizers(old: nn.Parameter, new: nn.Parameter) -> bool:
-    """Let the optimizers of ``old``, which have not stepped, step ``new`` [same shape]; returns whether there are any."""
+    """Let the optimizers of ``old``, which have not stepped, step ``new`` [same shape]; say whether there are any."""
     if not has_torch_optimizer(old):
         return False
     forget_torch_hooks([old])

@@ -141,7 +141,7 @@ class ClassGatheredBuffer(FlatBuffer):
                 storage.resize_(nbytes)
 
     def complete(self, instance: Any, metadata: Any, landing: torch.Tensor) -> None:
-        """Let the class make or fill the unsharded parameter [full shape]; what was gathered has arrived in ``landing``."""
+        """Let the class make or fill the unsharded parameter [full shape]; what was gathered is in ``landing``."""
         param, outputs = self.params[0], self._outputs
         assert self._sizes is not None, "begun"
         with torch.inference_mode(mode=False), torch.no_grad():

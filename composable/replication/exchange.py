@@ -7,6 +7,7 @@ wait in torch.distributed in a call from here is one in code of the user's.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,7 +156,7 @@ class BucketExchange:
             self._stopwatch.mark("sent")
         if self.notes.checks:
             self.notes.before_send(bucket)
-        start = self._start if self.hook is None else self._start_hook
+        start = self._start if self.hook is None else partial(self._start_hook, self.hook)
         if autograd_profiler._is_profiler_enabled:
             in_region("reduce", f"bucket {bucket.index() + 1}", start, bucket)
         else:
@@ -168,10 +169,9 @@ class BucketExchange:
         if self.transport.world_size > 1:
             self._pendings.append(self.transport.begin_all_reduce(bucket.flat, bucket.key))
 
-    def _start_hook(self, bucket: Bucket) -> None:
+    def _start_hook(self, hook: Registration, bucket: Bucket) -> None:
         """Let the hook reduce ``bucket``; it leaves the flags alone, which travel by themselves."""
-        hook, is_on_host = self.hook, bucket.flat.device.type == "cpu"
-        assert hook is not None, "who calls has looked"
+        is_on_host = bucket.flat.device.type == "cpu"
         if is_on_host:
             # Hooks such as PowerSGD start collectives when others complete. Two buckets in flight
             # would start theirs in any order; on an accelerator the order of its stream holds.
