@@ -160,7 +160,7 @@ class Gradients:
 
     def make_buffer(self) -> GradientBuffer:
         """Allocate what ``take`` fills, on the current stream."""
-        return self.shape.lay_out(self._routes.gradient_path.transport.empty(self.shape.numel, self._like))
+        return self.shape.lay_out(self._routes.scatter_transport.empty(self.shape.numel, self._like))
 
     def sum_in_reduce_dtype(self, *, sums: bool) -> None:
         """Choose whether autograd adds up gradients in the dtype of the reduction, as it does those that wait.

@@ -88,6 +88,7 @@ class Routes:
         fill_path: How shards become secondary shards, where these are not left by forward.
         secondary_path: How the secondary shards of a smaller group become the whole buffer.
         gradient_path: How the gradients become this rank's shard of their mean.
+        scatter_transport: What reduce-scatters go through; known with the root.
         comms: What the user chose.
         kept: What waits for its all-reduce over copies.
     """
@@ -113,6 +114,7 @@ class Routes:
         self._dtypes = gradient_dtype, reduce_dtype
         self._fqn = fqn
         self._casts_params = casts_params
+        self.scatter_transport: Transport
         self._divisor_now = 0
         self._legs: _Legs | None = None
 
@@ -249,6 +251,7 @@ class Routes:
         if legs.hosts is not None:
             self.fill_path = self._gather_over(legs.hosts[1], casts=casts)
         self.gradient_path = self._reduce_over(legs)
+        self.scatter_transport = legs.scatter.transport
         # Last: what was cut short is done again.
         self._legs = legs
 
