@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from composable.replication import Reducer, ReplicateState
 __all__ = [
     "CommHookHandle",
     "DefaultState",
+    "HookArgument",
     "LowPrecisionState",
     "ReducingUnit",
     "allreduce_hook",
@@ -49,6 +50,7 @@ _Hook: TypeAlias = Callable[..., Any]
 # What has gradients to reduce.
 ReducingUnit: TypeAlias = Handle | Reducer
 
+_BUCKET: Any = dist.GradBucket  # type: ignore[attr-defined]  # of C++
 _HOOKS_OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
@@ -182,8 +184,7 @@ def _check_hook(hook: object) -> None:
         return
     for inner in inspect.getclosurevars(hook).nonlocals.values():
         _check_hook(inner)
-        signature = _signature_of(inner)
-        if signature is not None and not _is_of_ddp(signature):
+        if _signature_of(inner) is not None and _argument_of(inner) is not _BUCKET:
             name = getattr(inner, "__qualname__", type(inner).__name__)
             raise ConfigError(
                 f"{hook.__qualname__.partition('.')[0]} of torch got a hook of gradients, {name}",
@@ -191,18 +192,69 @@ def _check_hook(hook: object) -> None:
             )
 
 
-def _takes_arguments(signature: inspect.Signature, count: int) -> bool:
-    """Say whether what has ``signature`` can be called with so many arguments."""
+class HookArgument(Protocol):
+    """A type of hooks: the class of what they take in place of gradients.
+
+    A hook declares its type by the annotation of its second argument: ``torch.Tensor`` for gradients,
+    ``dist.GradBucket`` for the buckets of ``DistributedDataParallel``, or a class with this method.
+    """
+
+    @staticmethod
+    def call_hook(hook: HookFunction, state: Any, grad: torch.Tensor, output: torch.Tensor | None) -> object:
+        """Let ``hook`` reduce gradients, as ``register_comm_hook`` asks of hooks of gradients.
+
+        Shapes: ``grad`` [W * S], ``output`` [S]; without one ``grad`` [N] is averaged in place. Both of the dtype of
+        the reduction.
+        """
+        ...
+
+
+class _OfGradients:
+    """A hook of another type, as one of gradients. An object, so that it is copied with what it calls."""
+
+    def __init__(self, hook: HookFunction, argument: type[HookArgument]) -> None:
+        self.__qualname__ = str(getattr(hook, "__qualname__", type(hook).__qualname__))
+        self.__module__ = str(getattr(hook, "__module__", ""))
+        self._hook = hook
+        self._argument = argument
+
+    def __call__(self, state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> object:
+        return self._argument.call_hook(self._hook, state, grad, output)
+
+
+def _argument_of(hook: object) -> Any:
+    """Return the class of what a hook takes beside its state, as it declares it, or the name of the argument does.
+
+    Hooks that say nothing, as many of ``DistributedDataParallel`` do: those that take no output take a bucket.
+    """
+    signature = _signature_of(hook)
+    second = [*signature.parameters.values()][1:2] if signature is not None else []
+    declared = second[0].annotation if second else None
+    if isinstance(declared, str):
+        with suppress(Exception):  # whatever evaluating the annotations of others raises
+            declared = get_type_hints(hook)[second[0].name]
+    if declared in (torch.Tensor, _BUCKET) or callable(getattr(declared, "call_hook", None)):
+        return declared
+    if second and second[0].name in ("grad", "bucket"):
+        return torch.Tensor if second[0].name == "grad" else _BUCKET
+    return torch.Tensor if _takes_arguments(hook, 3) else _BUCKET
+
+
+def _as_hook_of_gradients(hook: HookFunction) -> HookFunction:
+    """Return a hook that takes gradients, or a bucket: those of other types are called by their type."""
+    argument = _argument_of(hook)
+    return _OfGradients(hook, argument) if hasattr(argument, "call_hook") else hook
+
+
+def _takes_arguments(hook: object, count: int) -> bool:
+    """Say whether ``hook`` can be called with so many arguments, as far as is known."""
+    signature = _signature_of(hook)
+    if signature is None:
+        return True
     with suppress(TypeError):
         signature.bind(*[None] * count)
         return True
     return False
-
-
-def _is_of_ddp(signature: inspect.Signature) -> bool:
-    """Say whether a hook of two arguments or three is one of ``DistributedDataParallel``."""
-    second = list(signature.parameters)[1:2]
-    return second == ["bucket"] or (not _takes_arguments(signature, 3) and second != ["grad"])
 
 
 def _signature_of(hook: object) -> inspect.Signature | None:
@@ -228,18 +280,19 @@ def _wrapped(hook: _Hook, dtype: torch.dtype) -> _Hook:
     if not callable(hook):
         raise ConfigError(f"hook is {described(hook)}", at=place_of_rank(), fix="pass a communication hook")
     name = str(getattr(hook, "__qualname__", type(hook).__name__))
-    signature = _signature_of(hook)
-    if signature is not None and _takes_arguments(signature, 2) and _is_of_ddp(signature):
+    if _argument_of(hook) is _BUCKET:
         raise ConfigError(
             f"{name} takes a bucket, as hooks of DistributedDataParallel do, and the wrapper gives gradients",
             at=place_of_rank(),
             fix="wrap it by torch's wrapper in ddp_comm_hooks.default_hooks; if it takes gradients, call them grad",
         )
 
+    called = _as_hook_of_gradients(hook)
+
     # A copy of it in place of a closure would not be told apart from others when ranks compare.
     @functools.wraps(hook)
     def compress(state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> Any:
-        return _compress(hook, dtype, None, state, grad, output)
+        return _compress(called, dtype, None, state, grad, output)
 
     compress.__qualname__ = f"{str(dtype)[6:]} around {name}"
     del compress.__wrapped__  # The signature is this one.
@@ -328,9 +381,10 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
         hook: ``hook(state, grad, output)`` gets the gradients of a flat buffer [W * S], as this rank has them, and
             fills ``output`` [S] with this rank's slice of their mean. Replicated modules call ``hook(state, grad)``,
             which averages in place. On replicated modules alone, ``hook(state, bucket)`` is a hook for
-            ``DistributedDataParallel``; two arguments of which the second is called ``grad`` are one of gradients.
-            Ranks call hooks in the same order. When a hook returns, its result is there, or queued on the current
-            stream of the device.
+            ``DistributedDataParallel``. The annotation of the second argument says which (``HookArgument``), else its
+            name, ``grad`` or ``bucket``; of hooks that say nothing, those of two arguments take a bucket. Ranks call
+            hooks in the same order. When a hook returns, its result is there, or queued on the current stream of the
+            device.
 
     Returns:
         What takes it off again.
@@ -354,7 +408,8 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
         failure: ComposableError | None = None
         one: Registration | None = None
         try:
-            one = Registration(module, state, hook, takes_bucket=_takes_bucket(hook, units))
+            called = _as_hook_of_gradients(hook)
+            one = Registration(module, state, called, takes_bucket=_takes_bucket(called, units))
             _check_hook(hook)
             _check_state(hook, state)
             _check_free(module, state, units)
@@ -457,9 +512,10 @@ def _takes_bucket(hook: object, units: Mapping[ReducingUnit, Ranks]) -> bool:
         raise ConfigError(
             f"hook is {described(hook)}, whose arguments are not known", fix="pass a function of Python"
         ) from None
+    argument = _argument_of(hook)
     # torch's hook that quantises by channels has a third argument, which is no output.
-    has_output = _takes_arguments(signature, 3) and not _is_of_ddp(signature)
-    has_none = _takes_arguments(signature, 2)
+    has_output = argument is not _BUCKET and _takes_arguments(hook, 3)
+    has_none = _takes_arguments(hook, 2)
     if not (has_output or has_none):
         raise ConfigError(
             f"the hook cannot be called with a state and gradients: its arguments are {signature}",
@@ -467,7 +523,7 @@ def _takes_bucket(hook: object, units: Mapping[ReducingUnit, Ranks]) -> bool:
         )
     sharded = [unit for unit in units if isinstance(unit, Handle)]
     if sharded and not has_output:
-        second = "a bucket" if _is_of_ddp(signature) else "gradients"
+        second = "a bucket" if argument is _BUCKET else "gradients"
         raise ConfigError(
             f"the hook takes a state and {second} only, and a sharded module keeps no whole gradients: "
             "it needs a place for this rank's slice",
@@ -481,12 +537,12 @@ def _takes_bucket(hook: object, units: Mapping[ReducingUnit, Ranks]) -> bool:
         )
     returned = signature.return_annotation
     # What is no class, such as Future[torch.Tensor] or a string, says too little.
-    if _is_of_ddp(signature) and returned in (int, float, bool, str, torch.Tensor, None):
+    if argument is _BUCKET and returned in (int, float, bool, str, torch.Tensor, None):
         raise ConfigError(
             f"the hook is annotated to return {getattr(returned, '__name__', returned)}, and a bucket needs a future",
             fix="return a torch.futures.Future[torch.Tensor] of the averages, and annotate it so or not at all",
         )
-    return _is_of_ddp(signature)
+    return argument is _BUCKET
 
 
 def _agree(

@@ -94,7 +94,7 @@ class HandleOptions:
         shard_as_bytes: Classes of quantised, frozen parameters, with packed storage and state beside it: the storage is
             sharded and gathered bit by bit, the state stays whole on every rank, which has to have the same one.
             Classes that define ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` need not be named; see
-            docs/subclasses.md.
+            docs/cuts.md.
         transport: ``auto``, ``process_group`` or ``point_to_point``.
         follows_parent: Gather, free and reduce the module with the fully sharded module around it, whether it is
             called or not: ranks may call it or leave it out, and call several in any order. ``None``: where it is
@@ -141,7 +141,7 @@ def fully_shard(
     ``module.parameters()`` are ``RaggedDTensor``s of the full shape that hold this rank's
     piece, and only forward and backward see whole parameters. Each rank keeps its piece of
     its own values: seed all ranks alike, load afterwards, or use ``sync_module_states``.
-    The module may be on the meta device, and get its values now or later; see docs/meta_init.md.
+    The module may be on the meta device, and get its values now or later; see docs/memory.md.
 
     Collective with ``param_init_fn``, ``sync_module_states`` or a mesh of two dims: all ranks of the mesh, and those
     that have other blocks of parameters that tensor parallelism has split. Without them it does not communicate.
@@ -172,7 +172,7 @@ def fully_shard(
             backward gathers from n consecutive ranks, say those of a host; 1 is as ``False``, all are as ``True``.
         mp_policy: Dtypes of computation and reduction, also as torch's own policies.
         offload_policy: ``CPUOffloadPolicy()``: shards, gradients and optimizer state rest in host memory, and the
-            device holds what is unsharded only; also as torch's own policies. See docs/offload.md.
+            device holds what is unsharded only; also as torch's own policies. See docs/memory.md.
         ignored_params: Parameters to leave alone. One list may serve several calls: what is elsewhere is not looked
             at, and the plan names what is ignored.
         ignored_modules: Modules to leave alone with all below them; the same.

@@ -1,4 +1,4 @@
-"""Everything that importing this package changes in torch, in one function; docs/importing.md tells users."""
+"""Everything that importing this package changes in torch, in one function; docs/torch.md tells users."""
 
 from composable.dtensor import register_ragged, teach_torch
 from composable.optim import check_every_step

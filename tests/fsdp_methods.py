@@ -1,4 +1,4 @@
-"""The table of ``docs/fsdp_module.md``: what torch's ``FSDPModule`` has, and what it does here.
+"""The table of ``docs/from_fsdp2.md``: what torch's ``FSDPModule`` has, and what it does here.
 
     python -m tests.fsdp_methods    # writes it anew
 
@@ -14,7 +14,7 @@ from composable import FSDPModule
 
 __all__ = ["FUNCTIONS", "METHODS", "PAGE", "with_table"]
 
-PAGE = Path(__file__).parent.parent / "docs" / "fsdp_module.md"
+PAGE = Path(__file__).parent.parent / "docs" / "from_fsdp2.md"
 EARLY = "2.13 or before"
 BEGIN, END = "<!-- begin: written by `python -m tests.fsdp_methods` -->", "<!-- end -->"
 

@@ -21,7 +21,7 @@ EDGES: dict[str, set[str]] = {
     "policies": BASE,
     "comm": BASE,
     "_traversal_utils": {"ground"},
-    "planning": BASE | {"policies"},
+    "planning": BASE | {"policies", "comm"},  # which transports there are, and what they say of themselves
     "dtensor": BASE | {"planning", "comm"},
     "engine": BASE | {"planning", "comm", "dtensor"},
     "features": BASE | {"planning", "comm", "dtensor", "engine"},
@@ -423,12 +423,18 @@ def test_no_file_asks_a_collective_for_its_result() -> None:
         "import composable",
         "def late():\n    from composable.annotation import Root",
         "if TYPE_CHECKING:\n    from composable.dtensor import RaggedDTensor",
-        "from composable.comm import Ranks",
+        "from composable.replication import Reducer",
         "from composable.engine.handle import Handle",
     ],
 )
 def test_a_forbidden_edge_is_seen(source: str) -> None:
     assert forbidden_edges("composable.planning.layout", ast.parse(source))
+
+
+def test_planning_asks_comm_which_transports_there_are_and_nothing_else() -> None:
+    files = [tree for name, tree in TREES.items() if room_of(name) == "planning"]
+    found = [one for tree in files for one in find_imports(tree) if own_files(one) and room_of(one.module) == "comm"]
+    assert {name for one in found for name in one.names} == {"transport_class"}
 
 
 def test_reaching_past_the_face_of_a_folder_is_seen() -> None:

@@ -51,7 +51,9 @@ def anchors_of(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("name", [*PAGES, "README.md", "CHANGELOG.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "name", [*PAGES, "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "examples/clients/README.md"]
+)
 def test_the_links_of_a_page_lead_somewhere(name: str) -> None:
     text = re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.DOTALL)
     dead = []
@@ -110,30 +112,40 @@ def run_blocks(sources: list[str]) -> tuple[list[str], list[str]]:
 
 # Pages whose code runs on two ranks, as one program a page.
 PROGRAMS = [
-    "activation_checkpointing",
+    "checkpoints",
     "cluster",
     "comm_hooks",
     "cuts",
     "experts",
     "from_fsdp1",
     "from_fsdp2",
-    "hybrid",
-    "importing",
     "life_of_a_parameter",
+    "memory",
+    "meshes",
     "mixed_precision",
-    "offload",
+    "optimizers",
     "plan",
+    "ragged",
     "recipes",
     "replicate",
+    "torch",
     "trainers",
     "uneven_inputs",
-    "tensor_parallel",
 ]
-ON_FOUR_RANKS = ("experts", "hybrid", "tensor_parallel")
+ON_FOUR_RANKS = ("experts", "meshes")
 # What a page shows in small is logged, once in a process; nothing else is.
-LOGGED = {"mixed_precision": "the whole model is one handle", "offload": "nothing is to be offloaded"}
+LOGGED = {
+    "memory": ("nothing is to be offloaded",),
+    "mixed_precision": ("the whole model is one handle",),
+    "uneven_inputs": ("the whole model is one handle",),
+}
 # On a busy machine ranks wait for each other.
 SLOW = "a rank has waited long for others"
+
+
+def test_all_code_that_is_shown_is_run() -> None:
+    shown = {Path(page).stem for page in PAGES if blocks_of(page)}
+    assert shown == {*PROGRAMS, "testing"}  # that one in a test of its own
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -141,7 +153,8 @@ def test_the_code_of_a_page_runs_on_some_ranks_and_prints_what_follows_it(name: 
     blocks = blocks_of(f"docs/{name}.md")
     printed, logged = run_ranks(run_blocks, 4 if name in ON_FOUR_RANKS else 2, [source for source, _ in blocks])[0]
     assert printed == [expected for _, expected in blocks]
-    assert [line for line in logged if not line.startswith((SLOW, LOGGED.get(name, SLOW)))] == []
+    shown = LOGGED.get(name, ())
+    assert [line for line in logged if not line.startswith((SLOW, *shown))] == []
 
 
 # -- what importing changes
@@ -213,7 +226,7 @@ def run_python(source: str, *values: object) -> Any:
 
 
 def test_the_page_on_importing_names_everything_that_it_changes_in_torch() -> None:
-    page = PAGES["docs/importing.md"]
+    page = PAGES["docs/torch.md"].partition("\n## Versions of torch\n")[0]
     listed = set(re.findall(r"^\| `(torch\.[\w.]+)` \|", page, flags=re.MULTILINE))
     names_of_object: dict[int, set[str]] = {}
     for name, identity in run_python(FIND_CHANGES, run_python(LIST_MODULES)).items():

@@ -128,7 +128,6 @@ SECTIONS: dict[tuple[str, str], set[str]] = {
     ("from_fsdp1.md", "Methods"): methods_of(FullyShardedDataParallel),
     ("from_fsdp2.md", "Arguments"): arguments_of(theirs.fully_shard),
     ("from_fsdp2.md", "Policies"): fields_of(*OPTIONS_2),
-    ("from_fsdp2.md", "Methods"): methods_of(theirs.FSDPModule),
     ("from_fsdp2.md", "Functions and classes"): set(exported(by_fully_shard=True)),
     ("replicate.md", "Coming from `DistributedDataParallel`"): (
         arguments_of(DistributedDataParallel) | methods_of(DistributedDataParallel)

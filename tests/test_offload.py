@@ -225,7 +225,6 @@ def test_the_plan_says_what_is_offloaded_and_counts_nothing_on_the_device() -> N
     assert added == ["  offloaded: shards, gradients and optimizer state rest in pinned host memory"]
     assert plain.bytes_per_rank_at_rest() == offloaded.host_bytes_per_rank_at_rest() > 0
     assert offloaded.bytes_per_rank_at_rest() == plain.host_bytes_per_rank_at_rest() == 0
-    assert plain.peak_unsharded_bytes() == offloaded.peak_unsharded_bytes()
     assert plain.peak_bytes_per_rank(0) - offloaded.peak_bytes_per_rank(0) >= plain.shard_bytes
     assert plain != offloaded and plain.digest() != offloaded.digest()
 

@@ -24,7 +24,7 @@ from composable.comm.own_groups import (
 )
 from composable.comm.rank_status import AnnotationStatus, Started, described, notice_tree
 from composable.comm.ranks import Ranks, all_reduce_in, compare_in_each, reduce_scatter_in, wait_for_work
-from composable.comm.transport import DONE, Pending, Transport
+from composable.comm.transport import DONE, Pending, Transport, transport_class
 
 __all__ = [
     "DONE",
@@ -58,6 +58,7 @@ __all__ = [
     "resolve_ranks",
     "set_divergence_timeout",
     "settle_transport_for",
+    "transport_class",
     "transport_of",
     "wait_for_work",
     "watch_ranks",

@@ -147,6 +147,7 @@ class PointToPointTransport(ProcessGroupTransport):
     cost = 1
     is_shared = True
     asks_hosts = True
+    is_direct = True
 
     @classmethod
     def serves(cls, device_type: str, backend: str) -> bool:

@@ -7,7 +7,8 @@ is current in ``begin_*``; the others run beside it.
 
 Buffers are one-dimensional and contiguous. ``W`` is the group size, ``S`` the shard numel.
 
-A transport registers itself: ``register_transport`` on its class is all that lets plans and users choose it by name.
+A transport registers itself: ``register_transport`` on its class is all that lets plans and users choose it by name,
+and what plans count by it stands on the class too. CONTRIBUTING.md has the recipe.
 """
 
 import math
@@ -69,6 +70,8 @@ class Transport(ABC):
         cost: Of those that fit a group the one that costs least is taken.
         is_shared: It has connections of its own, so all annotations on a group share one.
         asks_hosts: Whether it fits depends on which ranks share a host.
+        is_direct: Slices go straight to the rank that needs them, and are added up there, in float32 at least;
+            otherwise around a ring. Plans count bytes and buffers by it.
         rank: This rank within the group.
         world_size: Ranks in the group.
         groups: The process groups it talks in; empty until it talks.
@@ -84,6 +87,7 @@ class Transport(ABC):
     cost: int = 0
     is_shared: bool = False
     asks_hosts: bool = False
+    is_direct: bool = False
     rank: int
     world_size: int
     groups: "tuple[dist.ProcessGroup, ...]" = ()
@@ -188,7 +192,7 @@ def transport_class(name: str, *others: str) -> "type[ProcessGroupTransport]":
     """
     if not isinstance(name, str) or name not in _REGISTERED:
         known = ", ".join(map(repr, [*others, *transport_names()]))
-        raise ConfigError(f"transport is {name!r}", fix=f"pass one of {known}")
+        raise ConfigError(f"transport is {name!r:.80}", fix=f"pass one of {known}")
     return _REGISTERED[name]
 
 

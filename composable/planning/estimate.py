@@ -215,11 +215,6 @@ class HandleCollectives(NamedTuple):
     second_reduce_scatters: int = 0
     second_reduce_scatter_bytes: int = 0
 
-    @property
-    def collectives(self) -> int:
-        """Calls of all kinds."""
-        return sum(self[1::2])
-
 
 class Traffic(NamedTuple):
     """What one rank sends in a training step, for one handle or for all; the mean over all ranks.

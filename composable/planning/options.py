@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from composable.comm import transport_class
 from composable.errors import ConfigError
 from composable.ground.arguments import answer_of, check_bool, described
 from composable.ground.names import dtype_text
@@ -43,8 +44,6 @@ ShardPlacementFn: TypeAlias = Callable[[nn.Parameter], Shard | None]
 
 # What every backend can sum, and every device compute with.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-# The names that the collectives know, which planning must not import.
-_TRANSPORTS = ("auto", "point_to_point", "process_group")
 
 
 class ParamDtypes(NamedTuple):
@@ -381,7 +380,8 @@ def _check_strategy(strategy: object, replicas: int) -> None:
     if chosen.dims[-1:] not in ((_SHARDED,), (_STEPPED,)):
         raise ConfigError(
             f"strategy {chosen.name} keeps gradients or optimizer state whole on every rank",
-            fix=f"call replicate(module) instead, or pass one of {names}",
+            fix="call replicate(module) instead, with torch's ZeroRedundancyOptimizer where optimizer state alone is "
+            f"sharded; or pass one of {names}",
         )
     if chosen.dims[:-1] not in ((), (_WHOLE,), (_STEPPED,)):
         raise ConfigError(
@@ -438,10 +438,8 @@ class ShardOptions:
                 f"shard_placement_fn is {described(self.shard_placement_fn)}",
                 fix="pass a function of a parameter that returns a Shard or None",
             )
-        if self.transport not in _TRANSPORTS:
-            raise ConfigError(
-                f"transport is {self.transport!r:.80}", fix=f"pass one of {', '.join(map(repr, _TRANSPORTS))}"
-            )
+        if self.transport != "auto":
+            transport_class(self.transport, "auto")
         _check_freed(self.reshard_after_forward, self.world_size)
         unused = self.unused_gradients
         if not isinstance(unused, str) or unused not in ("none", "zero"):
@@ -472,6 +470,11 @@ class ShardOptions:
         return _as_offload(self.offload_policy)
 
     @property
+    def chosen_strategy(self) -> ShardingStrategy | None:
+        """The strategy, if one was given by name or value."""
+        return _named(self.strategy)
+
+    @property
     def is_spread(self) -> bool:
         """What rests between steps is sharded over the copies as well."""
         return is_spread(self.strategy)
@@ -487,7 +490,7 @@ class ShardOptions:
 
         An int: but for secondary shards over as many ranks, more than one and less than all.
         """
-        chosen, freed = _named(self.strategy), self.reshard_after_forward
+        chosen, freed = self.chosen_strategy, self.reshard_after_forward
         if chosen is not None:
             return chosen.dims[-1].parameters
         if freed is None or isinstance(freed, bool):

@@ -197,8 +197,8 @@ def _check_secondary(params: Sequence[FoundParam], options: ShardOptions) -> Non
         ConfigError: There are such parameters.
     """
     what, other = f"reshard_after_forward={options.frees}", "reshard_after_forward=True or False"
-    if options.is_spread:
-        what, other = "HYBRID_SHARD_OPTIM", "HYBRID_SHARD"
+    if options.is_spread and options.chosen_strategy is not None:
+        what, other = options.chosen_strategy.name, "HYBRID_SHARD"
     elif type(options.frees) is not int:
         return
     for kind, why in (

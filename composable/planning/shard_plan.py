@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from composable.comm import transport_class
 from composable.errors import ConfigError, UsageError
 from composable.ground.arguments import described
 from composable.ground.names import bytes_text, count_text, list_text, module_text, sibling_lines
@@ -115,26 +116,6 @@ class ShardPlan:
         states = sum(buffer.layout.shard_numel * (state_dtype or buffer.dtype).itemsize for buffer in trained)
         return self.shard_bytes + optimizer_states * states
 
-    def peak_unsharded_bytes(self, prefetch: int = 1, *, is_root: bool = True) -> int:
-        """Return the most bytes of unsharded parameters at a time.
-
-        Handles that are not resharded after forward all live at its end; of the others, those
-        of the modules that are running and of the ``prefetch`` that come next. Secondary shards are not counted.
-
-        Args:
-            prefetch: Handles gathered ahead of their use.
-            is_root: Forward starts at the annotated module.
-        """
-        passing = [
-            handle.buffer_bytes if handle.is_resharded_after_forward(is_root=is_root) else 0 for handle in self.handles
-        ]
-        peak = 0
-        around: list[int] = []  # bytes of the current handle and those around it, by depth
-        for index, depth in enumerate(self._depths()):
-            around[depth:] = [passing[index]]
-            peak = max(peak, sum(around) + sum(passing[index + 1 : index + 1 + prefetch]))
-        return sum(handle.buffer_bytes for handle in self.handles) - sum(passing) + peak
-
     def peak_bytes_per_rank(
         self, optimizer_states: int = 2, state_dtype: torch.dtype | None = None, *, is_root: bool = True
     ) -> int:
@@ -173,7 +154,7 @@ class ShardPlan:
             is_cast = is_last and ranks > 1 and own != low and not is_late
             # What arrives from one rank lands in the result, if that has its dtype; what arrives from others beside it.
             slices, scratch = is_cast + (is_last and is_late), 0
-            if self.transport == "point_to_point" and ranks > 1:
+            if self._is_direct and ranks > 1:
                 slices += ranks - 2
                 if low.itemsize < torch.float32.itemsize:
                     # Slices are added up in float32, one after the other: see `comm/point_to_point.py`.
@@ -214,9 +195,9 @@ class ShardPlan:
         return tuple(found)
 
     @property
-    def collectives_per_step(self) -> int:
-        """Calls of collectives in one training step whose forward starts at the annotated module."""
-        return sum(one.collectives for one in self.expected_collectives())
+    def _is_direct(self) -> bool:
+        """Slices go straight to the rank that needs them; which transport ``auto`` stands for is not known."""
+        return self.transport != "auto" and transport_class(self.transport).is_direct
 
     def on_hosts(self, ranks_per_host: int) -> "ShardPlan":
         """Return this plan for hosts that have so many ranks each, in order: the first host the first ranks, and so on.
@@ -237,8 +218,8 @@ class ShardPlan:
         """Return what one rank sends in one training step, to ranks on its host and to those on others.
 
         Counted are the bytes of the collectives of ``expected_collectives`` on links, as means over all ranks. They
-        are exact where transport is ``point_to_point``, but for all-reduces; elsewhere those of a ring, below which no
-        algorithm stays in all. See ``docs/plan.md``.
+        are exact where the transport sends slices straight to who needs them (``point_to_point``), but for
+        all-reduces; elsewhere those of a ring, below which no algorithm stays in all. See ``docs/plan.md``.
 
         Args:
             is_root: Forward starts at the annotated module.
@@ -281,7 +262,7 @@ class ShardPlan:
             secondary = groups_of(hosts, handle.secondary_ranks)[0] if handle.secondary_ranks else reducing
             exchanges = [
                 # An all-reduce is a ring always.
-                PlannedExchange(calls, whole_bytes, groups, passes, self.transport == "point_to_point" and passes == 1)
+                PlannedExchange(calls, whole_bytes, groups, passes, self._is_direct and passes == 1)
                 for calls, whole_bytes, groups, passes in (
                     (one.all_gathers, one.all_gather_bytes, sharing, 1),
                     (one.reduce_scatters, one.reduce_scatter_bytes, reducing, 1),

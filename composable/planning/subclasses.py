@@ -202,7 +202,7 @@ def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> 
     if of_instance := [hook for hook in PROTOCOL if hook in param.__dict__]:
         raise ConfigError(
             f"{of_instance[0]} is an attribute of the parameter alone, and its class is asked",
-            fix="define both functions of the protocol in a subclass of torch.Tensor; see docs/subclasses.md",
+            fix="define both functions of the protocol in a subclass of torch.Tensor; see docs/cuts.md",
         )
     if type(param) is nn.Parameter:
         return None

@@ -351,25 +351,6 @@ def test_bytes_at_rest_are_shards_and_the_optimizer_states_of_what_is_trained() 
     assert shard_plan.bytes_per_rank_at_rest(0) == shard_plan.shard_bytes
 
 
-def test_peak_of_unsharded_parameters_is_the_root_the_running_handle_and_the_prefetched_ones() -> None:
-    shard_plan = plan(MLP(layers=3), policy={MLPBlock}, world_size=2)
-    root, block = (shard_plan.handles[index].buffer_bytes for index in (0, 1))
-    assert shard_plan.peak_unsharded_bytes(prefetch=0) == root + block
-    assert shard_plan.peak_unsharded_bytes() == root + 2 * block
-    assert shard_plan.peak_unsharded_bytes(prefetch=9) == root + 3 * block
-
-
-def test_peak_counts_the_handles_around_the_running_one() -> None:
-    shard_plan = plan(TinyGPT(layers=2), policy=lambda module: isinstance(module, Block | nn.Sequential), world_size=2)
-    root, block, mlp = (shard_plan.handles[index].buffer_bytes for index in (0, 1, 2))
-    assert shard_plan.peak_unsharded_bytes(prefetch=0) == root + block + mlp
-
-
-def test_peak_without_resharding_is_everything() -> None:
-    shard_plan = plan(MLP(), policy={MLPBlock}, world_size=2, reshard_after_forward=False)
-    assert shard_plan.peak_unsharded_bytes() == sum(handle.buffer_bytes for handle in shard_plan.handles)
-
-
 def test_collectives_are_two_all_gathers_and_a_reduce_scatter_or_one_all_gather_less() -> None:
     shard_plan = plan(MLP(layers=1), policy={MLPBlock}, world_size=2)
     root, block = shard_plan.expected_collectives()

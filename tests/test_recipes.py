@@ -1,0 +1,122 @@
+"""The recipes of ``CONTRIBUTING.md``: what they show is added as it stands there, and nothing else is changed."""
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable import HandleOptions, ShardingStrategy, fully_shard, plan, register_comm_hook, replicate
+from composable.comm.transport import _REGISTERED, transport_names
+from tests.models import BLOCK_CLASSES, MLP, MLPBlock
+from tests.ordered_groups import needs_ordered_groups
+from tests.parity import Run, assert_equal_runs, train_annotated, train_reference
+from tests.world import run_threads
+
+PAGE = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+MOST_FILES = {"transport": 1, "type of communication hooks": 2, "strategy": 2}
+
+Add = Callable[[str], dict[str, ModuleType]]
+
+
+def files_of(recipe: str) -> dict[str, str]:
+    """Return the files that a recipe shows: name and source."""
+    section = PAGE.partition(f"\n### A {recipe}: ")[2].partition("\n##")[0]
+    return dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", section, flags=re.DOTALL))
+
+
+@pytest.fixture
+def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Add]:
+    """Writes the files of a recipe somewhere and imports them, as a user would."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    known, added = set(_REGISTERED), []
+
+    def add_files(recipe: str) -> dict[str, ModuleType]:
+        files = files_of(recipe)
+        for name, source in files.items():
+            (tmp_path / f"{name}.py").write_text(source)
+            added.append(name)
+        return {name: importlib.import_module(name) for name in files}
+
+    yield add_files
+    for name in added:
+        sys.modules.pop(name, None)
+    for name in set(_REGISTERED) - known:
+        del _REGISTERED[name]
+
+
+@pytest.mark.parametrize("recipe", MOST_FILES)
+def test_a_recipe_needs_few_files(recipe: str) -> None:
+    assert 1 <= len(files_of(recipe)) <= MOST_FILES[recipe]
+
+
+def train_by(transport: str) -> Run:
+    def annotate(model: nn.Module) -> None:
+        fully_shard(model, policy=BLOCK_CLASSES, options=HandleOptions(transport=transport))
+        assert fully_shard.state(model).plan.transport == transport
+
+    return train_annotated("mlp", annotate)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_transport_is_one_file(add: Add, world_size: int) -> None:
+    made = add("transport")["broadcasts"].BroadcastTransport
+    calls: list[int] = []
+    begin = made.begin_all_gather
+    made.begin_all_gather = lambda self, *args: (calls.append(1), begin(self, *args))[1]
+    assert_equal_runs(run_threads(train_by, world_size, "broadcasts"), train_reference("mlp", world_size))
+    assert calls and "broadcasts" in transport_names()
+    planned = plan(MLP(), world_size=2, transport="broadcasts", ranks_per_host=1)
+    # By its own word it is a ring, as the process group's collectives are.
+    ring = plan(MLP(), world_size=2, transport="process_group", ranks_per_host=1)
+    assert planned.expected_traffic() == ring.expected_traffic()
+    assert planned.peak_bytes_per_rank() == ring.peak_bytes_per_rank()
+
+
+def train_with_hook(hook: Callable[..., None]) -> Run:
+    def annotate(model: nn.Module) -> None:
+        replicate(next(one for one in model.modules() if isinstance(one, MLPBlock)))
+        fully_shard(model, policy=BLOCK_CLASSES)
+        register_comm_hook(model, dist.group.WORLD, hook)
+
+    return train_annotated("mlp", annotate)
+
+
+@pytest.mark.parametrize(("world_size", "is_text"), [(1, False), (2, False), (3, False), (2, True)])
+def test_a_type_of_communication_hooks_is_two_files(add: Add, world_size: int, *, is_text: bool) -> None:
+    made = add("type of communication hooks")
+    hook = made["exact_hook"].exact_hook
+    if is_text:  # as ``from __future__ import annotations`` leaves it
+        hook.__annotations__["whole"] = "WholeGradients"
+    kinds: list[bool] = []
+    whole = made["whole_gradients"].WholeGradients
+    call = whole.call_hook
+    whole.call_hook = staticmethod(lambda *args: (kinds.append(args[-1] is None), call(*args))[1])
+    assert_equal_runs(run_threads(train_with_hook, world_size, hook), train_reference("mlp", world_size))
+    assert {*kinds} == {True, False}, "both annotations have called it"
+
+
+def train_on_copies(strategy: ShardingStrategy) -> Run:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def annotate(model: nn.Module) -> None:
+        fully_shard(model, policy=BLOCK_CLASSES, mesh=mesh, strategy=strategy)
+        handles = fully_shard.state(model).plan.handles
+        assert not any(handle.reshard_after_forward for handle in handles)
+
+    return train_annotated("mlp", annotate)
+
+
+@needs_ordered_groups
+def test_a_strategy_is_a_value(add: Add) -> None:
+    strategy = add("strategy")["kept"].KEPT_EVERYWHERE
+    assert_equal_runs(run_threads(train_on_copies, 4, strategy), train_reference("mlp", 4))
+    made = plan(MLP(), world_size=2, replicas=2, policy=BLOCK_CLASSES, strategy=strategy)
+    assert (made.world_size, made.host_ranks) == (4, 2)
+    assert sum(one.fills for one in made.expected_collectives()) == len(made.handles)
