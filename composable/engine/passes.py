@@ -152,6 +152,8 @@ class Backwards:
         step, completion = self._step, self._completion
         if not step.is_backward or step.makes_graph is None or self._end() is None:
             self.begin_backward()
+        if step.makes_graph:
+            step.unsharded.watch_call(handle)
         completion.complete_after(clock)
         backward_id, own = step.backward_id, step.steps[handle]
         if clock == LED and own.leaders:

@@ -23,7 +23,7 @@ from composable.engine.gradients import GradientBuffer
 from composable.engine.handle import Handle
 from composable.engine.handle_step import HandleStep
 from composable.engine.paths import GradientPath, Reduction
-from composable.ground.frames import in_region, watch_graph
+from composable.ground.frames import in_region, watch_graph, watch_running_node
 from composable.ground.torch_hooks import before_gradients
 from composable.ground.torch_private import autograd_profiler, opaque
 
@@ -285,6 +285,7 @@ class Unsharded:
         self.members: dict[Handle, None] = {}
         self._retained: dict[Handle, None] = {}
         self._graphs: dict[Handle, Callable[[], bool]] = {}
+        self._calls: dict[Handle, list[Callable[[], bool]]] = {}
         self._leaf_hooks: dict[Handle, list[RemovableHandle]] = {}
 
     def unshard(self, handle: Handle) -> None:
@@ -435,6 +436,13 @@ class Unsharded:
             params = [param for each in (self._handles if has_frozen else (handle,)) for param in each.params]
             self._graphs[handle] = watch_graph(leaf for param in params if (leaf := param.unsharded) is not None)
 
+    def watch_call(self, handle: Handle) -> None:
+        """The gradient of an output of ``handle`` arrives in a backward that makes a graph: that may lead to the call.
+
+        Through frozen parameters it leads to no leaf of theirs. As long as the call's last node lives, it may.
+        """
+        self._calls.setdefault(handle, []).append(watch_running_node())
+
     def notice_backward(self, handles: Iterable[Handle], hear: Callable[[], None]) -> None:
         """Hear of the next backward also if it gets to no output of an annotated module.
 
@@ -456,10 +464,14 @@ class Unsharded:
     def free_retained(self, *, always: bool = False) -> None:
         """Free what was retained, but where its graph has to be gone and lives: another backward may go through it."""
         for handle in tuple(self._retained):
-            if not always and handle in self._graphs and self._graphs[handle]():
-                continue
+            if not always and handle in self._graphs:
+                calls = [lives for lives in self._calls.get(handle, ()) if lives()]
+                if calls or self._graphs[handle]():
+                    self._calls[handle] = calls
+                    continue
             del self._retained[handle]
             self._graphs.pop(handle, None)
+            self._calls.pop(handle, None)
             for hook in self._leaf_hooks.pop(handle, ()):
                 hook.remove()
             if handle not in self.members:

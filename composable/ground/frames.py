@@ -25,6 +25,7 @@ from composable.ground.names import describe_module
 from composable.ground.torch_private import (
     autograd_profiler,
     backward_code,
+    current_autograd_node,
     current_graph_task_id,
     functional_call_code,
     module_call_code,
@@ -135,6 +136,17 @@ def watch_graph(leaves: Iterable[torch.Tensor]) -> Callable[[], bool]:
             # Of all graphs to a leaf, which hold this node.
             node = get_gradient_edge(leaf).node
             node.metadata[alive] = None  # type: ignore[index]  # a dict that is there when it is asked for
+    reference = weakref.ref(alive)
+    return lambda: reference() is not None
+
+
+def watch_running_node() -> Callable[[], bool]:
+    """Return a function that says whether the node of autograd that is running, or whose hooks are, lives."""
+    alive = _Alive()
+    node = current_autograd_node()
+    if node is None:
+        return lambda: False
+    node.metadata[alive] = None  # type: ignore[index]  # a dict that is there when it is asked for
     reference = weakref.ref(alive)
     return lambda: reference() is not None
 

@@ -50,6 +50,52 @@ def test_a_model_whose_leaves_were_watched_is_freed_with_its_last_reference(how:
     assert all(run_threads(train_and_drop, 1, how))
 
 
+class Adapted(nn.Module):
+    """A frozen layer, and an adapter that some steps leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+        self.adapter = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, is_adapted: bool) -> torch.Tensor:
+        y: torch.Tensor = torch.tanh(self.base(x))
+        return y + self.adapter(x) if is_adapted else y
+
+
+def slopes(is_sharded: bool, policy: bool) -> tuple[list[torch.Tensor], int]:
+    """Return gradients with respect to the inputs of a penalty on them, and the bytes that stay unsharded."""
+    torch.manual_seed(0)
+    model = Adapted()
+    if is_sharded:
+        fully_shard(model, policy={nn.Linear} if policy else None)
+    found = []
+    for is_adapted in (True, False, False, True):
+        x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+        (slope,) = torch.autograd.grad(model(x, is_adapted).square().mean(), x, create_graph=True)
+        slope.square().sum().backward()
+        found.append(x.grad)
+        model.zero_grad()
+        del slope
+    if not is_sharded:
+        return found, 0
+    model(x.detach(), True).sum().backward()
+    flats = [flat for handle in fully_shard.state(model).root.handles for flat in handle.buffers]
+    return found, sum(flat._storage.size() for flat in flats)
+
+
+@pytest.mark.parametrize("policy", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_graph_of_a_backward_through_frozen_parameters_alone_can_be_differentiated(
+    world_size: int, policy: bool
+) -> None:
+    expected, _ = slopes(False, policy)
+    for found, left in run_threads(slopes, world_size, True, policy):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+        assert left == 0
+
+
 def forwards_without_gradients(options: dict[str, Any], how: str) -> tuple[list[int], bool]:
     """Return the gathers of each forward, train step and change in turn, and whether outputs are of one process."""
     torch.manual_seed(0)
