@@ -55,10 +55,6 @@ class FSDPModule(GatherSettings, ReductionSettings):
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         return copy_module(managed(self)[0], original_class(type(self)), memo)
 
-    def _check_split_backward(self) -> None:
-        for root in roots_of(self, recurse=True):
-            root.scheduler.backwards.check_split_backward()
-
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
         """Move parameters and buffers to ``device`` without their values, as ``nn.Module.to_empty`` does.
 

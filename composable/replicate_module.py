@@ -53,11 +53,6 @@ class ReplicateModule(AnnotatedModule):
             add_replicate_mixin(twin)
         return twin
 
-    def _check_split_backward(self) -> None:
-        state = _state_of(self)
-        if state is not None:
-            state.refuse_split_backward()
-
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Choose whether the next backwards average gradients, or add them up on their rank for a later one.
 

@@ -42,7 +42,6 @@ __all__ = [
     "in_region",
     "in_split_backward",
     "in_torch_save",
-    "is_asked_by_pipeline",
     "is_called_again",
     "is_functional_call",
     "is_in_model_averager",
@@ -62,7 +61,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-_STAGE = "torch.distributed.pipelining.stage"
 _AVERAGER = "torch.distributed.algorithms.model_averaging.utils"
 
 
@@ -189,14 +187,6 @@ def in_split_backward() -> bool:
 def is_in_model_averager() -> bool:
     """Say whether an averager of torch, for models that ranks train apart, is at work."""
     return any(frame.f_globals.get("__name__") == _AVERAGER for frame in outwards(sys._getframe(1)))
-
-
-def is_asked_by_pipeline() -> bool:
-    """Say whether a stage of torch's pipelines, that takes gradients of parameters apart, calls the caller."""
-    if torch.compiler.is_compiling():
-        return False  # Frames are nothing that it can trace.
-    frame = sys._getframe(2)
-    return frame.f_code.co_name == "<lambda>" and frame.f_globals.get("__name__") == _STAGE
 
 
 def _frames_of(*codes: CodeType, frame: FrameType | None = None) -> Iterator[FrameType]:

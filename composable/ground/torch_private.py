@@ -424,7 +424,7 @@ def torch_keeps_groups_by_thread(
 
     Args:
         world: Returns what holds the process groups of the calling thread, ``None`` for those of the process.
-        new_group: Makes a process group for a thread that has a world; gets what torch's own function gets.
+        new_group: Makes a process group for a thread; gets its world, and what torch's own function gets.
         number: Returns what tells meshes of the calling thread from those of others, or ``None``.
     """
     distributed: Any = c10d
@@ -445,7 +445,8 @@ def torch_keeps_groups_by_thread(
             setattr(world() or own_world, name, value)
 
     def make_group(*args: Any, **kwargs: Any) -> Any:
-        return own_new_group(*args, **kwargs) if world() is None else new_group(*args, **kwargs)
+        here = world()
+        return own_new_group(*args, **kwargs) if here is None else new_group(here, *args, **kwargs)
 
     def init_mesh(mesh: Any, *args: Any, **kwargs: Any) -> None:
         own_init(mesh, *args, **kwargs)
