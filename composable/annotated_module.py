@@ -10,9 +10,8 @@ from torch import nn
 from composable.annotation import handle_of_module, sharded_state_of
 from composable.engine import Handle
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.arguments import check_module
 from composable.ground.frames import in_backward
-from composable.ground.names import describe_module
+from composable.ground.names import check_module, describe_module
 from composable.replication import Reducer, replicate_state_of
 
 __all__ = ["AnnotatedModule", "ClassSwap", "no_sync", "original_class", "place_of", "reduce_gradients"]

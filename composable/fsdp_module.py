@@ -18,7 +18,7 @@ from composable.annotation import FullyShardState, call_as_forward, copy_module,
 from composable.engine import FlatBuffer, Handle, MarkedMemory, ShardedParam
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fsdp_settings import GatherSettings, ReductionSettings, handles_of, managed, roots_of
-from composable.ground.arguments import check_bool, check_device, check_module, described
+from composable.ground.names import check_bool, check_device, check_module, described
 
 __all__ = [
     "REFUSED_SETTERS",

@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from composable.errors import ConfigError
-from composable.ground.arguments import answer_of, check_bool, described
-from composable.ground.names import dtype_text
+from composable.ground.names import answer_of, check_bool, described, dtype_text
 from composable.planning.layout import Align
 from composable.policies import PolicyLike
 
