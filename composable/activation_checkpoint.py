@@ -19,10 +19,9 @@ from torch.utils.checkpoint import checkpoint as run_with_checkpoint
 
 from composable.annotation import call_as_forward
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.arguments import check_bool, described
 from composable.ground.contract import contract
 from composable.ground.frames import is_functional_call
-from composable.ground.names import describe_module
+from composable.ground.names import check_bool, describe_module, described
 from composable.ground.torch_private import opaque
 from composable.policies import has_forward
 

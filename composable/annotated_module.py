@@ -10,9 +10,8 @@ from torch import nn
 from composable.annotation import handle_of_module, sharded_state_of
 from composable.engine import Handle
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.arguments import check_module
-from composable.ground.frames import in_backward, is_asked_by_pipeline
-from composable.ground.names import describe_module
+from composable.ground.frames import in_backward
+from composable.ground.names import check_module, describe_module
 from composable.replication import Reducer, replicate_state_of
 
 __all__ = ["AnnotatedModule", "ClassSwap", "no_sync", "original_class", "place_of", "reduce_gradients"]
@@ -33,19 +32,6 @@ class AnnotatedModule:
             at=place_of(self),
             fix="save its state_dict(); copy.deepcopy copies it; unannotate makes it a plain module",
         )
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return what ``nn.Module.parameters`` does.
-
-        Raises:
-            UsageError: A stage of torch's pipelines asks, that takes gradients of inputs and of parameters apart.
-        """
-        if is_asked_by_pipeline():
-            self._check_split_backward()
-        return super().parameters(recurse)  # type: ignore[misc,no-any-return]  # of nn.Module, further down the MRO
-
-    def _check_split_backward(self) -> None:
-        """Raise ``UsageError`` if gradients of inputs and of parameters cannot be taken apart."""
 
 
 class ClassSwap:

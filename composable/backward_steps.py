@@ -29,8 +29,8 @@ from composable.engine import (
     unmark_stepped,
 )
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
-from composable.ground.arguments import check_optimizer
 from composable.ground.frames import in_backward, will_get_gradient
+from composable.ground.names import check_optimizer
 from composable.ground.ownership import claim_of
 from composable.ground.torch_hooks import after_gradients, after_step, before_step
 from composable.ground.torch_private import opaque

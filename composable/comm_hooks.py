@@ -24,10 +24,9 @@ from composable.annotation import handle_of_module, sharded_state_of
 from composable.comm import Ranks, all_reduce_in, compare_in_each, reduce_scatter_in
 from composable.engine import Handle, HookFunction, Registration, nearest
 from composable.errors import ComposableError, ConfigError, SignatureError, UsageError, located, place_of_rank
-from composable.ground.arguments import check_module, described
 from composable.ground.contract import get_registry
 from composable.ground.frames import in_backward
-from composable.ground.names import class_name, describe_module, list_text
+from composable.ground.names import check_module, class_name, describe_module, described, list_text
 from composable.replication import Reducer, ReplicateState
 
 __all__ = [

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from composable.errors import ConfigError, place_of_rank
-from composable.ground.arguments import check_number, described
+from composable.ground.names import check_number, described
 from composable.ground.torch_private import find_backend
 from composable.replication import FORMS, join_all_reduces
 

@@ -18,7 +18,7 @@ from composable.annotation import FullyShardState, call_as_forward, copy_module,
 from composable.engine import FlatBuffer, Handle, MarkedMemory, ShardedParam
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fsdp_settings import GatherSettings, ReductionSettings, handles_of, managed, roots_of
-from composable.ground.arguments import check_bool, check_device, check_module, described
+from composable.ground.names import check_bool, check_device, check_module, described
 
 __all__ = [
     "REFUSED_SETTERS",
@@ -54,10 +54,6 @@ class FSDPModule(GatherSettings, ReductionSettings):
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         return copy_module(managed(self)[0], original_class(type(self)), memo)
-
-    def _check_split_backward(self) -> None:
-        for root in roots_of(self, recurse=True):
-            root.scheduler.backwards.check_split_backward()
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
         """Move parameters and buffers to ``device`` without their values, as ``nn.Module.to_empty`` does.

@@ -16,9 +16,8 @@ from composable.annotated_module import AnnotatedModule, place_of
 from composable.annotation import FullyShardState, Root, handle_of_module, sharded_state_of
 from composable.engine import Handle, Scheduler, streams_for
 from composable.errors import ConfigError, UsageError, located, place_of_rank
-from composable.ground.arguments import check_bool, check_number, described
 from composable.ground.frames import in_backward, modules_in_call
-from composable.ground.names import describe_module
+from composable.ground.names import check_bool, check_number, describe_module, described
 
 __all__ = [
     "GatherSettings",

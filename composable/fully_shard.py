@@ -49,10 +49,16 @@ from composable.features import (
     move_buffers,
 )
 from composable.fsdp_module import add_mixin
-from composable.ground.arguments import check_bool, check_outside_inference, described, readable_twice
 from composable.ground.casts import keep_dtype
 from composable.ground.contract import annotated_below, check_not_joined, contract, set_member
-from composable.ground.names import describe_module, list_text
+from composable.ground.names import (
+    check_bool,
+    check_outside_inference,
+    describe_module,
+    described,
+    list_text,
+    readable_twice,
+)
 from composable.ground.ownership import mark_managed
 from composable.planning import (
     NO_CASTS,

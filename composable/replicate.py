@@ -21,9 +21,8 @@ from composable.comm import Grid, Ranks, annotating, check_inside, resolve_ranks
 from composable.engine import has_torch_optimizer
 from composable.errors import ComposableError, ConfigError, place_of_rank
 from composable.features import follow_inputs
-from composable.ground.arguments import check_outside_inference, readable_twice
 from composable.ground.contract import annotated_below, check_not_joined, contract
-from composable.ground.names import describe_module
+from composable.ground.names import check_outside_inference, describe_module, readable_twice
 from composable.ground.torch_hooks import after_gradients, at_end_of_backward
 from composable.planning import MixedPrecisionPolicy, as_mixed_precision
 from composable.replicate_module import add_replicate_mixin

@@ -19,10 +19,9 @@ from composable.comm_hooks import CommHookHandle
 from composable.comm_hooks import register_comm_hook as reduce_by_hook
 from composable.engine import HookFunction
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.arguments import check_bool, check_number, described
 from composable.ground.contract import get_registry
 from composable.ground.frames import in_backward
-from composable.ground.names import describe_module
+from composable.ground.names import check_bool, check_number, describe_module, described
 from composable.replication import BackwardTiming, Reducer, ReplicateState, check_replicated, replicate_state_of
 
 __all__ = [
@@ -52,11 +51,6 @@ class ReplicateModule(AnnotatedModule):
         if "replicate" in get_registry(twin):
             add_replicate_mixin(twin)
         return twin
-
-    def _check_split_backward(self) -> None:
-        state = _state_of(self)
-        if state is not None:
-            state.refuse_split_backward()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Choose whether the next backwards average gradients, or add them up on their rank for a later one.

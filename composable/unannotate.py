@@ -20,10 +20,9 @@ from composable.dtensor import RaggedDTensor, collect_blocks
 from composable.engine import Handle, ShardedParam, handle_of, waits_for_copies
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.fsdp_module import remove_mixin
-from composable.ground.arguments import check_bool
 from composable.ground.contract import check_not_joined, get_registry, managing_state, remove_annotation, remove_member
 from composable.ground.frames import in_backward, modules_in_call, reaches_out
-from composable.ground.names import describe_module
+from composable.ground.names import check_bool, describe_module
 from composable.ground.ownership import leave_alone
 from composable.planning import mark_replaced
 from composable.replicate_module import remove_replicate_mixin

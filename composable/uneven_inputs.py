@@ -21,9 +21,8 @@ from composable.comm import Ranks, annotating, calling, wait_for_work
 from composable.comm_hooks import register_comm_hook as reduce_by_hook
 from composable.engine import HookFunction
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
-from composable.ground.arguments import check_bool, check_module, described
 from composable.ground.frames import in_backward
-from composable.ground.names import describe_module
+from composable.ground.names import check_bool, check_module, describe_module, described
 from composable.ground.torch_hooks import at_end_of_backward, next_ending_number
 from composable.replication import ReplicateState, check_replicated
 from composable.uneven_parts import (

@@ -31,7 +31,7 @@ from composable.dtensor.spec import ragged_spec
 from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import UsageError
 from tests.counting import counting_ranks
-from tests.ragged_pairs import CUTS, assert_equal, cpu_mesh, make_module, pairs, set_grads, specs_of, values
+from tests.ragged_pairs import CUTS, assert_equal, cpu_mesh, from_full, make_module, pairs, set_grads, specs_of, values
 from tests.world import run_ranks
 
 __all__ = ["CHEAP", "PAGE", "ROWS", "Outcome", "Row", "prove", "prove_everywhere", "with_table"]
@@ -120,7 +120,7 @@ def step_alike(
             for step in range(2):
                 for r, p in zip(ragged, plain):
                     p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step + p.numel()))
-                    r.grad = RaggedDTensor.from_full(p.grad, r._spec)
+                    r.grad = from_full(p.grad, r._spec)
                 for optimizer in optimizers:
                     optimizer.step()
             # The fused kernels treat the end of a piece, where no vector fits, with other roundings.
@@ -269,7 +269,7 @@ def compile_step(cut: str, kind: type[optim.Optimizer], options: dict[str, Any],
         step = torch.compile(optimizers[0].step, backend=backend)
         for index in range(2):
             for r, p, grad in zip(ragged, plain, values(index)):
-                r.grad, p.grad = RaggedDTensor.from_full(grad, r._spec), grad
+                r.grad, p.grad = from_full(grad, r._spec), grad
             with strict_mode():
                 step()  # type: ignore[call-arg]
             optimizers[1].step()
@@ -283,7 +283,7 @@ def compile_gather(cut: str) -> None:
     # One owner, and near equal pieces: gathers differ in how they send.
     for bounds in ((0, 60, 60), (0, 5 * step, 60)):
         torch._dynamo.reset()
-        r = RaggedDTensor.from_full(full, ragged_spec(cpu_mesh(), full.shape, full.dtype, bounds))
+        r = from_full(full, ragged_spec(cpu_mesh(), full.shape, full.dtype, bounds))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             found = torch.compile(work_on_the_whole, backend="aot_eager")(r)
@@ -304,7 +304,7 @@ def clip_with_torch(order: float) -> Callable[[str], None]:
             ragged, plain = ragged[:-1], plain[:-1]
             set_grads_of = values(5)
             for r, p, grad in zip(ragged, plain, set_grads_of):
-                r.grad, p.grad = RaggedDTensor.from_full(grad, r._spec), grad
+                r.grad, p.grad = from_full(grad, r._spec), grad
             with counting_ranks() as counts:
                 norm = nn.utils.clip_grad_norm_(ragged, 0.5, order, foreach=foreach)
             expected = nn.utils.clip_grad_norm_(plain, 0.5, order, foreach=foreach)
@@ -389,7 +389,7 @@ def scale(cut: str) -> None:
 
 def distribute(full: torch.Tensor, like: Any) -> Any:
     if isinstance(like, RaggedDTensor):
-        return RaggedDTensor.from_full(full, like._spec)
+        return from_full(full, like._spec)
     return distribute_tensor(full, like.device_mesh, like.placements)
 
 
@@ -505,7 +505,7 @@ def mix_layouts(cut: str) -> None:
         bounds.append(bounds[-1] + size)
     assert tuple(bounds) != r._spec.layout.bounds
     full = torch.randn(p.shape)
-    other = RaggedDTensor.from_full(full, ragged_spec(r.device_mesh, p.shape, p.dtype, bounds))
+    other = from_full(full, ragged_spec(r.device_mesh, p.shape, p.dtype, bounds))
     with strict_mode(), pytest.raises(UsageError, match="has no rule"):
         r.add_(other)
     assert_equal([r], [p])
@@ -528,7 +528,7 @@ def assign_wrongly(cut: str) -> str:
         torch.zeros(37, 8).to_sparse(),
         r.to_local().detach(),
         ragged[1].detach(),
-        RaggedDTensor.from_full(p, other),
+        from_full(p, other),
         distribute_tensor(p, cpu_mesh(), [Shard(0)]),
         partial,
         1.0,

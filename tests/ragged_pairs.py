@@ -8,11 +8,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable.dtensor.spec import RaggedSpec, ragged_spec
+from composable.dtensor.spec import RaggedSpec, ragged_spec, slice_full
 from composable.dtensor.tensor import RaggedDTensor
 from composable.planning.layout import plan_layout
 
-__all__ = ["CUTS", "SHAPES", "assert_equal", "cpu_mesh", "make_module", "pairs", "set_grads", "specs_of", "values"]
+__all__ = [
+    "CUTS",
+    "SHAPES",
+    "assert_equal",
+    "cpu_mesh",
+    "from_full",
+    "make_module",
+    "pairs",
+    "set_grads",
+    "specs_of",
+    "values",
+]
 
 # Odd numbers of rows, fewer rows than ranks, a scalar, no elements at all.
 SHAPES = [(37, 8), (24, 8), (24,), (8, 24), (8,), (1, 8), (5, 3, 3, 3), (), (0, 4)]
@@ -22,6 +33,12 @@ CUTS = ["row", "element"]
 
 def cpu_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def from_full(full: torch.Tensor, spec: RaggedSpec) -> RaggedDTensor:
+    """Keep this rank's piece of a tensor that every rank holds whole; a copy."""
+    piece = slice_full(full.detach(), spec.layout).to(spec.dtype, copy=True)
+    return RaggedDTensor.wrap(piece, spec, full.requires_grad)
 
 
 def cut_like_a_handle(shapes: Sequence[Sequence[int]], cut: str) -> list[RaggedSpec]:
@@ -51,16 +68,13 @@ def values(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 def pairs(cut: str, dtype: torch.dtype = torch.float32) -> tuple[list[RaggedDTensor], list[torch.Tensor]]:
     """Return ragged and plain parameters of equal values."""
     plain = [nn.Parameter(value) for value in values(0, dtype)]
-    ragged = [
-        nn.Parameter(RaggedDTensor.from_full(p.detach(), spec))
-        for p, spec in zip(plain, specs_of(cut, dtype), strict=True)
-    ]
+    ragged = [nn.Parameter(from_full(p.detach(), spec)) for p, spec in zip(plain, specs_of(cut, dtype), strict=True)]
     return ragged, plain  # type: ignore[return-value]
 
 
 def set_grads(ragged: list[RaggedDTensor], plain: list[torch.Tensor], seed: int) -> None:
     for r, p, grad in zip(ragged, plain, values(seed, plain[0].dtype), strict=True):
-        r.grad = RaggedDTensor.from_full(grad, r._spec)
+        r.grad = from_full(grad, r._spec)
         p.grad = grad
 
 
@@ -80,5 +94,5 @@ def make_module(cut: str = "row") -> tuple[nn.Module, nn.Module]:
     specs = cut_like_a_handle([param.shape for param in plain.parameters()], cut)
     for (name, param), spec in zip(plain.named_parameters(), specs, strict=True):
         owner, _, leaf = name.rpartition(".")
-        setattr(ragged.get_submodule(owner), leaf, nn.Parameter(RaggedDTensor.from_full(param.detach(), spec)))
+        setattr(ragged.get_submodule(owner), leaf, nn.Parameter(from_full(param.detach(), spec)))
     return ragged, plain

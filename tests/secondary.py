@@ -26,7 +26,7 @@ from composable import (
 )
 from composable.annotation.root import Root
 from composable.engine import RestingPlace
-from composable.ground.contract import get_registry
+from composable.ground.contract import get_registry, managing_state
 from tests.models import BLOCK_CLASSES, DIM, MLPBlock, random_input, seeded
 from tests.parity import LR, Run, full, train_annotated
 
@@ -119,7 +119,7 @@ def refusal(model: nn.Module, mesh: DeviceMesh, **options: Any) -> str:
     before, classes = dict(model.named_parameters()), [type(module) for module in model.modules()]
     with pytest.raises(ConfigError) as caught:
         fully_shard(model, mesh=mesh, **options)
-    assert not any(get_registry(module) or fully_shard.member_state(module) for module in model.modules())
+    assert not any(get_registry(module) or managing_state(module, "fully_shard") for module in model.modules())
     assert [type(module) for module in model.modules()] == classes
     assert all(param is before[fqn] for fqn, param in model.named_parameters())
     fully_shard(model, mesh=mesh)

@@ -6,6 +6,7 @@ The other clients run by ``examples/clients/compare.py``, where their packages a
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from composable import fully_shard, load_full_state_dict, replicate
+from composable import ComposableError, fully_shard, load_full_state_dict, replicate
 from tests.parity import full, mean_over_ranks
 from tests.world import RankErrors, run_ranks, run_threads, told
 
@@ -91,10 +92,22 @@ def test_a_pipeline_of_sharded_stages_trains_as_one_process(schedule: str, stage
         torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
 
 
+def raise_first_cause(call: Callable[[], object]) -> None:
+    """Raise what torch, which tells of it in words of its own, calls the cause."""
+    try:
+        call()
+    except RuntimeError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, ComposableError):
+            cause = cause.__cause__
+        raise cause from None
+
+
 def train_with_a_plain_stage(schedule: str) -> list[str]:
     pipelining = client("pipelining")
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
-    return told(lambda: pipelining.train(fully_shard, schedule, mesh, pipelining.PipelineStage))
+    train = partial(pipelining.train, fully_shard, schedule, mesh, pipelining.PipelineStage)
+    return told(lambda: raise_first_cause(train))
 
 
 @pytest.mark.parametrize("schedule", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
@@ -125,7 +138,8 @@ def test_a_pipeline_of_replicated_stages_trains_as_one_process(schedule: str) ->
 def train_replicated_stages(schedule: str) -> list[str]:
     pipelining = client("pipelining")
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
-    return told(lambda: pipelining.train(replicate_stages, schedule, mesh, pipelining.PipelineStage))
+    train = partial(pipelining.train, replicate_stages, schedule, mesh, pipelining.PipelineStage)
+    return told(lambda: raise_first_cause(train))
 
 
 @pytest.mark.parametrize("schedule", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])

@@ -83,7 +83,7 @@ def test_state_of_an_unannotated_module_is_none_and_leaves_no_trace() -> None:
     module = nn.Linear(2, 2)
     before = set(module.__dict__)
     assert fully_shard.state(module) is None
-    assert fully_shard.member_state(module) is None
+    assert managing_state(module, "fully_shard") is None
     assert dict(get_registry(module)) == {}
     remove_annotation(module, "fully_shard")
     remove_member(module, "fully_shard")
@@ -333,7 +333,7 @@ def test_a_deep_copy_has_a_deep_copy_of_the_state() -> None:
     assert cloned_state is not None
     assert cloned_state is not state
     assert cloned_state.value == 5
-    assert fully_shard.member_state(clone.blocks[0]) is cloned_state
+    assert managing_state(clone.blocks[0], "fully_shard") is cloned_state
     remove_annotation(clone, "fully_shard")
     assert fully_shard.state(model) is state
 
@@ -351,12 +351,12 @@ def test_a_member_is_managed_but_not_annotated() -> None:
     block = model.blocks[0]
     set_member(block, "fully_shard", state)
     assert fully_shard.state(block) is None
-    assert fully_shard.member_state(block) is state
-    assert fully_shard.member_state(model) is state
+    assert managing_state(block, "fully_shard") is state
+    assert managing_state(model, "fully_shard") is state
     assert managing_state(block, "fully_shard") is state
     assert managing_state(block, "replicate") is None
     remove_member(block, "fully_shard")
-    assert fully_shard.member_state(block) is None
+    assert managing_state(block, "fully_shard") is None
 
 
 @pytest.mark.parametrize("annotate", [fully_shard, replicate])

@@ -20,7 +20,7 @@ def test_the_examples_run_one_after_the_other_and_print_what_follows_them() -> N
 
 
 def test_the_table_names_every_kind_of_call() -> None:
-    from composable.testing.faults import OPS
+    from composable.testing.process_group import OPS
 
     sentence = re.search(r"`op` is one of (.*?), or `any`", PAGE, flags=re.DOTALL)
     assert sentence and re.findall(r"`(\w+)`", sentence[1]) == list(OPS)

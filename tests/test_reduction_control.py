@@ -24,6 +24,7 @@ from composable import (
     register_comm_hook,
     unannotate,
 )
+from composable.ground.contract import managing_state
 from tests.counting import CountingTransport
 from tests.test_comm_hooks import DTYPES, Net, backward, close, grads_of, make_net
 from tests.world import run_ranks, run_threads
@@ -334,7 +335,7 @@ def test_memory_that_does_not_fit_is_an_error() -> None:
 
 
 def choices_of(module: nn.Module) -> tuple[object, ...]:
-    comms = fully_shard.member_state(module)._module_to_handle[module].comms
+    comms = managing_state(module, "fully_shard")._module_to_handle[module].comms
     return comms.divide_factor, comms.sums_only, comms.all_reduce_hook is not None, comms.all_gather is not None
 
 

@@ -43,8 +43,7 @@ from composable.comm.rank_status import (
     waiting_threads,
 )
 from composable.errors import ComposableError, DesyncError, place_of_rank
-from composable.ground.arguments import check_number
-from composable.ground.names import ranks_text
+from composable.ground.names import check_number, ranks_text
 from composable.ground.torch_private import (
     PrefixStore,
     Store,

@@ -23,7 +23,7 @@ from composable.comm.ranks import (
     wait_like_the_world,
 )
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.arguments import described
+from composable.ground.names import described
 from composable.ground.torch_private import joined_meshes, root_mesh
 
 __all__ = [

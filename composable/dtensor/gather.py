@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from composable.comm import Ranks
 from composable.dtensor.spec import RaggedLayout, parts_of, replicated_spec, slice_full, with_dim
 from composable.errors import DesyncError, UsageError, place_of_rank
-from composable.ground.arguments import check_bool
 from composable.ground.frames import is_in_model_averager
-from composable.ground.names import dtype_text
+from composable.ground.names import check_bool, dtype_text
+from composable.ground.ownership import mark_of
 from composable.ground.torch_private import (
     DeviceMesh,
     DTensorSpec,
@@ -74,6 +74,7 @@ aten = torch.ops.aten
 def gather_full(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     """Return the full tensor on every rank, fresh and dense, its memory in the layout's order.
 
+    Shapes: local [layout.local_shape] -> [layout.shape], any dtype, on the device of ``local``.
     Collective: all ranks of the layout's groups, same order.
     """
     block = gather_block(local, layout)
@@ -99,6 +100,7 @@ def gather_full(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
 def gather_block(local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     """Return the block on every rank that shares it, fresh and dense, its memory in the layout's order.
 
+    Shapes: local [layout.local_shape] -> [layout.block_shape], any dtype, on the device of ``local``.
     Collective: all ranks of the layout's group, same order.
     """
     device, home = torch.device(layout.mesh.device_type), local.device
@@ -184,37 +186,28 @@ def _is_compared() -> bool:
 
 def is_parameter(tensor: Any) -> bool:
     """Say whether a ragged tensor is the sharded parameter of some module, not only cut as one."""
-    return _mark_of(tensor) is not None
-
-
-def _mark_of(tensor: Any) -> Any:
-    # Set by the storage of sharded modules, on the parameters themselves.
-    return getattr(tensor, "_composable_managed", None)
+    return mark_of(tensor) is not None
 
 
 def _key(tensor: Any) -> str:
-    mark = _mark_of(tensor)
+    mark = mark_of(tensor)
     # Which parameter it is the layout says, and the mark which deep copy of it.
-    key = f"{tensor._spec.layout.key} {tensor._spec.dtype}"
-    return key if mark is None else f"{key} parameter{mark.key}"
+    return f"{tensor._spec.layout.key} {tensor._spec.dtype}" + ("" if mark is None else f" parameter{mark.key}")
 
 
 def _text(op: str, tensors: Sequence[Any]) -> str:
-    texts = [_tensor_text(tensor) for tensor in tensors[:_SHOWN]]
-    if len(tensors) > _SHOWN:
-        texts.append(f"{len(tensors) - _SHOWN} more")
-    return f"{op} of {', '.join(texts)}"
+    rest = [f"{len(tensors) - _SHOWN} more"] if len(tensors) > _SHOWN else []
+    return f"{op} of {', '.join([*map(_tensor_text, tensors[:_SHOWN]), *rest])}"
 
 
 def _tensor_text(tensor: Any) -> str:
-    layout: RaggedLayout = tensor._spec.layout
+    layout, mark = tensor._spec.layout, mark_of(tensor)
     text = _layout_text(layout, tensor._spec.dtype)
     if layout.label is None:
         return text
-    mark = _mark_of(tensor)
-    kind = "a tensor cut as parameter" if mark is None else "parameter"
-    copy = "" if mark is None or not mark.key else f" of deep copy {mark.key[1:]}"
-    return f"{kind} {str(layout.label)!r}{copy} {text}"
+    if mark is None:
+        return f"a tensor cut as parameter {str(layout.label)!r} {text}"
+    return f"parameter {str(layout.label)!r}{mark.key and f' of deep copy {mark.key[1:]}'} {text}"
 
 
 def _layout_text(layout: RaggedLayout, dtype: torch.dtype) -> str:
@@ -227,15 +220,22 @@ def _layout_text(layout: RaggedLayout, dtype: torch.dtype) -> str:
 # -- how often operations gathered that nobody asked to gather
 
 
-class _Fallbacks:
-    """Counts operations that gathered a ragged tensor, or refuses them."""
+class _Gathers:
+    """What was gathered in this process that nobody asked to gather.
+
+    Attributes:
+        counts: How often, by operation.
+        strict_depth: How many ``strict_mode`` are around: these operations are refused.
+        sources: What some view still looks into, by id. Empty but for moments: asking costs the hot path nothing.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.strict_depth = 0
+        self.sources: weakref.WeakValueDictionary[int, _Source] = weakref.WeakValueDictionary()
 
 
-_FALLBACKS = _Fallbacks()
+_GATHERS = _Gathers()
 
 
 def count_fallback(op: str, layout: RaggedLayout) -> None:
@@ -244,13 +244,13 @@ def count_fallback(op: str, layout: RaggedLayout) -> None:
     Raises:
         UsageError: ``strict_mode`` is on.
     """
-    if _FALLBACKS.strict_depth:
+    if _GATHERS.strict_depth:
         raise UsageError(
             f"{op} has no rule for ragged tensors and would gather all of {list(layout.shape)}",
             at=f"rank {layout.global_rank}",
             fix="call full_tensor() where a gather is meant, or leave strict_mode()",
         )
-    _FALLBACKS.counts[op] += 1
+    _GATHERS.counts[op] += 1
 
 
 def fallback_counts(*, reset: bool = False) -> dict[str, int]:
@@ -259,32 +259,32 @@ def fallback_counts(*, reset: bool = False) -> dict[str, int]:
     ``full_tensor`` and ``redistribute`` are asked for, and not counted.
     """
     check_bool("reset", reset)
-    counts = dict(_FALLBACKS.counts)
+    counts = dict(_GATHERS.counts)
     if reset:
-        _FALLBACKS.counts.clear()
+        _GATHERS.counts.clear()
     return counts
 
 
 @contextmanager
 def strict_mode() -> Iterator[None]:
     """Raise ``UsageError`` instead of gathering a ragged tensor that nobody asked to gather."""
-    _FALLBACKS.strict_depth += 1
+    _GATHERS.strict_depth += 1
     try:
         yield
     finally:
-        _FALLBACKS.strict_depth -= 1
+        _GATHERS.strict_depth -= 1
 
 
 # -- operations on full tensors
 
 
 def wrap(cls: Any, local: torch.Tensor, spec: DTensorSpec) -> Any:
-    """Return ``local`` as a DTensor of class ``cls``."""
+    """Return ``local``, of the local shape and dtype that ``spec`` says, as a DTensor of class ``cls``."""
     return dtensor_new(cls, local, spec, requires_grad=False)
 
 
 def replicate(full: torch.Tensor, layout: RaggedLayout) -> DTensor:
-    """Wrap a tensor that every rank holds whole as torch's own DTensor."""
+    """Wrap a tensor of any shape and dtype that every rank holds whole as torch's own DTensor."""
     replicated: DTensor = wrap(DTensor, full, replicated_spec(layout.mesh, full))
     return replicated
 
@@ -461,7 +461,7 @@ class _Source:
         self.base = base
         self.full = full
         self.is_stale = False
-        _SOURCES[id(self)] = self
+        _GATHERS.sources[id(self)] = self
 
     def write_back(self) -> None:
         """Take over what the views changed in the gathered copy."""
@@ -469,19 +469,15 @@ class _Source:
         note_written([self.base._local_tensor], but=self)
 
 
-# Sources that some view still looks into. Empty but for moments, so asking costs the hot path nothing.
-_SOURCES: "weakref.WeakValueDictionary[int, _Source]" = weakref.WeakValueDictionary()
-
-
 def note_written(locals_: Sequence[torch.Tensor], *, but: _Source | None = None) -> None:
     """Note that local tensors, which others share memory with, were written to by their ragged ones.
 
-    Autograd compares versions, and views of these ragged tensors no longer show their values.
+    Autograd compares versions, and views of these ragged tensors no longer show their values. Any shapes and dtypes.
     """
     increment_version(locals_)
-    if _SOURCES:
+    if _GATHERS.sources:
         changed = set(map(id, locals_))
-        for reference in _SOURCES.valuerefs():
+        for reference in _GATHERS.sources.valuerefs():
             source = reference()
             # Aliases (`detach()`, `.data`) share the local tensor object.
             if source is not None and source is not but:

@@ -65,14 +65,17 @@ def summed_in(dtype: torch.dtype) -> torch.dtype | None:
 
 
 def cut_dims(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the dims of a DTensor's mesh over which ranks hold different elements; none for a plain tensor."""
+    """Return the dims of a DTensor's mesh over which ranks hold different elements; none for a plain tensor.
+
+    ``tensor`` has any shape and dtype.
+    """
     if not isinstance(tensor, DTensor):
         return ()
     return tuple(dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate))
 
 
 def norm_of_list(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Run ``_foreach_norm``: ragged tensors together, others each on its own."""
+    """Run ``_foreach_norm``: ragged tensors together, others each on its own. Any float shapes -> a list of []."""
     tensors = args[0]
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
@@ -83,7 +86,7 @@ def norm_of_list(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[
 
 
 def vector_norm(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``linalg_vector_norm``, over all dims or some."""
+    """Run ``linalg_vector_norm``, over all dims -> [], or over some -> the rest."""
     this, order, dims, keepdim = (*args, *(2, None, False)[len(args) - 1 :])[:4]
     dtype = kwargs.get("dtype")
     if type(this) is cls and dims and this.dim() > 1 and 0 < order < math.inf and not this._spec.layout.order:
@@ -172,7 +175,7 @@ def _real_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def any_or_all(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Reduce truth values to one; what in-place initialisers ask between draws."""
+    """Reduce truth values of any shape to one []; what in-place initialisers ask between draws."""
     this = args[0]
     layout: RaggedLayout = this._spec.layout
     confirm(str(op), [this])
@@ -182,7 +185,7 @@ def any_or_all(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[st
 
 
 def unscale(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Unscale gradients in place and tell every rank whether any rank found an inf or NaN.
+    """Unscale gradients [any] in place; ``found_inf`` [1] tells every rank whether any rank found an inf or NaN.
 
     Collective: one all-reduce for each mesh dim that some gradient is cut over. Ranks are compared before anything
     is changed.

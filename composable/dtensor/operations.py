@@ -10,7 +10,7 @@ layouts are compared by the identity of their specs, and elements of which this 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,12 +34,10 @@ from composable.dtensor.spec import RaggedLayout, RaggedSpec, ragged_spec, slice
 from composable.errors import UsageError
 from composable.ground.torch_private import OpOverload, dtensor_new, tree_leaves
 
-__all__ = ["RULES", "rule_for"]
+__all__ = ["rule_for"]
 
 
 aten = torch.ops.aten
-
-RULES: dict[OpOverload, Rule] = {}
 
 # An unknown list operation gathers: new ones need not be element-wise (`_foreach_mm` is not).
 _FOREACH_ELEMENTWISE = frozenset(
@@ -57,16 +55,12 @@ _FORBIDDEN = frozenset("set_ resize_ resize_as_ unsqueeze_ squeeze_ t_ transpose
 _NUMBERS = frozenset({float, int, bool, type(None)})
 
 
+@cache
 def rule_for(op: OpOverload) -> Rule:
-    """Choose the rule of an operation and remember it."""
+    """Return the rule of an operation, which is chosen once."""
     rule, changed = _choose(op), written(op)
     places = [place for place, argument in enumerate(op._schema.arguments) if argument.name in changed]
-    if changed == ["out"]:
-        rule = partial(_noted, rule, ())
-    elif changed:
-        rule = partial(_noted, rule, places)
-    RULES[op] = rule
-    return rule
+    return partial(_noted, rule, () if changed == ["out"] else places) if changed else rule
 
 
 def _noted(
@@ -319,46 +313,46 @@ def _zero_in_place(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mappin
 # -- element-wise operations on lists
 
 
-def _local_lists(
-    cls: Any, args: Sequence[Any], specs: Sequence[RaggedSpec], *, same_dtype: bool, plain_list: int
-) -> list[Any] | None:
+def _local_lists(cls: Any, args: Sequence[Any], *, same_dtype: bool, plain_list: int = -1) -> list[Any] | None:
     """Return the arguments, lists cut to what has local work; ``None``: take elements one by one.
 
     Args:
         cls: The tensor subclass.
         args: All arguments.
-        specs: Of the first one.
         same_dtype: Accept only operands that keep the first argument's dtype.
         plain_list: Position of a list of plain tensors that goes along with the elements.
-
-    Raises:
-        AttributeError: A list holds tensors that are not DTensors; take elements one by one, too.
     """
-    found: list[Any] = []
-    for position, value in enumerate(args):
-        if isinstance(value, (list, tuple)) and value:
-            is_local = position != plain_list and isinstance(value[0], torch.Tensor)
-            if is_local:
-                others = [tensor._spec for tensor in value]
-                if others != specs and (
-                    same_dtype
-                    or len(others) != len(specs)
-                    or not all(other.layout.matches(spec.layout) for other, spec in zip(others, specs))
-                ):
+    try:
+        specs: list[RaggedSpec] = [tensor._spec for tensor in args[0]]
+        found: list[Any] = []
+        for position, value in enumerate(args):
+            if isinstance(value, (list, tuple)) and value:
+                is_local = position != plain_list and isinstance(value[0], torch.Tensor)
+                if is_local:
+                    others = [tensor._spec for tensor in value]
+                    if others != specs and (same_dtype or not _all_match(others, specs)):
+                        return None
+                elif same_dtype and any(type(number) is complex for number in value):
                     return None
-            elif same_dtype and any(type(number) is complex for number in value):
+                kept = [one for one, spec in zip(value, specs) if not spec.is_idle]
+                found.append([tensor._local_tensor for tensor in kept] if is_local else kept)
+                continue
+            scalar = _number_of(value, specs[0].layout)
+            is_tensor = isinstance(scalar, torch.Tensor)
+            # Not one number for all elements.
+            if is_tensor and (isinstance(scalar, DTensor) or scalar.dim()):
                 return None
-            kept = [one for one, spec in zip(value, specs) if not spec.is_idle]
-            found.append([tensor._local_tensor for tensor in kept] if is_local else kept)
-            continue
-        scalar = _number_of(value, specs[0].layout)
-        # Not one number for all elements.
-        if type(scalar) is cls or (isinstance(scalar, torch.Tensor) and (isinstance(scalar, DTensor) or scalar.dim())):
-            return None
-        if same_dtype and (scalar.is_complex() if isinstance(scalar, torch.Tensor) else type(scalar) is complex):
-            return None
-        found.append(scalar)
+            if same_dtype and (scalar.is_complex() if is_tensor else type(scalar) is complex):
+                return None
+            found.append(scalar)
+    except AttributeError:  # A list holds tensors without such specs.
+        return None
     return found
+
+
+def _all_match(specs: Sequence[RaggedSpec], others: Sequence[RaggedSpec]) -> bool:
+    pairs = zip(specs, others)
+    return len(specs) == len(others) and all(one.layout.matches(other.layout) for one, other in pairs)
 
 
 def _number_of(value: Any, layout: RaggedLayout | None = None) -> Any:
@@ -376,11 +370,7 @@ def _foreach_in_place(
     cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, plain_list: int = -1
 ) -> None:
     """Run a ``_foreach_*_`` or ``_fused_*_`` operation, whose argument ``plain_list`` holds plain step counters."""
-    try:
-        specs = [tensor._spec for tensor in args[0]]
-        local_args = _local_lists(cls, args, specs, same_dtype=False, plain_list=plain_list)
-    except AttributeError:
-        local_args = None
+    local_args = _local_lists(cls, args, same_dtype=False, plain_list=plain_list)
     if local_args is None:
         _one_by_one(cls, op, args, kwargs)
     elif local_args[0]:
@@ -389,21 +379,15 @@ def _foreach_in_place(
 
 def _foreach(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Run a ``_foreach_*`` operation that returns new tensors."""
-    tensors = args[0]
-    try:
-        specs: list[RaggedSpec] = [tensor._spec for tensor in tensors]
-        local_args = _local_lists(cls, args, specs, same_dtype=True, plain_list=-1)
-    except AttributeError:
-        local_args = None
     # Results get the specs of the first argument, so only where the dtype stays.
     is_complex = any(type(value) is complex for value in kwargs.values())
-    if local_args is None or is_complex or not all(spec.dtype.is_floating_point for spec in specs):
+    local_args = None if is_complex else _local_lists(cls, args, same_dtype=True)
+    if local_args is None or not all(tensor._spec.dtype.is_floating_point for tensor in args[0]):
         return _one_by_one(cls, op, args, kwargs)
     results = iter(op(*local_args, **kwargs) if local_args[0] else ())
     # A result without elements may share the input's local tensor: there is nothing to tell them apart by.
     return [
-        dtensor_new(cls, tensor._local_tensor if spec.is_idle else next(results), spec, requires_grad=False)
-        for tensor, spec in zip(tensors, specs)
+        wrap(cls, tensor._local_tensor if tensor._spec.is_idle else next(results), tensor._spec) for tensor in args[0]
     ]
 
 

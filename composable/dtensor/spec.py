@@ -135,6 +135,11 @@ class RaggedLayout:
             RaggedShard(bounds, order) if dim == mesh_dim else others.get(dim, Replicate()) for dim in range(mesh.ndim)
         )
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keeps the rank that wrote it, whose piece it describes.
+        cut = self.bounds, self.rank, self.order, self.splits
+        return RaggedLayout, (self.mesh, self.mesh_dim, self.shape, *cut), {"is_stored": self.is_stored}
+
     def shapes_around(self) -> Iterator[torch.Size]:
         """Yield the shape that each split splits, as this rank sees it."""
         shape = self.shape
@@ -189,7 +194,7 @@ class RaggedLayout:
         return (self.ranks, *self.split_ranks)
 
     def reduce(self, tensor: torch.Tensor, op: "ReduceOp.RedOpType") -> torch.Tensor:
-        """Reduce a small tensor over all ranks that hold different elements; as ``Ranks.reduce``."""
+        """Reduce a small tensor [any] over all ranks that hold different elements; as ``Ranks.reduce``."""
         for ranks in self.every_ranks:
             tensor = ranks.reduce(tensor, op)
         return tensor
@@ -218,26 +223,26 @@ class RaggedLayout:
         )
 
     def empty_full(self, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-        """Return a full tensor of undefined content, whose memory is in the layout's order."""
+        """Return a full tensor [shape] of undefined content, whose memory is in the layout's order."""
         return torch.empty_strided(self.shape, strides_of(self.shape, self.order), dtype=dtype, device=device)
 
     def empty_block(self, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-        """Return a block of undefined content, whose memory is in the layout's order."""
+        """Return a block [block_shape] of undefined content, whose memory is in the layout's order."""
         strides = strides_of(self.block_shape, self.order)
         return torch.empty_strided(self.block_shape, strides, dtype=dtype, device=device)
 
     def block_of(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the block of a full tensor that this rank shares; a view."""
+        """Return the block [block_shape] of a full tensor [shape] that this rank shares; a view."""
         for dim in {split.dim for split in self.splits}:
             full = full.narrow(dim, self.block_offsets[dim], self.block_shape[dim])
         return full
 
     def flat(self, block: torch.Tensor) -> torch.Tensor:
-        """Return a block [numel] in the order in which it is cut; a view where that is its memory's."""
+        """Return a block [block_shape] as [numel], in the order of the cut; a view where its memory is."""
         return in_memory_order(block.reshape(self.block_shape) if self.order else block, self.order).reshape(-1)
 
     def unflat(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the block whose elements are ``flat`` [numel], in the order in which it is cut; a view."""
+        """Return the block [block_shape] with the elements ``flat`` [numel], in the order of the cut; a view."""
         order = self.order or range(len(self.block_shape))
         return in_order_of_dims(flat.view([self.block_shape[dim] for dim in order]), self.order)
 
@@ -282,9 +287,7 @@ class RaggedSpec(DTensorSpec):
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        layout = self.layout
-        cut = layout.bounds, layout.rank, layout.order, tuple(map(tuple, layout.splits))
-        return _rebuild_spec, (layout.mesh, layout.mesh_dim, tuple(layout.shape), self.dtype, *cut, layout.is_stored)
+        return RaggedSpec, (self.layout, self.dtype)
 
 
 def ragged_spec(
@@ -359,37 +362,19 @@ def splits_of(placements: Sequence[Placement]) -> dict[int, int]:
     return {dim: placement.dim for dim, placement in enumerate(placements) if isinstance(placement, Shard)}
 
 
-def _rebuild_spec(
-    mesh: DeviceMesh,
-    mesh_dim: int,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    bounds: tuple[int, ...],
-    rank: int,
-    order: tuple[int, ...] = (),
-    splits: tuple[tuple[int, int, int], ...] = (),
-    is_stored: bool = True,
-) -> RaggedSpec:
-    """Restore a pickled spec; keeps the rank that wrote it, whose piece it describes."""
-    found = tuple(Split(*split) for split in splits)
-    layout = RaggedLayout(mesh, mesh_dim, torch.Size(shape), bounds, rank, order, found)
-    layout.is_stored = is_stored
-    return RaggedSpec(layout, dtype)
-
-
 def replicated_spec(mesh: DeviceMesh, full: torch.Tensor) -> DTensorSpec:
-    """Describe ``full`` as held whole by every rank of ``mesh``."""
+    """Describe ``full``, of any shape and dtype, as held whole by every rank of ``mesh``."""
     meta = TensorMeta(full.shape, full.stride(), full.dtype)
     return DTensorSpec(mesh, tuple(Replicate() for _ in range(mesh.ndim)), tensor_meta=meta)
 
 
 def slice_full(full: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
-    """Return this rank's piece of a full tensor, in the local shape; a view where its memory is in the cut's order."""
+    """Return this rank's piece [local_shape] of a full tensor [shape]; a view where its memory is in that order."""
     return slice_block(layout.block_of(full), layout)
 
 
 def slice_block(block: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
-    """Return this rank's piece of a block, as ``slice_full`` does."""
+    """Return this rank's piece [local_shape] of a block [block_shape], as ``slice_full`` does."""
     return layout.flat(block)[layout.lo : layout.hi].view(layout.local_shape)
 
 
@@ -419,7 +404,9 @@ def chunks_of(layout: RaggedLayout) -> list[ChunkStorageMetadata]:
 
 
 def write_items_of(fqn: str, local: torch.Tensor, layout: RaggedLayout) -> list[WriteItem]:
-    """Return one item a box. Replicas all offer theirs, where they are cut alike; the planner drops doubles.
+    """Return one item for each box of ``local`` [local_shape].
+
+    Replicas all offer theirs, where they are cut alike; the planner drops doubles.
 
     Raises:
         UsageError: There are no values to write.
@@ -440,7 +427,7 @@ def write_items_of(fqn: str, local: torch.Tensor, layout: RaggedLayout) -> list[
 
 
 def piece_at(index: MetadataIndex, local: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
-    """Return the box that starts at ``index.offset`` as a view of the local tensor.
+    """Return the box that starts at ``index.offset`` as a view of the local tensor [local_shape].
 
     Raises:
         ConfigError: This rank owns no such box.

@@ -27,7 +27,7 @@ from composable.dtensor.gather import (
     is_replicated,
     make_stale_view,
 )
-from composable.dtensor.operations import RULES, rule_for
+from composable.dtensor.operations import rule_for
 from composable.dtensor.spec import (
     RaggedLayout,
     RaggedSpec,
@@ -100,31 +100,16 @@ class RaggedDTensor(DTensor):
 
     @staticmethod
     def wrap(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> "RaggedDTensor":
-        """Show ``local``, this rank's piece in the layout's local shape, as the whole. No copy, no check, 1 us."""
+        """Show ``local`` [local_shape], this rank's piece in the spec's dtype, as the whole: no copy, no check."""
         return dtensor_new(RaggedDTensor, local, spec, requires_grad=requires_grad)  # type: ignore[return-value]
-
-    @staticmethod
-    def from_full(full: torch.Tensor, spec: RaggedSpec) -> "RaggedDTensor":
-        """Keep this rank's piece of a tensor that every rank holds whole; a copy.
-
-        Raises:
-            ConfigError: ``full`` has another shape than ``spec``.
-        """
-        if full.shape != spec.layout.shape:
-            raise ConfigError(f"tensor of shape {list(full.shape)} for a spec of shape {list(spec.layout.shape)}")
-        piece = slice_full(full.detach(), spec.layout).to(spec.dtype, copy=True)
-        return RaggedDTensor.wrap(piece, spec, full.requires_grad)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch leaves the arguments untyped
         cls, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        rule = RULES.get(op)
-        if rule is None:
-            rule = rule_for(op)
         if _UNFINISHED:
             _check_operands(op, args)
-        return rule(RaggedDTensor, op, args, kwargs or {})
+        return rule_for(op)(RaggedDTensor, op, args, kwargs or {})
 
     def register_hook(self, hook: Any) -> Any:
         """Call ``hook`` with the gradient; of a sharded parameter, with this rank's piece of the reduced one."""
@@ -137,7 +122,7 @@ class RaggedDTensor(DTensor):
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return the whole as a plain tensor on every rank. Differentiable.
+        """Return the whole, of this tensor's shape and dtype, as a plain tensor on every rank. Differentiable.
 
         Collective: all ranks of the mesh, same order.
 
@@ -378,13 +363,13 @@ class _ToLocal(torch.autograd.Function):
 
 
 def watch_zeroing(tensor: torch.Tensor) -> None:
-    """Begin to note whether the tensor, if it is ragged, is set to zero: see ``was_zeroed``."""
+    """Begin to note whether the tensor [any], if it is ragged, is set to zero: see ``was_zeroed``."""
     if isinstance(tensor, RaggedDTensor):
         tensor._local_tensor._composable_zeroed = False  # type: ignore[attr-defined]  # set by the rules of `zero_`
 
 
 def was_zeroed(tensor: torch.Tensor) -> bool:
-    """Say whether ``zero_`` was called on the tensor, alone or in a list, since ``watch_zeroing``."""
+    """Say whether ``zero_`` was called on the tensor [any], alone or in a list, since ``watch_zeroing``."""
     return isinstance(tensor, RaggedDTensor) and bool(getattr(tensor._local_tensor, "_composable_zeroed", False))
 
 
@@ -440,7 +425,7 @@ def check_finished(what: str, tensors: Iterable[torch.Tensor]) -> None:
 
     Args:
         what: The call, for people.
-        tensors: Parameters or gradients.
+        tensors: Parameters or gradients, of any shapes and dtypes.
 
     Raises:
         UsageError: Backwards of a module have ended whose reductions have not.

@@ -46,7 +46,7 @@ class PieceExchange:
         self._arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def send(self, pieces: Sequence[torch.Tensor], peers: Iterable[int]) -> None:
-        """Send flat tensors, in one message to each peer."""
+        """Send flat tensors [numel] of any dtypes, in one message to each peer."""
         peers = list(peers)
         if not peers:
             return
@@ -60,7 +60,7 @@ class PieceExchange:
         self._sends += [(message, peer) for peer in peers]
 
     def receive(self, targets: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], peer: int) -> None:
-        """Receive one message into flat tensors; ``dtypes`` are those it was sent in."""
+        """Receive one message into flat tensors [numel]; ``dtypes`` are those it was sent in."""
         only = targets[0]
         if len(targets) == 1 and only.dtype == dtypes[0] and only.device.type == self._device_type:
             # As bytes: not every backend knows every dtype.
@@ -75,7 +75,7 @@ class PieceExchange:
         self._receives.append((message, peer))
 
     def run(self) -> None:
-        """PieceExchange the messages and put what arrived in its place."""
+        """Exchange the messages and put what arrived in its place."""
         self._ranks.exchange(self._sends, self._receives)
         for target, piece in self._arrivals:
             target.copy_(piece)
@@ -113,7 +113,7 @@ def collect_blocks(
     Collective: all ranks of the shard group, with the same tensors in the same order.
 
     Args:
-        tensors: Of one shard group; none on the meta device.
+        tensors: Of one shard group, any shapes and dtypes; none on the meta device. Blocks: [block_shape] of each.
         dst: Rank in the shard group that gets the values, the others get ``None``; ``None``: every rank.
         dtype: Of the values of floating-point tensors; default: the tensors' own.
         device: Of the values; default: the tensors' own.
@@ -167,7 +167,7 @@ def spread_blocks(tensors: Sequence[RaggedDTensor], values: Callable[[int], torc
     Collective: all ranks of the shard group, with the same tensors in the same order.
 
     Args:
-        tensors: Of one shard group; none on the meta device.
+        tensors: Of one shard group, any shapes and dtypes; none on the meta device.
         values: On rank ``src``: gives the block of ``tensors[index]``, of its ``block_shape``, in any dtype and on any
             device; asked once for each, in order. On other ranks not used.
         src: Rank in the shard group that has the values.

@@ -19,9 +19,8 @@ from torch import nn
 from composable.comm import DONE, Pending, Transport, wait_for_work
 from composable.engine.paths import Around, Gather, GradientPath, Reduction, Whole, divided_before
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.arguments import described
 from composable.ground.frames import modules_of_copy
-from composable.ground.names import describe_module
+from composable.ground.names import describe_module, described
 
 __all__ = [
     "CHOICES",

@@ -28,7 +28,7 @@ _PLAIN = (bool, int, float, complex, str, bytes)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` with the floating-point tensors in it cast, by operations that autograd knows.
+    """Return ``value`` with the floating-point tensors in it, of any shapes, cast by operations that autograd knows.
 
     It looks into tuples, lists, dicts, dataclasses and what else torch's pytrees know; what has nothing to
     cast stays the same object.
@@ -85,7 +85,7 @@ class LentBuffers:
         self._lent: dict[int, _Lent] = {}
 
     def lend(self, own: torch.Tensor, dtype: torch.dtype, user: object) -> torch.Tensor:
-        """Return a copy of ``own`` in ``dtype`` for ``user``, the one that is lent already if there is one."""
+        """Return a copy of ``own`` [any] in ``dtype`` for ``user``, the one that is lent already if there is one."""
         return self._lent.setdefault(id(own), _Lent(own)).take(dtype, user)
 
     def take_back(self, own: torch.Tensor, dtype: torch.dtype, user: object) -> None:

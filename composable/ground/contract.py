@@ -17,15 +17,15 @@ policy picked it, without being annotated itself.
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import nn
 
 from composable.errors import ConfigError, UsageError, located, place_of_rank
-from composable.ground.arguments import check_call
-from composable.ground.names import NamedTree, check_same_fqns, describe_module
+from composable.ground.names import SUCCESSOR, check_call, describe_module, list_text
 
 __all__ = [
     "Annotation",
@@ -77,10 +77,6 @@ class AnnotationFn(Protocol[_P, _State_co]):
 
     def state(self, module: nn.Module) -> _State_co | None:
         """Return the state of this API on ``module``, or ``None``; leaves no trace on it."""
-        ...
-
-    def member_state(self, module: nn.Module) -> _State_co | None:
-        """Return the state that manages ``module``: its own, or that of the annotation it is a member of."""
         ...
 
 
@@ -226,7 +222,7 @@ def contract(
             try:
                 _check_result(name, modules, fn(target, *args, **kwargs))
                 for one, old in before.items():
-                    check_same_fqns(name, one, old, NamedTree.of(one))
+                    _check_same_fqns(name, one, old, NamedTree.of(one))
             except BaseException:
                 for one in before:
                     _forget(one, annotation)
@@ -237,11 +233,7 @@ def contract(
             annotation = get_registry(module).get(name)
             return annotation.state if annotation is not None else None
 
-        def member_state(module: nn.Module) -> object:
-            return managing_state(module, name)
-
         annotate.state = state  # type: ignore[attr-defined]  # functions take attributes, their stub has none
-        annotate.member_state = member_state  # type: ignore[attr-defined]
         return cast("AnnotationFn[_P, Any]", annotate)
 
     return decorate
@@ -271,7 +263,7 @@ def _forget(module: nn.Module, annotation: Annotation) -> None:
             remove_member(below, annotation.name)
 
 
-def _outermost(trees: dict[nn.Module, NamedTree]) -> dict[nn.Module, NamedTree]:
+def _outermost(trees: "dict[nn.Module, NamedTree]") -> "dict[nn.Module, NamedTree]":
     """Return the modules that are not inside another one of them: what is on the outer one holds for the inner."""
     if len(trees) < 2:
         return trees
@@ -338,3 +330,109 @@ def _check_result(name: str, modules: Sequence[nn.Module], result: object) -> No
             at=describe_module(modules[0]),
             fix="an annotation changes its modules in place",
         )
+
+
+# The names of a tree, which an annotation may not change
+
+_MAX_NAMES_SHOWN = 10
+
+
+class _Visit(NamedTuple):
+    """One place of a module tree: where it hangs and the names it holds."""
+
+    parent: int
+    name: str
+    params: tuple[str, ...]
+    buffers: tuple[str, ...]
+    is_alias: bool
+
+
+@dataclass(frozen=True)
+class NamedTree:
+    """The names of a module tree, in ``named_modules()`` order.
+
+    Names are kept per module and joined to FQNs only for an error: FQNs of a deep tree add
+    up to quadratic length. A module met again is one more visit without content, so the
+    names of an alias count too. ``ties`` are the tensors met again, with where they were first.
+    """
+
+    visits: list[_Visit]
+    ties: list[tuple[int, str, int, str]]
+    modules: list[nn.Module] = field(compare=False)
+
+    @staticmethod
+    def of(root: nn.Module) -> "NamedTree":
+        visits: list[_Visit] = []
+        ties: list[tuple[int, str, int, str]] = []
+        modules: list[nn.Module] = []
+        seen_modules: set[nn.Module] = set()
+        first_slot: dict[int, tuple[int, str]] = {}
+        stack = [(-1, "", root)]
+        while stack:
+            parent, name, module = stack.pop()
+            index = len(visits)
+            if module in seen_modules:
+                visits.append(_Visit(parent, name, (), (), True))
+                continue
+            seen_modules.add(module)
+            modules.append(module)
+            params = tuple(key for key, param in module._parameters.items() if param is not None)
+            buffers = tuple(key for key, buffer in module._buffers.items() if buffer is not None)
+            visits.append(_Visit(parent, name, params, buffers, False))
+            for key in params + buffers:
+                tensor = module._parameters[key] if key in module._parameters else module._buffers[key]
+                if tensor is not None and tensor.is_meta:
+                    tensor = getattr(tensor, SUCCESSOR, tensor)
+                first = first_slot.setdefault(id(tensor), (index, key))
+                if first != (index, key):
+                    ties.append((index, key, *first))
+            stack.extend((index, key, child) for key, child in reversed(module._modules.items()) if child is not None)
+        return NamedTree(visits, ties, modules)
+
+    def fqn(self, index: int, leaf: str = "") -> str:
+        names = [leaf] if leaf else []
+        while index > 0:
+            names.append(self.visits[index].name)
+            index = self.visits[index].parent
+        return ".".join(reversed(names))
+
+    def texts(self) -> dict[str, list[str]]:
+        """Return all names, by kind, and which of them share a tensor or a module."""
+        found: dict[str, list[str]] = {"parameters": [], "buffers": [], "modules": []}
+        for index, visit in enumerate(self.visits):
+            found["modules"].append(self.fqn(index))
+            found["parameters"] += [self.fqn(index, key) for key in visit.params]
+            found["buffers"] += [self.fqn(index, key) for key in visit.buffers]
+        found["shared tensors"] = [f"{self.fqn(i, key)} = {self.fqn(j, first)}" for i, key, j, first in self.ties]
+        found["shared modules"] = [self.fqn(index) for index, visit in enumerate(self.visits) if visit.is_alias]
+        return found
+
+
+def _check_same_fqns(name: str, module: nn.Module, old: NamedTree, new: NamedTree) -> None:
+    """Raise ``ConfigError`` if ``name``, an annotation of ``module``, changed a name between the two."""
+    if old == new:
+        return
+    was, now = old.texts(), new.texts()
+    lines = {kind: _list_differences(kind, was[kind], now[kind]) for kind in was}
+    # What shares changes with the names: it is told where these are the same.
+    of_names = [line for kind in ("parameters", "buffers", "modules") for line in lines[kind]]
+    differences = of_names or [line for kind in ("shared tensors", "shared modules") for line in lines[kind]]
+    raise ConfigError(
+        "\n    ".join([f"{name} changed the FQNs of the module it annotates", *differences]),
+        at=describe_module(module),
+        fix="an annotation keeps every parameter, buffer and module under its name and in its place",
+    )
+
+
+def _list_differences(kind: str, old: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Return lines that say which names are gone, are new, or are in another place, of few that explain the order."""
+    olds, news = set(old), set(new)
+    both, both_now = [fqn for fqn in old if fqn in news], [fqn for fqn in new if fqn in olds]
+    runs = SequenceMatcher(None, both, both_now, autojunk=False).get_matching_blocks()
+    in_order = {fqn for start, _, length in runs for fqn in both[start : start + length]}
+    parts = {
+        "missing": [fqn for fqn in old if fqn not in news],
+        "new": [fqn for fqn in new if fqn not in olds],
+        "moved": [fqn for fqn in both_now if fqn not in in_order],
+    }
+    return [f"{kind} {what}: {list_text(fqns, _MAX_NAMES_SHOWN)}" for what, fqns in parts.items() if fqns]

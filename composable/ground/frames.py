@@ -6,7 +6,6 @@ a hot path, nor for a compiled region, but ``in_backward``.
 
 import copy
 import inspect
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -22,12 +21,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from composable.errors import UsageError, place_of_rank
 from composable.ground.names import describe_module
+from composable.ground.torch_hooks import parts_of
 from composable.ground.torch_private import (
     autograd_profiler,
     backward_code,
     current_autograd_node,
     current_graph_task_id,
     functional_call_code,
+    model_averager_code,
     module_call_code,
     module_load,
     outside_transforms,
@@ -43,7 +44,6 @@ __all__ = [
     "in_region",
     "in_split_backward",
     "in_torch_save",
-    "is_asked_by_pipeline",
     "is_called_again",
     "is_functional_call",
     "is_in_model_averager",
@@ -62,9 +62,6 @@ __all__ = [
 
 
 T = TypeVar("T")
-
-_STAGE = "torch.distributed.pipelining.stage"
-_AVERAGER = "torch.distributed.algorithms.model_averaging.utils"
 
 
 def in_backward() -> bool:
@@ -105,11 +102,11 @@ def in_backward_of_function() -> bool:
 
 def in_torch_save() -> bool:
     """Say whether what is being pickled goes into a file of ``torch.save``."""
-    return next(_frames_of(torch.save.__code__), None) is not None
+    return _is_running(torch.save.__code__)
 
 
 def will_get_gradient(leaf: torch.Tensor) -> bool:
-    """Say whether the backward that is running gets to ``leaf``, or has got there. Inside a backward only."""
+    """Say whether the backward that is running gets to ``leaf`` [any], or has got there. Inside a backward only."""
     try:
         return bool(will_engine_execute_node(get_gradient_edge(leaf).node))
     except RuntimeError:  # Raised for a leaf that is an input of torch.autograd.grad.
@@ -123,7 +120,7 @@ class _Alive:
 
 
 def watch_graph(leaves: Iterable[torch.Tensor]) -> Callable[[], bool]:
-    """Return a function that says whether a graph of autograd to any of ``leaves``, made so far or later, lives.
+    """Return a function that says whether a graph of autograd to any of ``leaves`` [any], made so far or later, lives.
 
     Of leaves that are all frozen no graph is known: it says yes.
     """
@@ -184,31 +181,27 @@ def is_strict_load() -> bool:
 
 def is_load() -> bool:
     """Say whether a ``load_state_dict`` is under way."""
-    return next(_frames_of(module_load.__code__), None) is not None
+    return _is_running(module_load.__code__)
 
 
 def is_functional_call() -> bool:
     """Say whether a ``functional_call`` of torch, which lends modules other parameters, is under way."""
-    return next(_frames_of(functional_call_code), None) is not None
+    return _is_running(functional_call_code)
 
 
 def in_split_backward() -> bool:
     """Say whether a stage of torch's pipelines is taking the gradients of its inputs, those of parameters later."""
-    code = split_backward_code()
-    return code is not None and next(_frames_of(code), None) is not None
+    return _is_running(split_backward_code())
 
 
 def is_in_model_averager() -> bool:
     """Say whether an averager of torch, for models that ranks train apart, is at work."""
-    return any(frame.f_globals.get("__name__") == _AVERAGER for frame in outwards(sys._getframe(1)))
+    return _is_running(model_averager_code())
 
 
-def is_asked_by_pipeline() -> bool:
-    """Say whether a stage of torch's pipelines, that takes gradients of parameters apart, calls the caller."""
-    if torch.compiler.is_compiling():
-        return False  # Frames are nothing that it can trace.
-    frame = sys._getframe(2)
-    return frame.f_code.co_name == "<lambda>" and frame.f_globals.get("__name__") == _STAGE
+def _is_running(code: CodeType | None) -> bool:
+    """Say whether ``code`` runs on this thread; ``None``: who could call it has not imported it."""
+    return code is not None and next(_frames_of(code), None) is not None
 
 
 def _frames_of(*codes: CodeType, frame: FrameType | None = None) -> Iterator[FrameType]:
@@ -239,6 +232,7 @@ def in_region(what: str, name: str, call: Callable[_P, _T], *args: _P.args, **kw
 
 _MEMO_KEY = "composable extent"
 # What holds no module that a copy would take along, and much else.
+_HOLDERS = (nn.Module, list, tuple, dict, set)
 _OPAQUE = (type, torch.Tensor, str, bytes, types.ModuleType, types.FunctionType, types.MethodType)
 
 
@@ -284,20 +278,9 @@ def _modules_in(value: object) -> dict[nn.Module, None]:
         if isinstance(item, nn.Module):
             for visited in item.modules():
                 found[visited] = None
-                stack.extend(_hidden_in(visited))
-        elif isinstance(item, dict):
-            stack.extend(item.values())
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            stack.extend(item)
-        elif hasattr(item, "__dict__"):
-            stack.extend(vars(item).values())
+                # Attributes may hold modules that are no submodules: a copy takes them along too.
+                held = {k: v for k, v in vars(visited).items() if not k.endswith(("_hooks", "_parameters"))}
+                stack.extend(one for one in held.values() if isinstance(one, _HOLDERS))
+        else:
+            stack.extend(parts_of(item))
     return found
-
-
-def _hidden_in(module: nn.Module) -> list[object]:
-    """Return attributes that may hold modules which are no submodules: a copy takes them along too."""
-    return [
-        value
-        for name, value in vars(module).items()
-        if isinstance(value, (nn.Module, list, tuple, dict, set)) and not name.endswith(("_hooks", "_parameters"))
-    ]

@@ -1,34 +1,48 @@
-"""What modules, parameters and values are called, in plans, state dicts and messages."""
+"""What modules, parameters and values are called in messages; checks of arguments, whose errors say what to write."""
 
+import difflib
 import gc
+import inspect
+import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from difflib import SequenceMatcher
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
-from typing import NamedTuple
+from numbers import Real
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from composable.errors import ConfigError
+from composable.errors import ConfigError, SignatureError, UsageError, place_of_rank
 
 __all__ = [
     "SUCCESSOR",
-    "NamedTree",
+    "answer_of",
+    "as_path",
     "bytes_text",
-    "check_same_fqns",
+    "check_bool",
+    "check_call",
+    "check_device",
+    "check_module",
+    "check_number",
+    "check_optimizer",
+    "check_outside_inference",
     "class_name",
     "count_text",
     "describe_module",
+    "described",
     "dtype_text",
     "fqn_in_model",
     "handle_name",
     "join_fqn",
+    "list_of_tensors",
     "list_text",
     "module_text",
     "plain_fqn",
     "ranks_text",
+    "readable_twice",
     "seconds_text",
     "sibling_lines",
 ]
@@ -87,22 +101,18 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def bytes_text(number: int) -> str:
-    if number < 1024:
-        return f"{number} B"
-    value, unit = number / 1024, "KiB"
-    for larger in ("MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.1f} {unit}"
+    return f"{number} B" if number < 1024 else _scaled(number / 1024, 1024, "KiB", "MiB", "GiB", "TiB")
 
 
 def seconds_text(seconds: float) -> str:
-    value, unit = seconds * 1e6, "us"
-    for larger in ("ms", "s"):
-        if value < 1000:
+    return _scaled(seconds * 1e6, 1000, "us", "ms", "s")
+
+
+def _scaled(value: float, step: int, unit: str, *larger: str) -> str:
+    for one in larger:
+        if value < step:
             break
-        value, unit = value / 1000, larger
+        value, unit = value / step, one
     return f"{value:.1f} {unit}"
 
 
@@ -130,7 +140,6 @@ def sibling_lines(entries: Iterable[tuple[str, str, str]]) -> list[str]:
     return lines
 
 
-_MAX_NAMES_SHOWN = 10
 # On a meta buffer of which an annotation has taken other names: the tensor with memory that took its place there.
 SUCCESSOR = "_composable_successor"
 
@@ -175,105 +184,171 @@ def _find_fqn(module: nn.Module) -> str:
     return plain_fqn(".".join(reversed(names)))
 
 
-class _Visit(NamedTuple):
-    """One place of a module tree: where it hangs and the names it holds."""
-
-    parent: int
-    name: str
-    params: tuple[str, ...]
-    buffers: tuple[str, ...]
-    is_alias: bool
+# Arguments
 
 
-@dataclass(frozen=True)
-class NamedTree:
-    """The names of a module tree, in ``named_modules()`` order.
+def answer_of(name: str, function: Callable[..., Any], *args: object, at: str, fix: str) -> Any:
+    """Return what a user's function, the argument ``name``, answers; what it raises is a ``ConfigError``."""
+    try:
+        return function(*args)
+    except Exception as error:
+        raise ConfigError(f"{name} raised {type(error).__name__}: {error}", at=at, fix=fix) from error
 
-    Names are kept per module and joined to FQNs only for an error: FQNs of a deep tree add
-    up to quadratic length. A module met again is one more visit without content, so the
-    names of an alias count too. ``ties`` are the tensors met again, with where they were first.
+
+def check_module(name: str, value: object) -> None:
+    """Raise unless ``value`` is one module."""
+    if not isinstance(value, nn.Module):
+        raise ConfigError(f"{name} is {described(value)}, not a module", at=place_of_rank(), fix="pass an nn.Module")
+
+
+def check_optimizer(name: str, value: object) -> None:
+    """Raise unless ``value`` is an optimizer of torch's kind."""
+    if not isinstance(value, torch.optim.Optimizer):
+        what = f"{name} is {described(value)}, not an optimizer"
+        raise ConfigError(what, at=place_of_rank(), fix="pass a torch.optim.Optimizer")
+
+
+def check_bool(name: str, value: object, *, or_none: bool = False) -> None:
+    """Raise unless ``value`` is ``True`` or ``False`` itself: what is merely true is mostly an argument too early."""
+    if not isinstance(value, bool) and not (or_none and value is None):
+        choices = "True, False or None" if or_none else "True or False"
+        raise ConfigError(f"{name} is {described(value)}, not a bool", at=place_of_rank(), fix=f"pass {choices}")
+
+
+def check_number(
+    name: str, value: object, *, fix: str, least: float | None = None, above: float | None = None
+) -> float:
+    """Return ``value`` as a float.
+
+    Raises:
+        ConfigError: It is no number, or a tensor of several, or NaN, or below ``least``, or not above ``above``.
     """
-
-    visits: list[_Visit]
-    ties: list[tuple[int, str, int, str]]
-    modules: list[nn.Module] = field(compare=False)
-
-    @staticmethod
-    def of(root: nn.Module) -> "NamedTree":
-        visits: list[_Visit] = []
-        ties: list[tuple[int, str, int, str]] = []
-        modules: list[nn.Module] = []
-        seen_modules: set[nn.Module] = set()
-        first_slot: dict[int, tuple[int, str]] = {}
-        stack = [(-1, "", root)]
-        while stack:
-            parent, name, module = stack.pop()
-            index = len(visits)
-            if module in seen_modules:
-                visits.append(_Visit(parent, name, (), (), True))
-                continue
-            seen_modules.add(module)
-            modules.append(module)
-            params = tuple(key for key, param in module._parameters.items() if param is not None)
-            buffers = tuple(key for key, buffer in module._buffers.items() if buffer is not None)
-            visits.append(_Visit(parent, name, params, buffers, False))
-            for key in params + buffers:
-                tensor = module._parameters[key] if key in module._parameters else module._buffers[key]
-                if tensor is not None and tensor.is_meta:
-                    tensor = getattr(tensor, SUCCESSOR, tensor)
-                first = first_slot.setdefault(id(tensor), (index, key))
-                if first != (index, key):
-                    ties.append((index, key, *first))
-            stack.extend((index, key, child) for key, child in reversed(module._modules.items()) if child is not None)
-        return NamedTree(visits, ties, modules)
-
-    def fqn(self, index: int, leaf: str = "") -> str:
-        names = [leaf] if leaf else []
-        while index > 0:
-            names.append(self.visits[index].name)
-            index = self.visits[index].parent
-        return ".".join(reversed(names))
-
-    def fqns(self) -> dict[str, list[str]]:
-        named: dict[str, list[str]] = {"parameters": [], "buffers": [], "modules": []}
-        for index, visit in enumerate(self.visits):
-            named["modules"].append(self.fqn(index))
-            named["parameters"] += [self.fqn(index, key) for key in visit.params]
-            named["buffers"] += [self.fqn(index, key) for key in visit.buffers]
-        return named
-
-    def shared_fqns(self) -> dict[str, list[str]]:
-        ties = [f"{self.fqn(i, key)} = {self.fqn(j, first)}" for i, key, j, first in self.ties]
-        aliases = [self.fqn(index) for index, visit in enumerate(self.visits) if visit.is_alias]
-        return {"shared tensors": ties, "shared modules": aliases}
+    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if isinstance(number, Real) and not isinstance(number, bool):
+        found = float(number)
+        if (least is None or found >= least) and (above is None or found > above) and found == found:
+            return found
+    raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix=fix)
 
 
-def check_same_fqns(name: str, module: nn.Module, old: NamedTree, new: NamedTree) -> None:
-    """Raise ``ConfigError`` if ``name``, an annotation of ``module``, changed a name between the two."""
-    if old == new:
+def as_path(name: str, value: object) -> Path:
+    """Return the path of a file or folder that the argument ``name`` is.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix="pass a path")
+    return Path(text)
+
+
+def check_device(name: str, value: object, *, or_none: bool = False) -> None:
+    """Raise unless ``value`` names a device, or is one, or the number of an accelerator that there is."""
+    if isinstance(value, torch.device) or (or_none and value is None):
         return
-    was, now = old.fqns(), new.fqns()
-    differences = [line for kind in was for line in _list_differences(kind, was[kind], now[kind])]
-    if not differences:
-        # The same names, but other slots share a tensor or a module than before.
-        was, now = old.shared_fqns(), new.shared_fqns()
-        differences = [line for kind in was for line in _list_differences(kind, was[kind], now[kind])]
-    raise ConfigError(
-        "\n    ".join([f"{name} changed the FQNs of the module it annotates", *differences]),
-        at=describe_module(module),
-        fix="an annotation keeps every parameter, buffer and module under its name and in its place",
-    )
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < torch.accelerator.device_count():
+        return
+    if isinstance(value, str):
+        with suppress(RuntimeError):
+            torch.device(value)
+            return
+    raise ConfigError(f"{name} is {described(value)}", at=place_of_rank(), fix="pass a torch.device or its name")
 
 
-def _list_differences(kind: str, old: Sequence[str], new: Sequence[str]) -> list[str]:
-    """Return lines that say which names are gone, are new, or are in another place, of few that explain the order."""
-    olds, news = set(old), set(new)
-    both, both_now = [fqn for fqn in old if fqn in news], [fqn for fqn in new if fqn in olds]
-    runs = SequenceMatcher(None, both, both_now, autojunk=False).get_matching_blocks()
-    in_order = {fqn for start, _, length in runs for fqn in both[start : start + length]}
-    parts = {
-        "missing": [fqn for fqn in old if fqn not in news],
-        "new": [fqn for fqn in new if fqn not in olds],
-        "moved": [fqn for fqn in both_now if fqn not in in_order],
-    }
-    return [f"{kind} {what}: {list_text(fqns, _MAX_NAMES_SHOWN)}" for what, fqns in parts.items() if fqns]
+def readable_twice(value: Any) -> Any:
+    """Return ``value``; of what can be read only once, such as ``module.parameters()``, a list."""
+    return list(value) if isinstance(value, Iterator) else value
+
+
+def list_of_tensors(name: str, value: object) -> list[torch.Tensor]:
+    """Return one tensor, or all of an iterable of tensors, of any shapes and dtypes, as a list."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    # A module may be iterable, and its class was meant for something else.
+    is_list = isinstance(value, Iterable) and not isinstance(value, str | type | nn.Module)
+    found: list[Any] = list(value) if is_list else [value]  # type: ignore[call-overload]  # it is iterable
+    # By type: there are few, and clipping asks in every step.
+    if not all(issubclass(kind, torch.Tensor) for kind in set(map(type, found))):
+        wrong = next(one for one in found if not isinstance(one, torch.Tensor))
+        what = f"{name} is or holds {described(wrong)}"
+        raise ConfigError(what, at=place_of_rank(), fix="pass tensors, such as model.parameters()")
+    return found
+
+
+def described(value: object) -> str:
+    """Name a value: short ones as they are written, others by their type."""
+    if value is None or isinstance(value, bool | int | float | str):
+        text = repr(value)
+        return text if len(text) <= 80 else f"{text[:77]}..."
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = type(value)
+    return f"a {kind.__name__}" if kind.__module__ in {"builtins", "torch"} else f"a {kind.__module__}.{kind.__name__}"
+
+
+def check_outside_inference(caller: str) -> None:
+    """Raise ``UsageError`` in inference mode: no optimizer could ever write to parameters that are made there."""
+    if torch.is_inference_mode_enabled():
+        raise UsageError(
+            f"{caller} is called in inference mode, and what is made there can never be trained",
+            fix="annotate outside of torch.inference_mode(), and run in it as you like",
+        )
+
+
+# What to write in place of an argument that an annotation lacks. By the names that ``FullyShardedDataParallel``,
+# ``DistributedDataParallel`` and torch's ``replicate`` have for them; of several the first that an annotation can take.
+_IN_OPTIONS = "pass it inside of options=HandleOptions(...)"
+_PLACES = {
+    "align": (_IN_OPTIONS,),
+    "auto_wrap_policy": ("pass it as policy=",),
+    "backward_prefetch": ("leave it out, since gathers are prefetched always",),
+    "batched_grad_copy": ("leave it out, since gradients are copied together always",),
+    "bucket_cap_mb_list": ("pass one cap for all buckets as bucket_cap_mb=",),
+    "check_reduction": ("leave it out, since every backward is checked",),
+    "cpu_offload": ("pass it as offload_policy=",),
+    "device_id": ("pass it in a list as device_ids=", "leave it out, since the device is that of the mesh"),
+    "device_mesh": ("pass it as mesh=",),
+    "dim": ("leave it out, since inputs are not split",),
+    "dp_mesh_dims": ("pass the dim that averages as mesh=, such as mesh['dp']",),
+    "follows_parent": (_IN_OPTIONS,),
+    "forward_prefetch": ("leave it out, since gathers are prefetched always",),
+    "ignored_states": ("pass its parameters as ignored_params=, its modules as ignored_modules=",),
+    "limit_all_gathers": ("leave it out, since gathers are limited always",),
+    "mixed_precision": ("pass it as mp_policy=",),
+    "offload_policy": ("leave it out, or call fully_shard: copies rest on the device",),
+    "output_device": ("leave it out, since outputs stay where the module makes them",),
+    "shard_as_bytes": (_IN_OPTIONS,),
+    "sharding_strategy": ("pass it as strategy=",),
+    "skip_all_reduce_unused_params": ("pass static_graph=True, which leaves out what no rank uses",),
+    "transport": (_IN_OPTIONS,),
+    "unused_gradients": (_IN_OPTIONS,),
+    "use_orig_params": ("leave it out, since parameters keep their names and shapes always",),
+}
+_PAGES = {"fully_shard": "docs/from_fsdp1.md", "replicate": "docs/replicate.md"}
+
+
+def check_call(function: Callable[..., object], *args: object, **kwargs: object) -> None:
+    """Raise ``SignatureError``, which says what to write, unless ``function`` takes such arguments."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        unknown = [name for name in kwargs if name not in signature.parameters]
+        what, fixes = f"{function.__name__}: {error}", ["pass the module, and all else by name"]
+        if unknown:
+            what = f"{function.__name__} has no argument {', '.join(unknown)}"
+            fixes = [f"{name}: {_place_in(name, signature.parameters)}" for name in unknown]
+        fixes += [f"see {page}" for name, page in _PAGES.items() if name == function.__name__]
+        raise SignatureError(what, fix="; ".join(fixes)) from None
+
+
+def _place_in(name: str, known: Collection[str]) -> str:
+    fitting: dict[str, str] = {}
+    for one, places in _PLACES.items():
+        can_take = [place for place in places if {*re.findall(r"(\w+)=", place)} <= {*known}]
+        if can_take:
+            fitting[one] = can_take[0]
+    for near in difflib.get_close_matches(name, [*fitting, *known], n=1):
+        return fitting.get(near, f"did you mean {near}=?")
+    return "leave it out, there is nothing like it"

@@ -36,6 +36,7 @@ __all__ = [
     "keep_one",
     "leave_alone",
     "mark_managed",
+    "mark_of",
     "names_left_alone",
     "release",
     "rival_on",
@@ -92,9 +93,14 @@ def claim_of(param: object) -> Claim | None:
     return found if isinstance(found, Claim) and found.holds_for(param) else None
 
 
+def mark_of(param: object) -> Any:
+    """Return the mark of ``fully_shard`` on a parameter, or on what stands in for it; ``None``: there is none."""
+    return getattr(param, _SHARDED, None)
+
+
 def is_sharded(param: object) -> bool:
     """Say whether ``fully_shard`` manages ``param``: its sharded face, or what stands in for that for a while."""
-    mark = getattr(param, _SHARDED, None)
+    mark = mark_of(param)
     return mark is not None and mark.handle() is not None
 
 
@@ -161,15 +167,45 @@ def _two_averages(rival: str, fqn: str) -> UsageError:
 # What is added later
 
 
-class _Count:
-    value = 0
+class _Registrations:
+    """The modules of the process below annotations, and how often something was registered in one of them.
+
+    By id: what is registered in may be anybody's module, whose own hash need not work yet.
+
+    Attributes:
+        count: How many modules and parameters were registered in watched modules.
+        watched: The modules in which registrations count.
+        left: Modules whose annotation was undone, put nowhere else since.
+    """
+
+    __slots__ = ("_hooks", "count", "left", "watched")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.watched: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        self.left: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        self._hooks: list[RemovableHandle] = []
+
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Count what is registered in any of ``modules`` from now on."""
+        if not self._hooks:
+            self._hooks = before_every_registration(_before_module, _before_parameter)
+        self.watched.update((id(module), module) for module in modules)
+
+    def note(self, parent: nn.Module) -> bool:
+        """Count a registration if ``parent`` is watched, and say whether it is."""
+        is_watched = self.watched.get(id(parent)) is parent
+        self.count += is_watched
+        return is_watched
+
+    def no_longer_left(self, modules: Iterable[nn.Module]) -> None:
+        """Note that ``modules`` are annotated, or put somewhere, again."""
+        for module in modules:
+            self.left.pop(id(module), None)
 
 
-_COUNT = _Count()
-# By id: what is registered in may be anybody's module, whose own hash need not work yet.
-_WATCHED: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
-_LEFT: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
-_REGISTERED: list[RemovableHandle] = []
+_REGISTRATIONS = _Registrations()
+watch_registrations = _REGISTRATIONS.watch
 
 
 class Contents:
@@ -206,33 +242,26 @@ _CHILDREN: Callable[[nn.Module], dict[str, object]] = attrgetter("_modules")
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 
-def watch_registrations(modules: Iterable[nn.Module]) -> None:
-    """Count what is registered in any of ``modules`` from now on."""
-    if not _REGISTERED:
-        _REGISTERED.extend(before_every_registration(_before_module, _before_parameter))
-    _WATCHED.update((id(module), module) for module in modules)
-
-
 def mark_managed(modules: Iterable[nn.Module]) -> None:
     """Note that an annotation manages what ``modules`` hold themselves, and watch them."""
     taken = list(modules)
-    _no_longer_left(taken)
-    watch_registrations(taken)
+    _REGISTRATIONS.no_longer_left(taken)
+    _REGISTRATIONS.watch(taken)
 
 
 def leave_alone(modules: Iterable[nn.Module]) -> None:
     """Note that the annotation of ``modules`` was undone, which is no mistake where another one is around them."""
-    _LEFT.update((id(module), module) for module in modules)
+    _REGISTRATIONS.left.update((id(module), module) for module in modules)
 
 
 def is_left_alone(module: nn.Module) -> bool:
     """Say whether the annotation of ``module`` was undone, and it was put nowhere else since."""
-    return _LEFT.get(id(module)) is module
+    return _REGISTRATIONS.left.get(id(module)) is module
 
 
 def count_registrations() -> int:
     """Return how many modules and parameters were registered in watched modules so far."""
-    return _COUNT.value
+    return _REGISTRATIONS.count
 
 
 def check_callers() -> None:
@@ -247,21 +276,10 @@ def check_callers() -> None:
             raise error
 
 
-def _is_watched(module: nn.Module) -> bool:
-    return _WATCHED.get(id(module)) is module
-
-
-def _no_longer_left(modules: Iterable[nn.Module]) -> None:
-    for module in modules:
-        _LEFT.pop(id(module), None)
-
-
 @opaque
 def _before_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    if _is_watched(parent):
-        _COUNT.value += 1
-        if child is not None:
-            _no_longer_left(child.modules())
+    if _REGISTRATIONS.note(parent) and child is not None:
+        _REGISTRATIONS.no_longer_left(child.modules())
     error = None if child is None else _averaged_twice(rival_on(parent), child)
     if error is not None:
         raise error
@@ -274,8 +292,6 @@ def _before_parameter(parent: nn.Module, name: str, param: nn.Parameter) -> None
         return
     if is_sharded(parent._parameters.get(name)) and is_load():
         param._composable_loaded = True  # type: ignore[attr-defined]  # read in engine/handle.py
-    if _is_watched(parent):
-        _COUNT.value += 1
-        if hasattr(param, "_st_info"):
-            # What the wrapper, or torch's replicate on it, makes of a sharded parameter that it takes over.
-            raise _two_averages(_WRAPPER, name)
+    if _REGISTRATIONS.note(parent) and hasattr(param, "_st_info"):
+        # What the wrapper, or torch's replicate on it, makes of a sharded parameter that it takes over.
+        raise _two_averages(_WRAPPER, name)

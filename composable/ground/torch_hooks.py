@@ -4,7 +4,6 @@ What the hooks do is the business of who registers them; when they run, and in w
 those of others, is said here.
 """
 
-import dataclasses
 import itertools
 import threading
 from abc import ABC, abstractmethod
@@ -53,6 +52,7 @@ __all__ = [
     "in_backward_of_nothing",
     "next_ending_number",
     "on_gradient",
+    "parts_of",
     "put_outermost",
     "tensors_in",
 ]
@@ -74,9 +74,6 @@ class Ending(Protocol):
     def finish(self) -> None:
         """Wait for them."""
         ...
-
-
-next_ending_number = itertools.count().__next__
 
 
 class EndOfBackward:
@@ -136,24 +133,35 @@ class EndOfBackward:
                 failures.clear()
 
 
-# By the id of the backward, which no other has.
-_RUNNING: "WeakValueDictionary[int, EndOfBackward]" = WeakValueDictionary()
-_QUEUEING = threading.Lock()
+class _Endings:
+    """The ends of the backwards that are running, and how many annotations may have something to do then."""
+
+    __slots__ = ("_lock", "_running", "next_number")
+
+    def __init__(self) -> None:
+        self.next_number = itertools.count().__next__
+        # By the id of the backward, which no other has.
+        self._running: WeakValueDictionary[int, EndOfBackward] = WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def add(self, ending: Ending) -> Callable[[], None]:
+        """Let ``ending`` run at the end of the backward that is running on this thread; returns what autograd holds."""
+        task = current_graph_task_id()
+        end = self._running.get(task)
+        if end is None:
+            with self._lock:
+                # Another device's thread may be as far.
+                end = self._running.get(task)
+                if end is None:
+                    end = EndOfBackward()
+                    queue_callback(end.end_backward, ending)
+                    self._running[task] = end
+        return end.add(ending)
 
 
-def at_end_of_backward(ending: Ending) -> Callable[[], None]:
-    """Let ``ending`` run at the end of the backward that is running on this thread; returns what autograd holds."""
-    task = current_graph_task_id()
-    end = _RUNNING.get(task)
-    if end is None:
-        with _QUEUEING:
-            # Another device's thread may be as far.
-            end = _RUNNING.get(task)
-            if end is None:
-                end = EndOfBackward()
-                queue_callback(end.end_backward, ending)
-                _RUNNING[task] = end
-    return end.add(ending)
+_ENDINGS = _Endings()
+next_ending_number = _ENDINGS.next_number
+at_end_of_backward = _ENDINGS.add
 
 
 def around_forward(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> list[RemovableHandle]:
@@ -228,7 +236,7 @@ class _Joined(GradientHook):
 
 
 def on_gradient(tensor: torch.Tensor, hook: GradientHook) -> None:
-    """Call ``hook`` when the gradient of ``tensor`` arrives; also after an in-place change of it as a view.
+    """Call ``hook`` when the gradient of ``tensor`` [any] arrives; also after an in-place change of it as a view.
 
     Of several on one tensor the last one registered runs first. Of equal ones (``==``) only one stays.
     """
@@ -262,7 +270,7 @@ def in_backward_of_nothing(call: Callable[[], None]) -> None:
 
 
 def before_gradients(leaves: Iterable[torch.Tensor], arrive: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
-    """Call ``arrive`` whenever a backward gets to a leaf, before it adds the gradient to what the leaf has."""
+    """Call ``arrive`` whenever a backward gets to a leaf [any], before it adds the gradient to what the leaf has."""
     return [leaf.register_hook(arrive) for leaf in leaves]
 
 
@@ -344,43 +352,35 @@ def around_optimizer(
 
 
 def differentiable_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield those of ``tensors_in`` that require grad."""
+    """Yield those of ``tensors_in`` that require grad, of any shapes."""
     return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
 
 
+_WITHOUT_TENSORS = (bool, int, float, complex, str, bytes, torch.Size, type, nn.Module)
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested tuples, lists, dicts, dataclasses and plain objects, also those with slots."""
+    """Yield the tensors [any] in nested tuples, lists, dicts, dataclasses and plain objects, also those with slots."""
     stack = [value]
     seen: set[int] = set()
     while stack:
         item = stack.pop()
         if isinstance(item, torch.Tensor):
             yield item
-        elif (
-            item is None
-            or isinstance(item, (bool, int, float, complex, str, bytes, torch.Size, type, nn.Module))
-            or id(item) in seen
-        ):
-            continue
-        else:
+        elif item is not None and not isinstance(item, _WITHOUT_TENSORS) and id(item) not in seen:
             seen.add(id(item))
-            if isinstance(item, dict):
-                stack.extend(reversed(list(item.values())))
-            elif isinstance(item, (tuple, list, set, frozenset, deque)):
-                stack.extend(reversed(list(item)))
-            elif dataclasses.is_dataclass(item):
-                stack.extend(getattr(item, field.name, None) for field in reversed(dataclasses.fields(item)))
-            else:
-                if hasattr(item, "__dict__"):
-                    stack.extend(reversed(list(vars(item).values())))
-                for slot in _slots_of(type(item)):
-                    stack.append(getattr(item, slot, None))
+            stack.extend(reversed(item if isinstance(item, (tuple, list)) else parts_of(item)))
 
 
-def _slots_of(cls: type) -> tuple[str, ...]:
-    """Return the slots of a class written in Python."""
-    found: list[str] = []
-    for base in cls.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else [slot for slot in slots if isinstance(slot, str)]
-    return tuple(slot for slot in found if slot not in ("__dict__", "__weakref__") and not slot.startswith("__"))
+def parts_of(value: object) -> list[Any]:
+    """Return what a value holds: the items of a container, the attributes of an object, also those in slots."""
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (tuple, list, set, frozenset, deque)):
+        return list(value)
+    slots = (base.__dict__.get("__slots__", ()) for base in type(value).__mro__)
+    names = [name for one in slots for name in ([one] if isinstance(one, str) else one) if isinstance(name, str)]
+    return [
+        *getattr(value, "__dict__", {}).values(),
+        *(getattr(value, name, None) for name in names if not name.startswith("__")),
+    ]

@@ -55,6 +55,7 @@ __all__ = [
     "is_tracing",
     "joined_meshes",
     "make_subclass",
+    "model_averager_code",
     "module_call_code",
     "module_load",
     "new_named_group",
@@ -191,9 +192,7 @@ def queue_callback(callback: Callable[[], None], needed_by: object = None) -> No
     Raises:
         UsageError: Compiled autograd runs it, which takes callbacks and never calls them.
     """
-    # Read only where somebody has imported it: who has not does not compile.
-    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    if getattr(compiled_autograd, "in_compiled_autograd_region", False):
+    if _if_imported("torch._dynamo.compiled_autograd", "in_compiled_autograd_region", False):
         why = getattr(needed_by, "untraceable", "")
         raise UsageError(
             f"compiled autograd runs this backward, {f'where {why}' if why else 'and never says when it ends'}",
@@ -208,9 +207,10 @@ def queue_callback(callback: Callable[[], None], needed_by: object = None) -> No
 
 def optimizers_in_backward() -> MutableMapping[torch.Tensor, Any]:
     """Return the hooks of torch's ``_apply_optimizer_in_backward``, by parameter."""
-    # Who has not used it has not imported it.
-    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-    return {} if module is None else module.param_to_optim_hook_handle_map
+    found: MutableMapping[torch.Tensor, Any] = _if_imported(
+        "torch.distributed.optim.apply_optimizer_in_backward", "param_to_optim_hook_handle_map", {}
+    )
+    return found
 
 
 # -- torch.compile: every hook of ours
@@ -249,7 +249,7 @@ def find_backend(name: str) -> Callable[..., Any] | None:
 
 
 def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call ``hook`` when the gradient of ``tensor`` arrives: ``register_hook`` without a handle, in half the time."""
+    """Call ``hook`` when the gradient of ``tensor`` [any] arrives: ``register_hook`` without a handle."""
     node: Any = tensor.grad_fn
     if type(tensor) is not torch.Tensor or node is None or tensor._backward_hooks is not None:
         tensor.register_hook(hook)
@@ -341,7 +341,10 @@ def reduce_scatter_into(group: ProcessGroup) -> Callable[[torch.Tensor, torch.Te
 
 def timeout_of(group: ProcessGroup) -> timedelta:
     """Return how long the collectives of ``group`` wait for a peer: on the CPU, if it talks there."""
-    timeout: timedelta = _first_backend(group).options._timeout
+    devices = group._device_types
+    cpu = torch.device("cpu")
+    backend: Any = group._get_backend(cpu if cpu in devices or not devices else devices[0])
+    timeout: timedelta = backend.options._timeout
     return timeout
 
 
@@ -357,12 +360,6 @@ def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
         change = getattr(group._get_backend(device), "_set_default_timeout", None)  # gloo and NCCL have it
         if change is not None:
             change(timeout)
-
-
-def _first_backend(group: ProcessGroup) -> Any:
-    devices = group._device_types
-    cpu = torch.device("cpu")
-    return group._get_backend(cpu if cpu in devices or not devices else devices[0])
 
 
 def started_in(group: ProcessGroup) -> int:
@@ -424,7 +421,7 @@ def torch_keeps_groups_by_thread(
 
     Args:
         world: Returns what holds the process groups of the calling thread, ``None`` for those of the process.
-        new_group: Makes a process group for a thread that has a world; gets what torch's own function gets.
+        new_group: Makes a process group for a thread; gets its world, and what torch's own function gets.
         number: Returns what tells meshes of the calling thread from those of others, or ``None``.
     """
     distributed: Any = c10d
@@ -445,7 +442,8 @@ def torch_keeps_groups_by_thread(
             setattr(world() or own_world, name, value)
 
     def make_group(*args: Any, **kwargs: Any) -> Any:
-        return own_new_group(*args, **kwargs) if world() is None else new_group(*args, **kwargs)
+        here = world()
+        return own_new_group(*args, **kwargs) if here is None else new_group(here, *args, **kwargs)
 
     def init_mesh(mesh: Any, *args: Any, **kwargs: Any) -> None:
         own_init(mesh, *args, **kwargs)
@@ -488,9 +486,19 @@ def without_modes() -> AbstractContextManager[Any]:
 
 def split_backward_code() -> CodeType | None:
     """Return the code in which torch's pipelines take the gradients of inputs alone; ``None``: it is not imported."""
-    module = sys.modules.get("torch.distributed.pipelining._backward")
-    function = getattr(module, "stage_backward_input", None)
-    return None if function is None else function.__code__
+    function = _if_imported("torch.distributed.pipelining._backward", "stage_backward_input", None)
+    return getattr(function, "__code__", None)
+
+
+def model_averager_code() -> CodeType | None:
+    """Return the code in which torch averages models that ranks train apart; ``None``: it is not imported."""
+    function = _if_imported("torch.distributed.algorithms.model_averaging.utils", "average_parameters", None)
+    return getattr(function, "__code__", None)
+
+
+def _if_imported(module: str, name: str, default: Any) -> Any:
+    """Return what a module of torch has; ``default`` where nobody has imported it, and so nobody can have used it."""
+    return getattr(sys.modules.get(module), name, default)
 
 
 def replace_body(function: Any, body: Callable[..., Any]) -> None:

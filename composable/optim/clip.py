@@ -32,8 +32,7 @@ from composable.dtensor import (
 )
 from composable.engine import has_torch_optimizer, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.arguments import check_bool, check_number, list_of_tensors
-from composable.ground.names import count_text
+from composable.ground.names import check_bool, check_number, count_text, list_of_tensors
 from composable.ground.ownership import claim_of
 from composable.ground.torch_private import foreach_mul_, foreach_norm
 from composable.optim.flat_step import local_gradients

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from composable.dtensor import RaggedDTensor, RaggedLayout, note_written, slice_full
 from composable.engine import ELEMENT_WISE, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.arguments import check_bool, check_module
+from composable.ground.names import check_bool, check_module
 from composable.ground.torch_hooks import around_optimizer
 from composable.ground.torch_private import DisableTorchFunction
 from composable.optim.checks import CHECKS_ITSELF, check_parameters, check_replaced

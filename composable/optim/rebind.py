@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from composable.comm import Ranks
 from composable.dtensor import RaggedDTensor, RaggedLayout, slice_block, slice_full
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.arguments import check_module, check_optimizer
+from composable.ground.names import check_module, check_optimizer
 from composable.planning import replacement_of
 
 __all__ = ["cut_state", "is_per_element", "rebind_optimizer"]

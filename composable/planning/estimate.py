@@ -21,8 +21,15 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from composable.errors import ConfigError
-from composable.ground.arguments import check_number, described
-from composable.ground.names import bytes_text, count_text, handle_name, seconds_text, sibling_lines
+from composable.ground.names import (
+    bytes_text,
+    check_number,
+    count_text,
+    described,
+    handle_name,
+    seconds_text,
+    sibling_lines,
+)
 
 __all__ = [
     "Group",

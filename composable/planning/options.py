@@ -15,8 +15,7 @@ from torch.distributed.tensor import Shard
 
 from composable.comm import transport_class
 from composable.errors import ConfigError
-from composable.ground.arguments import answer_of, check_bool, described
-from composable.ground.names import dtype_text
+from composable.ground.names import answer_of, check_bool, described, dtype_text
 from composable.planning.layout import Align
 from composable.policies import PolicyLike
 

@@ -16,9 +16,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from composable.errors import ConfigError
-from composable.ground.arguments import answer_of, described, readable_twice
 from composable.ground.contract import get_registry
-from composable.ground.names import class_name, list_text, plain_fqn
+from composable.ground.names import answer_of, class_name, described, list_text, plain_fqn, readable_twice
 from composable.planning.handle_plan import BufferPlan, HandlePlan, ParamPlan
 from composable.planning.layout import Align, Promise, layout_of_rows, order_of, plan_layout
 from composable.planning.options import (

@@ -11,8 +11,7 @@ import torch
 
 from composable.comm import transport_class
 from composable.errors import ConfigError, UsageError
-from composable.ground.arguments import described
-from composable.ground.names import bytes_text, count_text, list_text, module_text, sibling_lines
+from composable.ground.names import bytes_text, count_text, described, list_text, module_text, sibling_lines
 from composable.planning.estimate import (
     HandleBytes,
     HandleCollectives,

@@ -15,9 +15,8 @@ import torch
 from composable.comm import Grid, Pending, Transport
 from composable.engine import Registration, reduced_otherwise
 from composable.errors import ConfigError, place_of_rank
-from composable.ground.arguments import described
 from composable.ground.frames import in_region
-from composable.ground.names import list_text
+from composable.ground.names import described, list_text
 from composable.ground.torch_private import autograd_profiler
 from composable.replication.buckets import Arrangement, Bucket
 from composable.replication.options import BucketOptions

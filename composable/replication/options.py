@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from composable.errors import ConfigError, place_of_rank
-from composable.ground.arguments import check_bool, check_device, check_number, described
+from composable.ground.names import check_bool, check_device, check_number, described
 
 __all__ = ["BucketOptions", "DelayedAllReduce", "ReplicateOptions", "check_device_of", "choose_delay", "choose_device"]
 

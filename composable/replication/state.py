@@ -11,10 +11,9 @@ from torch.utils.hooks import RemovableHandle
 from composable.comm import AnnotationStatus, Grid, OwnTransport, Started, Transport, Tree, described, notice_tree
 from composable.engine import StepEvent, forget_torch_hooks, has_torch_optimizer, refuse_steppers, step_torch_optimizers
 from composable.errors import UsageError, place_of_rank
-from composable.ground.arguments import check_module
 from composable.ground.contract import get_registry
 from composable.ground.frames import in_split_backward, is_functional_call, modules_of_copy
-from composable.ground.names import class_name, describe_module, list_text
+from composable.ground.names import check_module, class_name, describe_module, list_text
 from composable.ground.ownership import (
     Contents,
     check_callers,

@@ -15,9 +15,8 @@ from torch.nn.parameter import is_lazy
 
 from composable.engine import has_torch_optimizer, stepper_of
 from composable.errors import ConfigError, place_of_rank
-from composable.ground.arguments import described
 from composable.ground.contract import excludes, get_registry
-from composable.ground.names import class_name, describe_module, join_fqn, list_text
+from composable.ground.names import class_name, describe_module, described, join_fqn, list_text
 from composable.ground.ownership import (
     claim_of,
     is_left_alone,

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from composable.annotation import notice_hook_states
 from composable.comm import Ranks, call_before_destroy, make_host_ranks
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
-from composable.ground.arguments import as_path, check_bool, check_module, described
+from composable.ground.names import as_path, check_bool, check_module, described
 from composable.saving import contents, files, run_folder
 from composable.saving.run_folder import EXTRA, Manifest, PartialCheckpoint
 

@@ -19,9 +19,8 @@ from composable.annotation import FullyShardState, handle_of_module, sharded_sta
 from composable.comm import ModelRanks, Ranks
 from composable.engine import META_FIX, handle_of
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.arguments import check_module, described
 from composable.ground.contract import get_registry, managing_state
-from composable.ground.names import describe_module, list_text
+from composable.ground.names import check_module, describe_module, described, list_text
 from composable.optim import ranks_of_param
 from composable.replication import ReplicateState
 

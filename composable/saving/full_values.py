@@ -20,8 +20,7 @@ from composable.comm import ModelRanks, Ranks
 from composable.dtensor import RaggedDTensor, cast_dtype
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.features import by_grid, collect_whole, spread_whole
-from composable.ground.arguments import check_bool, check_device, described
-from composable.ground.names import bytes_text
+from composable.ground.names import bytes_text, check_bool, check_device, described
 from composable.saving.entries import (
     Entries,
     Names,

@@ -22,7 +22,7 @@ from torch import nn
 
 from composable.dtensor import cast_dtype
 from composable.errors import ConfigError, place_of_rank
-from composable.ground.arguments import as_path, check_bool
+from composable.ground.names import as_path, check_bool
 from composable.saving.entries import (
     Entries,
     Names,

@@ -20,8 +20,7 @@ from composable.dtensor import RaggedDTensor, assign_grad, slice_block
 from composable.engine import Handle, Lent, Scheduler, ShardedParam, waits_for_copies
 from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.features import collect_at, spread_from
-from composable.ground.arguments import check_bool, check_module
-from composable.ground.names import describe_module
+from composable.ground.names import check_bool, check_module, describe_module
 from composable.saving.entries import agreed_by, ranks_along
 
 __all__ = ["unshard_params"]

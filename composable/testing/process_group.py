@@ -1,4 +1,4 @@
-"""A process group whose ranks are threads: the methods that torch calls, each put in terms of one exchange.
+"""A process group whose ranks are threads, and what goes wrong in it on request: late, lost and failing calls.
 
 A call deposits its tensors and returns; they move when the last rank has called, so that results of
 ``async_op=True`` come as late as they may. torch has renamed some methods, so some stand here twice.
@@ -7,8 +7,9 @@ A call deposits its tensors and returns; they move when the last rank has called
 # mypy: disable-error-code="override, assignment, call-arg"
 # (of each method, the one form of its arguments that torch.distributed uses)
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,114 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from composable.errors import UsageError
-from composable.testing.faults import Delay, Drop, FaultPlan, Raise
+from composable.errors import ConfigError, UsageError
 from composable.testing.rendezvous import Board, Call, CollectivePart, GroupKey, Rendezvous, Transfer
 from composable.testing.turn_scheduler import TurnScheduler
 
-__all__ = ["SimulatedGroup", "SimulatedRank"]
+__all__ = ["OPS", "Delay", "Drop", "Fault", "FaultPlan", "Raise", "SimulatedGroup", "SimulatedRank"]
 
 Tensors = Sequence[torch.Tensor]
+
+OPS = (
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+)
+
+
+@dataclass(frozen=True)
+class Delay:
+    """The rank's message leaves late: after the ranks have taken ``turns`` turns, or can do nothing else.
+
+    Attributes:
+        turns: How late, counted in turns of all ranks; there is no time in a simulation.
+        holds_rank: Whether the rank is late itself, and does not go on before its message has left: a slow rank, of
+            which the others get ahead. Otherwise the link is slow: the call returns at once, as always, and a rank
+            that waits for the result waits longer.
+    """
+
+    turns: int = 1
+    holds_rank: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The rank's message never leaves. Whoever waits for it gets a ``DesyncError`` once no rank can go on."""
+
+
+@dataclass(frozen=True)
+class Raise:
+    """The call raises ``error`` and sends nothing."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to one call of one rank.
+
+    Attributes:
+        rank: Global rank of the caller.
+        op: Which kind of call: one of ``OPS``, or ``"any"``. Every form of an all-gather is an ``"all_gather"``.
+        nth: Which of the rank's calls of that kind, from 1, counted over all groups.
+        action: What happens to it.
+    """
+
+    rank: int
+    op: str
+    action: Delay | Drop | Raise
+    nth: int = 1
+
+
+class FaultPlan:
+    """Tells each call its fault, and in the end which faults met no call.
+
+    Args:
+        faults: What is to happen.
+        world_size: Ranks there are.
+
+    Raises:
+        ConfigError: A fault that can meet no call.
+    """
+
+    def __init__(self, faults: Sequence[Fault], world_size: int) -> None:
+        for fault in faults:
+            if not 0 <= fault.rank < world_size:
+                raise ConfigError(f"fault on rank {fault.rank} of {world_size}", fix="name a rank that there is")
+            if fault.op not in (*OPS, "any"):
+                raise ConfigError(f"fault in {fault.op!r}", fix=f"pass 'any' or one of {', '.join(map(repr, OPS))}")
+            if fault.nth < 1:
+                raise ConfigError(f"fault in call {fault.nth}", fix="calls are counted from 1")
+            if not isinstance(fault.action, Delay | Drop | Raise):
+                raise ConfigError(f"action is {fault.action!r}", fix="pass a Delay, a Drop or a Raise")
+            if isinstance(fault.action, Delay) and fault.action.turns < 1:
+                raise ConfigError(f"delay of {fault.action.turns} turns", fix="pass 1 or more")
+        self._to_come = list(faults)
+        self._calls: Counter[tuple[int, str]] = Counter()
+
+    def take(self, rank: int, op: str) -> Delay | Drop | Raise | None:
+        """Count a call and return what is to happen to it."""
+        if not self._to_come:
+            return None
+        for kind in (op, "any"):
+            self._calls[rank, kind] += 1
+        for fault in self._to_come:
+            if fault.rank == rank and fault.op in (op, "any") and fault.nth == self._calls[rank, fault.op]:
+                self._to_come.remove(fault)
+                return fault.action
+        return None
+
+    def left(self) -> list[Fault]:
+        """Return the faults that met no call."""
+        return list(self._to_come)
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,7 +394,7 @@ class SimulatedGroup(dist.ProcessGroup):
         action = owner.faults.take(owner.rank, op)
         if isinstance(action, Raise):
             raise action.error
-        owner.turns.maybe_let_others_run()
+        owner.turns.let_others_run(always=False)
         if isinstance(action, Delay) and action.holds_rank:
             over: list[bool] = []
             owner.turns.later(action.turns, lambda: over.append(True))

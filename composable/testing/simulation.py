@@ -15,19 +15,33 @@ import itertools
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from composable.errors import ConfigError, UsageError
-from composable.testing.faults import Fault, FaultPlan
-from composable.testing.process_group import SimulatedRank
+from composable.ground.torch_private import (
+    PrefixStore,
+    Store,
+    TorchWorld,
+    forget_meshes,
+    register_group,
+    torch_keeps_groups_by_thread,
+)
+from composable.testing.process_group import Fault, FaultPlan, SimulatedGroup, SimulatedRank
 from composable.testing.rendezvous import Board
-from composable.testing.torch_world import RankStore, TorchOfRanks
-from composable.testing.turn_scheduler import ProcessState, RankThread, StartedByRank, TurnScheduler, Unwound
+from composable.testing.turn_scheduler import (
+    ProcessState,
+    StartedByRank,
+    TurnScheduler,
+    Unwound,
+    taking_turns,
+)
 
 __all__ = ["Outcome", "run", "simulate"]
 
@@ -134,8 +148,64 @@ def run(
     return outcome
 
 
+class RankWorld(TorchWorld):
+    """The process groups of one rank.
+
+    Attributes:
+        owner: The rank.
+    """
+
+    # torch's own are properties that read globals.
+    pg_map: Any = None
+    pg_names: Any = None
+    pg_group_ranks: Any = None
+    pg_backend_config: Any = None
+    tags_to_pg: Any = None
+    pg_to_tag: Any = None
+    group_count = 0
+
+    def __init__(self, owner: SimulatedRank) -> None:
+        super().__init__()
+        self.owner = owner
+        self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
+        self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
+
+
+class RankStore(Store):
+    """A store that all ranks share. Who waits in it lets the others run."""
+
+    def __init__(self, turns: TurnScheduler) -> None:
+        super().__init__()
+        self._turns = turns
+        self._held: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self._held[key] = value
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._held[key]
+
+    def add(self, key: str, number: int) -> int:
+        total = int(self._held.get(key, b"0")) + number
+        self._held[key] = str(total).encode()
+        return total
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._held for key in keys)
+
+    def compare_set(self, key: str, expected: Any, wanted: Any) -> bytes:
+        if self._held.get(key, b"") == expected:
+            self._held[key] = wanted
+        held: bytes = self._held.get(key, expected)
+        return held
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._turns.wait(lambda: self.check(keys), lambda: f"the keys {', '.join(keys)} of the store")
+
+
 class _Simulation:
-    """Threads that take turns, and what they share."""
+    """Threads that take turns, what they share, and torch.distributed as each of them sees it."""
 
     def __init__(
         self,
@@ -148,25 +218,24 @@ class _Simulation:
     ) -> None:
         self._fn = fn
         self._timeout_s = timeout_s
-        self._turns = TurnScheduler(world_size, seed)
-        self._torch = TorchOfRanks(self._turns)
+        ranks = range(world_size)
+        threads = [StartedByRank(target=self._run_rank, args=(rank,), name=f"rank {rank}") for rank in ranks]
+        self._turns = TurnScheduler(threads, seed)
         self._store = RankStore(self._turns)
         self._outcome = Outcome()
+        self._here = threading.local()
         board = Board()
         self._ranks = [
-            SimulatedRank(rank, next(_NUMBERS), self._turns, board, faults, ranks_per_host)
-            for rank in range(world_size)
+            SimulatedRank(rank, next(_NUMBERS), self._turns, board, faults, ranks_per_host) for rank in ranks
         ]
 
     def run(self) -> Outcome:
         """Run all ranks; when this returns, no thread and no process group is left."""
         callers_state = ProcessState()
-        for thread in self._turns.threads:
-            thread.thread = StartedByRank(target=self._run_rank, args=(thread,), name=f"rank {thread.rank}")
-        with self._torch.installed():
+        with self._installed():
             try:
                 for thread in list(self._turns.threads):
-                    _python_thread(thread).start()
+                    thread.thread.start()
                 self._turns.start()
                 if not self._turns.all_ended.acquire(timeout=self._timeout_s):
                     raise self._timeout()
@@ -179,13 +248,11 @@ class _Simulation:
             self._join()
         return self._outcome
 
-    def _run_rank(self, thread: RankThread) -> None:
+    def _run_rank(self, rank: int) -> None:
+        thread, how = self._turns.threads[rank], "returned"
         self._turns.enter(thread)
-        rank, how = thread.rank, "returned"
         try:
-            timeout = timedelta(seconds=self._timeout_s)
-            world = self._torch.default_group(self._ranks[rank], len(self._ranks), self._store, timeout)
-            with torch.enable_grad(), world:
+            with torch.enable_grad(), self._default_group(self._ranks[rank]):
                 self._outcome.results[rank] = self._fn(rank)
         except Unwound:
             how = "been unwound"
@@ -197,7 +264,7 @@ class _Simulation:
 
     def _timeout(self) -> TimeoutError:
         holder = self._turns.holder
-        frame = sys._current_frames().get(_python_thread(holder).ident or 0)
+        frame = sys._current_frames().get(holder.thread.ident or 0)
         stack = "".join(traceback.format_stack(frame)) if frame else "(the thread has ended)"
         return TimeoutError(
             f"the simulation has not ended after {self._timeout_s:g} s: rank {holder.rank} is stuck in\n{stack}"
@@ -205,7 +272,7 @@ class _Simulation:
 
     def _unwind(self) -> None:
         self._turns.unwind_all()
-        thread = _python_thread(self._turns.holder)
+        thread = self._turns.holder.thread
         if thread.ident is not None and thread.is_alive():
             # As soon as it executes Python again.
             ident, error = ctypes.c_ulong(thread.ident), ctypes.py_object(Unwound)
@@ -215,12 +282,93 @@ class _Simulation:
 
     def _join(self) -> None:
         for thread in self._turns.threads:
-            _python_thread(thread).join()
+            thread.thread.join()
 
+    # What torch.distributed keeps for each process, kept for each rank's thread.
 
-def _python_thread(thread: RankThread) -> threading.Thread:
-    assert thread.thread is not None, "made before the first turn"
-    return thread.thread
+    def _world_here(self) -> RankWorld | None:
+        """Return the process groups of the calling thread, if it is a rank's."""
+        return getattr(self._here, "world", None)
+
+    def _number_here(self) -> int | None:
+        world = self._world_here()
+        return None if world is None else world.owner.number
+
+    @contextmanager
+    def _installed(self) -> Iterator[None]:
+        """Let rank threads have process groups of their own."""
+        with (
+            torch_keeps_groups_by_thread(self._world_here, self._new_group, self._number_here),
+            taking_turns(self._turns, self._world_here, self._adopt),
+        ):
+            try:
+                yield
+            finally:
+                forget_meshes()
+
+    def _adopt(self, world: RankWorld) -> None:
+        """Let the calling thread, which a rank has started, use the groups of that rank."""
+        self._here.world = world
+        for group, name in world.pg_names.items():
+            register_group(name, group)
+
+    @contextmanager
+    def _default_group(self, rank: SimulatedRank) -> Iterator[None]:
+        """Make the calling thread that of ``rank``, with a default process group."""
+        self._here.world = RankWorld(rank)
+        hook, count, timeout = sys.excepthook, len(self._ranks), timedelta(seconds=self._timeout_s)
+        try:
+            dist.init_process_group("gloo", store=self._store, rank=rank.rank, world_size=count, timeout=timeout)
+            # torch puts the rank before what the process prints in the end.
+            sys.excepthook = hook
+            yield
+        finally:
+            sys.excepthook = hook
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            self._here.world = None
+
+    def _new_group(
+        self,
+        world: RankWorld,
+        group_size: int,
+        group_rank: int,
+        ranks: list[int],
+        backend: str,
+        store: Store,
+        group_name: str,
+        backend_options: Any = None,
+        timeout: timedelta | None = None,
+        pg_tag: str | None = None,
+        device_id: Any = None,
+        group_desc: str | None = None,
+        **_: Any,
+    ) -> tuple[Any, Any]:
+        """Do what torch's ``_new_process_group_helper`` does, in a thread that has ``world``."""
+        if group_name in world.pg_names.values():
+            raise ValueError(f"there is a process group called {group_name!r} already")
+        members = list(ranks) or list(range(group_size))
+        if world.owner.rank not in members:
+            return dist.GroupMember.NON_GROUP_MEMBER, None
+        tag = f"user:{pg_tag}" if pg_tag else f"ptd:{group_name}"
+        if pg_tag:
+            # One tag and one set of ranks: one group.
+            for group in world.tags_to_pg.get(tag, []):
+                if list(world.pg_group_ranks[group]) == members:
+                    return group, world.pg_map[group][1]
+        key = world.owner.board.key_of_new_group(world.owner.rank, group_name, members)
+        group = SimulatedGroup(
+            world.owner, key, str(backend), timeout or timedelta(minutes=30), group_desc or "undefined"
+        )
+        group_store = PrefixStore(f"{group_name}/", store)
+        world.pg_map[group] = (backend, group_store)
+        world.pg_names[group] = group_name
+        world.pg_backend_config[group] = str(dist.distributed_c10d.BackendConfig(dist.Backend(backend)))
+        for name in (tag, *([] if pg_tag else [""])):
+            world.tags_to_pg.setdefault(name, []).append(group)
+        world.pg_to_tag[group] = tag
+        register_group(group_name, group)
+        return group, group_store
 
 
 def _note(rank: int, outcome: Outcome) -> str:

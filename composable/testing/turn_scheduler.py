@@ -19,11 +19,11 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -105,8 +105,7 @@ class StartedByRank(threading.Thread):
         pass
 
 
-@dataclass(frozen=True)
-class _Wait:
+class _Wait(NamedTuple):
     """What a thread waits for.
 
     Attributes:
@@ -125,6 +124,7 @@ class RankThread:
     """A thread that takes turns.
 
     Attributes:
+        thread: What runs it.
         name: Of a thread that a rank has started; empty for the rank's own.
         turn: Locked except while it is about to run.
         ended: How it ended, as messages say it.
@@ -134,8 +134,8 @@ class RankThread:
 
     rank: int
     index: int
+    thread: threading.Thread
     name: str = ""
-    thread: threading.Thread | None = None
     turn: threading.Lock = field(default_factory=threading.Lock)
     waits_for: _Wait | None = None
     ended: str = ""
@@ -160,14 +160,14 @@ class TurnScheduler:
     """Lets one thread after the other run.
 
     Args:
-        world_size: Ranks there are.
+        threads: Those of the ranks, not started.
         seed: Draws who is next, and gives turns away at every call. Without: in order, and only where a rank has to
             wait.
     """
 
-    def __init__(self, world_size: int, seed: int | None) -> None:
-        self._states = [ProcessState()] * world_size
-        self.threads = [RankThread(rank, rank) for rank in range(world_size)]
+    def __init__(self, threads: Sequence[threading.Thread], seed: int | None) -> None:
+        self._states = [ProcessState()] * len(threads)
+        self.threads = [RankThread(rank, rank, thread) for rank, thread in enumerate(threads)]
         self.holder = self.threads[0]
         self.all_ended = threading.Lock()
         self.all_ended.acquire()
@@ -194,7 +194,7 @@ class TurnScheduler:
 
     def add(self, thread: threading.Thread) -> RankThread:
         """Let a thread that the calling rank is about to start take part."""
-        added = RankThread(self._caller().rank, len(self.threads), thread.name, thread)
+        added = RankThread(self._caller().rank, len(self.threads), thread, thread.name)
         self.threads.append(added)
         return added
 
@@ -226,18 +226,13 @@ class TurnScheduler:
                 raise error
         thread.raise_if_unwinding()
 
-    def let_others_run(self) -> None:
-        """Give the turn to another thread that can go on, if there is one."""
+    def let_others_run(self, *, always: bool = True) -> None:
+        """Give the turn to another thread that can go on, if there is one: always, or if the seed says so."""
         thread = self._caller()
         thread.raise_if_unwinding()
-        self._hand_over(thread)
-        thread.raise_if_unwinding()
-
-    def maybe_let_others_run(self) -> None:
-        """Give the turn away if the seed says so."""
-        self._caller().raise_if_unwinding()
-        if self._random is not None and self._random.random() < 0.5:
-            self.let_others_run()
+        if always or (self._random is not None and self._random.random() < 0.5):
+            self._hand_over(thread)
+            thread.raise_if_unwinding()
 
     def later(self, turns: int, happen: Callable[[], None]) -> None:
         """Call ``happen`` after so many turns, or when no thread can go on before."""
@@ -317,7 +312,7 @@ def _doing(thread: RankThread) -> str:
     called = f"rank {thread.rank}, thread {thread.name!r}," if thread.name else f"rank {thread.rank}"
     if thread.waits_for is None:
         return f"{called} has {thread.ended}"
-    frame = sys._current_frames().get(thread.thread.ident or 0) if thread.thread else None
+    frame = sys._current_frames().get(thread.thread.ident or 0)
     here = place_in(frame, _NOT_THE_USERS)
     return f"{called} waits for {thread.waits_for.describe()}{f', at {here}' if here else ''}"
 

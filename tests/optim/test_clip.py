@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from composable import ConfigError, UsageError, clip_grad_norm_, get_total_norm
 from composable.dtensor.gather import strict_mode
 from composable.dtensor.spec import ragged_spec
-from composable.dtensor.tensor import RaggedDTensor
 from tests.counting import counting_ranks
+from tests.ragged_pairs import from_full
 from tests.world import run_ranks
 
 ORDERS = [2.0, 1.0, 3.0, math.inf]
@@ -45,10 +45,10 @@ def mixed(grads: list[torch.Tensor]) -> list[nn.Parameter]:
     made: list[nn.Parameter] = []
     for grad, bounds in zip(grads, on_line):
         spec = ragged_spec(line, grad.shape, grad.dtype, bounds)
-        made.append(with_grad(RaggedDTensor.from_full(grad * 0, spec), RaggedDTensor.from_full(grad, spec)))
+        made.append(with_grad(from_full(grad * 0, spec), from_full(grad, spec)))
     stops = [0] * (world_size // 2) + [24]
     spec = ragged_spec(grid, grads[2].shape, grads[2].dtype, stops)
-    made.append(with_grad(RaggedDTensor.from_full(grads[2], spec), RaggedDTensor.from_full(grads[2], spec)))
+    made.append(with_grad(from_full(grads[2], spec), from_full(grads[2], spec)))
     made.append(with_grad(grads[3].clone(), grads[3].clone()))
     placed: list[tuple[Any, list[Any]]] = [
         (line, [Shard(0)]),
@@ -105,9 +105,7 @@ def clip_odd_lists() -> None:
     torch.testing.assert_close(whole(param.grad), torch.tensor([0.6, 0.8]))  # type: ignore[arg-type]
     # Fewer bits: added up in fp32, given back as torch does.
     spec = ragged_spec(line, (1000,), torch.bfloat16, [0] * world_size + [1000])
-    low = with_grad(
-        RaggedDTensor.from_full(torch.zeros(1000), spec), RaggedDTensor.from_full(torch.full((1000,), 0.1), spec)
-    )
+    low = with_grad(from_full(torch.zeros(1000), spec), from_full(torch.full((1000,), 0.1), spec))
     norm = clip_grad_norm_([low], 1.0)
     assert norm.dtype == torch.bfloat16
     torch.testing.assert_close(norm.float(), torch.tensor(0.1 * math.sqrt(1000)), rtol=1e-2, atol=0.0)
@@ -126,9 +124,9 @@ def test_lists_that_are_empty_partial_or_of_few_bits() -> None:
 def clip_with_a_gradient_on_one_rank() -> float:
     line = init_device_mesh("cpu", (dist.get_world_size(),))
     spec = ragged_spec(line, (4,), torch.float32, (0, 2, 4))
-    param = nn.Parameter(RaggedDTensor.from_full(torch.zeros(4), spec))
+    param = nn.Parameter(from_full(torch.zeros(4), spec))
     if dist.get_rank() == 1:
-        param.grad = RaggedDTensor.from_full(torch.tensor([3.0, 0.0, 4.0, 0.0]), spec)
+        param.grad = from_full(torch.tensor([3.0, 0.0, 4.0, 0.0]), spec)
     return clip_grad_norm_([param], 1.0).item()
 
 
@@ -142,8 +140,8 @@ def meet_nonfinite_values() -> None:
     for value in (math.nan, math.inf):
         for order in (2.0, math.inf):
             # Only the second rank holds it.
-            grad = RaggedDTensor.from_full(torch.tensor([1.0, 1.0, 1.0, value]), spec)
-            param = with_grad(RaggedDTensor.from_full(torch.zeros(4), spec), grad)
+            grad = from_full(torch.tensor([1.0, 1.0, 1.0, value]), spec)
+            param = with_grad(from_full(torch.zeros(4), spec), grad)
             before = param.grad.full_tensor()  # type: ignore[union-attr]
             with pytest.raises(UsageError, match=f"norm of order {order:g} is {value}"):
                 clip_grad_norm_([param], 1.0, order, error_if_nonfinite=True)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, distribute_tensor
 from composable import DesyncError, clip_grad_norm_, fully_shard, get_total_norm
 from composable.comm import Ranks
 from composable.dtensor.spec import ragged_spec
-from composable.dtensor.tensor import RaggedDTensor
+from tests.ragged_pairs import from_full
 from tests.world import run_ranks, run_threads
 
 DETAIL = dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # torch does not list it as exported
@@ -119,7 +119,7 @@ def diverge(first_seed: int, count: int) -> list[tuple[bool, bool]]:
     """Return for each seed whether this rank got an error, and whether all values were right."""
     model, whole = make_model()
     # Of a shape of its own: where a rank has dropped something, ranks meet here at the latest.
-    mark = RaggedDTensor.from_full(torch.ones(dist.get_world_size(), 3), ragged_spec_of_rows(3))
+    mark = from_full(torch.ones(dist.get_world_size(), 3), ragged_spec_of_rows(3))
     params, plain = list(model.parameters()), list(whole.parameters())
     outcomes = []
     for seed in range(first_seed, first_seed + count):
@@ -236,9 +236,7 @@ def test_parameters_of_equal_names_are_told_apart() -> None:
 
 def confuse_meshes() -> None:
     meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("a", "b")]
-    first, second = (
-        RaggedDTensor.from_full(torch.ones(4), ragged_spec(mesh, (4,), torch.float32, (0, 1, 4))) for mesh in meshes
-    )
+    first, second = (from_full(torch.ones(4), ragged_spec(mesh, (4,), torch.float32, (0, 1, 4))) for mesh in meshes)
     meet(lambda: first.sum(), lambda: second.sum())
     assert first.sum().full_tensor() == second.sum().full_tensor() == 4
 
@@ -251,7 +249,7 @@ def confuse_layouts() -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
     full = torch.ones(2, 4)
     rows, columns, low = (
-        RaggedDTensor.from_full(full.to(dtype), ragged_spec(mesh, (2, 4), dtype, (0, 4, 8), order=order))
+        from_full(full.to(dtype), ragged_spec(mesh, (2, 4), dtype, (0, 4, 8), order=order))
         for dtype, order in ((torch.float32, ()), (torch.float32, (1, 0)), (torch.bfloat16, ()))
     )
     return [meet(other.full_tensor, rows.full_tensor).splitlines()[1] for other in (columns, low)]
@@ -291,7 +289,7 @@ def test_nothing_is_compared_below_that_level() -> None:
 def confuse_mesh_dims() -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     spec = [ragged_spec(grid, (4,), torch.float32, (0, 1, 4), mesh_dim=dim) for dim in range(2)]
-    tensors = [RaggedDTensor.from_full(torch.arange(4.0) + dim, one) for dim, one in enumerate(spec)]
+    tensors = [from_full(torch.arange(4.0) + dim, one) for dim, one in enumerate(spec)]
     # Every group of ranks agrees within itself, though the groups do different things.
     for dim, tensor in enumerate(tensors):
         operation = torch.sum if grid.get_coordinate()[1 - dim] else torch.norm  # type: ignore[index]
@@ -307,7 +305,7 @@ def test_only_the_ranks_of_a_group_have_to_agree() -> None:
 
 def confuse_backwards() -> None:
     spec = ragged_spec_of_rows(3)
-    one, two = (RaggedDTensor.from_full(torch.ones(2, 3), spec).requires_grad_() for _ in range(2))
+    one, two = (from_full(torch.ones(2, 3), spec).requires_grad_() for _ in range(2))
     one_full, two_full = one.full_tensor(grad_placements=[Partial()]), two.full_tensor()
     meet(lambda: one_full.sum().backward(), lambda: two.sum())
     one.full_tensor(grad_placements=[Partial()]).sum().backward()

@@ -17,7 +17,7 @@ from composable.dtensor.spec import ragged_spec
 from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError, UsageError
 from composable.planning.layout import RaggedShard, local_shape, order_of
-from tests.ragged_pairs import CUTS, SHAPES, assert_equal, cpu_mesh, make_module, pairs, set_grads, values
+from tests.ragged_pairs import CUTS, SHAPES, assert_equal, cpu_mesh, from_full, make_module, pairs, set_grads, values
 from tests.world import run_ranks, run_threads
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -47,8 +47,6 @@ def make_bad_specs() -> None:
         ragged_spec(mesh, (4,), torch.float32, (0, 4))
     with pytest.raises(ConfigError, match="end before or after"):
         ragged_spec(mesh, (4,), torch.float32, (0, 2, 3))
-    with pytest.raises(ConfigError, match="shape"):
-        RaggedDTensor.from_full(torch.zeros(3), ragged_spec(mesh, (4,), torch.float32, (0, 2, 4)))
 
 
 def test_bounds_that_do_not_fit_mesh_or_shape_are_refused() -> None:
@@ -85,7 +83,7 @@ def gather_each_dtype() -> None:
     for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64):
         full = (torch.arange(24) % 5).to(dtype).view(6, 4)
         for bounds in ((0,) * world_size + (24,), (*(8 * min(rank, 3) for rank in range(world_size)), 24)):
-            ragged = RaggedDTensor.from_full(full, ragged_spec(mesh, (6, 4), dtype, bounds))
+            ragged = from_full(full, ragged_spec(mesh, (6, 4), dtype, bounds))
             assert torch.equal(ragged.full_tensor(), full) and ragged.full_tensor().dtype == dtype
 
 
@@ -96,7 +94,7 @@ def test_every_dtype_and_every_balance_of_pieces_is_gathered() -> None:
 def print_rank_local() -> list[str]:
     spec = ragged_spec(cpu_mesh(), (3, 2), torch.float32, (0, 4, 6))
     with strict_mode():
-        return [repr(RaggedDTensor.from_full(torch.arange(6.0).view(3, 2), spec))]
+        return [repr(from_full(torch.arange(6.0).view(3, 2), spec))]
 
 
 def test_printing_shows_the_piece_and_does_not_communicate() -> None:
@@ -114,7 +112,7 @@ def differentiate(cut: str) -> None:
         (r.full_tensor() * w).sum().backward()
         # Two uses: gradients add up.
         (r.redistribute(placements=[Replicate()]).to_local() * w).sum().backward()
-        (r.to_local() * RaggedDTensor.from_full(w, r._spec).to_local()).sum().backward()
+        (r.to_local() * from_full(w, r._spec).to_local()).sum().backward()
         assert type(r.grad) is RaggedDTensor
         p.grad *= 3
         share = w / dist.get_world_size()
@@ -178,12 +176,12 @@ def take_odd_norms() -> None:
                 plain = full.clone()
                 if bad is not None:
                     plain[at] = bad
-                found = torch.linalg.vector_norm(RaggedDTensor.from_full(plain, spec), order)
+                found = torch.linalg.vector_norm(from_full(plain, spec), order)
                 expected = torch.linalg.vector_norm(plain, order)
                 torch.testing.assert_close(found.full_tensor(), expected, equal_nan=True)  # type: ignore[attr-defined]
     # fp32 squares would overflow between ranks.
     large = torch.full((6,), 1e19)
-    found = torch._foreach_norm([RaggedDTensor.from_full(large, spec)])[0]
+    found = torch._foreach_norm([from_full(large, spec)])[0]
     torch.testing.assert_close(found.full_tensor(), large.norm())
 
 
@@ -220,7 +218,7 @@ def find_an_inf_over_two_mesh_dims() -> float:
         spec = ragged_spec(grid, (4,), torch.float32, (0, 2, 4), mesh_dim=dim)
         full = torch.tensor([4.0, 4.0, 4.0, last])
         # Of the second, the fourth rank alone has the inf: its replica differs, as after an overflow.
-        grads.append(RaggedDTensor.from_full(full if dist.get_rank() == 3 else full.clamp(max=4.0), spec))
+        grads.append(from_full(full if dist.get_rank() == 3 else full.clamp(max=4.0), spec))
     found = torch.zeros(1)
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor([0.25]))
     assert grads[0].full_tensor()[0].item() == 1.0  # type: ignore[attr-defined]
@@ -239,10 +237,10 @@ def mix_layouts() -> None:
     full, other = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), torch.arange(12.0).view(4, 3)
     cuts = {"halves": (0, 6, 12), "quarter": (0, 3, 12)}
     specs = {name: ragged_spec(mesh, (4, 3), torch.float32, bounds) for name, bounds in cuts.items()}
-    a, equal = (RaggedDTensor.from_full(value, specs["halves"]) for value in (full, other))
-    c = RaggedDTensor.from_full(other, specs["quarter"])
+    a, equal = (from_full(value, specs["halves"]) for value in (full, other))
+    c = from_full(other, specs["quarter"])
     # Equal local sizes on both ranks, another shape of the whole.
-    b = RaggedDTensor.from_full(other.view(3, 4), ragged_spec(mesh, (3, 4), torch.float32, (0, 6, 12)))
+    b = from_full(other.view(3, 4), ragged_spec(mesh, (3, 4), torch.float32, (0, 6, 12)))
     with pytest.raises(RuntimeError, match="must match"):
         a + b
     fallback_counts(reset=True)
@@ -423,7 +421,7 @@ def fill_diagonals() -> None:
         bounds = [rank * 5 for rank in range(mesh.size())] + [full.numel()]
         spec = ragged_spec(mesh, full.shape, full.dtype, bounds, order=order_of(full))
         for fill in cases:
-            ragged, plain = RaggedDTensor.from_full(full, spec), full.clone()
+            ragged, plain = from_full(full, spec), full.clone()
             fill(ragged)
             fill(plain)
             assert torch.equal(ragged.full_tensor(), plain)
@@ -603,7 +601,7 @@ def use_two_dims() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     spec = ragged_spec(mesh, (5, 4), torch.float32, (0, 8, 20))
     full = torch.arange(20.0).view(5, 4)
-    r = RaggedDTensor.from_full(full, spec)
+    r = from_full(full, spec)
     assert r.placements == (Replicate(), RaggedShard((0, 8, 20)))
     assert torch.equal(r.full_tensor(), full) and torch.equal((r * 2).full_tensor(), full * 2)
     norm = torch.linalg.vector_norm(r)

@@ -25,6 +25,7 @@ from composable import (
     unannotate,
     unshard_params,
 )
+from composable.ground.contract import managing_state
 from tests.models import BLOCK_CLASSES, MLPBlock, loss_of, make_model
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
 from tests.world import run_threads
@@ -168,7 +169,7 @@ def independent() -> None:
     handles = _traversal_utils._get_fsdp_handles(twin)
     assert handles == own._handles and not set(handles) & set(state._handles)
     assert handles[0].settings.forward_prefetch == (own._module_to_handle[twin.blocks[2]],)
-    assert all(fully_shard.member_state(block) is own for block in twin.blocks)
+    assert all(managing_state(block, "fully_shard") is own for block in twin.blocks)
     shards = {
         flat.shard.data_ptr() for one in (model, twin) for h in fully_shard.state(one)._handles for flat in h.buffers
     }
@@ -215,7 +216,7 @@ def copy_parts() -> list[str]:
     # A module may know one around it, which is then copied too.
     model.blocks[0].__dict__["owner"] = [model]
     known = copy.deepcopy(model.blocks[0]).owner[0]
-    assert fully_shard.member_state(known.blocks[0]).modules == (known,)
+    assert managing_state(known.blocks[0], "fully_shard").modules == (known,)
     del model.blocks[0].__dict__["owner"]
     pair = make_model("mlp")
     fully_shard([pair.inp, pair.out])

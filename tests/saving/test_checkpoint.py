@@ -31,6 +31,7 @@ from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ComposableError, ConfigError, DesyncError, UsageError
 from composable.saving.checkpoint import SavedCheckpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from composable.saving.files import SummedFiles
+from tests.ragged_pairs import from_full
 from tests.world import run_ranks, run_threads, told
 
 
@@ -101,7 +102,7 @@ def train(model: nn.Module, kind: list[torch.optim.Optimizer], steps: range) -> 
         for name, param in model.named_parameters():
             grad = torch.randn(param.shape, generator=generator)
             if param.requires_grad and name != "unused":
-                param.grad = RaggedDTensor.from_full(grad, param._spec) if isinstance(param, RaggedDTensor) else grad
+                param.grad = from_full(grad, param._spec) if isinstance(param, RaggedDTensor) else grad
         for optimizer in kind:
             optimizer.step()
         model.count += 1

@@ -34,6 +34,7 @@ from composable import (
     save_checkpoint,
 )
 from tests.models import BLOCK_CLASSES, make_model
+from tests.ragged_pairs import from_full
 from tests.saving.test_full_state import Odd, local_values, odd, unfit_state
 from tests.world import run_ranks, run_threads
 
@@ -64,7 +65,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         for param in model.parameters():
             if param.requires_grad:
                 grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-                param.grad = RaggedDTensor.from_full(grad, param._spec) if isinstance(param, RaggedDTensor) else grad
+                param.grad = from_full(grad, param._spec) if isinstance(param, RaggedDTensor) else grad
         optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
         optimizer.step()
 

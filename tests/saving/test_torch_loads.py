@@ -21,6 +21,7 @@ from composable.dtensor.spec import ragged_spec
 from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError, UsageError
 from composable.planning.layout import RaggedShard, plan_layout
+from tests.ragged_pairs import from_full
 from tests.world import run_ranks
 
 CUTS = ["row", "element"]
@@ -52,7 +53,7 @@ def make(cut: str) -> nn.Module:
     layout = plan_layout(named, world_size, align={name: cut for name, _ in named})  # type: ignore[misc]
     for (name, param), span in zip(named_parameters(model), layout.spans, strict=True):
         spec = ragged_spec(mesh, param.shape, param.dtype, layout.bounds(span))
-        setattr(model, name, nn.Parameter(RaggedDTensor.from_full(param.detach(), spec)))
+        setattr(model, name, nn.Parameter(from_full(param.detach(), spec)))
     return model
 
 
@@ -65,7 +66,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         generator = torch.Generator().manual_seed(100 + step)
         for param in model.parameters():
             grad = torch.randn(param.shape, generator=generator)
-            param.grad = RaggedDTensor.from_full(grad, param._spec) if isinstance(param, RaggedDTensor) else grad
+            param.grad = from_full(grad, param._spec) if isinstance(param, RaggedDTensor) else grad
         optimizer.step()
 
 
@@ -135,7 +136,7 @@ def test_training_goes_on_to_the_bit_at_another_world_size(
 
 def read_in_place() -> None:
     spec = ragged_spec(init_device_mesh("cpu", (2,)), (4, 3), torch.float32, (0, 5, 12))
-    ragged = RaggedDTensor.from_full(torch.arange(12.0).view(4, 3), spec)
+    ragged = from_full(torch.arange(12.0).view(4, 3), spec)
     chunks = ragged.__create_chunk_list__()
     # Flat [0, 5) and [5, 12) of four rows of three.
     expected = [[((0, 0), (1, 3)), ((1, 0), (1, 2))], [((1, 2), (1, 1)), ((2, 0), (2, 3))]][dist.get_rank()]

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from composable import ConfigError, DesyncError, UsageError, full_state_dict, fully_shard, replicate, unshard_params
 from composable.engine.handle import Handle
 from composable.engine.unfilled import mark_unfilled
+from composable.ground.contract import managing_state
 from tests.models import make_model
 from tests.parity import full_params
 from tests.world import run_ranks, run_threads
@@ -116,7 +117,7 @@ def shard(model: nn.Module, way: str, **options: Any) -> nn.Module:
 
 
 def handles_of(model: nn.Module) -> list[Handle]:
-    states = [state for module in model.modules() if (state := fully_shard.member_state(module)) is not None]
+    states = [state for module in model.modules() if (state := managing_state(module, "fully_shard")) is not None]
     return list(dict.fromkeys(handle for state in states for handle in state._handles))
 
 

@@ -29,8 +29,8 @@ from composable import (
     unshard_params,
 )
 from composable.dtensor.spec import ragged_spec
-from composable.dtensor.tensor import RaggedDTensor
 from composable.planning.layout import RaggedShard, boxes, order_of
+from tests.ragged_pairs import from_full
 from tests.world import run_ranks, run_threads
 
 
@@ -211,7 +211,7 @@ def behave_as_plain(seed: int) -> None:
         plain = draw_tensor(dice)
         inner = sorted(dice.choices(range(plain.numel() + 1), k=world_size - 1))
         spec = ragged_spec(mesh, plain.shape, plain.dtype, (0, *inner, plain.numel()), order=order_of(plain))
-        ragged = RaggedDTensor.from_full(plain, spec)
+        ragged = from_full(plain, spec)
         row, whole = torch.randn(plain.shape[-1], generator=torch.Generator().manual_seed(1)), plain.flip(0)
         again = pickle.loads(pickle.dumps(ragged._spec))
         assert again == spec and again.layout.matches(spec.layout)
