@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import _traversal_utils
-from composable.dtensor import RaggedDTensor, RaggedLayout, note_written, slice_full
+from composable.dtensor import RaggedDTensor, note_written, slice_full
 from composable.engine import ELEMENT_WISE, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.arguments import check_module
@@ -101,12 +101,12 @@ class LocalGradients(NamedTuple):
     """Gradients of parameters that are cut over the same mesh dims.
 
     Attributes:
-        layout: Of one of the parameters.
+        param: One of the parameters.
         dtypes: Of all parameters, on every rank.
-        tensors: What this rank has, with elements: flat ``[elements]`` or of one piece's shape, in their gradients' dtype.
+        tensors: What this rank has, with elements: flat ``[elements]`` or of a piece's shape, in the gradients' dtype.
     """
 
-    layout: RaggedLayout
+    param: RaggedDTensor
     dtypes: frozenset[torch.dtype]
     tensors: list[torch.Tensor]
 
@@ -127,13 +127,13 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[LocalGradients] | 
     plan = step.plan_between_steps(optimizer)
     # Pieces without elements count: all ranks have the same cuts, in the same order.
     found: dict[object, list[torch.Tensor]] = {piece.cut: [] for piece in plan.pieces}
-    layouts = {piece.cut: piece.param._spec.layout for piece in plan.pieces}
+    params = {piece.cut: piece.param for piece in plan.pieces}
     for unit in plan.units:
         if unit.offsets and unit.tensor.grad is not None:
             found[unit.pieces[0].cut].append(unit.tensor.grad)
     plan.take_back()
     dtypes = frozenset(piece.local.dtype for piece in plan.pieces)
-    return [LocalGradients(layouts[cut], dtypes, tensors) for cut, tensors in found.items()]
+    return [LocalGradients(params[cut], dtypes, tensors) for cut, tensors in found.items()]
 
 
 # -- what is remembered from one step to the next

@@ -37,6 +37,7 @@ from composable.engine import notice_hook_states
 from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
 from composable.ground.arguments import as_path, check_bool, check_module, described
 from composable.saving import contents, files, run_folder
+from composable.saving.names import names_on_all
 from composable.saving.run_folder import EXTRA, Manifest, PartialCheckpoint
 
 __all__ = ["SaveHandle", "SavedCheckpoint", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
@@ -199,7 +200,7 @@ def save_checkpoint(
     arguments = {"folder": str(folder), "step": step, "keep": keep}
     arguments |= {"discard_later": discard_later, "asynchronous": asynchronous}
     lines = [f"{name}={value!r}" for name, value in arguments.items()]
-    names, _ = contents.names_on_all(ranks, model, optimizers, [*lines, *(f"{one.name} has a state" for one in hooks)])
+    names, _ = names_on_all(ranks, model, optimizers, [*lines, *(f"{one.name} has a state" for one in hooks)])
     with ranks.agreed():
         state = contents.state_to_save(model, optimizers, names)
         packed = None if extra is None else files.as_data(extra, "extra")
@@ -250,7 +251,11 @@ def find_checkpoint(path: str | PathLike[str]) -> SavedCheckpoint:
         ConfigError: There is no checkpoint, it does not describe itself readably, or ``extra`` is damaged or no data.
     """
     folder = run_folder.find_folder(as_path("path", path))
-    return _read(folder, run_folder.read_manifest(folder))
+    manifest = run_folder.read_manifest(folder)
+    damage = files.find_damage(folder, {name: saved for name, saved in manifest.files.items() if name == EXTRA})
+    if damage:
+        raise _damaged(folder, damage, run_folder.older_whole(folder))
+    return _read(folder, manifest)
 
 
 def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> SavedCheckpoint:
@@ -291,7 +296,7 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
     folder, manifest = _on_first(ranks, find, f"cannot read {path}")
     _verify(ranks, folder, manifest)
     failure = f"{folder} was not loaded to its end"
-    names, elsewhere = contents.names_on_all(ranks, model, optimizers)
+    names, elsewhere = names_on_all(ranks, model, optimizers)
     with ranks.agreed(), _as_ours(failure):
         file_bytes = {name: saved.bytes for name, saved in manifest.files.items()}
         metadata = files.read_metadata(folder / run_folder.METADATA, file_bytes)
@@ -384,12 +389,8 @@ def _verify(ranks: Ranks, folder: Path, manifest: Manifest) -> None:
 
 
 def _read(folder: Path, manifest: Manifest) -> SavedCheckpoint:
-    extra = None
-    if EXTRA in manifest.files:
-        damage = files.find_damage(folder, {EXTRA: manifest.files[EXTRA]})
-        if damage:
-            raise _damaged(folder, damage, run_folder.older_whole(folder))
-        extra = files.read_data(folder / EXTRA, str(folder / EXTRA))
+    has_extra = EXTRA in manifest.files
+    extra = files.read_data(folder / EXTRA, str(folder / EXTRA)) if has_extra else None
     return SavedCheckpoint(folder, manifest.step, extra)
 
 

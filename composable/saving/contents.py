@@ -3,8 +3,7 @@
 The layout is that of torch's ``get_state_dict`` in ``torch.distributed.checkpoint``, so either side
 reads what the other wrote: ``model.FQN``, ``optimizer.state.FQN.NAME``, ``optimizer.param_groups``.
 Unlike there, an optimizer that has not stepped is saved without state and loaded without a step,
-and so is a parameter that has had no gradient. A name means one thing in a checkpoint, whichever rank wrote it: ranks
-may have different parts of a model, such as experts.
+and so is a parameter that has had no gradient.
 
 The state of a hook, such as the part of the gradients that it has not sent yet, belongs to one rank and to its place
 among the others: what a rank has is one value, ``hooks.RANK``, and it comes back only where ranks, cuts and buckets are
@@ -14,9 +13,9 @@ those that were saved. Elsewhere the hook goes on with what it has, and the user
 import ctypes
 import hashlib
 import io
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,23 +29,15 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.annotation import handle_of_module
 from composable.comm import Ranks
-from composable.dtensor import RaggedDTensor
 from composable.engine import Handle, Registration
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.contract import get_registry
-from composable.ground.names import list_text, plain_fqn
-from composable.ground.torch_private import tree_leaves, tree_map, unflatten_state_dict
-from composable.optim import (
-    GroupNames,
-    OptimizerNames,
-    describe_optimizer,
-    group_differences,
-    names_of_params,
-    ranks_of_param,
-)
+from composable.ground.names import plain_fqn
+from composable.ground.torch_private import flatten_state_dict, tree_leaves, tree_map, unflatten_state_dict
 from composable.replication import Reducer, ReplicateState
 from composable.saving.files import as_data, read_data
 from composable.saving.loads import find_differences
+from composable.saving.names import OptimizerNames, names_of_params, optimizer_differences
 
 __all__ = [
     "DataPlanner",
@@ -55,7 +46,6 @@ __all__ = [
     "check_fit",
     "find_hook_states",
     "load_hook_states",
-    "names_on_all",
     "staged",
     "state_to_save",
     "targets",
@@ -80,99 +70,6 @@ class DataPlanner(DefaultLoadPlanner):
         self.state_dict[fqn] = read_data(value, f"{self._folder}, {fqn}")
 
 
-# -- names, on all ranks
-
-
-def names_on_all(
-    ranks: Ranks, model: nn.Module, optimizers: Optimizers, arguments: Sequence[str] = ()
-) -> tuple[tuple[OptimizerNames, ...], frozenset[str]]:
-    """Describe the optimizers with the parameters that any rank has; also return the names that only other ranks have.
-
-    Collective. Raises where ranks have other optimizers or ``arguments``, or a name has several values.
-    """
-    with ranks.agreed():
-        mine = _describe_optimizers(model, optimizers)
-        homes = _homes(model)
-    is_alike = ranks.are_alike("\n".join(f"{name} {home}" for name, home in homes.items()))
-    every = [homes] if is_alike else ranks.objects(homes)
-    _check_one_each(every)
-    shared = frozenset.intersection(*map(frozenset, every))
-    elsewhere = frozenset().union(*every) - homes.keys()
-    lines = [*arguments]
-    for index, one in enumerate(mine):
-        lines.append(f"optimizer {index} is {one.kind}, of {len(one.groups)} groups")
-        for group in one.groups:
-            params = tuple(name for name in group.params if is_alike or name in shared)
-            lines.append(f"a group of optimizer {index}: {GroupNames(params, group.settings)}")
-    text = "\n".join(lines)
-    ranks.compare(
-        text,
-        shown=text,
-        what="the ranks call save_checkpoint or load_checkpoint with different arguments",
-        fix="make the call with equal arguments on all ranks",
-    )
-    if is_alike:
-        return mine, elsewhere
-    merged = []
-    for told in zip(*ranks.objects(mine), strict=True):
-        of_groups = zip(*(one.groups for one in told), strict=True)
-        groups = [
-            replace(of_ranks[0], params=tuple(dict.fromkeys(name for one in of_ranks for name in one.params)))
-            for of_ranks in of_groups
-        ]
-        merged.append(OptimizerNames(told[0].kind, tuple(groups)))
-    return tuple(merged), elsewhere
-
-
-def _describe_optimizers(model: nn.Module, optimizers: Optimizers) -> tuple[OptimizerNames, ...]:
-    # Modules that were unsharded by hand show their sharded parameters again, which the optimizers hold.
-    model.state_dict(keep_vars=True)
-    names = names_of_params(model)
-    described = tuple(describe_optimizer(optimizer, names) for optimizer in optimizers)
-    params = [name for optimizer in described for group in optimizer.groups for name in group.params]
-    twice = sorted({name for name in params if params.count(name) > 1}) if len(params) > len(set(params)) else []
-    if twice:
-        raise ConfigError(f"in two param groups or optimizers: {', '.join(twice)}", fix="give each parameter one place")
-    return described
-
-
-def _homes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return for each name in the model the ranks that have pieces or copies of what it names, where those are few."""
-    homes: dict[str, tuple[int, ...]] = dict.fromkeys(get_model_state_dict(model), ())
-    named = {name: param for param, name in names_of_params(model).items() if name in homes}
-    layouts = [param._spec.layout for param in named.values() if isinstance(param, RaggedDTensor)]
-    # Beside what tensor parallelism has split, plain parameters are the same along its dims.
-    joined = {layout.ranks.numbers: layout.mesh for layout in layouts if layout.mesh.ndim > 1}
-    found: dict[str, tuple[int, ...]] = {}
-    for name, param in named.items():
-        ranks = ranks_of_param(param)
-        mesh = param.device_mesh if isinstance(param, DTensor) and param.device_mesh.ndim > 1 else None
-        if isinstance(param, RaggedDTensor):
-            mesh = joined.get(param._spec.layout.ranks.numbers, mesh)
-        whole_mesh = () if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
-        found[name] = whole_mesh or (() if ranks is None else ranks.numbers)
-    whole = max(map(set, found.values()), key=len, default=set())
-    # Alone, equal groups may be those that tensor parallelism leaves for data.
-    return homes | {name: home for name, home in found.items() if set(home) < whole}
-
-
-def _check_one_each(every: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
-    places: dict[str, dict[tuple[int, ...], None]] = {}
-    for homes in every:
-        for name, home in homes.items():
-            if home:
-                places.setdefault(name, {})[home] = None
-    twice = [name for name, homes in places.items() if len(homes) > 1]
-    if twice:
-        groups = " and ".join(str(list(home)) for home in places[twice[0]])
-        raise ConfigError(
-            f"a checkpoint has one value for each name, and ranks {groups} have parameters of their own "
-            f"of the names {list_text(twice)}",
-            at=place_of_rank(),
-            fix="name experts by their number in the whole model, such as nn.ModuleDict({'6': ..., '7': ...})",
-        )
-
-
 # -- saving
 
 
@@ -195,8 +92,8 @@ def state_to_save(model: nn.Module, optimizers: Optimizers, names_of_all: Sequen
                 {**group, "params": list(every.params)}
                 for group, every in zip(saved["param_groups"], described.groups, strict=True)
             ]
-    for name, value in _leaves(state, ""):
-        if type(value) not in _PLAIN:
+    for name, value in flatten_state_dict(state)[0].items():
+        if not isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
             as_data(value, name)
     return state
 
@@ -212,18 +109,6 @@ def _check_materialized(model: nn.Module) -> None:
     on_meta = [name for name, value in model.state_dict().items() if isinstance(value, torch.Tensor) and value.is_meta]
     if on_meta:
         raise UsageError(f"on the meta device: {', '.join(on_meta)}", fix="materialize the model first")
-
-
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield what is neither a tensor nor has one in it, with its name."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list) and any(isinstance(item, (Mapping, list, torch.Tensor)) for item in value):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{name}.{index}")
-    elif not isinstance(value, torch.Tensor):
-        yield name, value
 
 
 # -- loading
@@ -259,25 +144,12 @@ def check_fit(
     lines = [f"only in the model: {', '.join(sorted(found.missing))}"] if found.missing else []
     lines += [f"only in the checkpoint: {', '.join(sorted(found.unexpected))}"] if found.unexpected else []
     lines += [f"{line} as in the model" for line in found.unfit]
-    lines += _optimizer_differences(saved, current) if current else []
+    lines += optimizer_differences(saved, current) if current else []
     if lines:
         raise ConfigError(
             "\n  - ".join([f"{folder} does not fit:", *lines]),
             fix="make model and optimizer as they were; without the optimizer, the model is loaded alone",
         )
-
-
-def _optimizer_differences(saved: Sequence[OptimizerNames], current: Sequence[OptimizerNames]) -> list[str]:
-    if len(saved) != len(current):
-        kinds = [", ".join(one.kind for one in each) or "no optimizer" for each in (saved, current)]
-        return [f"the checkpoint holds {kinds[0]}; here: {kinds[1]}"]
-    lines = []
-    for index, (there, here) in enumerate(zip(saved, current)):
-        name = "optimizer" if len(current) == 1 else f"optimizer {index}"
-        if there.kind != here.kind:
-            lines.append(f"{name} is {there.kind} in the checkpoint, {here.kind} here")
-        lines += [f"{name}, {line}" for line in group_differences(there.groups, here.groups, "the checkpoint")]
-    return lines
 
 
 def targets(metadata: Metadata, model: nn.Module, optimizers: Optimizers, rank: int) -> dict[str, Any]:

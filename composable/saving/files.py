@@ -221,17 +221,17 @@ def read_data(source: Path | io.BytesIO, name: str, *, to: torch.device | str = 
 
     Raises where it holds something else, or cannot be read; ``name`` says in the message where it is from.
     """
+
+    def moved(storage: Any, place: str) -> Any:
+        return storage if place == "cpu" else storage.to(device=to)
+
     try:
-        return torch.load(source, lambda held, place: held if place == "cpu" else _moved(held, to), weights_only=True)
+        return torch.load(source, moved, weights_only=True)
     except OSError:
         raise
     # Whatever a broken archive or pickle makes torch raise.
     except Exception as error:
         raise ConfigError(f"{name} cannot be read as data: {_without_advice(error)}", fix=DISTRUST) from None
-
-
-def _moved(storage: Any, to: torch.device | str) -> Any:
-    return storage.to(device=to)
 
 
 def _without_advice(error: Exception) -> str:

@@ -28,8 +28,8 @@ from weakref import WeakSet, finalize
 from torch import nn
 
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.optim import GroupNames, OptimizerNames
 from composable.saving.files import FileSum, check_inside, file_name, find_damage, sync_folder, write_summed
+from composable.saving.names import GroupNames, OptimizerNames
 
 __all__ = ["EXTRA", "METADATA", "Manifest", "PartialCheckpoint", "find_folder", "older_whole", "read_manifest"]
 
@@ -288,11 +288,6 @@ class PartialCheckpoint:
             lock = _acquire(run)
             try:
                 _check_step(run, step, discard_later=discard_later)
-                for path in _named(run, "replaced"):
-                    # A kill came between the two renames of `publish`.
-                    whole = run / f"step-{_step_of(path):06d}"
-                    if _own_manifest(path) is not None and not whole.exists():
-                        path.rename(whole)
                 _tidy(run, lock.partials)
                 folder = _hidden(run, "partial", step)
                 folder.mkdir()
@@ -309,7 +304,8 @@ class PartialCheckpoint:
         """Give the folder, whose files are written and synced, its final name, then remove what is older."""
         run, whole = self.folder.parent, self.folder.parent / f"step-{manifest.step:06d}"
         with _GUARD:
-            gone = [name for name, saved in manifest.files.items() if _length(self.folder / name) != saved.bytes]
+            lengths = {path.name: path.stat().st_size for path in self.folder.iterdir()}
+            gone = [name for name, saved in manifest.files.items() if lengths.get(name) != saved.bytes]
             if gone:
                 raise ConfigError(
                     f"{self.folder} lacks what other ranks wrote: {', '.join(sorted(gone))}",
@@ -355,15 +351,16 @@ def _check_step(run: Path, step: int, *, discard_later: bool) -> None:
             "discard_later=True, to remove them",
         )
     whole = run / f"step-{step:06d}"
+    if not (whole.exists() or whole.is_symlink()):
+        return
     manifest = _own_manifest(whole)
-    if manifest is None and (whole.exists() or whole.is_symlink()):
+    if manifest is None:
         raise ConfigError(
             f"{whole} is there already, and is no whole checkpoint of save_checkpoint",
             at=place_of_rank(),
             fix="move it away, or save to another folder",
         )
-    listed = {*manifest.files, _MANIFEST} if manifest is not None else set()
-    others = sorted(path.name for path in whole.iterdir() if path.name not in listed) if manifest is not None else []
+    others = sorted({path.name for path in whole.iterdir()} - {*manifest.files, _MANIFEST})
     if others:
         raise ConfigError(
             f"{whole} would be replaced, and holds what save_checkpoint did not write: {', '.join(others)}",
@@ -381,10 +378,11 @@ def _tidy(run: Path, in_use: set[Path]) -> None:
     for hidden in _named(run, "removed", "replaced"):
         if hidden.is_symlink() or not hidden.is_dir():
             continue
-        manifest = _own_manifest(hidden)
-        for name in [*manifest.files, _MANIFEST] if manifest is not None else []:
+        manifest, whole = _own_manifest(hidden), hidden.with_name(f"step-{_step_of(hidden):06d}")
+        # Where a kill came between the two renames of `publish`, what was to be replaced is still the checkpoint.
+        is_over = _kind_of(hidden) == "removed" or whole.exists()
+        for name in [*manifest.files, _MANIFEST] if manifest is not None and is_over else []:
             (hidden / name).unlink(missing_ok=True)
-        whole = hidden.with_name(f"step-{_step_of(hidden):06d}")
         if not any(hidden.iterdir()):
             hidden.rmdir()
         elif not whole.exists():
@@ -392,7 +390,3 @@ def _tidy(run: Path, in_use: set[Path]) -> None:
     for partial in _named(run, "partial"):
         if partial not in in_use:
             shutil.rmtree(partial)
-
-
-def _length(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
