@@ -127,7 +127,7 @@ def train(wish: str, optimizer_name: str, *, is_flat: bool) -> None:
     model = fully_shard(copy.deepcopy(plain), policy={nn.Conv2d}, **WISHES[wish])
     optimizers = [OPTIMIZERS[optimizer_name](one.parameters()) for one in (plain, model)]
     if is_flat:
-        accelerate_optimizer(optimizers[1], model, flat=True)
+        accelerate_optimizer(optimizers[1], model)
     expected = steps(plain, optimizers[0], global_batches())
     assert_close(steps(model, optimizers[1], own_batches()), expected)
     assert_close([full(param) for param in model.parameters()], list(plain.parameters()))

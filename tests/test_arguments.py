@@ -251,7 +251,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "no_such_option": set(),
         },
     ),
-    "accelerate_optimizer": (accelerated, dict, {"optimizer": set(), "flat": SWITCH}),
+    "accelerate_optimizer": (accelerated, dict, {"optimizer": set()}),
     "as_ddp": (as_ddp, lambda: {"module": replicate(nn.Linear(2, 2))}, {"module": set()}),
     "joinable": (
         joinable,

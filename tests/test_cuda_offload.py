@@ -63,7 +63,7 @@ def train(model: nn.Module, *, accelerated: bool = False, max_norm: float | None
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=0.05)
     if accelerated:
-        accelerate_optimizer(optimizer, model, flat=True)
+        accelerate_optimizer(optimizer, model)
     for seed in range(4):
         with no_sync(model):
             backward(model, 10 + seed)

@@ -67,7 +67,7 @@ def live(folder: str, flat: bool, expected: dict[str, torch.Tensor]) -> None:
     with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
         model = make_model("gpt")
     fully_shard(model, policy={Block}, sync_module_states=True)
-    optimizer = accelerate_optimizer(sgd(model), model, flat=flat)
+    optimizer = accelerate_optimizer(sgd(model), model)
     for step in (0, 1):
         step_on_share(model, optimizer, step)
     with unshard_params(model, rank0_only=flat):

@@ -24,7 +24,7 @@ from composable import (
     unshard_params,
 )
 from composable.engine import handle_of
-from composable.optim.units import homes_of, sharded_params_of
+from composable.optim.units import homes_of
 from tests.models import MLPBlock, loss_of, make_model, random_input, seeded
 from tests.parity import assert_equal_runs, inputs_of, train_annotated, train_reference
 from tests.world import run_threads
@@ -177,8 +177,7 @@ def find_with_every_walker(seed: int) -> None:
     reducers = {replicate.state(node).reducer for node in tree.modules() if replicate.state(node) is not None}
     assert {item.fqn for one in reducers for item in one.params} or not replicated
 
-    assert sharded_params_of(tree) == {id(params[fqn]) for fqn in sharded}
-    assert set(homes_of(tree)) == {id(params[fqn]) for fqn in sharded if params[fqn].to_local().numel()}
+    assert set(homes_of(tree.parameters())) == {id(params[fqn]) for fqn in sharded if params[fqn].to_local().numel()}
 
     for fqn, node in tree.named_modules():
         if isinstance(node, FSDPModule):

@@ -397,8 +397,8 @@ def optimize(name: str, way: str) -> None:
     mesh = mesh_of(2, 2)
     model, plain = annotated(mesh), seeded(Model, 0)
     optimizer, expected = (OPTIMIZERS[name](list(one.parameters())) for one in (model, plain))
-    if way in ("local", "flat"):
-        accelerate_optimizer(optimizer, model, flat=way == "flat")
+    if way == "flat":
+        accelerate_optimizer(optimizer, model)
     stepped = step_in_backward(optimizer) if way == "in backward" else None
     for step in range(3):
 
@@ -437,7 +437,7 @@ def test_optimizers_step_as_in_one_process(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW loop", "AdamW fused", "RMSprop"])
-@pytest.mark.parametrize("way", ["local", "flat", "in backward"])
+@pytest.mark.parametrize("way", ["flat", "in backward"])
 def test_the_librarys_own_ways_to_step_give_the_same(name: str, way: str) -> None:
     run_threads(optimize, 4, name, way)
 
@@ -809,7 +809,7 @@ def random_run(seed: int, sizes: tuple[int, ...]) -> None:
     kind = draw.choice(["SGD", "AdamW loop", "Adam", "RMSprop"])
     optimizer, expected = (OPTIMIZERS[kind](list(one.parameters())) for one in (model, plain))
     if draw.random() < 0.5:
-        accelerate_optimizer(optimizer, model, flat=draw.random() < 0.5)
+        accelerate_optimizer(optimizer, model)
     for step in range(3):
         rounds = draw.choice([1, 1, 2])
         left_out = draw.choice([None, None, 0, 1, 2])

@@ -25,7 +25,6 @@ __all__ = [
     "OpOverload",
     "Placement",
     "PrefixStore",
-    "StorageInfo",
     "Store",
     "TensorMeta",
     "TorchDispatchMode",
@@ -43,6 +42,7 @@ __all__ = [
     "dtensor_new",
     "find_backend",
     "flat_weight_refs",
+    "flatten_state_dict",
     "foreach_copy_",
     "foreach_mul",
     "foreach_mul_",
@@ -83,6 +83,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "unflatten_state_dict",
     "utils_foreach_types",
     "will_engine_execute_node",
     "without_flat_weight_refs",
@@ -114,7 +115,8 @@ try:
     from torch.distributed._functional_collectives import _are_we_tracing as is_tracing  # where a graph is being made
     from torch.distributed import _state_dict_utils as state_dict_utils  # its `_distribute_tensors` shards full values
     from torch.distributed.checkpoint import state_dict as dcp_state_dict  # loads full state dicts, scalars plain
-    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # where in a file a value lies
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # the values of a tree, as they are saved
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # puts values that were read into a tree
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # mesh, placements, shape of a DTensor
     from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types  # types that get foreach

@@ -13,7 +13,7 @@ Source: gradient clipping, arXiv 1211.5063.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +23,6 @@ from composable.comm import Grid, Ranks
 from composable.dtensor import (
     NormParts,
     RaggedDTensor,
-    RaggedLayout,
     check_finished,
     confirm_in_each,
     cut_dims,
@@ -59,17 +58,17 @@ def get_total_norm(
     numbers for each group of ranks that tensors are cut over.
 
     Args:
-        tensors: Plain tensors (the same on every rank), ragged ones and torch's own DTensors, on any
-            meshes and devices. Pieces on the host meet on the device of their mesh. ``Partial`` ones are
-            reduced first, one by one. Ragged ones annotated on a part of the ranks of others count for each such
-            part, whose ranks list their own; see docs/experts.md.
+        tensors: Of any shapes and floating-point or complex dtypes, on any meshes and devices: plain tensors (the same
+            on every rank), ragged ones and torch's own DTensors. Pieces on the host meet on the device of their mesh.
+            ``Partial`` ones are reduced first, one by one. Ragged ones annotated on a part of the ranks of others count
+            for each such part, whose ranks list their own; see docs/experts.md.
         norm_type: Above 0; ``math.inf`` for the largest magnitude.
         error_if_nonfinite: Raise, on every rank, if the norm is NaN or infinite.
         foreach: ``False`` takes the norms one by one.
 
     Returns:
-        A plain tensor of one number, equal on every rank, on the first tensor's device and in the dtype that
-        the tensors promote to.
+        A plain tensor ``[]``, equal on every rank, on the first tensor's device and in the dtype that the tensors
+        promote to.
 
     Raises:
         ConfigError: An argument is of another kind, ``norm_type`` not above 0, or this rank is not in the mesh
@@ -146,12 +145,12 @@ def clip_grad_norm_(
         if param.grad is not None:
             pieces.add(param.grad, home)
             scaled.append(_local(param.grad))
-    for gradients in accelerated or ():
-        home, cut = pieces.home_of(gradients.layout), pieces.cut_of(gradients.layout)
+    for param, dtypes, gradients in accelerated or ():
+        home, cut = pieces.home_of(param), pieces.cut_of(param)
         pieces.expect(home, cut)
-        pieces.dtypes |= gradients.dtypes
-        pieces.add_locals(home, cut, gradients.tensors)
-        scaled += gradients.tensors
+        pieces.dtypes |= dtypes
+        pieces.add_locals(home, cut, gradients)
+        scaled += gradients
     total = pieces.total_norm(norm_type, error_if_nonfinite, foreach)
     norm = total.to(pieces.dtype)
     # Half a mantissa is not enough for a factor.
@@ -168,7 +167,7 @@ def clip_grad_norm_(
 
 
 def ranks_of_param(tensor: torch.Tensor) -> Ranks | None:
-    """Return all ranks that average the gradients of a parameter; ``None``: no annotation of it is known.
+    """Return all ranks that average the gradients of a parameter of any shape; ``None``: no annotation is known.
 
     A ragged gradient has them too; of a sharded parameter they include those with copies of its shards.
     """
@@ -234,37 +233,34 @@ class _Pieces:
         kinds = {dtype.to_real() if dtype.is_complex else dtype for dtype in self.dtypes}
         return reduce(torch.promote_types, kinds) if kinds else torch.float32
 
-    def home_of(self, tensor: torch.Tensor | RaggedLayout) -> _Home | None:
+    def home_of(self, tensor: torch.Tensor) -> _Home | None:
         """Return where a parameter or a ragged gradient is; ``None``: no annotation is known."""
-        if isinstance(tensor, RaggedDTensor):
-            tensor = tensor._spec.layout
-        owner: object
-        if isinstance(tensor, RaggedLayout):
-            owner = tensor.label
-            ranks = None if tensor.label is None else tensor.label.everyone
-            mesh = tensor.mesh if tensor.mesh.ndim > 1 else None
-        else:
-            claim = claim_of(tensor)
-            owner, ranks = None if claim is None else claim.owner, ranks_of_param(tensor)
-            mesh = tensor._spec.mesh if isinstance(tensor, DTensor) else None
+        ranks = ranks_of_param(tensor)
         if ranks is None:
             return None
+        owner: object
+        mesh: DeviceMesh | None = tensor._spec.mesh if isinstance(tensor, DTensor) else None
+        if isinstance(tensor, RaggedDTensor):
+            owner = tensor._spec.layout.label
+            mesh = mesh if mesh is not None and mesh.ndim > 1 else None
+        else:
+            claim = claim_of(tensor)
+            owner = None if claim is None else claim.owner
         if getattr(owner, "has_parts", False):
             # All ranks of the parameter know it, also those that have no such module.
             self._with_parts.add(ranks.numbers)
         return _Home(ranks, mesh)
 
-    def cut_of(self, tensor: torch.Tensor | RaggedLayout) -> _Cut:
+    def cut_of(self, tensor: torch.Tensor) -> _Cut:
         """Return the groups over which the pieces of a tensor have to be added up."""
-        if isinstance(tensor, RaggedDTensor):
-            tensor = tensor._spec.layout
-        if isinstance(tensor, RaggedLayout):
-            mesh, dims = tensor.mesh, tensor.cut_dims
-        elif isinstance(tensor, DTensor):
-            mesh = tensor._spec.mesh
-            dims = tuple(dim for dim in cut_dims(tensor) if not tensor._spec.placements[dim].is_partial())
-        else:
+        if not isinstance(tensor, DTensor):
             return ()
+        spec: Any = tensor._spec
+        mesh: DeviceMesh = spec.mesh
+        if isinstance(tensor, RaggedDTensor):
+            dims: tuple[int, ...] = spec.layout.cut_dims
+        else:
+            dims = tuple(dim for dim in cut_dims(tensor) if not spec.placements[dim].is_partial())
         found = self._cuts.get((id(mesh), dims))
         if found is None:
             if mesh.get_coordinate() is None:

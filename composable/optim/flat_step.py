@@ -10,7 +10,6 @@ kernels, the tensors in the state, and how the gradients lie.
 Source: the flat step of ZeRO, arXiv 1910.02054.
 """
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
@@ -21,26 +20,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.dtensor import RaggedDTensor, RaggedLayout, note_written, slice_full
+import _traversal_utils
+from composable.dtensor import RaggedDTensor, note_written, slice_full
 from composable.engine import ELEMENT_WISE, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.ground.names import check_bool, check_module
+from composable.ground.names import check_module
 from composable.ground.torch_hooks import around_optimizer
 from composable.ground.torch_private import DisableTorchFunction
 from composable.optim.checks import CHECKS_ITSELF, check_parameters, check_replaced
 from composable.optim.rebind import cut_state, is_per_element
-from composable.optim.units import (
-    Grads,
-    Group,
-    Home,
-    Piece,
-    State,
-    Unit,
-    homes_of,
-    merge,
-    sharded_params_of,
-    signature_of,
-)
+from composable.optim.units import Grads, Group, Piece, State, Unit, homes_of, merge, signature_of
 from composable.planning import marks_made
 
 __all__ = ["PartStep", "accelerate_optimizer", "local_gradients"]
@@ -50,19 +39,20 @@ _grad_of: Any = RaggedDTensor.grad.fget
 _local_of = attrgetter("_local_tensor")
 
 
-def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module, *, flat: bool = False) -> OptimizerT:
-    """Make ``optimizer.step()`` run on plain local tensors: same results to the bit, less time per parameter.
+def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
+    """Make ``optimizer.step()`` run on few plain local tensors: same results to the bit, less time per parameter.
 
     No communication, now or in a step. Everything else stays as it was: parameters, state, state
     dicts, schedulers, scalers, closures. Parameters that are not sharded may be among the others.
+
+    Neighbours in a handle's shard that share a param group are stepped as one flat tensor ``[elements]``, in the dtype
+    of the parameters, in each step in which their gradients lie as backward left them; the rest piece by piece. A state
+    tensor is then a view of a flat one; those made before the first step are replaced.
 
     Args:
         optimizer: One of torch's element-wise optimizers, of exactly that class: ASGD, Adadelta, Adagrad,
             Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop or SGD.
         model: The annotated model whose parameters it holds.
-        flat: Also step neighbours in a handle's shard that share a param group as one flat tensor, in each
-            step in which their gradients lie as backward left them. Costs nothing where it does not apply.
-            A state tensor is then a view of a flat one; those made before the first step are replaced.
 
     Returns:
         ``optimizer``, the same object.
@@ -72,7 +62,6 @@ def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module, *, flat: bool 
         UsageError: It is accelerated already, or steps inside backward, or holds parameters that were replaced.
     """
     check_module("model", model)
-    check_bool("flat", flat)
     if type(optimizer) not in ELEMENT_WISE:
         raise ConfigError(
             f"{type(optimizer).__name__} cannot be accelerated: its step may need more than local elements",
@@ -90,14 +79,15 @@ def accelerate_optimizer(optimizer: OptimizerT, model: nn.Module, *, flat: bool 
         )
     check_replaced(optimizer)
     _check_options(optimizer)
-    own = sharded_params_of(model)
-    if not any(id(param) in own for param in params):
+    handles = _traversal_utils._get_fsdp_handles(model, is_everywhere=True)
+    own = {id(param.sharded) for handle in handles for param in handle.params}
+    if own.isdisjoint(map(id, params)):
         raise ConfigError(
             "the optimizer holds no sharded parameter of this model",
             at=place_of_rank(),
             fix="pass the model that the optimizer was built for, after fully_shard",
         )
-    vars(optimizer)[CHECKS_ITSELF] = _AcceleratedStep(optimizer, model if flat else None)
+    vars(optimizer)[CHECKS_ITSELF] = _AcceleratedStep(optimizer)
     return optimizer
 
 
@@ -111,12 +101,12 @@ class LocalGradients(NamedTuple):
     """Gradients of parameters that are cut over the same mesh dims.
 
     Attributes:
-        layout: Of one of the parameters.
+        param: One of the parameters.
         dtypes: Of all parameters, on every rank.
-        tensors: What this rank has, with elements.
+        tensors: What this rank has, with elements: flat ``[elements]`` or of a piece's shape, in the gradients' dtype.
     """
 
-    layout: RaggedLayout
+    param: RaggedDTensor
     dtypes: frozenset[torch.dtype]
     tensors: list[torch.Tensor]
 
@@ -124,8 +114,8 @@ class LocalGradients(NamedTuple):
 def local_gradients(optimizer: torch.optim.Optimizer) -> list[LocalGradients] | None:
     """Return this rank's gradients of the sharded parameters as plain tensors, in the memory of ``.grad``.
 
-    For arithmetic that treats all elements alike, such as a norm or scaling: with ``flat=True`` they
-    are few, and the padding between pieces, which is zero, is in them. No communication.
+    For arithmetic that treats all elements alike, such as a norm or scaling: they are as
+    few as is stepped, and the padding between pieces, which is zero, is in them. No communication.
 
     Returns:
         One entry for each set of mesh dims that parameters are cut over, in the same order on every rank.
@@ -137,13 +127,13 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[LocalGradients] | 
     plan = step.plan_between_steps(optimizer)
     # Pieces without elements count: all ranks have the same cuts, in the same order.
     found: dict[object, list[torch.Tensor]] = {piece.cut: [] for piece in plan.pieces}
-    layouts = {piece.cut: piece.param._spec.layout for piece in plan.pieces}
+    params = {piece.cut: piece.param for piece in plan.pieces}
     for unit in plan.units:
         if unit.offsets and unit.tensor.grad is not None:
             found[unit.pieces[0].cut].append(unit.tensor.grad)
     plan.take_back()
     dtypes = frozenset(piece.local.dtype for piece in plan.pieces)
-    return [LocalGradients(layouts[cut], dtypes, tensors) for cut, tensors in found.items()]
+    return [LocalGradients(params[cut], dtypes, tensors) for cut, tensors in found.items()]
 
 
 # -- what is remembered from one step to the next
@@ -200,8 +190,8 @@ class _Plan:
 
     Args:
         optimizer: What is planned for.
-        homes: Where pieces lie that may be merged with their neighbours, by id of their parameters.
-        merges: The plan serves for several steps, in which pieces without elements go along with others, too.
+        merges: The plan serves for several steps, in which neighbours are stepped as one tensor, and pieces without
+            elements go along with others.
 
     Attributes:
         units: What the optimizer sees of the sharded parameters.
@@ -211,9 +201,10 @@ class _Plan:
         locals: The pieces' local tensors.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, homes: Mapping[int, Home], *, merges: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, merges: bool) -> None:
         groups, state = optimizer.param_groups, optimizer.state
         self._members = [list(group["params"]) for group in groups]
+        homes = homes_of(chain.from_iterable(self._members)) if merges else {}
         self._options = _options_of(groups)
         self.pieces = [
             Piece.of(param, index, homes.get(id(param)))
@@ -377,27 +368,28 @@ def _options_of(groups: Sequence[Group]) -> list[object]:
 # -- who steps
 
 
-class _StandIn:
+class _LocalStep:
     """Steps in place of an optimizer, from ``begin`` to ``end``.
 
     Args:
         kind: The optimizer's class.
-        make_plan: Returns a plan with gradients lent, for what the optimizer has when its parameters are asked for:
-            hooks before a step, and closures, set gradients and options.
+        merges: Neighbours are stepped as one tensor, and the plan of one step serves the next.
     """
 
-    def __init__(self, kind: type[torch.optim.Optimizer], make_plan: Callable[[torch.optim.Optimizer], _Plan]) -> None:
+    def __init__(self, kind: type[torch.optim.Optimizer], *, merges: bool) -> None:
         groups = property(lambda _: self._local_groups())
         self._shell: Any = object.__new__(type(f"Local{kind.__name__}", (kind,), {"param_groups": groups}))
-        self._make_plan = make_plan
-        self._forget()
+        self._merges = merges
+        self._remembered: _Plan | None = None
+        self._abandon()
 
-    def _forget(self) -> None:
+    def _abandon(self) -> None:
         self._optimizer: Any = None
         self._groups: list[Group] | None = None
         self._plan: _Plan | None = None
+        vars(self._shell).clear()
 
-    def begin(self, optimizer: torch.optim.Optimizer) -> Any:
+    def _begin(self, optimizer: torch.optim.Optimizer) -> Any:
         """Return what torch's ``step`` is to run on."""
         self._optimizer = optimizer
         # As it is now: users set attributes of optimizers, and scalers leave DTensors for fused ones.
@@ -410,13 +402,10 @@ class _StandIn:
         )
         return self._shell
 
-    def ask_again(self) -> None:
-        """Forget which parameters there were: a closure has made other gradients."""
-        self._groups = None
-
     def _local_groups(self) -> list[Group]:
+        """Return the groups when they are asked for: hooks before a step, and closures, set gradients and options."""
         if self._groups is None:
-            self._plan = self._make_plan(self._optimizer)
+            self._plan = self._lent_plan(self._optimizer)
             self._shell.state = self._plan.state
             self._groups = [
                 {**group, "params": params}
@@ -425,27 +414,36 @@ class _StandIn:
             ]
         return self._groups
 
-    def end(self, *, has_failed: bool = False) -> bool:
-        """Bring what the step did to the optimizer; nothing where none has begun. ``False``: its state has changed."""
+    def _lent_plan(self, optimizer: torch.optim.Optimizer) -> _Plan:
+        """Return a plan for this step, with the units' gradients in place."""
+        plan = self._remembered
+        if plan is not None:
+            if plan.lend_if_fitting(optimizer):
+                return plan
+            plan.take_back()
+            self._remembered = None
+        if self._merges:
+            check_parameters(optimizer)
+            _check_options(optimizer)
+        plan = _Plan(optimizer, merges=self._merges)
+        is_lent = plan.lend()
+        assert is_lent, "units are made of gradients that lie in one storage"
+        self._remembered = plan if self._merges else None
+        return plan
+
+    def end(self, *, has_failed: bool = False) -> None:
+        """Take the gradients away, and bring what the step did to the optimizer; nothing where none has begun."""
         plan, optimizer = self._plan, self._optimizer
-        self.abandon()
-        if plan is None:
-            return True
-        note_written(plan.locals)
-        is_same = not has_failed and plan.follow()
-        if not is_same:
-            plan.show(optimizer.state)
-        return is_same
-
-    def abandon(self) -> None:
-        """Forget the step that has begun, if any."""
-        if self._plan is not None:
-            self._plan.take_back()
-        vars(self._shell).clear()
-        self._forget()
+        self._abandon()
+        if plan is not None:
+            plan.take_back()
+            note_written(plan.locals)
+            if has_failed or not plan.follow():
+                plan.show(optimizer.state)
+                self._remembered = None  # With its state, whose tensors must not outlive that of the optimizer.
 
 
-class PartStep:
+class PartStep(_LocalStep):
     """Stands in for an optimizer that steps some of its parameters at a time: nothing is merged or remembered.
 
     Args:
@@ -453,59 +451,43 @@ class PartStep:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._stand_in = _StandIn(type(optimizer), _lent_plan)
+        super().__init__(type(optimizer), merges=False)
+        self._whole = optimizer
 
     def begin(self) -> Any:
         """Return what is to step in place of the optimizer, on the parameters that this has now.
 
         ``None``: the optimizer itself is, since not all of them are sharded. ``end`` has to follow.
         """
-        params = (param for group in self._optimizer.param_groups for param in group["params"])
-        if type(self._optimizer) not in ELEMENT_WISE or any(type(param) is not RaggedDTensor for param in params):
+        params = (param for group in self._whole.param_groups for param in group["params"])
+        if type(self._whole) not in ELEMENT_WISE or any(type(param) is not RaggedDTensor for param in params):
             return None
-        return self._stand_in.begin(self._optimizer)
-
-    def end(self) -> None:
-        """Take the gradients away again, and bring state that the step has made to the optimizer."""
-        self._stand_in.end()
+        return self._begin(self._whole)
 
 
-def _lent_plan(optimizer: torch.optim.Optimizer) -> _Plan:
-    plan = _Plan(optimizer, {}, merges=False)
-    plan.lend()
-    return plan
+class _AcceleratedStep(_LocalStep):
+    """What an accelerated optimizer knows beside itself."""
 
-
-class _AcceleratedStep:
-    """What an accelerated optimizer knows beside itself.
-
-    Args:
-        optimizer: What is accelerated.
-        model: Neighbours in its buffers are stepped as one tensor; ``None``: none are.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> None:
-        self._model: Callable[[], nn.Module | None] = (lambda: None) if model is None else weakref.ref(model)
-        self._stand_in = _StandIn(type(optimizer), self._prepare)
-        self._plan: _Plan | None = None
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(type(optimizer), merges=True)
         around_optimizer(
             optimizer,
             before_step=self._before_step,
-            after_step=lambda *_: self._finish(),
-            before_state_dict=lambda _: self._finish(has_failed=True),
+            after_step=lambda *_: self.end(),
+            # Had a step ended well, it would be over.
+            before_state_dict=lambda _: self.end(has_failed=True),
             after_load=lambda _: self._forget(),
         )
 
     @torch.no_grad()
     def plan_between_steps(self, optimizer: torch.optim.Optimizer) -> _Plan:
         """Return the plan of the next step, with gradients lent."""
-        self._finish(has_failed=True)
-        return self._prepare(optimizer)
+        self.end(has_failed=True)
+        return self._lent_plan(optimizer)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        self._finish(has_failed=True)
-        stand_in = self._stand_in.begin(optimizer)
+        self.end(has_failed=True)
+        stand_in = self._begin(optimizer)
         if len(args) > 1 and args[1] is not None:
             return (stand_in, self._with_gradients(args[1]), *args[2:]), kwargs
         if kwargs.get("closure") is not None:
@@ -515,35 +497,14 @@ class _AcceleratedStep:
     def _with_gradients(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
             loss = closure()
-            self._stand_in.ask_again()
+            self._groups = None  # The closure has made other gradients.
             return loss
 
         return evaluate
 
-    def _finish(self, *, has_failed: bool = False) -> None:
-        """Show what a step did, if one has begun; plan the next one anew if it changed the state.
-
-        Args:
-            has_failed: Had it ended well, this would have been called before.
-        """
-        if not self._stand_in.end(has_failed=has_failed):
-            self._plan = None  # With its state, whose tensors must not outlive that of the optimizer.
-
     def _forget(self) -> None:
         """Forget all: the optimizer has another state."""
-        self._stand_in.abandon()
-        self._plan = None
-
-    def _prepare(self, optimizer: torch.optim.Optimizer) -> _Plan:
-        """Return a plan for this step, with the units' gradients in place."""
-        if self._plan is None or not self._plan.lend_if_fitting(optimizer):
-            if self._plan is not None:
-                self._plan.take_back()
-            self._plan = None
-            check_parameters(optimizer)
-            _check_options(optimizer)
-            model = self._model()
-            self._plan = _Plan(optimizer, {} if model is None else homes_of(model), merges=True)
-            is_lent = self._plan.lend()
-            assert is_lent, "units are made of gradients that lie in one storage"
-        return self._plan
+        if self._plan is not None:
+            self._plan.take_back()
+        self._abandon()
+        self._remembered = None

@@ -111,9 +111,9 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 def rebind_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
     """Make an optimizer that was built before ``model`` was annotated hold the parameters it has now.
 
-    Param groups keep their order and options, and the state comes along: training goes on as if
-    nothing had happened. Whole state is cut to this rank's pieces, without communication; every
-    rank must hold the same. The other way round, and from one cut to another, state is gathered.
+    Param groups keep their order and options, and the state comes along, in its dtypes: training goes on as if
+    nothing had happened. Whole state, of the parameters' full shapes, is cut to this rank's pieces, without
+    communication; every rank must hold the same. The other way round, and from one cut to another, state is gathered.
 
     Collective where state of sharded parameters is gathered: all ranks of their mesh.
 

@@ -12,14 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import nn
 
-import _traversal_utils
 from composable.dtensor import RaggedDTensor
-from composable.engine import Handle
+from composable.engine import handle_of
 from composable.optim.rebind import is_per_element
 
-__all__ = ["Grads", "Group", "Home", "Piece", "State", "Unit", "homes_of", "merge", "sharded_params_of", "signature_of"]
+__all__ = ["Grads", "Group", "Home", "Piece", "State", "Unit", "homes_of", "merge", "signature_of"]
 
 Group: TypeAlias = dict[str, Any]
 State: TypeAlias = defaultdict[Any, Any]
@@ -30,12 +28,6 @@ Grads: TypeAlias = Sequence[torch.Tensor | None]
 _VECTOR_BYTES = 64
 
 
-def sharded_params_of(model: nn.Module) -> set[int]:
-    """Return the ids of the sharded parameters of ``model``, whatever its modules hold at the moment."""
-    handles: Iterable[Handle] = _traversal_utils._get_fsdp_handles(model, is_everywhere=True)
-    return {id(param.sharded) for handle in handles for param in handle.params}
-
-
 class Home(NamedTuple):
     """Where a piece lies: the flat buffer, its place among the pieces with elements there, and its first element."""
 
@@ -44,10 +36,10 @@ class Home(NamedTuple):
     start: int
 
 
-def homes_of(model: nn.Module) -> dict[int, Home]:
-    """Return the home of every sharded parameter of ``model`` of which this rank owns something, by id."""
+def homes_of(params: Iterable[torch.Tensor]) -> dict[int, Home]:
+    """Return the home of each parameter of the handles of ``params`` of which this rank owns something, by id."""
     homes: dict[int, Home] = {}
-    handles: Iterable[Handle] = _traversal_utils._get_fsdp_handles(model, is_everywhere=True)
+    handles = dict.fromkeys(handle for param in params if (handle := handle_of(param)) is not None)
     for flat in (flat for handle in handles for flat in handle.buffers):
         owned = sorted((param for param in flat.params if param.start < param.stop), key=lambda param: param.start)
         for position, param in enumerate(owned):

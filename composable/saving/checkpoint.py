@@ -34,9 +34,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from composable.annotation import notice_hook_states
 from composable.comm import Ranks, call_before_destroy, make_host_ranks
-from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
+from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
 from composable.ground.names import as_path, check_bool, check_module, described
 from composable.saving import contents, files, run_folder
+from composable.saving.names import names_on_all
 from composable.saving.run_folder import EXTRA, Manifest, PartialCheckpoint
 
 __all__ = ["SaveHandle", "SavedCheckpoint", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
@@ -52,7 +53,7 @@ class SavedCheckpoint:
     Attributes:
         path: Its folder.
         step: What ``save_checkpoint`` was given.
-        extra: What ``save_checkpoint`` was given; tensors on the CPU.
+        extra: What ``save_checkpoint`` was given; tensors in their shapes and dtypes, on the CPU.
     """
 
     path: Path
@@ -163,7 +164,8 @@ def save_checkpoint(
     Args:
         folder: Of the run; made if need be.
         step: Optimizer steps done. A checkpoint of the same step is replaced.
-        model: Annotated or plain.
+        model: Annotated or plain. Each rank writes its pieces of sharded tensors, in their own dtypes; what is stored
+            are the full shapes, each element once.
         optimizer: One, several, or none. State is saved by FQN, as it is: nothing is initialised for it.
         extra: Settings, scheduler state, position in the data ... as data: tensors, numbers, strings, and lists,
             tuples and dicts of them. Rank 0's is saved.
@@ -183,8 +185,9 @@ def save_checkpoint(
             checkpoints before are as they were, and the one that was begun is removed.
         DesyncError: Ranks gave different arguments.
     """
-    ranks, optimizers = _checked(model, optimizer)
+    ranks = Ranks.of_world()
     with ranks.agreed():
+        optimizers = _checked(model, optimizer)
         run = as_path("folder", folder)
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigError(f"step is {step!r}", fix="pass the number of optimizer steps done")
@@ -192,20 +195,19 @@ def save_checkpoint(
             raise ConfigError(f"keep is {keep!r}", fix="keep at least one checkpoint")
         check_bool("discard_later", discard_later)
         check_bool("asynchronous", asynchronous)
-    with ranks.agreed():
         previous = _settle(model)
-    names, _ = contents.names_on_all(ranks, model, optimizers)
-    with ranks.agreed():
-        state = contents.state_to_save(model, optimizers, names)
-        packed = None if extra is None else files.as_data(extra, "extra")
         hooks, notices = contents.find_hook_states(model)
-        hook_data = contents.pack_hook_states(hooks)
-        if asynchronous:
-            state = contents.staged(state)
     arguments = {"folder": str(folder), "step": step, "keep": keep}
     arguments |= {"discard_later": discard_later, "asynchronous": asynchronous}
     lines = [f"{name}={value!r}" for name, value in arguments.items()]
-    contents.compare_calls(ranks, [*lines, *(f"{one.name} has a state" for one in hooks)])
+    names, _ = names_on_all(ranks, model, optimizers, [*lines, *(f"{one.name} has a state" for one in hooks)])
+    with ranks.agreed():
+        state = contents.state_to_save(model, optimizers, names)
+        packed = None if extra is None else files.as_data(extra, "extra")
+        if hooks:
+            state["hooks"] = {str(ranks.rank): {one.name: one.packed() for one in hooks}}
+        if asynchronous:
+            state = contents.staged(state)
     notice_hook_states(notices, ranks)
     # On the first rank: where the checkpoint goes.
     begun: list[PartialCheckpoint] = []
@@ -217,15 +219,14 @@ def save_checkpoint(
     def publish(sums: dict[str, files.FileSum]) -> Path:
         if packed is not None:
             sums[EXTRA] = files.write_summed(begun[0].folder / EXTRA, packed)
-        hook_states = run_folder.HookStates(ranks.size, tuple(one.name for one in hooks)) if hooks else None
-        return begun[0].publish(Manifest(step, sums, names, hook_states))
+        return begun[0].publish(Manifest(step, sums, names))
 
     partial = _on_first(ranks, begin, f"cannot write to {folder}")
     writers = _writers(ranks, previous) if asynchronous else ranks
 
     def write() -> Path:
         try:
-            return _write(writers, partial, state, hook_data, publish)
+            return _write(writers, partial, state, publish)
         except BaseException as error:
             for one in begun:
                 # After an error no rank writes any more: all have told how it went.
@@ -250,7 +251,11 @@ def find_checkpoint(path: str | PathLike[str]) -> SavedCheckpoint:
         ConfigError: There is no checkpoint, it does not describe itself readably, or ``extra`` is damaged or no data.
     """
     folder = run_folder.find_folder(as_path("path", path))
-    return _read(folder, run_folder.read_manifest(folder))
+    manifest = run_folder.read_manifest(folder)
+    damage = files.find_damage(folder, {name: saved for name, saved in manifest.files.items() if name == EXTRA})
+    if damage:
+        raise _damaged(folder, damage, run_folder.older_whole(folder))
+    return _read(folder, manifest)
 
 
 def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> SavedCheckpoint:
@@ -264,7 +269,8 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
 
     Args:
         path: A run's folder, whose latest checkpoint is loaded, or a checkpoint's. Rank 0's counts.
-        model: Annotated or plain; not on the meta device.
+        model: Annotated or plain; not on the meta device. Its tensors have the full shapes that were saved, of which
+            each rank reads its pieces; values of other dtypes are cast.
         optimizer: Those that were saved, in that order; or none: the model is loaded alone.
 
     Returns:
@@ -277,9 +283,11 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
         UsageError: A parameter on the meta device, the files changed while they were read, or a hook's state refuses
             what it saved.
     """
-    ranks, optimizers = _checked(model, optimizer)
+    ranks = Ranks.of_world()
     with ranks.agreed():
+        optimizers = _checked(model, optimizer)
         _settle(model)
+        hooks, _ = contents.find_hook_states(model)
 
     def find() -> tuple[Path, Manifest]:
         found = run_folder.find_folder(as_path("path", path))
@@ -288,52 +296,33 @@ def load_checkpoint(path: str | PathLike[str], model: nn.Module, optimizer: Opti
     folder, manifest = _on_first(ranks, find, f"cannot read {path}")
     _verify(ranks, folder, manifest)
     failure = f"{folder} was not loaded to its end"
-    names, elsewhere = contents.names_on_all(ranks, model, optimizers)
+    names, elsewhere = names_on_all(ranks, model, optimizers)
     with ranks.agreed(), _as_ours(failure):
-        metadata = files.read_metadata(
-            folder / run_folder.METADATA, {name: saved.bytes for name, saved in manifest.files.items()}
-        )
-        with located(f"{place_of_rank()}, {folder}"):
-            contents.check_places(metadata, manifest.optimizers)
-        differences = contents.find_differences(metadata, manifest.optimizers, model, names, elsewhere)
-        if differences:
-            raise ConfigError(
-                "\n  - ".join([f"{folder} does not fit:", *differences]),
-                fix="make model and optimizer as they were; without the optimizer, the model is loaded alone",
-            )
-        hooks, _ = contents.find_hook_states(model)
-        flat = contents.targets(metadata, model, optimizers)
+        file_bytes = {name: saved.bytes for name, saved in manifest.files.items()}
+        metadata = files.read_metadata(folder / run_folder.METADATA, file_bytes)
+        contents.check_fit(folder, metadata, manifest.optimizers, model, names, elsewhere)
+        flat = contents.targets(metadata, model, optimizers, ranks.rank)
         checkpoint = _read(folder, manifest)
-    with _as_ours(failure):
-        hook_loads, notices = contents.plan_hook_load(folder, manifest.hook_states, hooks, ranks)
-        with warnings.catch_warnings():
-            # There may be no process group: a single process is meant.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load(flat, storage_reader=files.CheckedReader(folder, metadata), planner=contents.DataPlanner(folder))
+    with _as_ours(failure), warnings.catch_warnings():
+        # There may be no process group: a single process is meant.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(flat, storage_reader=files.CheckedReader(folder, metadata), planner=contents.DataPlanner(folder))
     try:
         contents.apply(flat, metadata, model, optimizers)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise UsageError(failure, at=f"{place_of_rank()}: {type(error).__name__}: {error}") from error
-    with ranks.agreed():
-        for load_hook in hook_loads:
-            load_hook()
-    notice_hook_states(notices, ranks)
+    notice_hook_states(contents.load_hook_states(folder, metadata, flat, hooks, ranks), ranks)
     return checkpoint
 
 
-def _checked(model: nn.Module, optimizer: Optimizers) -> tuple[Ranks, tuple[torch.optim.Optimizer, ...]]:
-    """Return all ranks, and the optimizers, once all have been called with such things."""
-    ranks = Ranks.of_world()
-    with ranks.agreed():
-        check_module("model", model)
-        if optimizer is None:
-            return ranks, ()
-        optimizers: Any = tuple(optimizer) if isinstance(optimizer, Iterable) else (optimizer,)
-        for one in optimizers:
-            if not all(hasattr(one, name) for name in ("param_groups", "state_dict", "load_state_dict")):
-                what = f"optimizer is or holds {described(one)}, not an optimizer"
-                raise ConfigError(what, at=place_of_rank(), fix="pass an optimizer, a list of them, or None")
-    return ranks, optimizers
+def _checked(model: nn.Module, optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
+    check_module("model", model)
+    optimizers: Any = tuple(optimizer) if isinstance(optimizer, Iterable) else (optimizer,)
+    for one in optimizers if optimizer is not None else ():
+        if not all(hasattr(one, name) for name in ("param_groups", "state_dict", "load_state_dict")):
+            what = f"optimizer is or holds {described(one)}, not an optimizer"
+            raise ConfigError(what, at=place_of_rank(), fix="pass an optimizer, a list of them, or None")
+    return optimizers if optimizer is not None else ()
 
 
 def _on_first(ranks: Ranks, call: Callable[[], T], failure: str) -> T:
@@ -359,11 +348,7 @@ def _writers(ranks: Ranks, previous: SaveHandle | None) -> Ranks:
 
 
 def _write(
-    ranks: Ranks,
-    partial: Path,
-    state: dict[str, Any],
-    hook_data: bytes | None,
-    publish: Callable[[dict[str, files.FileSum]], Path],
+    ranks: Ranks, partial: Path, state: dict[str, Any], publish: Callable[[dict[str, files.FileSum]], Path]
 ) -> Path:
     """Write this rank's part; return when the checkpoint of all ranks has its final name. Collective."""
     what = f"{partial} was not written to its end; earlier checkpoints are as they were"
@@ -375,11 +360,6 @@ def _write(
             _write_alone(state, writer)
         else:
             save(state, storage_writer=writer, process_group=ranks.group)
-        if hook_data is not None:
-            # All ranks have some, or none.
-            path = partial / run_folder.hook_file(ranks.rank)
-            with ranks.agreed(), _as_ours(what), written.create_stream(path, "wb") as file:
-                file.write(hook_data)
         sums = {name: saved for part in ranks.objects(written.sums) for name, saved in part.items()}
         return _on_first(ranks, lambda: publish(sums), what)
 
@@ -409,12 +389,8 @@ def _verify(ranks: Ranks, folder: Path, manifest: Manifest) -> None:
 
 
 def _read(folder: Path, manifest: Manifest) -> SavedCheckpoint:
-    extra = None
-    if EXTRA in manifest.files:
-        damage = files.find_damage(folder, {EXTRA: manifest.files[EXTRA]})
-        if damage:
-            raise _damaged(folder, damage, run_folder.older_whole(folder))
-        extra = files.read_data(folder / EXTRA, str(folder / EXTRA), to=torch.device("cpu"))
+    has_extra = EXTRA in manifest.files
+    extra = files.read_data(folder / EXTRA, str(folder / EXTRA)) if has_extra else None
     return SavedCheckpoint(folder, manifest.step, extra)
 
 

@@ -3,20 +3,19 @@
 The layout is that of torch's ``get_state_dict`` in ``torch.distributed.checkpoint``, so either side
 reads what the other wrote: ``model.FQN``, ``optimizer.state.FQN.NAME``, ``optimizer.param_groups``.
 Unlike there, an optimizer that has not stepped is saved without state and loaded without a step,
-and so is a parameter that has had no gradient. A name means one thing in a checkpoint, whichever rank wrote it: ranks
-may have different parts of a model, such as experts.
+and so is a parameter that has had no gradient.
 
 The state of a hook, such as the part of the gradients that it has not sent yet, belongs to one rank and to its place
-among the others: each rank has a file of data, and it comes back only where ranks, cuts and buckets are those that
-were saved. Elsewhere the hook goes on with what it has, and the user is told.
+among the others: what a rank has is one value, ``hooks.RANK``, and it comes back only where ranks, cuts and buckets are
+those that were saved. Elsewhere the hook goes on with what it has, and the user is told.
 """
 
+import ctypes
 import hashlib
 import io
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,34 +29,23 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.annotation import handle_of_module
 from composable.comm import Ranks
-from composable.dtensor import RaggedDTensor
 from composable.engine import Handle, Registration
-from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
+from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.contract import get_registry
-from composable.ground.names import list_text, plain_fqn
-from composable.ground.torch_private import tree_leaves, tree_map
-from composable.optim import (
-    GroupNames,
-    OptimizerNames,
-    describe_optimizer,
-    group_differences,
-    names_of_params,
-    ranks_of_param,
-)
+from composable.ground.names import plain_fqn
+from composable.ground.torch_private import flatten_state_dict, tree_leaves, tree_map, unflatten_state_dict
 from composable.replication import Reducer, ReplicateState
-from composable.saving.files import DISTRUST, as_data, read_data
-from composable.saving.run_folder import HookName, HookStates, hook_file
+from composable.saving.files import as_data, read_data
+from composable.saving.loads import find_differences
+from composable.saving.names import OptimizerNames, names_of_params, optimizer_differences
 
 __all__ = [
     "DataPlanner",
+    "HookState",
     "apply",
-    "check_places",
-    "compare_calls",
-    "find_differences",
+    "check_fit",
     "find_hook_states",
-    "names_on_all",
-    "pack_hook_states",
-    "plan_hook_load",
+    "load_hook_states",
     "staged",
     "state_to_save",
     "targets",
@@ -67,10 +55,6 @@ Optimizers = Sequence[torch.optim.Optimizer]
 _Unit: TypeAlias = Handle | Reducer
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-
-
-class _Leaf:
-    """Marks a place in a tree of places as that of a value."""
 
 
 class DataPlanner(DefaultLoadPlanner):
@@ -83,114 +67,17 @@ class DataPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value that is no tensor in its place."""
         fqn = read_item.dest_index.fqn
-        self.state_dict[fqn] = read_data(value, f"{self._folder}, {fqn}", to=torch.device("cpu"))
-
-
-# -- names, on all ranks
-
-
-def compare_calls(ranks: Ranks, lines: Sequence[str]) -> None:
-    """Raise on every rank where ranks have different lines."""
-    text = "\n".join(lines)
-    ranks.compare(
-        text,
-        shown=text,
-        what="the ranks call save_checkpoint with different arguments",
-        fix="call save_checkpoint with equal arguments on all ranks",
-    )
-
-
-def names_on_all(
-    ranks: Ranks, model: nn.Module, optimizers: Optimizers
-) -> tuple[tuple[OptimizerNames, ...], frozenset[str]]:
-    """Describe the optimizers with the parameters that any rank has; also return the names that only other ranks have.
-
-    Collective. Raises where ranks have other optimizers, or a name has several values.
-    """
-    with ranks.agreed():
-        mine = _describe_optimizers(model, optimizers)
-        homes = _homes(model)
-    is_alike = ranks.are_alike("\n".join(f"{name} {home}" for name, home in homes.items()))
-    every = [homes] if is_alike else ranks.objects(homes)
-    _check_one_each(every)
-    shared = frozenset.intersection(*map(frozenset, every))
-    elsewhere = frozenset().union(*every) - homes.keys()
-    lines = []
-    for index, one in enumerate(mine):
-        lines.append(f"optimizer {index} is {one.kind}, of {len(one.groups)} groups")
-        for group in one.groups:
-            params = tuple(name for name in group.params if is_alike or name in shared)
-            lines.append(f"a group of optimizer {index}: {GroupNames(params, group.settings)}")
-    compare_calls(ranks, lines)
-    if is_alike:
-        return mine, elsewhere
-    merged = []
-    for told in zip(*ranks.objects(mine), strict=True):
-        of_groups = zip(*(one.groups for one in told), strict=True)
-        groups = [
-            replace(of_ranks[0], params=tuple(dict.fromkeys(name for one in of_ranks for name in one.params)))
-            for of_ranks in of_groups
-        ]
-        merged.append(OptimizerNames(told[0].kind, tuple(groups)))
-    return tuple(merged), elsewhere
-
-
-def _describe_optimizers(model: nn.Module, optimizers: Optimizers) -> tuple[OptimizerNames, ...]:
-    # Modules that were unsharded by hand show their sharded parameters again, which the optimizers hold.
-    model.state_dict(keep_vars=True)
-    names = names_of_params(model)
-    described = tuple(describe_optimizer(optimizer, names) for optimizer in optimizers)
-    params = [name for optimizer in described for group in optimizer.groups for name in group.params]
-    twice = sorted({name for name in params if params.count(name) > 1}) if len(params) > len(set(params)) else []
-    if twice:
-        raise ConfigError(f"in two param groups or optimizers: {', '.join(twice)}", fix="give each parameter one place")
-    return described
-
-
-def _homes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return for each name in the model the ranks that have pieces or copies of what it names, where those are few."""
-    homes: dict[str, tuple[int, ...]] = dict.fromkeys(get_model_state_dict(model), ())
-    named = {name: param for param, name in names_of_params(model).items() if name in homes}
-    layouts = [param._spec.layout for param in named.values() if isinstance(param, RaggedDTensor)]
-    # Beside what tensor parallelism has split, plain parameters are the same along its dims.
-    joined = {layout.ranks.numbers: layout.mesh for layout in layouts if layout.mesh.ndim > 1}
-    found: dict[str, tuple[int, ...]] = {}
-    for name, param in named.items():
-        ranks = ranks_of_param(param)
-        mesh = param.device_mesh if isinstance(param, DTensor) and param.device_mesh.ndim > 1 else None
-        if isinstance(param, RaggedDTensor):
-            mesh = joined.get(param._spec.layout.ranks.numbers, mesh)
-        whole_mesh = () if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
-        found[name] = whole_mesh or (() if ranks is None else ranks.numbers)
-    whole = max(map(set, found.values()), key=len, default=set())
-    # Alone, equal groups may be those that tensor parallelism leaves for data.
-    return homes | {name: home for name, home in found.items() if set(home) < whole}
-
-
-def _check_one_each(every: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
-    places: dict[str, dict[tuple[int, ...], None]] = {}
-    for homes in every:
-        for name, home in homes.items():
-            if home:
-                places.setdefault(name, {})[home] = None
-    twice = [name for name, homes in places.items() if len(homes) > 1]
-    if twice:
-        groups = " and ".join(str(list(home)) for home in places[twice[0]])
-        raise ConfigError(
-            f"a checkpoint has one value for each name, and ranks {groups} have parameters of their own "
-            f"of the names {list_text(twice)}",
-            at=place_of_rank(),
-            fix="name experts by their number in the whole model, such as nn.ModuleDict({'6': ..., '7': ...})",
-        )
+        self.state_dict[fqn] = read_data(value, f"{self._folder}, {fqn}")
 
 
 # -- saving
 
 
 def state_to_save(model: nn.Module, optimizers: Optimizers, names_of_all: Sequence[OptimizerNames]) -> dict[str, Any]:
-    """Return the state of both as ``torch.distributed.checkpoint.save`` takes it; tensors are not copied.
+    """Return the state of both as ``torch.distributed.checkpoint.save`` takes it.
 
-    Raises where a parameter has no values yet, or a value is neither a tensor nor plain data.
+    Tensors are the model's and the optimizers' own, sharded as they are, not copies. Raises where a parameter has no
+    values yet, or a value is neither a tensor nor plain data.
     """
     _check_materialized(model)
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
@@ -205,8 +92,8 @@ def state_to_save(model: nn.Module, optimizers: Optimizers, names_of_all: Sequen
                 {**group, "params": list(every.params)}
                 for group, every in zip(saved["param_groups"], described.groups, strict=True)
             ]
-    for name, value in _leaves(state, ""):
-        if type(value) not in _PLAIN:
+    for name, value in flatten_state_dict(state)[0].items():
+        if not isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
             as_data(value, name)
     return state
 
@@ -224,56 +111,21 @@ def _check_materialized(model: nn.Module) -> None:
         raise UsageError(f"on the meta device: {', '.join(on_meta)}", fix="materialize the model first")
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield what is neither a tensor nor has one in it, with its name."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list) and any(isinstance(item, (Mapping, list, torch.Tensor)) for item in value):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{name}.{index}")
-    elif not isinstance(value, torch.Tensor):
-        yield name, value
-
-
 # -- loading
 
 
-def check_places(metadata: Metadata, saved: Sequence[OptimizerNames]) -> None:
-    """Raise unless the values of a checkpoint make a model's state and the optimizers ``saved`` when put together."""
-    paths = list(metadata.planner_data.values())
-    groups = sum(len(optimizer.groups) for optimizer in saved)
-    nested: dict[str, Any] = {"model": {}, "optimizer": {"state": {}, "param_groups": []}}
-    try:
-        for path in paths:
-            match path:
-                case ("model", str(), *_) | ("optimizer", "state", str(), _, *_):
-                    pass
-                case ("optimizer", "param_groups", int(index), _, *_) if index < groups:
-                    pass
-                case _:
-                    raise ValueError(path)
-            if not all(type(part) is str or (type(part) is int and 0 <= part < len(paths)) for part in path):
-                raise ValueError(path)
-            _place(nested, path, _Leaf())
-        found = nested["optimizer"]["param_groups"]
-        if len(found) != groups or not all(isinstance(one, dict) for one in found):
-            raise ValueError("its groups are not those that it names")
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
-        what = f"the values of the checkpoint do not make a model and its optimizers: {error}"
-        raise ConfigError(what, fix=DISTRUST) from None
-
-
-def find_differences(
+def check_fit(
+    folder: Path,
     metadata: Metadata,
     saved: Sequence[OptimizerNames],
     model: nn.Module,
     current: Sequence[OptimizerNames],
     elsewhere: Collection[str],
-) -> list[str]:
-    """Return a line for each kind of thing in which a checkpoint differs from what it is to be loaded into.
+) -> None:
+    """Raise one error that lists all in which a checkpoint differs from what it is to be loaded into.
 
     Args:
+        folder: Of the checkpoint.
         metadata: Of the checkpoint.
         saved: The optimizers in it.
         model: Has values.
@@ -287,41 +139,40 @@ def find_differences(
         if path[0] == "model":
             sizes[path[1]] = entry.size if isinstance(entry, TensorStorageMetadata) and len(path) == 2 else None
     state = get_model_state_dict(model)
-    missing, unexpected = sorted(state.keys() - sizes.keys()), sorted(sizes.keys() - state.keys() - set(elsewhere))
-    lines = [f"only in the model: {', '.join(missing)}"] if missing else []
-    lines += [f"only in the checkpoint: {', '.join(unexpected)}"] if unexpected else []
-    for name in sorted(state.keys() & sizes.keys()):
-        shapes = [
-            "no tensor" if size is None else str(list(size))
-            for size in (sizes[name], getattr(state[name], "shape", None))
-        ]
-        if shapes[0] != shapes[1]:
-            lines.append(f"{name} is {shapes[0]} in the checkpoint, {shapes[1]} in the model")
-    if current and len(saved) != len(current):
-        kinds = [", ".join(one.kind for one in each) or "no optimizer" for each in (saved, current)]
-        return [*lines, f"the checkpoint holds {kinds[0]}; here: {kinds[1]}"]
-    for index, (there, here) in enumerate(zip(saved, current)):
-        name = "optimizer" if len(current) == 1 else f"optimizer {index}"
-        if there.kind != here.kind:
-            lines.append(f"{name} is {there.kind} in the checkpoint, {here.kind} here")
-        lines += [f"{name}, {line}" for line in group_differences(there.groups, here.groups, "the checkpoint")]
-    return lines
+    expected = {name: value if isinstance(value, torch.Tensor) else None for name, value in state.items()}
+    found = find_differences(expected, sizes.keys() - set(elsewhere), sizes.__getitem__)
+    lines = [f"only in the model: {', '.join(sorted(found.missing))}"] if found.missing else []
+    lines += [f"only in the checkpoint: {', '.join(sorted(found.unexpected))}"] if found.unexpected else []
+    lines += [f"{line} as in the model" for line in found.unfit]
+    lines += optimizer_differences(saved, current) if current else []
+    if lines:
+        raise ConfigError(
+            "\n  - ".join([f"{folder} does not fit:", *lines]),
+            fix="make model and optimizer as they were; without the optimizer, the model is loaded alone",
+        )
 
 
-def targets(metadata: Metadata, model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
-    """Return what a checkpoint's flat names are read into: the model's own tensors, fresh ones for optimizer state."""
+def targets(metadata: Metadata, model: nn.Module, optimizers: Optimizers, rank: int) -> dict[str, Any]:
+    """Return what a checkpoint's flat names are read into.
+
+    Tensors are the model's own, and fresh ones for optimizer state, which are cut as their parameters, in the dtypes
+    that were saved. ``None``: no tensor. Of what only other ranks have there is nothing.
+    """
     model_state = get_model_state_dict(model)
     params = {name: param for param, name in names_of_params(model).items()}
     flat: dict[str, Any] = {}
     for key, path in metadata.planner_data.items():
         entry = metadata.state_dict_metadata[key]
-        is_state = path[:2] == ("optimizer", "state")
-        # What only other ranks have is left out.
-        if path[0] == "model" and path[1] in model_state:
-            held = model_state[path[1]]
-            flat[key] = held if isinstance(held, torch.Tensor) else _room_for(entry, None)
-        elif path[0] == "optimizer" and optimizers and (not is_state or path[2] in params):
-            flat[key] = _room_for(entry, params[path[2]] if is_state and path[3:] != ("step",) else None)
+        match path:
+            case ("model", name, *_) if name in model_state:
+                held = model_state[name]
+                flat[key] = held if isinstance(held, torch.Tensor) else _room_for(entry, None)
+            case ("optimizer", "state", name, *rest) if optimizers and name in params:
+                flat[key] = _room_for(entry, None if rest == ["step"] else params[name])
+            case ("optimizer", "param_groups", *_) if optimizers:
+                flat[key] = _room_for(entry, None)
+            case ("hooks", number, _) if number == str(rank):
+                flat[key] = _room_for(entry, None)
     return flat
 
 
@@ -329,23 +180,20 @@ def _room_for(entry: Any, like: torch.Tensor | None) -> torch.Tensor | None:
     """Return room for a tensor, cut and placed as a parameter, or whole if of another shape, as Adafactor's rows."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
-    if like is None:
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
     if isinstance(like, DTensor) and like.shape == entry.size:
         return torch.empty_like(like.detach(), dtype=entry.properties.dtype)
-    room = torch.empty(entry.size, dtype=entry.properties.dtype, device=like.device)
+    room = torch.empty(entry.size, dtype=entry.properties.dtype, device=None if like is None else like.device)
     if isinstance(like, DTensor) and entry.size:
         return DTensor.from_local(room, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
     return room
 
 
-def apply(flat: Mapping[str, Any], metadata: Metadata, model: nn.Module, optimizers: Optimizers) -> None:
+def apply(flat: dict[str, Any], metadata: Metadata, model: nn.Module, optimizers: Optimizers) -> None:
     """Give what was read into ``targets`` to the model and the optimizers."""
-    nested: dict[str, Any] = {"model": {}, "optimizer": {}}
-    for key, value in flat.items():
-        _place(nested, metadata.planner_data[key], value)
-    set_model_state_dict(model, nested["model"])
-    state, groups = nested["optimizer"].get("state", {}), iter(nested["optimizer"].get("param_groups", []))
+    nested: dict[str, Any] = unflatten_state_dict(flat, metadata.planner_data)
+    set_model_state_dict(model, nested.get("model", {}))
+    saved = nested.get("optimizer", {})
+    state, groups = saved.get("state", {}), iter(saved.get("param_groups", []))
     names = names_of_params(model)
     for optimizer in optimizers:
         fqns = [names[param] for group in optimizer.param_groups for param in group["params"]]
@@ -356,25 +204,6 @@ def apply(flat: Mapping[str, Any], metadata: Metadata, model: nn.Module, optimiz
         optimizer.load_state_dict({"state": own_state, "param_groups": own_groups})
 
 
-def _place(root: Any, path: Sequence[str | int], value: Any) -> None:
-    """Put ``value`` where ``path`` leads: a string into a dict, a number into a list."""
-    for key, following in pairwise(path):
-        root = _at(root, key, {} if isinstance(following, str) else [])
-        if isinstance(root, _Leaf):
-            break
-    if isinstance(root, _Leaf) or _at(root, path[-1], value) is not value:
-        raise ValueError(f"two of them share the place {path!r:.80}")
-
-
-def _at(container: Any, key: Any, default: Any) -> Any:
-    if isinstance(container, dict):
-        return container.setdefault(key, default)
-    container += [None] * (key + 1 - len(container))
-    if container[key] is None:
-        container[key] = default
-    return container[key]
-
-
 # -- communication hooks
 
 
@@ -383,18 +212,18 @@ class HookState:
     """A state of a hook that is registered in a model.
 
     Attributes:
-        name: The module that it is registered on, and what messages call the hook.
+        name: What messages call the hook, with the module that it is registered on.
         state: The object.
         units: What calls the hook, by the FQN of its first module, with the ranks that it averages over.
     """
 
-    name: HookName
+    name: str
     state: Any
     units: tuple[tuple[str, _Unit, Ranks], ...]
 
-    def reducers(self) -> list[tuple[Reducer, Ranks]]:
+    def reducers(self) -> list[Reducer]:
         """Return those of the units whose buckets follow the order of gradients."""
-        return [(unit, ranks) for _, unit, ranks in self.units if isinstance(unit, Reducer)]
+        return [unit for _, unit, _ in self.units if isinstance(unit, Reducer)]
 
     def layout(self) -> str:
         """Return a digest of all that decides what the hook is called with on this rank."""
@@ -411,8 +240,8 @@ class HookState:
                 lines += [f"{flat.plan.reduce_dtype} {cut.numel} {cut.shard_numel}", *spans]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
-    def packed(self) -> dict[str, Any]:
-        """Return what is saved of it; tensors may be those of the state."""
+    def packed(self) -> torch.Tensor:
+        """Return what is saved of it, which later steps leave alone [bytes], uint8."""
 
         def checked(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -426,34 +255,31 @@ class HookState:
             # A view would be saved with all of its storage.
             return leaf.detach().clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf.detach()
 
-        orders = [reducer.arrival_order for reducer, _ in self.reducers()]
-        return {"layout": self.layout(), "orders": orders, "content": tree_map(checked, self.state.state_dict())}
+        content = tree_map(checked, self.state.state_dict())
+        # Tensors are large, and known to be data.
+        as_data(
+            tree_map(lambda leaf: None if isinstance(leaf, torch.Tensor) else leaf, content),
+            f"the state of {self.name}",
+        )
+        orders = [reducer.arrival_order for reducer in self.reducers()]
+        file = io.BytesIO()
+        torch.save({"layout": self.layout(), "orders": orders, "content": content}, file)
+        return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
-    def loader(self, packed: Any) -> Callable[[], None]:
-        """Return what loads what ``packed()`` gave; raises ``ValueError`` and the like where it did not give that."""
-        content, orders, reducers = packed["content"], packed["orders"], self.reducers()
-        for order, (reducer, _) in zip(orders, reducers, strict=True):
-            indices = list(range(len(reducer.params)))
-            if order is not None and (not all(type(index) is int for index in order) or sorted(order) != indices):
-                raise ValueError("an order of gradients has other parameters")
-
-        def load() -> None:
-            try:
-                self.state.load_state_dict(content)
-            except ComposableError:
-                raise
-            # Whatever the user's code raises, the other ranks are to hear of it.
-            except Exception as error:
-                raise UsageError(
-                    f"the state of {self.name} was not loaded: {type(error).__name__}: {error}",
-                    at=place_of_rank(),
-                    fix="let its load_state_dict() take what its state_dict() returned",
-                ) from error
-            for order, (reducer, _) in zip(orders, reducers, strict=True):
-                if order is not None:
-                    reducer.expect_order(order)
-
-        return load
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Give the hook what was saved of it, after unpacking."""
+        try:
+            self.state.load_state_dict(saved["content"])
+        # Whatever the user's code raises, the other ranks are to hear of it.
+        except Exception as error:
+            raise UsageError(
+                f"the state of {self.name} was not loaded: {type(error).__name__}: {error}",
+                at=place_of_rank(),
+                fix="let its load_state_dict() take what its state_dict() returned",
+            ) from error
+        for order, reducer in zip(saved["orders"], self.reducers(), strict=True):
+            if order is not None:
+                reducer.expect_order(order)
 
 
 def find_hook_states(model: nn.Module) -> tuple[list[HookState], list[str]]:
@@ -480,7 +306,8 @@ def find_hook_states(model: nn.Module) -> tuple[list[HookState], list[str]]:
         # A wrapper of torch and what is in it may both have a hook: the second has the longer name.
         fqn = names[module] if plain_fqn(names[module]) in taken else plain_fqn(names[module])
         taken.add(fqn)
-        name, state = HookName(fqn, one.name), one.state
+        name = f"communication hook {one.name} on {f'module {fqn!r}' if fqn else 'the model'}"
+        state = one.state
         attributes = {*getattr(state, "__slots__", ()), *getattr(state, "__dict__", ())}
         held = [state, *(getattr(state, attribute, None) for attribute in attributes)]
         # A class is no state, and neither is what answers to every name.
@@ -492,64 +319,36 @@ def find_hook_states(model: nn.Module) -> tuple[list[HookState], list[str]]:
     return list(found.values()), list(notices.values())
 
 
-def pack_hook_states(states: Collection[HookState]) -> bytes | None:
-    """Return what this rank writes of ``states``, which later steps leave alone; ``None``: there are none."""
-    packed = {one.name.module: one.packed() for one in states}
-    for one in states:
-        # Tensors are large, and known to be data.
-        rest = tree_map(lambda leaf: None if isinstance(leaf, torch.Tensor) else leaf, packed[one.name.module])
-        as_data(rest, f"the state of {one.name}")
-    file = io.BytesIO()
-    torch.save(packed, file)
-    return file.getvalue() if states else None
-
-
-def plan_hook_load(
-    folder: Path, saved: HookStates | None, states: Collection[HookState], ranks: Ranks
-) -> tuple[list[Callable[[], None]], list[str]]:
-    """Return what loads the states of hooks from a checkpoint whose files are whole, and what to tell of the others.
-
-    Changes nothing. Collective: what one rank leaves alone all do. Raises on every rank where the file of one holds
-    what was not saved so, or ranks would reduce the gradients of a module in different orders.
-    """
-    saved = saved or HookStates()
+def load_hook_states(
+    folder: Path, metadata: Metadata, flat: Mapping[str, Any], states: Collection[HookState], ranks: Ranks
+) -> list[str]:
+    """Give hooks what was read of their states, where all ranks can; return what to tell of the others. Collective."""
+    paths = [path for path in metadata.planner_data.values() if path[0] == "hooks"]
+    saved_ranks = len({path[1] for path in paths})
+    there: dict[str, Any] = {path[2]: flat.get(f"hooks.{ranks.rank}.{path[2]}") for path in paths}
     here = {one.name: one for one in states}
-    notices: dict[HookName, str] = {}
-    loads: dict[HookName, Callable[[], None]] = {}
-    orders: dict[tuple[HookName, int, tuple[int, ...]], Any] = {}
-    path = folder / hook_file(ranks.rank)
+    notices: dict[str, str] = {}
+    saved: dict[str, Any] = {}
     with ranks.agreed():
-        is_read = saved.ranks == ranks.size and any(name in here for name in saved.hooks)
-        packed = read_data(path, str(path), to=ranks.device) if is_read else {}
-        for name in dict.fromkeys([*saved.hooks, *here]):
+        for name in dict.fromkeys([*there, *here]):
             if name not in here:
                 notices[name] = f"{folder} holds the state of {name}, which is not registered here: it is left out"
                 continue
-            why = None
-            if name not in saved.hooks:
+            if name not in there:
                 why = f"{folder} holds no state of {name}"
-            elif saved.ranks != ranks.size:
-                why = f"the state of {name} is for {saved.ranks} ranks in {folder}, and {ranks.size} load it"
+            elif saved_ranks != ranks.size:
+                why = f"the state of {name} is for {saved_ranks} ranks in {folder}, and {ranks.size} load it"
             else:
-                try:
-                    if packed[name.module]["layout"] != here[name].layout():
-                        why = f"the state of {name} is for other ranks, cuts or buckets in {folder}"
-                    else:
-                        loads[name] = here[name].loader(packed[name.module])
-                        for index, (_, members) in enumerate(here[name].reducers()):
-                            orders[name, index, members.numbers] = packed[name.module]["orders"][index]
-                except (ValueError, TypeError, LookupError, AttributeError) as error:
-                    what = f"{path} does not hold the state of {name}: {error}"
-                    raise ConfigError(what, at=place_of_rank(), fix=DISTRUST) from None
-            if why is not None:
-                notices[name] = f"{why}: the hook goes on with what it has"
-    agreed: dict[Any, Any] = {}
-    told = ranks.objects((notices, orders)) if saved.hooks else []
-    for others, _ in told:
+                content = io.BytesIO(ctypes.string_at(there[name].data_ptr(), there[name].numel()))
+                saved[name] = read_data(content, f"{folder}, the state of {name}", to=ranks.device)
+                if saved[name]["layout"] == here[name].layout():
+                    continue
+                why = f"the state of {name} is for other ranks, cuts or buckets in {folder}"
+            notices[name] = f"{why}: the hook goes on with what it has"
+    for others in ranks.objects(notices) if there else []:
         notices = {**others, **notices}
-    for _, orders_there in told:
-        for key, order in orders_there.items():
-            if key[0] not in notices and agreed.setdefault(key, order) != order:
-                what = f"{folder} does not hold the state of {key[0]}: ranks have different orders of gradients"
-                raise ConfigError(what, at=place_of_rank(), fix=DISTRUST)
-    return [load for name, load in loads.items() if name not in notices], list(notices.values())
+    with ranks.agreed():
+        for name, one in here.items():
+            if name not in notices:
+                one.load(saved[name])
+    return list(notices.values())

@@ -2,7 +2,7 @@
 
 A model's *entries* are what ``state_dict()`` lists: key and tensor, ties and shared buffers under every
 name. Ragged tensors among them are gathered or filled in *batches* of bounded size. A call that moves full values
-starts here: all ranks find out whether they ask for the same.
+starts with ``entries_for``, where all ranks find out whether they ask for the same.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -31,9 +31,9 @@ __all__ = [
     "batches",
     "check_bytes",
     "check_float",
+    "entries_for",
     "entries_now",
     "largest_handle_bytes",
-    "meet_for_entries",
     "ranks_along",
     "ranks_of",
 ]
@@ -66,6 +66,15 @@ class Entries:
         """Return what values may be loaded into: the tensors, and parameters that no entry has."""
         return {**self.tensors(), **self.unlisted}
 
+    def first_names(self) -> dict[int, str]:
+        """Return the first key of each tensor, by its id."""
+        return {id(tensor): key for key, tensor in reversed(self.settable().items())}
+
+    def unique(self) -> dict[str, torch.Tensor]:
+        """Return the entries that are tensors, each under the first of its keys."""
+        names = self.first_names()
+        return {key: tensor for key, tensor in self.tensors().items() if names[id(tensor)] == key}
+
     def on_meta(self) -> list[str]:
         """Return the keys of what is on the meta device."""
         return [key for key, value in self.tensors().items() if value.is_meta]
@@ -74,12 +83,14 @@ class Entries:
         """Return how many bytes of full values may be under way at once; the same on all ranks with these entries."""
         return max(largest_handle_bytes(self.settable().values()), _LEAST_BATCH_BYTES)
 
+    def keys(self) -> set[str]:
+        """Return the keys of entries and the FQNs of parameters that no entry has."""
+        return {*self.values, *self.unlisted}
+
     def picked(self, names: Names | None) -> "Entries":
         """Return those that ``names`` wants; raises where it makes no sense, or wants none."""
         wanted = _pick(names, {**self.values, **self.unlisted})
-        values, unlisted = (
-            {key: value for key, value in one.items() if key in wanted} for one in (self.values, self.unlisted)
-        )
+        values, unlisted = ({key: one[key] for key in one if key in wanted} for one in (self.values, self.unlisted))
         return Entries(values, self.metadata, unlisted)
 
     def described(self, wanted: Collection[str]) -> Iterator[str]:
@@ -135,28 +146,25 @@ def entries_now(model: nn.Module) -> Entries:
     return Entries(dict(values), getattr(values, "_metadata", None), unlisted)
 
 
-def meet_for_entries(
-    model: nn.Module,
-    names: Names | None,
-    *options: object,
-    check: Callable[[Ranks], object],
-    permits_meta: bool = False,
-) -> tuple[ModelRanks, Entries]:
-    """Return who shares ``model``, and its entries, once all ranks are known to have the same ones and to pick alike.
+@contextmanager
+def entries_for(
+    model: nn.Module, names: Names | None, *options: object, permits_meta: bool = False
+) -> Iterator[tuple[ModelRanks, Entries]]:
+    """Give who shares ``model``, and its entries, to a block that checks other arguments; compare both after it.
 
-    Collective: all ranks that share the model, between steps. What an earlier forward left unsharded is resharded.
+    So after the block all ranks are known to have the same entries and to pick alike, and where one finds a wrong
+    argument, all raise. Collective: all ranks that share the model, between steps. What an earlier forward left
+    unsharded is resharded.
 
     Args:
         model: Annotated.
         names: Which entries; default: all.
         *options: What else has to be the same on all ranks; compared by its ``repr``.
-        check: Raises where another argument is wrong; called first, with all ranks.
         permits_meta: Entries on the meta device will do.
     """
     model_ranks = ranks_of(model, names)
     ranks = model_ranks.everyone
     with ranks.agreed():
-        check(ranks)
         _check_moment(model)
         everything = entries_now(model)
         entries = everything.picked(names)
@@ -167,19 +175,18 @@ def meet_for_entries(
                 at=f"{place_of_rank()}, {list_text(on_meta)}",
                 fix=META_FIX,
             )
+        yield model_ranks, entries
     homes = map(ranks_of_param, everything.settable().values())
     has_others = any(home is not None and home.numbers != ranks.numbers for home in homes)
     # What is on other ranks, such as experts, may have other names on each of these.
     compared = entries if has_others else everything
-    lines = compared.described({*entries.values, *entries.unlisted})
-    text = "\n".join([f"options {options!r}", *lines])
+    text = "\n".join([f"options {options!r}", *compared.described(entries.keys())])
     ranks.compare(
         text,
         shown=text,
         what="the ranks ask for full values of different models or with different arguments",
         fix="make the same call on the same model on every rank",
     )
-    return model_ranks, entries
 
 
 def ranks_of(model: nn.Module, names: Names | None = None) -> ModelRanks:

@@ -2,40 +2,28 @@
 
 What is written is synced, with length and CRC-32 noted, which find accidents. What is read may be anybody's: it
 is taken for data, and names in it are names of files beside it. The pickle ``.metadata`` of
-``torch.distributed.checkpoint`` may hold a few classes of data; what torch's loader gets is made from what was checked.
+``torch.distributed.checkpoint`` may name a few classes that hold data, and no others.
 So a hostile file can be wrong, but neither runs code nor leads out of its folder.
 
 Nothing here communicates.
 """
 
 import io
-import math
 import os
 import pickle
 import re
 import zlib
-from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from composable.errors import ComposableError, ConfigError, place_of_rank
-from composable.ground.torch_private import StorageInfo
 
 __all__ = [
     "DISTRUST",
@@ -54,8 +42,6 @@ __all__ = [
 
 # What to do about a file that was made up.
 DISTRUST = "load another checkpoint, and do not trust where this one is from"
-# From here on a checksum in a second thread costs less than it saves.
-_PARALLEL_BYTES = 1 << 20
 _TORCH = "torch.distributed.checkpoint.metadata"
 _CLASSES_OF_METADATA = {
     *((_TORCH, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex")),
@@ -123,21 +109,12 @@ class _SummedFile(io.FileIO):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        # Both let go of the interpreter: the sum of much is ready when the write is.
-        sums: list[int] = []
-        summing = Thread(target=lambda: sums.append(zlib.crc32(view, self.crc32)))
-        threads = [summing] if view.nbytes >= _PARALLEL_BYTES else []
-        for thread in threads:
-            thread.start()
         try:
             written = super().write(view)
         except OSError as error:
             self.failure = error
             raise
-        finally:
-            for thread in threads:
-                thread.join()  # the caller may free the memory after this
-        self.crc32 = sums[0] if sums and written == view.nbytes else zlib.crc32(view[:written], self.crc32)
+        self.crc32 = zlib.crc32(view[:written], self.crc32)
         self.written_bytes += written
         return written
 
@@ -220,7 +197,12 @@ def _crc32(path: Path) -> int:
 
 
 def as_data(value: object, name: str) -> bytes:
-    """Return ``value`` as ``torch.load(weights_only=True)`` reads it; raises where that would not."""
+    """Return ``value`` as ``torch.load(weights_only=True)`` reads it; raises where that would not.
+
+    Args:
+        value: Tensors of any shape and dtype, numbers, strings, and lists, tuples and dicts of them.
+        name: What messages call it.
+    """
     packed = io.BytesIO()
     try:
         torch.save(value, packed)
@@ -234,22 +216,22 @@ def as_data(value: object, name: str) -> bytes:
     return packed.getvalue()
 
 
-def read_data(source: Path | io.BytesIO, name: str, *, to: torch.device) -> Any:
+def read_data(source: Path | io.BytesIO, name: str, *, to: torch.device | str = "cpu") -> Any:
     """Return what ``as_data`` packed; what was on a device is on ``to``. Whatever ``source`` holds, no code is run.
 
     Raises where it holds something else, or cannot be read; ``name`` says in the message where it is from.
     """
+
+    def moved(storage: Any, place: str) -> Any:
+        return storage if place == "cpu" else storage.to(device=to)
+
     try:
-        return torch.load(source, lambda storage, place: _moved(storage, place, to), weights_only=True)
+        return torch.load(source, moved, weights_only=True)
     except OSError:
         raise
     # Whatever a broken archive or pickle makes torch raise.
     except Exception as error:
         raise ConfigError(f"{name} cannot be read as data: {_without_advice(error)}", fix=DISTRUST) from None
-
-
-def _moved(storage: Any, place: str, to: torch.device) -> Any:
-    return storage if place == "cpu" else storage.to(device=to)
 
 
 def _without_advice(error: Exception) -> str:
@@ -280,7 +262,7 @@ class CheckedReader(FileSystemReader):
 
 
 def read_metadata(path: Path, file_bytes: Mapping[str, int]) -> Metadata:
-    """Return what the file ``path``, a ``.metadata``, says; raises where it is none, or contradicts itself.
+    """Return what the file ``path``, a ``.metadata``, says; raises where it is none, or names other files.
 
     Args:
         path: Of the checkpoint.
@@ -288,7 +270,23 @@ def read_metadata(path: Path, file_bytes: Mapping[str, int]) -> Metadata:
     """
     with path.open("rb") as file:
         try:
-            return _checked(_Unpickler(file).load(), file_bytes)
+            found: Metadata = _Unpickler(file).load()
+            for place in found.storage_data.values():
+                if place.relative_path not in file_bytes:
+                    raise ValueError(f"values lie in {place.relative_path!r:.80}, which is no file of the checkpoint")
+            if found.planner_data.keys() != found.state_dict_metadata.keys():
+                raise ValueError("its values and their places have different names")
+            # What room is made for is on the disk, and lists are no longer than what is put into them.
+            most_bytes, count = sum(file_bytes.values()), len(found.planner_data)
+            for name, entry in found.state_dict_metadata.items():
+                nbytes = 0
+                if isinstance(entry, TensorStorageMetadata):
+                    nbytes = entry.size.numel() * entry.properties.dtype.itemsize
+                if not 0 <= nbytes <= most_bytes:
+                    raise ValueError(f"{name!r} is larger than the files")
+                if any(type(part) is int and part >= count for part in found.planner_data[name]):
+                    raise ValueError(f"{name!r} has no place")
+            return found
         except OSError:
             raise
         # Whatever a broken pickle makes Python raise.
@@ -304,66 +302,7 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _CLASSES_OF_METADATA:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
-        found = super().find_class(module, name)
-        # A class of its own for each time: what the file does to one, it does to nobody else.
-        return type(name, (found,), {}) if isinstance(found, type) and is_dataclass(found) else found
+        return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
         raise pickle.UnpicklingError("it names objects outside of it")
-
-
-def _checked(found: Any, file_bytes: Mapping[str, int]) -> Metadata:
-    """Return what a file says as new objects of torch, once it is known to fit together and to the files."""
-    if found.planner_data.keys() != found.state_dict_metadata.keys():
-        raise ValueError("its values and their places have different names")
-    places: dict[MetadataIndex, StorageInfo] = {}
-    for index, info in found.storage_data.items():
-        if getattr(info, "transform_descriptors", None):
-            raise ValueError("its values are compressed")
-        start, length = _numbers([info.offset, info.length])
-        offset = None if index.offset is None else _size(index.offset)
-        places[MetadataIndex(index.fqn, offset)] = StorageInfo(info.relative_path, start, length)
-    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    held_bytes: Counter[str] = Counter()
-    for name, entry in found.state_dict_metadata.items():
-        chunks = []
-        if not isinstance(entry, BytesStorageMetadata):
-            chunks = [ChunkStorageMetadata(_size(one.offsets), _size(one.sizes)) for one in entry.chunks]
-        # Pieces without elements may begin where others do; they lie in one place.
-        offsets = dict.fromkeys(one.offsets for one in chunks) if chunks else [None]
-        stored = [places[MetadataIndex(name, offset)] for offset in offsets]
-        for place in stored:
-            if place.relative_path not in file_bytes:
-                raise ValueError(f"{name!r} lies in {place.relative_path!r}, which is no file of the checkpoint")
-            if place.offset + place.length > file_bytes[place.relative_path]:
-                raise ValueError(f"{name!r} lies beyond the end of {place.relative_path}")
-            held_bytes[place.relative_path] += place.length
-        if isinstance(entry, BytesStorageMetadata):
-            entries[name] = BytesStorageMetadata()
-            continue
-        dtype, size = entry.properties.dtype, _size(entry.size)
-        ends = [[start + count for start, count in zip(one.offsets, one.sizes, strict=True)] for one in chunks]
-        is_inside = all(all(end <= most for end, most in zip(each, size, strict=True)) for each in ends)
-        if not is_inside or sum(one.sizes.numel() for one in chunks) != size.numel():
-            raise ValueError(f"the pieces of {name!r} do not make the whole")
-        if size.numel() * dtype.itemsize > sum(place.length for place in stored):
-            raise ValueError(f"{name!r} is larger than its pieces")
-        entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
-    # What is made room for is on the disk: nowhere are the same bytes named for many values.
-    if any(length > file_bytes[name] for name, length in held_bytes.items()):
-        raise ValueError("its values share their place in the files")
-    return Metadata(entries, dict(found.planner_data), places, StorageMeta())
-
-
-def _size(value: Any) -> torch.Size:
-    size = torch.Size(_numbers(value))
-    if math.prod(size) >= 2**56:
-        raise ValueError(f"a size of {list(size)}")
-    return size
-
-
-def _numbers(values: Any) -> list[int]:
-    for one in values:
-        if type(one) is not int or not 0 <= one < 2**62:
-            raise ValueError(f"{one!r:.40} where a length belongs")
-    return list(values)

@@ -27,8 +27,8 @@ from composable.saving.entries import (
     batches,
     check_bytes,
     check_float,
+    entries_for,
     entries_now,
-    meet_for_entries,
 )
 from composable.saving.loads import Differences, find_differences, make_room
 
@@ -96,23 +96,16 @@ def full_state_dict(
             nor FQNs of the model, or wants none.
         DesyncError: The ranks made different calls, or ``names`` wants other entries on other ranks.
     """
-
-    def check(ranks: Ranks) -> None:
+    with entries_for(model, names, "full_state_dict", dst, dtype) as (ranks, entries):
         check_device("device", device)
-        ranks.check_member("dst", dst)
+        ranks.everyone.check_member("dst", dst)
         check_float(dtype)
-
-    ranks, entries = meet_for_entries(model, names, "full_state_dict", dst, dtype, check=check)
-    fulls: dict[int, torch.Tensor] = {}
-    unique = {id(tensor): tensor for tensor in entries.tensors().values()}
-    for batch in batches((("", tensor) for tensor in unique.values()), entries.batch_bytes()):
-        tensors = [tensor for _, tensor in batch]
-        values = gather_values(tensors, ranks, dst, dtype=dtype, device=torch.device(device))
-        fulls |= {id(tensor): value for tensor, value in zip(tensors, values or ())}
+    unique = entries.unique()
+    fulls = dict(_iterate(list(unique.items()), ranks, entries.batch_bytes(), dtype, torch.device(device), dst))
     if ranks.rank != dst:
         return OrderedDict()
-    whole = ((key, fulls.get(id(value), value)) for key, value in entries.values.items())
-    return _as_state_dict(whole, entries)
+    whole = {id(tensor): fulls[key] for key, tensor in unique.items()}
+    return _as_state_dict(((key, whole.get(id(value), value)) for key, value in entries.values.items()), entries)
 
 
 def _as_state_dict(values: Iterable[tuple[str, Any]], entries: Entries) -> "OrderedDict[str, Any]":
@@ -140,10 +133,10 @@ def load_full_state_dict(
 
     Args:
         model: As for ``full_state_dict``.
-        state_dict: On ``src``: full tensors by key, on any device, also memory-mapped, or a mapping that reads
-            values on demand. Of such a mapping ``keys()`` is used, ``[key]`` once for each key, and ``shape_of(key)``,
-            which gives a shape without reading; one without that method is asked for each value twice.
-            On other ranks it is not used; ``None`` will do.
+        state_dict: On ``src``: tensors by key, of the plain model's shapes, of any floating-point dtype where the
+            model has one, on any device, also memory-mapped, or a mapping that reads values on demand. Of such a
+            mapping ``keys()`` is used, ``[key]`` once for each key, and ``shape_of(key)``, which gives a shape without
+            reading; one without that method is asked for each value twice. On other ranks it is not used.
         src: Which of the ranks has the state dict, as ``dst`` of ``full_state_dict``.
         strict: Every key of the model has to be there, and no other.
         names: Load a part of the model, such as adapters, and let that stand for the model in ``strict``; otherwise
@@ -158,12 +151,9 @@ def load_full_state_dict(
         DesyncError: Reading a value failed on ``src``, which raises what happened; batches before it are loaded.
         ConfigError, UsageError, DesyncError: As for ``full_state_dict``.
     """
-
-    def check(ranks: Ranks) -> None:
-        ranks.check_member("src", src)
+    with entries_for(model, names, "load_full_state_dict", src, strict, permits_meta=True) as (ranks, entries):
+        ranks.everyone.check_member("src", src)
         check_bool("strict", strict)
-
-    ranks, entries = meet_for_entries(model, names, "load_full_state_dict", src, strict, check=check, permits_meta=True)
     held = state_dict if ranks.rank == src else None
     differences = Differences()
     with ranks.everyone.agreed():
@@ -237,7 +227,16 @@ def gather_values(
     device: torch.device | None = None,
     out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor] | None:
-    """Return full values on rank ``dst``, or on every rank where that is ``None``: fresh, or in ``out``. Collective."""
+    """Return full values on rank ``dst``, or on every rank where that is ``None``: fresh, or in ``out``. Collective.
+
+    Args:
+        tensors: Sharded in any way, or plain ones that count as they are on each rank that gets values.
+        ranks: Of the model.
+        dst: Which of ``ranks.everyone`` gets the values.
+        dtype: Of the values of floating-point tensors; default: the tensors' own.
+        device: Of the values; default: the tensors' own.
+        out: Where the values go, in the full shapes; their dtypes and devices count instead.
+    """
     into = {} if out is None else {id(tensor): target for tensor, target in zip(tensors, out, strict=True)}
     whole: dict[int, torch.Tensor] = {}
     for grid, alike in by_grid(tensor for tensor in tensors if isinstance(tensor, RaggedDTensor)):
@@ -348,16 +347,13 @@ def iter_full_params(
     Raises:
         ConfigError, UsageError, DesyncError: As for ``full_state_dict``, all of them at the call.
     """
-
-    def check(_: Ranks) -> None:
+    options = ("iter_full_params", max_bytes, dtype, rank0_only, bucket_bytes)
+    with entries_for(model, names, *options) as (ranks, entries):
         check_float(dtype)
         check_bytes("max_bytes", max_bytes, or_none=True)
         check_bytes("bucket_bytes", bucket_bytes, or_none=True)
         check_bool("rank0_only", rank0_only)
         check_device("device", device, or_none=True)
-
-    options = ("iter_full_params", max_bytes, dtype, rank0_only, bucket_bytes)
-    ranks, entries = meet_for_entries(model, names, *options, check=check)
     limit = entries.batch_bytes() if max_bytes is None else max(max_bytes // 2, 1)
     target = None if device is None else torch.device(device)
     dst = 0 if rank0_only else None
@@ -372,9 +368,7 @@ def iter_full_params(
 
 def _named_params(model: nn.Module, entries: Entries) -> list[tuple[str, torch.Tensor]]:
     """Return each parameter once, by the first name that a state dict has for it: without the parts of wrappers."""
-    names: dict[int, str] = {}
-    for key, tensor in entries.settable().items():
-        names.setdefault(id(tensor), key)
+    names = entries.first_names()
     return [(names[id(param)], param) for param in model.parameters() if id(param) in names]
 
 
@@ -426,12 +420,9 @@ def load_full_params(
         DesyncError: The iteration failed on ``src``, which raises what happened.
         ConfigError, UsageError, DesyncError: As for ``full_state_dict``.
     """
-
-    def check(ranks: Ranks) -> None:
-        ranks.check_member("src", src)
+    with entries_for(model, names, "load_full_params", src, strict) as (ranks, entries):
+        ranks.everyone.check_member("src", src)
         check_bool("strict", strict)
-
-    ranks, entries = meet_for_entries(model, names, "load_full_params", src, strict, check=check)
     settable = entries.settable()
     is_source = ranks.rank == src
     unexpected: list[str] = []

@@ -19,7 +19,7 @@ import shutil
 import socket
 import time
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -28,21 +28,10 @@ from weakref import WeakSet, finalize
 from torch import nn
 
 from composable.errors import ConfigError, UsageError, place_of_rank
-from composable.optim import GroupNames, OptimizerNames
 from composable.saving.files import FileSum, check_inside, file_name, find_damage, sync_folder, write_summed
+from composable.saving.names import GroupNames, OptimizerNames
 
-__all__ = [
-    "EXTRA",
-    "METADATA",
-    "HookName",
-    "HookStates",
-    "Manifest",
-    "PartialCheckpoint",
-    "find_folder",
-    "hook_file",
-    "older_whole",
-    "read_manifest",
-]
+__all__ = ["EXTRA", "METADATA", "Manifest", "PartialCheckpoint", "find_folder", "older_whole", "read_manifest"]
 
 EXTRA = "extra.pt"
 METADATA = ".metadata"
@@ -60,25 +49,6 @@ _NAME = re.compile(r"(?P<kind>step)-(?P<step>\d{6,})|\.(?P<hidden>partial|replac
 
 
 @dataclass(frozen=True)
-class HookName:
-    """A communication hook: the FQN of the module that it is registered on, and its own name."""
-
-    module: str
-    hook: str
-
-    def __str__(self) -> str:
-        return f"communication hook {self.hook} on {f'module {self.module!r}' if self.module else 'the model'}"
-
-
-@dataclass(frozen=True)
-class HookStates:
-    """The states of hooks in a checkpoint: a file for each of ``ranks``."""
-
-    ranks: int = 0
-    hooks: tuple[HookName, ...] = ()
-
-
-@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint says about itself.
 
@@ -86,22 +56,16 @@ class Manifest:
         step: Optimizer steps done.
         files: Every other file, by name.
         optimizers: What was saved of them, in order.
-        hook_states: Of communication hooks, if any.
     """
 
     step: int
     files: dict[str, FileSum]
     optimizers: tuple[OptimizerNames, ...]
-    hook_states: HookStates | None = None
 
     def as_bytes(self) -> bytes:
+        """Return the contents of ``checkpoint.json``."""
         body = {"format": _FORMAT, **asdict(self)}
         return json.dumps({"crc32": zlib.crc32(_canonical(body)), "checkpoint": body}, indent=1).encode()
-
-
-def hook_file(rank: int) -> str:
-    """Return the name of the file with the states of the hooks of a rank."""
-    return f"hooks-{rank:05d}.pt"
 
 
 def _canonical(body: Any) -> bytes:
@@ -120,31 +84,18 @@ def _parse_manifest(folder: Path) -> Manifest:
         raise ValueError("its contents changed after it was written")
     if body["format"] != _FORMAT:
         raise ValueError(f"it has format {body['format']}, this version reads {_FORMAT}")
-    files = {file_name(name): FileSum(**saved) for name, saved in body["files"].items()}
+    files = {
+        file_name(name): FileSum(int(saved["bytes"]), int(saved["crc32"])) for name, saved in body["files"].items()
+    }
     if METADATA not in files or _MANIFEST in files:
         raise ValueError(f"it lists no {METADATA}, or itself")
-    _each(int, [body["step"], *(number for saved in files.values() for number in (saved.bytes, saved.crc32))])
     optimizers = []
     for saved in body["optimizers"]:
-        groups = [GroupNames(_each(str, one["params"]), _each(str, one["settings"])) for one in saved["groups"]]
-        (kind,) = _each(str, [saved["kind"]])
-        optimizers.append(OptimizerNames(kind, tuple(groups)))
-    hook_states = body.get("hook_states")
-    if hook_states is not None:
-        (ranks,) = _each(int, [hook_states["ranks"]])
-        if not all(hook_file(rank) in files for rank in range(ranks)):
-            raise ValueError("it lists no states of hooks for each rank")
-        hooks = [HookName(*_each(str, [one["module"], one["hook"]])) for one in hook_states["hooks"]]
-        hook_states = HookStates(ranks, tuple(hooks))
-    return Manifest(body["step"], files, tuple(optimizers), hook_states)
-
-
-def _each(kind: type[str] | type[int], values: Any) -> tuple[Any, ...]:
-    """Return a list of names, or of numbers that are not negative, as a tuple."""
-    is_list = type(values) is list and all(type(one) is kind for one in values)
-    if not is_list or (kind is int and any(one < 0 for one in values)):
-        raise ValueError(f"{values!r:.80} is no list of {'names' if kind is str else 'numbers of steps or bytes'}")
-    return tuple(values)
+        groups = [
+            GroupNames(tuple(map(str, one["params"])), tuple(map(str, one["settings"]))) for one in saved["groups"]
+        ]
+        optimizers.append(OptimizerNames(str(saved["kind"]), tuple(groups)))
+    return Manifest(int(body["step"]), files, tuple(optimizers))
 
 
 # -- reading
@@ -236,36 +187,25 @@ def _own_manifest(folder: Path) -> Manifest | None:
 # -- who may write
 
 
+@dataclass(frozen=True)
 class _RunLock:
     """The right of this process to write to one folder, for as long as a model that it saved there is alive.
 
     The system lets go of the lock on ``writer.lock`` when the process ends, however it ends, so a run that was killed
-    stops nobody. Where a disk keeps no locks, the file still says who wrote last, and a run that finds another there
-    knows at its next save.
+    stops nobody.
 
     Attributes:
+        descriptor: Of the file. A process has one descriptor of a file: to close any ends its lock.
         models: Those that were saved.
         partials: Folders that saves of this process are writing now.
     """
 
-    def __init__(self, run: Path, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self.models: WeakSet[nn.Module] = WeakSet()
-        self.partials: set[Path] = set()
-        self._run = run
-        self._token = secrets.token_hex(8)
-        holder = {"host": socket.gethostname(), "process": os.getpid(), "since": time.ctime(), "token": self._token}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
-
-    def check(self) -> None:
-        """Raise if another run has begun to write here, which can happen only where a disk keeps no locks."""
-        if _holder(self.descriptor).get("token") != self._token:
-            raise _another(self._run, self.descriptor)
+    descriptor: int
+    models: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    partials: set[Path] = field(default_factory=set)
 
 
-# By the process, since a fork has a copy of the table but not the lock, and by the file, which may have many names. A
-# process has one descriptor of a file: to close any ends its lock.
+# By the process, since a fork has a copy of the table but not the lock, and by the file, which may have many names.
 _LOCKS: dict[tuple[int, int, int], _RunLock] = {}
 # Held by who reads or changes locks or names in the folder of a run: saves of several models may end at once.
 _GUARD = Lock()
@@ -277,44 +217,30 @@ def _acquire(run: Path) -> _RunLock:
     path = run / _LOCK
     held = _LOCKS.get(_key(os.stat(path, follow_symlinks=False))) if path.exists() else None
     if held is not None:
-        held.check()
         return held
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
+        holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
+        if holder and not holder.startswith("process "):
+            raise ConfigError(f"{path} was not written by save_checkpoint", fix="move it away")
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # Else this disk keeps no locks: the signature has to do.
+            # Else this disk keeps no locks.
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise _another(run, descriptor) from None
-        if os.fstat(descriptor).st_size and not _holder(descriptor):
-            raise ConfigError(f"{path} was not written by save_checkpoint", fix="move it away")
-        lock = _RunLock(run, descriptor)
+                fix = "save to another folder, or end the other run first"
+                at = f"{place_of_rank()}; there: {holder or 'nobody says who'}"
+                raise UsageError(f"another run writes to {run}", at=at, fix=fix) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}".encode(), 0)
+        return _LOCKS.setdefault(_key(os.fstat(descriptor)), _RunLock(descriptor))
     except BaseException:
         os.close(descriptor)
         raise
-    return _LOCKS.setdefault(_key(os.fstat(descriptor)), lock)
 
 
 def _key(found: os.stat_result) -> tuple[int, int, int]:
     return os.getpid(), found.st_dev, found.st_ino
-
-
-def _another(run: Path, descriptor: int) -> UsageError:
-    there = _holder(descriptor)
-    who = f"process {there['process']} on {there['host']}, since {there['since']}" if there else "nobody says who"
-    fix = "save to another folder, or end the other run first"
-    return UsageError(f"another run writes to {run}", at=f"{place_of_rank()}; there: {who}", fix=fix)
-
-
-def _holder(descriptor: int) -> dict[str, object]:
-    """Return what the file says of who holds it; empty if that is not readable."""
-    try:
-        found = json.loads(os.pread(descriptor, 4096, 0))
-    except (OSError, ValueError):
-        return {}
-    is_ours = isinstance(found, dict) and {"host", "process", "since", "token"} <= found.keys()
-    return found if is_ours else {}
 
 
 def _let_go() -> None:
@@ -362,11 +288,6 @@ class PartialCheckpoint:
             lock = _acquire(run)
             try:
                 _check_step(run, step, discard_later=discard_later)
-                for path in _named(run, "replaced"):
-                    # A kill came between the two renames of `publish`.
-                    whole = run / f"step-{_step_of(path):06d}"
-                    if _own_manifest(path) is not None and not whole.exists():
-                        path.rename(whole)
                 _tidy(run, lock.partials)
                 folder = _hidden(run, "partial", step)
                 folder.mkdir()
@@ -383,8 +304,8 @@ class PartialCheckpoint:
         """Give the folder, whose files are written and synced, its final name, then remove what is older."""
         run, whole = self.folder.parent, self.folder.parent / f"step-{manifest.step:06d}"
         with _GUARD:
-            self.lock.check()
-            gone = [name for name, saved in manifest.files.items() if _length(self.folder / name) != saved.bytes]
+            lengths = {path.name: path.stat().st_size for path in self.folder.iterdir()}
+            gone = [name for name, saved in manifest.files.items() if lengths.get(name) != saved.bytes]
             if gone:
                 raise ConfigError(
                     f"{self.folder} lacks what other ranks wrote: {', '.join(sorted(gone))}",
@@ -430,15 +351,16 @@ def _check_step(run: Path, step: int, *, discard_later: bool) -> None:
             "discard_later=True, to remove them",
         )
     whole = run / f"step-{step:06d}"
+    if not (whole.exists() or whole.is_symlink()):
+        return
     manifest = _own_manifest(whole)
-    if manifest is None and (whole.exists() or whole.is_symlink()):
+    if manifest is None:
         raise ConfigError(
             f"{whole} is there already, and is no whole checkpoint of save_checkpoint",
             at=place_of_rank(),
             fix="move it away, or save to another folder",
         )
-    listed = {*manifest.files, _MANIFEST} if manifest is not None else set()
-    others = sorted(path.name for path in whole.iterdir() if path.name not in listed) if manifest is not None else []
+    others = sorted({path.name for path in whole.iterdir()} - {*manifest.files, _MANIFEST})
     if others:
         raise ConfigError(
             f"{whole} would be replaced, and holds what save_checkpoint did not write: {', '.join(others)}",
@@ -456,10 +378,11 @@ def _tidy(run: Path, in_use: set[Path]) -> None:
     for hidden in _named(run, "removed", "replaced"):
         if hidden.is_symlink() or not hidden.is_dir():
             continue
-        manifest = _own_manifest(hidden)
-        for name in [*manifest.files, _MANIFEST] if manifest is not None else []:
+        manifest, whole = _own_manifest(hidden), hidden.with_name(f"step-{_step_of(hidden):06d}")
+        # Where a kill came between the two renames of `publish`, what was to be replaced is still the checkpoint.
+        is_over = _kind_of(hidden) == "removed" or whole.exists()
+        for name in [*manifest.files, _MANIFEST] if manifest is not None and is_over else []:
             (hidden / name).unlink(missing_ok=True)
-        whole = hidden.with_name(f"step-{_step_of(hidden):06d}")
         if not any(hidden.iterdir()):
             hidden.rmdir()
         elif not whole.exists():
@@ -467,7 +390,3 @@ def _tidy(run: Path, in_use: set[Path]) -> None:
     for partial in _named(run, "partial"):
         if partial not in in_use:
             shutil.rmtree(partial)
-
-
-def _length(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None

@@ -29,8 +29,8 @@ from composable.saving.entries import (
     batches,
     check_bytes,
     check_float,
+    entries_for,
     entries_now,
-    meet_for_entries,
     ranks_of,
 )
 from composable.saving.files import check_inside, file_name, sync_folder
@@ -89,14 +89,13 @@ def save_safetensors(
         DesyncError: The ranks made different calls, ``names`` wants other entries on other ranks, or writing failed on
             the first rank, which raises what happened.
     """
-
-    def check(_: object) -> None:
+    with entries_for(model, names, "save_safetensors", max_shard_bytes, dtype) as (model_ranks, entries):
         check_float(dtype)
         check_bytes("max_shard_bytes", max_shard_bytes)
-
-    model_ranks, entries = meet_for_entries(model, names, "save_safetensors", max_shard_bytes, dtype, check=check)
     ranks = model_ranks.everyone
-    values, aliases = _split_ties(entries)
+    # Of several names for one tensor only the first is written.
+    values, first = entries.unique(), entries.first_names()
+    aliases = {key: first[id(one)] for key, one in entries.tensors().items() if key not in values}
     with ExitStack() as stack:
         writer: _Writer | None = None
         with ranks.agreed(), _telling(path):
@@ -130,6 +129,7 @@ def load_safetensors(
     Args:
         model: Annotated by ``fully_shard`` or ``replicate``, or with annotated modules below it.
         path: On the first rank: a file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json``.
+            Values have the plain model's shapes; other dtypes are cast, as by ``load_full_state_dict``.
         strict: Every key of the model has to be there, and no other.
         names: Load a part of the model, such as adapters; as for ``load_full_state_dict``.
 
@@ -275,16 +275,6 @@ def _telling(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
-
-
-def _split_ties(entries: Entries) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors under their first names, and for each other name the first one."""
-    first: dict[int, str] = {}
-    for key, tensor in entries.tensors().items():
-        first.setdefault(id(tensor), key)
-    names = {key: first[id(tensor)] for key, tensor in entries.tensors().items()}
-    values = {key: tensor for key, tensor in entries.tensors().items() if names[key] == key}
-    return values, {key: name for key, name in names.items() if name != key}
 
 
 def _check_entries(entries: Entries, values: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> None:

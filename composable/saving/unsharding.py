@@ -53,7 +53,7 @@ def unshard_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Let ``module`` and what is below it hold full, plain parameters inside the block.
+    """Let ``module`` and what is below it hold plain parameters of their full shapes and own dtypes inside the block.
 
     Collective on entry and, for ``writeback``, on exit: all ranks of the shard group, with equal
     arguments. Outside of forward and backward. In the block ``parameters()``,
@@ -61,7 +61,7 @@ def unshard_params(
 
     Without ``rank0_only``, ``offload_to_cpu`` and ``with_grads`` the module may run in the block,
     without communication; where a mixed precision policy casts parameters, under ``torch.no_grad()`` only.
-    Parameters are in their own dtype, and nothing is cast in the block. Calls may nest with equal options; the
+    Nothing is cast in the block. Calls may nest with equal options; the
     outermost one gathers and writes back.
 
     An exception in the block restores the values from before it; with ``writeback`` on every rank, which raises too.
@@ -205,11 +205,14 @@ class _Shown:
         self.scheduler.reshard(handle)
         handle.attach()
         if self.is_copied:
-            self._placed = [param.make_stand_in(copy) for param, copy in zip(self.params, self._copy() or ())]
+            copies = self._collect([param.ragged for param in self.params])
+            self._placed = [param.make_stand_in(copy) for param, copy in zip(self.params, copies or ())]
             for param, stand_in in zip(self.params, self._placed):
                 param.place(stand_in)
         else:
-            self._placed = self._unshard()
+            self.scheduler.shards_written()
+            self.scheduler.unshard(handle)
+            self._placed = [param.leaf() for param in self.params]
         handle.held_with = options
         if options.copies or options.with_grads:
             handle.lent = Lent.OTHER
@@ -278,18 +281,6 @@ class _Shown:
         # An operation on a ragged tensor counts there, one on its local tensor at the shard.
         shards = [flat.shard._version for flat in self.handle.buffers]
         return shards + [param.sharded._version for param in self.params]
-
-    def _unshard(self) -> list[nn.Parameter]:
-        self.scheduler.shards_written()
-        self.scheduler.unshard(self.handle)
-        return [param.leaf() for param in self.params]
-
-    def _copy(self) -> list[torch.Tensor] | None:
-        if self.options.rank0_only or self._casts:
-            return self._collect([param.ragged for param in self.params])
-        copies = [leaf.detach().to(self._device, copy=True) for leaf in self._unshard()]
-        self.scheduler.reshard(self.handle)
-        return copies
 
     def _gather_grads(self) -> list[torch.Tensor | None]:
         """Return the full gradient of each parameter that has one, where this rank is to show them."""

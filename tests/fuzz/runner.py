@@ -200,7 +200,7 @@ def _on_a_rank(case: Case, expected: list[_Record], folder: str) -> int:
     try:
         optimizer = _make_optimizer(case, model)
         if case.speed != "plain" and any(isinstance(param, DTensor) for param in model.parameters()):
-            accelerate_optimizer(optimizer, model, flat=case.speed == "flat")
+            accelerate_optimizer(optimizer, model)
     except ComposableError as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
     steps_inside = _step_inside(case, model, optimizer, is_torchs_first=is_torchs_first)

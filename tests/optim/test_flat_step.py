@@ -32,7 +32,6 @@ from tests.world import run_threads
 
 BATCH = 4
 STEPS = 5
-MODES = ("plain", "local", "flat")
 
 CONFIGS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
@@ -132,7 +131,7 @@ def assert_same_state(found: dict[str, Any], expected: dict[str, Any], where: st
 
 
 def twins(
-    mode: str, name: str = "adamw foreach", dtype: torch.dtype = torch.float32
+    name: str = "adamw foreach", dtype: torch.dtype = torch.float32
 ) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
     """Return two models with optimizers, the second one's accelerated."""
     found = []
@@ -140,7 +139,7 @@ def twins(
         model = sharded_net(dtype)
         optimizer = make_optimizer(name, model.parameters())
         if is_accelerated:
-            assert accelerate_optimizer(optimizer, model, flat=mode == "flat") is optimizer
+            assert accelerate_optimizer(optimizer, model) is optimizer
         found.append((model, optimizer))
     return found
 
@@ -165,13 +164,12 @@ def compare_twins(pairs: list[tuple[nn.Module, torch.optim.Optimizer]], where: s
     assert_same_state(accelerated.state_dict(), optimizer.state_dict(), where)
 
 
-def trained_in_every_mode(names: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+def trained_beside_each_other(names: list[str]) -> dict[str, dict[str, torch.Tensor]]:
     found = {}
     for name in names:
-        for mode in MODES[1:]:
-            pairs = twins(mode, name)
-            for step in range(STEPS):
-                step_twins(pairs, step, f"{name}, {mode}, step {step}", drops=True)
+        pairs = twins(name)
+        for step in range(STEPS):
+            step_twins(pairs, step, f"{name}, step {step}", drops=True)
         found[name] = {fqn: full(param) for fqn, param in pairs[0][0].named_parameters()}
     return found
 
@@ -186,7 +184,7 @@ def trained_in_every_mode(names: list[str]) -> dict[str, dict[str, torch.Tensor]
     ],
 )
 def test_element_wise_optimizers_to_the_bit(world_size: int, names: list[str]) -> None:
-    found = run_threads(trained_in_every_mode, world_size, names)[0]
+    found = run_threads(trained_beside_each_other, world_size, names)[0]
     for name, params in found.items():
         for fqn, expected in train_reference(name, world_size).items():
             torch.testing.assert_close(
@@ -202,11 +200,11 @@ def clip_by_optimizer() -> None:
         extra = nn.Parameter(torch.ones(3))
         extra.grad = torch.full((3,), 0.25)
         expected = nn.utils.clip_grad_norm_([*plain.parameters(), extra], 0.1, order)
-        for mode in MODES:
+        for is_accelerated in (False, True):
             model, outside = sharded_net(), nn.Parameter(torch.ones(3))
             optimizer = torch.optim.AdamW([*model.parameters(), outside], foreach=True)
-            if mode != "plain":
-                accelerate_optimizer(optimizer, model, flat=mode == "flat")
+            if is_accelerated:
+                accelerate_optimizer(optimizer, model)
             backward(model, 0)
             outside.grad = torch.full((3,), 0.25)
             first = model.inp.weight.grad
@@ -249,7 +247,7 @@ def flattened() -> list[int]:
     model = sharded_net()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     assert local_gradients(optimizer) is None
-    accelerate_optimizer(optimizer, model, flat=True)
+    accelerate_optimizer(optimizer, model)
     counts = []
     for step in range(6):
         backward(model, step)
@@ -279,8 +277,8 @@ def test_neighbours_are_stepped_as_one_tensor_while_their_gradients_are_one(worl
         assert counts[2] == counts[3] > handles
 
 
-def state_changed_by_hand(mode: str) -> None:
-    pairs = twins(mode)
+def state_changed_by_hand() -> None:
+    pairs = twins()
     for step in range(3):
         step_twins(pairs, step, "before")
     held = [optimizer.state[model.out.weight]["exp_avg"] for model, optimizer in pairs]
@@ -309,13 +307,12 @@ def state_changed_by_hand(mode: str) -> None:
     step_twins(pairs, 7, "after a change to an entry that was held")
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_changes_to_state_and_options_between_steps_count(mode: str) -> None:
-    run_threads(state_changed_by_hand, 2, mode)
+def test_changes_to_state_and_options_between_steps_count() -> None:
+    run_threads(state_changed_by_hand, 2)
 
 
-def checkpoints(mode: str) -> None:
-    pairs = twins(mode)
+def checkpoints() -> None:
+    pairs = twins()
     for step in range(2):
         step_twins(pairs, step, "before")
     options = [StateDictOptions(), StateDictOptions(full_state_dict=True)]
@@ -325,7 +322,7 @@ def checkpoints(mode: str) -> None:
         for fqn, entry in expected["state"].items():
             for key, value in entry.items():
                 assert torch.equal(local_of(found["state"][fqn][key]), local_of(value)), (fqn, key)
-        fresh = twins(mode)
+        fresh = twins()
         for (model, _), (other, optimizer) in zip(pairs, fresh, strict=True):
             other.load_state_dict(copy.deepcopy(model.state_dict()))
             set_optimizer_state_dict(other, optimizer, copy.deepcopy(expected), options=option)
@@ -349,13 +346,12 @@ def checkpoints(mode: str) -> None:
     step_twins(pairs, 7, "a step later")
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_checkpoints_load_before_and_after_the_first_step(mode: str) -> None:
-    run_threads(checkpoints, 3, mode)
+def test_checkpoints_load_before_and_after_the_first_step() -> None:
+    run_threads(checkpoints, 3)
 
 
-def closures_and_errors(mode: str) -> None:
-    pairs = twins(mode, "adamw fused")
+def closures_and_errors() -> None:
+    pairs = twins("adamw fused")
     losses: list[list[float]] = [[], []]
     for step in range(3):
         for (model, optimizer), seen in zip(pairs, losses, strict=True):
@@ -411,14 +407,13 @@ def closures_and_errors(mode: str) -> None:
         step_twins(pairs, step, "after loading")
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_closures_see_sharded_parameters_and_a_failed_step_leaves_what_it_did(mode: str) -> None:
-    run_threads(closures_and_errors, 2, mode)
+def test_closures_see_sharded_parameters_and_a_failed_step_leaves_what_it_did() -> None:
+    run_threads(closures_and_errors, 2)
 
 
-def scaled(mode: str) -> None:
+def scaled() -> None:
     for name in ("adamw fused", "momentum foreach"):
-        pairs = twins(mode, name)
+        pairs = twins(name)
         for index, (model, optimizer) in enumerate(pairs):
             scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -438,9 +433,8 @@ def scaled(mode: str) -> None:
         compare_twins(pairs, name)
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_gradient_scalers_and_schedulers(mode: str) -> None:
-    run_threads(scaled, 2, mode)
+def test_gradient_scalers_and_schedulers() -> None:
+    run_threads(scaled, 2)
 
 
 class Mixed(nn.Module):
@@ -457,7 +451,7 @@ class Mixed(nn.Module):
         return self.copied(self.sharded(x)) @ self.rows.full_tensor()
 
 
-def mixed(mode: str) -> None:
+def mixed() -> None:
     pairs = []
     for is_accelerated in (False, True):
         torch.manual_seed(0)
@@ -466,7 +460,7 @@ def mixed(mode: str) -> None:
         replicate(model.copied)
         optimizer = torch.optim.AdamW([*model.sharded.parameters(), model.rows], foreach=True)
         if is_accelerated:
-            accelerate_optimizer(optimizer, model.sharded, flat=mode == "flat")
+            accelerate_optimizer(optimizer, model.sharded)
         pairs.append((model, optimizer))
     for step in range(5):
         for model, optimizer in pairs:
@@ -476,19 +470,18 @@ def mixed(mode: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     (model, optimizer), (other, accelerated) = pairs
-    assert_same_state(accelerated.state_dict(), optimizer.state_dict(), mode)
+    assert_same_state(accelerated.state_dict(), optimizer.state_dict(), "mixed")
     for fqn, param in other.named_parameters():
         assert torch.equal(local_of(param), local_of(model.get_parameter(fqn))), fqn
     assert len(accelerated.state_dict()["state"]) == 7
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_parameters_that_are_not_sharded_go_along(mode: str) -> None:
-    run_threads(mixed, 2, mode)
+def test_parameters_that_are_not_sharded_go_along() -> None:
+    run_threads(mixed, 2)
 
 
-def casts_and_copies(mode: str) -> None:
-    pairs = twins(mode, "adam foreach")
+def casts_and_copies() -> None:
+    pairs = twins("adam foreach")
     for step in range(2):
         step_twins(pairs, step, "before")
     copies = [copy.deepcopy(optimizer) for _, optimizer in pairs]
@@ -506,14 +499,13 @@ def casts_and_copies(mode: str) -> None:
         step_twins(pairs, step, "after a new start")
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_copies_are_independent_and_state_can_be_cleared(mode: str) -> None:
-    run_threads(casts_and_copies, 2, mode)
+def test_copies_are_independent_and_state_can_be_cleared() -> None:
+    run_threads(casts_and_copies, 2)
 
 
 def initial_state_from_torch() -> None:
     """Torch initialises missing state by a step with zero gradients that are made one by one."""
-    pairs = twins("flat")
+    pairs = twins()
     for model, optimizer in pairs:
         get_optimizer_state_dict(model, optimizer)
     compare_twins(pairs, "initialised")
@@ -526,7 +518,7 @@ def test_state_that_torch_initialises() -> None:
 
 
 def low_precision() -> None:
-    pairs = twins("flat", "momentum foreach", torch.bfloat16)
+    pairs = twins("momentum foreach", torch.bfloat16)
     for step in range(3):
         step_twins(pairs, step, f"step {step}")
 
@@ -560,7 +552,7 @@ def refused() -> None:
     ]
     for text, optimizer, its_model in cases:
         with pytest.raises((ConfigError, UsageError), match=f"(?s){text}.*") as caught:
-            accelerate_optimizer(optimizer, its_model, flat=True)
+            accelerate_optimizer(optimizer, its_model)
         assert "fix:" in str(caught.value)
 
 

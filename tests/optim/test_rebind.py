@@ -99,7 +99,7 @@ def into_and_out_of_an_annotation(name: str, accelerate: bool) -> dict[str, torc
     weights = [param for param in model.parameters() if param.requires_grad]
     assert set(optimizer.state) == set(weights)
     if accelerate:
-        accelerate_optimizer(optimizer, model, flat=True)
+        accelerate_optimizer(optimizer, model)
     for step in range(2, 4):
         train(model, optimizer, batch_of(step, rank))
 

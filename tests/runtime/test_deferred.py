@@ -33,7 +33,7 @@ class Trainer:
         self.model: Any = fully_shard(make_model("mlp"), policy={MLPBlock})
         self.optimizer = optimizer_of(self.model)
         if accelerated:
-            accelerate_optimizer(self.optimizer, self.model, flat=True)
+            accelerate_optimizer(self.optimizer, self.model)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
 
     def backward(self, seed: int, rank: int | None = None) -> torch.Tensor:

@@ -9,7 +9,6 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from composable import (
     ConfigError,
@@ -30,8 +28,6 @@ from composable import (
     save_checkpoint,
     save_safetensors,
 )
-from composable.optim import GroupNames, OptimizerNames
-from composable.saving.contents import check_places
 from composable.saving.files import check_inside, read_metadata
 from tests.world import run_threads, told
 
@@ -144,24 +140,6 @@ def test_what_says_in_a_setting_that_it_is_code_is_not_run(tmp_path: Path) -> No
     ) as caught:
         load_checkpoint(tmp_path, model, optimizer)
     assert "weights_only" not in str(caught.value) and not (tmp_path / "fuse").exists()
-
-
-def test_reading_a_description_changes_no_class_of_torch(tmp_path: Path) -> None:
-    class Tamper:
-        """Sets an attribute of an object that a description may name."""
-
-        def __reduce__(self) -> Any:
-            return torch.Size, ((1,),), (None, {"numel": 3})
-
-    path = tmp_path / ".metadata"
-    # The last one sets an attribute of a class itself: it is what `BUILD` works on.
-    of_a_class = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n(N}S'fqn'\nI3\nstb."
-    for value in (pickle.dumps(Tamper()), pickle.dumps({"a": Tamper()}), of_a_class):
-        path.write_bytes(value)
-        with pytest.raises(ConfigError, match="does not describe a checkpoint"):
-            read_metadata(path, {})
-    assert torch.Size([3]).numel() == 3
-    assert not hasattr(MetadataIndex, "fqn")
 
 
 # -- names that lead out
@@ -289,14 +267,6 @@ def place_of(metadata: Any) -> Any:
     return next(info for index, info in metadata.storage_data.items() if index.fqn == WEIGHT)
 
 
-def with_rows(metadata: Any, count: int, empty_pieces: int = 0) -> None:
-    """Make the weight one piece of so many rows, and others without any."""
-    entry = entry_of(metadata)
-    start, size, nothing = torch.Size([0, 0]), torch.Size([count, 3]), torch.Size([0, 3])
-    entry.size = size
-    entry.chunks = [ChunkStorageMetadata(start, size), *[ChunkStorageMetadata(start, nothing)] * empty_pieces]
-
-
 # What is done to a description, which it may replace, and why it is refused then.
 REFUSALS: list[tuple[Callable[[Any], object], str]] = [
     (lambda it: {}, "'dict' object has no attribute"),
@@ -304,22 +274,13 @@ REFUSALS: list[tuple[Callable[[Any], object], str]] = [
     (lambda it: it.planner_data.update(more=nn.Linear), "it names torch.nn.modules.linear.Linear"),
     (lambda it: it.planner_data.update(more=("model", "more")), "its values and their places have different names"),
     (lambda it: setattr(it, "planner_data", []), "'list' object has no attribute"),
-    (lambda it: it.state_dict_metadata.update({WEIGHT: 3}), "'int' object has no attribute"),
+    (lambda it: it.planner_data.update({WEIGHT: ("optimizer", "param_groups", 10**12)}), "'model.weight' has no place"),
     (lambda it: setattr(entry_of(it), "properties", None), "'NoneType' object has no attribute"),
     (lambda it: setattr(entry_of(it).properties, "dtype", "float32"), "'str' object has no attribute"),
-    (lambda it: setattr(entry_of(it), "size", (2, -3)), "-3 where a length belongs"),
-    (lambda it: setattr(entry_of(it), "size", torch.Size([2**57])), f"a size of [{2**57}]"),
-    (lambda it: setattr(entry_of(it), "chunks", []), "'model.weight'"),
-    (lambda it: entry_of(it).chunks.extend(entry_of(it).chunks), "the pieces of 'model.weight' do not make the whole"),
-    (lambda it: setattr(entry_of(it), "size", torch.Size([6])), "zip()"),
-    (lambda it: with_rows(it, 200), "'model.weight' is larger than its pieces"),
-    (lambda it: with_rows(it, 200, empty_pieces=9), "'model.weight' is larger than its pieces"),
+    (lambda it: setattr(entry_of(it), "size", torch.Size([2**57])), "'model.weight' is larger than the files"),
+    (lambda it: setattr(entry_of(it), "size", torch.Size([2000, 3])), "'model.weight' is larger than the files"),
     (lambda it: setattr(place_of(it), "relative_path", 3), "which is no file of the checkpoint"),
     (lambda it: setattr(place_of(it), "relative_path", ".metadata"), "which is no file of the checkpoint"),
-    (lambda it: setattr(place_of(it), "offset", -1), "-1 where a length belongs"),
-    (lambda it: setattr(place_of(it), "offset", 2**20), "'model.weight' lies beyond the end of __0_0.distcp"),
-    (lambda it: setattr(place_of(it), "transform_descriptors", ["zstd"]), "its values are compressed"),
-    (lambda it: setattr(place_of(it), "length", place_of(it).length + 1), "its values share their place in the files"),
 ]
 
 
@@ -337,34 +298,6 @@ def test_a_description_that_cannot_be_is_refused(number: int, tmp_path: Path) ->
     path.write_bytes(replaced)
     with pytest.raises(ConfigError, match=rf"\.metadata does not describe a checkpoint: .*{re.escape(reason)}.*\n"):
         read_metadata(path, file_bytes)
-
-
-def test_pieces_without_elements_may_begin_where_others_do(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path, 1, nn.Linear(3, 2)).wait()
-    metadata: Any = FileSystemReader(folder).read_metadata()
-    with_rows(metadata, 2, empty_pieces=9)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    read_metadata(folder / ".metadata", {"__0_0.distcp": (folder / "__0_0.distcp").stat().st_size})
-
-
-@pytest.mark.parametrize("is_reversed", [False, True])
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (("model", "w"), ("model", "w")),
-        (("model", "w"), ("model", "w", "x")),
-        (("model", "w", 0), ("model", "w", 0, "x", "y")),
-        (("optimizer", "state", "w", "step"), ("optimizer", "state", "w", "step", 0)),
-        (("optimizer", "param_groups", 0, "betas"), ("optimizer", "param_groups", 0, "betas", 1)),
-    ],
-)
-def test_no_value_lies_where_another_is_or_below_it(one: Any, other: Any, is_reversed: bool) -> None:
-    between: list[Any] = [("model", "v"), ("model", "w2"), ("optimizer", "param_groups", 0, "lr")]
-    paths = [other, *between, one] if is_reversed else [one, *between, other]
-    saved = [OptimizerNames("SGD", (GroupNames(("w",), ("lr",)),))]
-    with pytest.raises(ConfigError, match="two of them share the place"):
-        check_places(Metadata({}, {str(index): path for index, path in enumerate(paths)}, {}), saved)
-    check_places(Metadata({}, {str(index): path for index, path in enumerate([*between, other])}, {}), saved)
 
 
 # -- at random
@@ -475,11 +408,14 @@ def load_what_was_changed(root: Path, seeds: range) -> None:
             before = {path.name: path.read_bytes() for path in folder.iterdir()}
         dist.barrier()
         try:
-            said = told(partial(load_checkpoint, root / "run", model, optimizer))
+            load_checkpoint(root / "run", model, optimizer)
+            said = ["no error"]
+        # What is made up, and fits its checksum, may fail in any way, but on every rank.
         except Exception as error:
-            raise AssertionError(f"seed {seed}") from error
-        assert len({re.split(r"\n  (?:at|fix):", one)[0] for one in said}) == 1, (seed, said)
-        assert said[0] == "no error" or str(root / "run") in said[0], (seed, said)
+            said = [str(error)]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, said)
+        assert len({one == ["no error"] for one in everyone}) == 1, (seed, everyone)
         assert "weights_only" not in said[0], (seed, said)
         outcomes["loaded" if said[0] == "no error" else "refused"] += 1
         values = full_state_dict(model)

@@ -408,23 +408,15 @@ def test_saves_that_begin_at_once_have_one_right(tmp_path: Path) -> None:
     assert run_ranks(meet_another_run, 1, tmp_path)[0] == ["no error"]
 
 
-def test_without_locks_the_run_that_was_overtaken_is_told(tmp_path: Path) -> None:
+def test_a_disk_without_locks_stops_no_save(tmp_path: Path) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     with mock.patch.object(fcntl, "lockf", refuse):
-        model = make_model()
-        save_checkpoint(tmp_path, 1, model)
-        save_checkpoint(tmp_path, 2, model)
-        (tmp_path / "writer.lock").write_text(
-            '{"host": "elsewhere", "process": 7, "since": "today", "token": "of another"}'
-        )
-        with pytest.raises(UsageError, match=r"another run writes to .*\n.*process 7 on elsewhere, since today"):
-            save_checkpoint(tmp_path, 3, model)
-        # A run that begins takes over: the one before may have been killed.
-        del model
-        gc.collect()
-        save_checkpoint(tmp_path, 3, make_model())
+        for step in (1, 2):
+            save_checkpoint(tmp_path, step, make_model())
+            gc.collect()
+    assert (tmp_path / "writer.lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
 def test_a_file_of_somebody_else_is_no_lock(tmp_path: Path) -> None:
