@@ -35,7 +35,7 @@ __all__ = ["FIRST", "cases_of", "check"]
 
 STEPS = 3
 # How many cases of each table are in the first tier.
-FIRST = 40
+FIRST = 30
 MAX_NORM = 0.3
 EXACT = 2e-6
 # The digits of bfloat16, of gradients that a step multiplies by a learning rate of 0.1.

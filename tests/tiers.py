@@ -21,7 +21,7 @@ make test: some tests of each promise and each behaviour; 5 minutes on two cores
            all tests, 20 minutes: make test-all; more random models: python -m tests.fuzz.run --seeds 0-1000"""
 
 # How many cases of one test.
-CASES = 8
+CASES = 5
 # What all of its cases hold: pages, the house, and the tiers themselves.
 FILES = (
     *("test_architecture.py", "test_behaviours.py", "test_docs.py", "test_docs_testing.py", "test_readme.py"),
