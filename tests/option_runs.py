@@ -44,13 +44,17 @@ ROUNDED = 2e-3
 
 @functools.cache
 def cases_of(api: str) -> list[str]:
-    """Return the lines of all cases of a table; those that are compiled come last."""
-    cases = sorted(pairwise(TABLES[api]), key=lambda case: case["compiled"] != "not")
-    return [
-        text_of(TABLES[api], case)
-        for case in cases
-        if not any(values.items() <= case.items() for values in REFUSED[api])
+    """Return the lines of all cases of a table: first those that have every value soonest, last those that compile."""
+    left = [
+        case for case in pairwise(TABLES[api]) if not any(values.items() <= case.items() for values in REFUSED[api])
     ]
+    cases: list[Case] = []
+    seen: set[tuple[str, str]] = set()
+    while left:
+        news = [(case["compiled"] == "not", len(case.items() - seen)) for case in left]
+        cases.append(left.pop(news.index(max(news))))
+        seen |= cases[-1].items()
+    return [text_of(TABLES[api], case) for case in cases]
 
 
 def check(api: str, text: str) -> None:

@@ -28,11 +28,12 @@ def test_the_other_cases_train_as_one_process_too(api: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("api", TABLES)
-def test_each_value_of_each_option_is_in_some_case(api: str) -> None:
+def test_each_value_of_each_option_is_in_one_of_the_first_cases_unless_it_compiles(api: str) -> None:
     cases = cases_of(api)
     for option, values in TABLES[api].items():
         for name in list(values)[1:]:
-            assert any(f"{option}={name}" in case.split(", ") for case in cases), f"{option}={name}"
+            among = cases if option == "compiled" else cases[:FIRST]
+            assert any(f"{option}={name}" in case.split(", ") for case in among), f"{option}={name}"
 
 
 @pytest.mark.parametrize("api", TABLES)
