@@ -4,7 +4,6 @@ What checks an annotation takes it as ``shard``, a function of a module and of o
 """
 
 import copy
-import random
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -18,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from composable import (
     ConfigError,
     MixedPrecisionPolicy,
-    clip_grad_norm_,
     fully_shard,
     no_sync,
     unannotate,
@@ -49,7 +47,6 @@ __all__ = [
     "step_alike",
     "take_off_between",
     "train",
-    "train_at_random",
     "write",
     "write_between",
     "x_of",
@@ -161,64 +158,6 @@ class Tower(nn.Sequential):
             for _ in range(1 + twice):
                 x = layer(x) if recompute is None else checkpoint(layer, x, use_reentrant=recompute)
         return x
-
-
-def train_at_random(seed: int, annotate: Callable[[random.Random, Any], None], *, is_freed: bool) -> None:
-    """Draw an annotation, micro-batches, clipping, unused parts, writes, what runs between; compare with one process.
-
-    Args:
-        seed: Of all that is drawn.
-        annotate: Draws how the layers of a model are annotated.
-        is_freed: After a backward no secondary shards are left.
-    """
-    draw, rank, world_size = random.Random(seed), dist.get_rank(), dist.get_world_size()
-    made = [seeded(lambda: Tower(nn.Linear(DIM, DIM), MLPBlock(), MLPBlock()), seed) for _ in range(2)]
-    model, plain = made
-    annotate(draw, model)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=LR, momentum=0.9) for one in made]
-
-    def evaluate(x: torch.Tensor) -> None:
-        with torch.no_grad():
-            model(x, draw.choice([2, 3]), twice=draw.random() < 0.5, recompute=None)
-
-    for step in range(4):
-        micro_batches, clips, skips = draw.randint(1, 3), draw.random() < 0.5, draw.random() < 0.3
-        for number in range(micro_batches):
-            is_last = number + 1 == micro_batches
-            every = [random_input(1000 * (10 * step + number) + one, 4, DIM) for one in range(world_size)]
-            options = {"twice": draw.random() < 0.3, "recompute": draw.choice([None, None, False, True])}
-            layers = 3 if is_last else draw.choice([1, 2, 3])
-            before = draw.choice(["", "", "eval", "unshard", "written"])
-            if before == "eval":
-                evaluate(every[rank])
-            elif before == "unshard":
-                model.unshard(async_op=draw.random() < 0.5)
-            elif before == "written" and number == 0:
-                for one in made:
-                    write(one, 0.9)
-            inputs = [(every[rank], model), (torch.cat(every), plain)]
-            losses = [one(x.requires_grad_(), layers, **options).square().mean() for x, one in inputs]
-            between = draw.choice(["", "", "eval", "shown", "unshard"])
-            if between == "eval":
-                evaluate(every[rank])
-            elif between == "shown":
-                with unshard_params(model):
-                    pass
-            elif between == "unshard":
-                model.unshard()
-                if draw.random() < 0.5:
-                    model.reshard()
-            with no_sync(model) if not is_last and draw.random() < 0.5 else torch.enable_grad():
-                losses[0].backward()
-            losses[1].backward()
-            assert not (is_freed and secondary_bytes(model))
-        for one, optimizer in zip(made, optimizers, strict=True):
-            clip = clip_grad_norm_ if one is model else nn.utils.clip_grad_norm_
-            clip(one.parameters(), 0.3 if clips else 9)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=not skips)
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(found), expected.detach(), rtol=2e-6, atol=2e-6)
 
 
 def accumulate(model: nn.Module) -> list[int]:

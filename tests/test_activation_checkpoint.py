@@ -4,9 +4,8 @@ import copy
 import inspect
 import itertools
 import pickle
-import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -37,11 +36,11 @@ from composable.ground.contract import get_registry
 from composable.ground.torch_private import TorchDispatchMode
 from tests.counting import CountingTransport
 from tests.models import BATCH, DIM, FloatInput, MLPBlock, loss_of, random_input, seeded
+from tests.pairwise import pairs_of
 from tests.parity import (
     Run,
     assert_equal_params,
     assert_equal_runs,
-    full_params,
     global_inputs,
     inputs_of,
     mean_over_ranks,
@@ -158,9 +157,7 @@ def train_everywhere(kind: str, api: str) -> dict[tuple[str, str], Run]:
     return {(place, order): train(kind, place, order, api) for place, order in itertools.product(PLACES, ORDERS)}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(*pairs_of(kind=KINDS, api=APIS, world_size=[2, 3]))
 def test_every_kind_at_every_place_trains_as_one_process(kind: str, api: str, world_size: int) -> None:
     expected = reference(world_size)
     runs: list[dict[Any, Run]] = run_threads(train_everywhere, world_size, kind, api)
@@ -618,75 +615,3 @@ def compiled_with_debug() -> str:
 
 def test_debug_is_refused_by_the_compiler() -> None:
     assert "debug=True cannot be compiled" in run_ranks(compiled_with_debug, 1)[0]
-
-
-# Random trees
-
-
-class Tree(nn.Module):
-    """Layers and trees, one after the other, one of them perhaps twice."""
-
-    def __init__(self, rng: random.Random, depth: int) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.rand(DIM) + 0.5)
-        self.kids = nn.ModuleList(
-            Tree(rng, depth - 1) if depth and rng.random() < 0.6 else nn.Linear(DIM, DIM)
-            for _ in range(rng.randint(1, 3))
-        )
-        self.repeats = rng.choice([1, 1, 2])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x * self.w
-        for index, kid in enumerate(self.kids):
-            for _ in range(self.repeats if index == 0 else 1):
-                y = torch.tanh(kid(y))
-        return x + y
-
-
-def annotations_of(model: Tree, rng: random.Random) -> Iterator[Callable[[], object]]:
-    """Yield calls of the three annotations; those of data parallelism come from the inside out."""
-    modules = [module for module in model.modules() if not isinstance(module, nn.ModuleList)]
-    calls: list[Callable[[], object]] = []
-    for module in reversed(modules):
-        if module is model or rng.random() < 0.4:
-            calls.append(partial(rng.choice([fully_shard, fully_shard, replicate]), module))
-    for module in modules:
-        if rng.random() < 0.4:
-            options = {"early_stop": rng.random() < 0.5}
-            calls.insert(rng.randint(0, len(calls)), partial(checkpoint, module, **options))
-    yield from calls
-
-
-def train_tree(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in batches:
-        loss_of(model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def tree(seed: int) -> Tree:
-    return seeded(lambda: Tree(random.Random(seed), 2), seed)
-
-
-def train_trees(seeds: Sequence[int]) -> dict[int, dict[str, torch.Tensor]]:
-    results = {}
-    for seed in seeds:
-        model = tree(seed)
-        for call in annotations_of(model, random.Random(f"{seed}/annotations")):
-            call()
-        train_tree(model, [random_input(10 * step + dist.get_rank(), BATCH, DIM) for step in range(STEPS)])
-        results[seed] = full_params(model)
-    return results
-
-
-@pytest.mark.parametrize("seeds", [range(start, start + 10) for start in range(0, 40, 10)], ids=str)
-def test_random_trees_of_all_three_annotations_train_as_one_process(seeds: Sequence[int]) -> None:
-    for results in run_threads(train_trees, 2, seeds):
-        for seed, params in results.items():
-            plain = tree(seed)
-            whole = [
-                torch.cat([random_input(10 * step + rank, BATCH, DIM) for rank in range(2)]) for step in range(STEPS)
-            ]
-            train_tree(plain, whole)
-            assert_equal_params(params, dict(plain.named_parameters()), tolerance=1e-6, where=f"seed {seed}")

@@ -229,31 +229,27 @@ TWICE: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-def two_averages(api: str) -> dict[str, str]:
+@pytest.mark.parametrize("api", APIS)
+@on_ranks(2, run=run_ranks)
+def test_two_things_that_average_the_same_gradients_are_refused_by_name(api: str) -> None:
     found = {}
     for name, build in TWICE.items():
         found[name] = error_of(lambda build=build: backward(build(APIS[api]), dist.get_rank()))
     model = APIS[api](make_model())
     backward(model, dist.get_rank())  # The next model trains.
-    return found
+    texts = found
+    for name, text in texts.items():
+        rival = next((one for one in ("torch's replicate", "torch's fully_shard") if one in name), "Distributed")
+        assert re.match(r"(ConfigError|UsageError): two things (would )?average these gradients: ", text), text
+        # torch's replicate is made of the other one.
+        assert rival in text or ("torch" in name and "DistributedDataParallel" in text), (name, text)
+        assert "at:  rank" in text and "fix:" in text
+        if "torch's fully_shard" in name:
+            assert text.endswith("fix: keep one of them: import fully_shard from composable everywhere, not from torch")
 
 
-@pytest.mark.parametrize("api", APIS)
-def test_two_things_that_average_the_same_gradients_are_refused_by_name(api: str) -> None:
-    for texts in run_ranks(two_averages, 2, api):
-        for name, text in texts.items():
-            rival = next((one for one in ("torch's replicate", "torch's fully_shard") if one in name), "Distributed")
-            assert re.match(r"(ConfigError|UsageError): two things (would )?average these gradients: ", text), text
-            # torch's replicate is made of the other one.
-            assert rival in text or ("torch" in name and "DistributedDataParallel" in text), (name, text)
-            assert "at:  rank" in text and "fix:" in text
-            if "torch's fully_shard" in name:
-                assert text.endswith(
-                    "fix: keep one of them: import fully_shard from composable everywhere, not from torch"
-                )
-
-
-def beside_torchs_shards() -> None:
+@on_ranks(2, run=run_ranks)
+def test_a_part_that_one_of_two_leaves_alone_may_belong_to_the_other() -> None:
     """Train what torch shards but for a part that is annotated here, added before it or after; or the other way round."""
     for api in APIS.values():
         for is_added_late in (False, True):
@@ -268,19 +264,12 @@ def beside_torchs_shards() -> None:
         backward(api(model, ignored_modules=[model.part]), dist.get_rank())
 
 
-def test_a_part_that_one_of_two_leaves_alone_may_belong_to_the_other() -> None:
-    run_ranks(beside_torchs_shards, 2)
-
-
-def ignoring_wrapper() -> None:
+@on_ranks(2, run=run_ranks)
+def test_a_wrapper_that_is_told_to_ignore_them_is_no_second_average() -> None:
     model = Around(replicate(make_model()))
     names = [f"part.{fqn}" for fqn, _ in model.part.named_parameters()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     backward(DistributedDataParallel(model), dist.get_rank())
-
-
-def test_a_wrapper_that_is_told_to_ignore_them_is_no_second_average() -> None:
-    run_ranks(ignoring_wrapper, 2)
 
 
 # -- optimizers inside backward

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from composable import fully_shard, register_comm_hook, replicate
 from tests.models import MLPBlock, loss_of, make_model, random_input, seeded
 from tests.parity import assert_equal_params, full_params, global_inputs, inputs_of
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 DIM = 32
 
@@ -241,7 +241,9 @@ def test_models_that_train_apart_are_averaged_as_copies_in_one_process(kind: str
 # Quantised messages
 
 
-def quantised_gather(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["FP16", "BFP16"])
+@on_ranks(2)
+def test_shards_travel_as_16_bits_through_torchs_quantised_collectives(kind: str) -> None:
     model = seeded(lambda: nn.Linear(8, 8, bias=False), 0)
     whole = model.weight.detach().clone()
     fully_shard(model)
@@ -260,8 +262,3 @@ def quantised_gather(kind: str) -> None:
     auto_quantize(dist.all_to_all, DQuantType[kind])(rows, list(own.split(part)), group=group)
     mine = rounded.view(world_size, world_size, part, 8)[:, dist.get_rank()]
     assert torch.equal(torch.cat(rows), mine.reshape(-1, 8))
-
-
-@pytest.mark.parametrize("kind", ["FP16", "BFP16"])
-def test_shards_travel_as_16_bits_through_torchs_quantised_collectives(kind: str) -> None:
-    run_threads(quantised_gather, 2, kind)

@@ -28,8 +28,9 @@ from composable import (
     unshard_params,
 )
 from tests.models import random_input, seeded
+from tests.pairwise import pairs_of
 from tests.parity import full
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 WIDTH = 6
 STEPS = 3
@@ -133,29 +134,19 @@ def train(wish: str, optimizer_name: str, *, is_flat: bool) -> None:
     assert_close([full(param) for param in model.parameters()], list(plain.parameters()))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("wish", WISHES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(*pairs_of(world_size=[1, 2, 3], wish=WISHES, optimizer=OPTIMIZERS))
 def test_training_is_that_of_one_process(world_size: int, wish: str, optimizer: str) -> None:
     run_threads(train, world_size, wish, optimizer, is_flat=False)
 
 
-@pytest.mark.parametrize("wish", ["tensor", "Shard(1)"])
-def test_flat_steps_are_those_of_one_process(wish: str) -> None:
-    run_threads(train, 3, wish, "AdamW", is_flat=True)
-
-
-def train_compiled() -> None:
+@on_ranks(2, run=run_ranks)
+def test_compiled_training_is_that_of_one_process() -> None:
     plain = build(Even)
     model = fully_shard(copy.deepcopy(plain), shard_placement_fn=second_dim)
     model.compile(backend="aot_eager")
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, model)]
     expected = steps(plain, optimizers[0], global_batches())
     assert_close(steps(model, optimizers[1], own_batches()), expected)
-
-
-def test_compiled_training_is_that_of_one_process() -> None:
-    run_ranks(train_compiled, 2)
 
 
 # -- beside torch's own
@@ -183,7 +174,10 @@ def cut_where_even(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.dim() > 1 and param.shape[1] % WIDTH == 0 else None
 
 
-def train_beside_torch(place: Callable[[nn.Parameter], Shard | None]) -> None:
+@pytest.mark.parametrize("place", [first_dim, cut_where_even])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(run=run_ranks)
+def test_training_is_that_of_torchs_fully_shard(place: Callable[[nn.Parameter], Shard | None]) -> None:
     ours, theirs = build(Even), build(Even)
     fully_shard(ours, shard_placement_fn=place)
     fsdp.fully_shard(theirs, shard_placement_fn=place)
@@ -201,12 +195,6 @@ def train_beside_torch(place: Callable[[nn.Parameter], Shard | None]) -> None:
         assert (
             place(ours.up.weight) is None or mine.to_local().numel() % (mine.numel() // mine.shape[placement.dim]) == 0
         )
-
-
-@pytest.mark.parametrize("place", [first_dim, cut_where_even])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_training_is_that_of_torchs_fully_shard(world_size: int, place: Callable[[nn.Parameter], Shard | None]) -> None:
-    run_ranks(train_beside_torch, world_size, place)
 
 
 # -- what a whole tensor on one rank is good for
@@ -288,7 +276,10 @@ def test_a_checkpoint_of_one_cut_loads_into_another_on_other_ranks(saved: str, l
         torch.testing.assert_close(found, expected, rtol=0, atol=0, check_stride=False)
 
 
-def copy_and_undo(wish: str) -> None:
+@pytest.mark.parametrize("wish", ["tensor", "blocks of rows", "Shard(1)", "Shard(-1)"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_copies_and_plain_models_have_the_values_and_train(wish: str) -> None:
     plain = build(Net)
     model = fully_shard(copy.deepcopy(plain), policy={nn.Conv2d}, **WISHES[wish])
     twin = copy.deepcopy(model)
@@ -309,28 +300,6 @@ def copy_and_undo(wish: str) -> None:
     fully_shard(twin)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, twin)]
     assert_close(steps(twin, optimizers[1], own_batches()), steps(plain, optimizers[0], global_batches()))
-
-
-@pytest.mark.parametrize("wish", ["tensor", "blocks of rows", "Shard(1)", "Shard(-1)"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_copies_and_plain_models_have_the_values_and_train(world_size: int, wish: str) -> None:
-    run_threads(copy_and_undo, world_size, wish)
-
-
-def fill_later(wish: str) -> None:
-    expected = build(Net)
-    is_first = dist.get_rank() == 0
-    with torch.device("cpu" if is_first else "meta"):
-        model = build(Net)
-    fully_shard(
-        model, sync_module_states=True, param_init_fn=lambda module: module.to_empty(device="cpu"), **WISHES[wish]
-    )
-    assert_close([full(param) for param in model.parameters()], list(expected.parameters()))
-
-
-@pytest.mark.parametrize("wish", ["tensor", "Shard(1)"])
-def test_the_first_ranks_values_arrive_in_promised_cuts(wish: str) -> None:
-    run_threads(fill_later, 3, wish)
 
 
 # -- random trees of wishes
@@ -406,7 +375,8 @@ def test_a_function_that_answers_otherwise_on_one_rank_is_told_on_all(name: str,
         assert f"    rank 0: {start}, module Net\n    rank 1: {start}, {said}, module Net\n" in message
 
 
-def refuse_then_train() -> None:
+@on_ranks(2)
+def test_after_a_function_raised_the_module_is_as_it_was() -> None:
     model = build(Net)
     before = [sorted(vars(module)) for module in model.modules()], list(model.parameters())
     asked: list[str] = []
@@ -422,7 +392,3 @@ def refuse_then_train() -> None:
     after = [sorted(vars(module)) for module in model.modules()], list(model.parameters())
     assert before[0] == after[0] and all(map(lambda a, b: a is b, before[1], after[1]))
     train("mixed", "SGD", is_flat=False)
-
-
-def test_after_a_function_raised_the_module_is_as_it_was() -> None:
-    run_threads(refuse_then_train, 2)

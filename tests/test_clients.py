@@ -20,7 +20,7 @@ from torch.distributed.pipelining._backward import stage_backward_input
 
 from composable import ComposableError, fully_shard, load_full_state_dict, replicate
 from tests.parity import full, mean_over_ranks
-from tests.world import RankErrors, run_ranks, run_threads, told
+from tests.world import RankErrors, on_ranks, run_ranks, run_threads, told
 
 CLIENTS = Path(__file__).parent.parent / "examples" / "clients"
 STEPS = 4
@@ -149,19 +149,16 @@ def test_a_replicated_stage_that_splits_backward_is_told_that_nothing_averages(s
         assert "take a schedule without zero bubble" in text
 
 
-def split_backward_in_a_container(annotate: Callable[[nn.Module], nn.Module]) -> str:
+@pytest.mark.parametrize("annotate", [fully_shard, replicate])
+@on_ranks(2)
+def test_a_plain_container_of_annotated_layers_is_told_in_backward(annotate: Callable[..., nn.Module]) -> None:
     model = nn.Sequential(annotate(nn.Linear(4, 4)))  # whose `parameters` are torch's own
     x = torch.ones(2, 4, requires_grad=True)
     out = model(x)
     with pytest.raises(RuntimeError) as error:
         stage_backward_input([out], [torch.ones_like(out)], [x], model.parameters())
-    return "".join(traceback.format_exception(error.value))
-
-
-@pytest.mark.parametrize("annotate", [fully_shard, replicate])
-def test_a_plain_container_of_annotated_layers_is_told_in_backward(annotate: Callable[..., nn.Module]) -> None:
-    for text in run_threads(split_backward_in_a_container, 2, annotate):
-        assert "UsageError: a pipeline's stage takes gradients of inputs and of parameters apart" in text
+    text = "".join(traceback.format_exception(error.value))
+    assert "UsageError: a pipeline's stage takes gradients of inputs and of parameters apart" in text
 
 
 def train_quantized(ranks: range) -> tuple[list[float], dict[str, Any]]:

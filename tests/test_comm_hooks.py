@@ -41,9 +41,10 @@ from composable.comm.hang_watchdog import explained
 from composable.errors import SignatureError
 from tests.counting import CountingTransport
 from tests.models import BATCH, DIM, MLPBlock, random_input, seeded
+from tests.pairwise import pairs_of
 from tests.parity import full
 from tests.test_divergence import wait_until_all_are_told
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -240,10 +241,14 @@ def emulated(low: torch.dtype, world_size: int) -> dict[str, torch.Tensor]:
     return {fqn: grad.div_(post).float() for fqn, grad in total.items()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("way", ["hook", "wrapper"])
-@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
+@pytest.mark.parametrize(
+    *pairs_of(
+        annotation=["fully_shard", "replicate"],
+        way=["hook", "wrapper"],
+        low=[torch.float16, torch.bfloat16],
+        world_size=[1, 2, 3],
+    )
+)
 def test_compressed_gradients_are_those_that_one_process_emulates(
     annotation: str, way: str, low: torch.dtype, world_size: int
 ) -> None:
@@ -272,18 +277,15 @@ def test_complex_gradients_are_compressed_in_both_parts() -> None:
         torch.testing.assert_close(shard, expected[2 * rank : 2 * rank + 2], rtol=0, atol=0)
 
 
-def on_gloo(annotation: str) -> list[dict[str, torch.Tensor]]:
-    return [train_with(annotation, "root", torch.float32, hook) for hook in (None, mean_hook)] + [
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
+@on_ranks(2, run=run_ranks)
+def test_hooks_talk_in_real_process_groups(annotation: str) -> None:
+    plain, hooked, low = [train_with(annotation, "root", torch.float32, hook) for hook in (None, mean_hook)] + [
         compressed(annotation, "hook", torch.bfloat16)
     ]
-
-
-@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
-def test_hooks_talk_in_real_process_groups(annotation: str) -> None:
-    for plain, hooked, low in run_ranks(on_gloo, 2, annotation):
-        close(hooked, plain, 0)
-        close(low, plain, 2 * torch.finfo(torch.bfloat16).eps)
-        assert not torch.equal(low["last.weight"], plain["last.weight"])
+    close(hooked, plain, 0)
+    close(low, plain, 2 * torch.finfo(torch.bfloat16).eps)
+    assert not torch.equal(low["last.weight"], plain["last.weight"])
 
 
 # What a hook is called with, and how often
@@ -325,7 +327,9 @@ def test_a_replicated_module_calls_a_hook_for_each_bucket_without_an_output(worl
         assert len(calls) > buckets > 1
 
 
-def two_dtypes() -> tuple[list[torch.dtype], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_each_buffer_of_a_handle_is_reduced_by_itself_and_an_empty_one_not_at_all() -> None:
     results = []
     seen: list[torch.dtype] = []
     for is_hooked in (False, True):
@@ -337,14 +341,9 @@ def two_dtypes() -> tuple[list[torch.dtype], dict[str, torch.Tensor], dict[str, 
             register_comm_hook(model, default_state(), noting(seen, lambda grad: grad.dtype))
         backward(model, dist.get_rank())
         results.append(grads_of(model))
-    return seen, *results
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_each_buffer_of_a_handle_is_reduced_by_itself_and_an_empty_one_not_at_all(world_size: int) -> None:
-    for seen, plain, hooked in run_threads(two_dtypes, world_size):
-        assert sorted(map(str, seen)) == ["torch.float32", "torch.float64"]
-        close(hooked, plain, 0)
+    seen, plain, hooked = seen, *results
+    assert sorted(map(str, seen)) == ["torch.float32", "torch.float64"]
+    close(hooked, plain, 0)
 
 
 def in_low_precision(is_hooked: bool) -> tuple[set[torch.dtype], dict[str, torch.Tensor]]:
@@ -364,56 +363,6 @@ def test_a_hook_gets_gradients_in_the_dtype_of_the_reduction(world_size: int) ->
         assert seen == {torch.bfloat16}
         assert all(grad.dtype is torch.float32 for grad in grads.values())
         close(grads, plain, 2 * torch.finfo(torch.bfloat16).eps)
-
-
-def accumulated(annotation: str, is_hooked: bool) -> dict[str, torch.Tensor]:
-    model = annotate(make_net(), annotation)
-    if is_hooked:
-        register_comm_hook(model, default_state(), mean_hook)
-    with no_sync(model):
-        backward(model, dist.get_rank(), step=0)
-    backward(model, dist.get_rank(), step=1)
-    backward(model, dist.get_rank(), step=2)
-    return grads_of(model)
-
-
-@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
-def test_gradients_that_waited_go_through_the_hook_with_the_next(annotation: str) -> None:
-    plain = run_threads(accumulated, 2, annotation, False)[0]
-    for grads in run_threads(accumulated, 2, annotation, True):
-        close(grads, plain, 0)
-
-
-class Branches(nn.Module):
-    """Each rank uses its own layer of two, and none uses the third."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
-        self.trunk = nn.Linear(DIM, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[dist.get_rank() % 2](self.trunk(x))
-
-
-def unused(annotation: str, is_hooked: bool) -> dict[str, torch.Tensor]:
-    model = seeded(Branches, 0)
-    if annotation == "replicate":
-        replicate(model, find_unused_parameters=True)
-    else:
-        fully_shard(model, options=HandleOptions(unused_gradients=annotation))
-    if is_hooked:
-        register_comm_hook(model, default_state(), mean_hook)
-    backward(model, dist.get_rank())
-    return grads_of(model)
-
-
-@pytest.mark.parametrize("way", ["replicate", "none", "zero"])
-def test_unused_parameters_count_as_zeros_in_a_hook(way: str) -> None:
-    plain = run_threads(unused, 2, way, False)[0]
-    for grads in run_threads(unused, 2, way, True):
-        close(grads, plain, 0)
-        assert grads["layers.0.weight"].abs().max() > 0
 
 
 class Tower(nn.Module):
@@ -543,7 +492,9 @@ def test_the_random_trees_have_what_is_to_be_tested() -> None:
 # How long a registration lasts
 
 
-def copied(annotation: str) -> list[Any]:
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
+@on_ranks(2)
+def test_a_copy_has_the_hook_with_a_copy_of_its_state(annotation: str) -> None:
     model = annotate(make_net(), annotation)
     state = default_state()
     state.calls = 0
@@ -567,15 +518,13 @@ def copied(annotation: str) -> list[Any]:
     places = {one.module for unit in units for one in unit.comm_hooks}
     twins_calls = {one.state.calls for unit in units for one in unit.comm_hooks}
     expected = {twin} if annotation == "replicate" else {twin, twin.blocks}
-    return [first > 0, after_twin == first, state.calls == first, places == expected, max(twins_calls) > first]
+    assert [first > 0, after_twin == first, state.calls == first, places == expected, max(twins_calls) > first] == [
+        True
+    ] * 5
 
 
-@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
-def test_a_copy_has_the_hook_with_a_copy_of_its_state(annotation: str) -> None:
-    assert run_threads(copied, 2, annotation) == [[True] * 5] * 2
-
-
-def copied_part() -> tuple[bool, bool]:
+@on_ranks(2)
+def test_a_copy_of_a_part_has_the_hook_of_the_module_around_and_a_nearer_one_holds() -> None:
     model = fully_shard(make_net(), policy={nn.Linear})
     calls: list[int] = []
     register_comm_hook(nn.Sequential(model), LowPrecisionState(default_state().process_group), fp16_compress_hook)
@@ -587,14 +536,11 @@ def copied_part() -> tuple[bool, bool]:
     twin(torch.ones(2, DIM + 1)).sum().backward()
     handle.remove()
     twin(torch.ones(2, DIM + 1)).sum().backward()
-    return part == 2, len(calls) == 4
+    assert (part == 2, len(calls) == 4) == (True, True)
 
 
-def test_a_copy_of_a_part_has_the_hook_of_the_module_around_and_a_nearer_one_holds() -> None:
-    assert run_threads(copied_part, 2) == [(True, True)] * 2
-
-
-def copied_twice_hooked() -> bool:
+@on_ranks(2)
+def test_a_copy_of_replicated_modules_inside_one_another_has_the_hook_of_each() -> None:
     model = make_net()
     replicate(model.blocks)
     replicate(model)
@@ -606,14 +552,11 @@ def copied_twice_hooked() -> bool:
     for one in (model, twin):
         backward(one, dist.get_rank())
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
-    return len(outer) == len(inner) > 0 and all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    assert len(outer) == len(inner) > 0 and all(torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
-def test_a_copy_of_replicated_modules_inside_one_another_has_the_hook_of_each() -> None:
-    assert run_threads(copied_twice_hooked, 2) == [True] * 2
-
-
-def adopted() -> list[int]:
+@on_ranks(2)
+def test_a_hook_stays_when_another_root_adopts_its_handle() -> None:
     model = make_net()
     fully_shard(model.blocks)
     calls: list[int] = []
@@ -622,16 +565,13 @@ def adopted() -> list[int]:
     model.zero_grad()
     fully_shard(model)
     backward(model, dist.get_rank())
-    return calls
+    assert len(calls) == 2
+    assert len(set(calls)) == 1
 
 
-def test_a_hook_stays_when_another_root_adopts_its_handle() -> None:
-    for calls in run_threads(adopted, 2):
-        assert len(calls) == 2
-        assert len(set(calls)) == 1
-
-
-def undone(annotation: str) -> tuple[int, int]:
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
+@on_ranks(2)
+def test_unannotate_takes_hooks_off(annotation: str) -> None:
     model = annotate(make_net(), annotation)
     calls: list[int] = []
     handle = register_comm_hook(model, default_state(), noting(calls))
@@ -645,16 +585,13 @@ def undone(annotation: str) -> tuple[int, int]:
     backward(model, dist.get_rank())
     handle.remove()  # It is off.
     register_comm_hook(model, default_state(), mean_hook)
-    return before, len(calls)
+    before, after = before, len(calls)
+    assert before == after > 0
 
 
-@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
-def test_unannotate_takes_hooks_off(annotation: str) -> None:
-    for before, after in run_threads(undone, 2, annotation):
-        assert before == after > 0
-
-
-def undone_while_gradients_wait(way: str) -> str:
+@pytest.mark.parametrize("way", ["communication hook", "all-reduce hook"])
+@on_ranks(2)
+def test_what_waits_for_a_hook_is_reduced_before_the_hook_is_taken_off(way: str) -> None:
     model = annotate(make_net(), "fully_shard")
     if way == "communication hook":
         register_comm_hook(model, default_state(), mean_hook)
@@ -669,14 +606,9 @@ def undone_while_gradients_wait(way: str) -> str:
     unannotate(model)
     for fqn, param in model.named_parameters():
         assert torch.equal(param.grad, reduced[fqn]), fqn
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("way", ["communication hook", "all-reduce hook"])
-def test_what_waits_for_a_hook_is_reduced_before_the_hook_is_taken_off(way: str) -> None:
-    for text in run_threads(undone_while_gradients_wait, 2, way):
-        assert "wait for a hook" in text
-        assert "fix: call reduce_gradients() on the model first" in text
+    text = str(caught.value)
+    assert "wait for a hook" in text
+    assert "fix: call reduce_gradients() on the model first" in text
 
 
 def removed_twice() -> dict[str, torch.Tensor]:
@@ -851,7 +783,8 @@ def register_twice(model: nn.Sequential, state: powerSGD_hook.PowerSGDState) -> 
         register_comm_hook(module, state, powerSGD_hook.powerSGD_hook)
 
 
-def one_memory_at_a_time() -> None:
+@on_ranks(2)
+def test_a_state_may_serve_one_replicated_module_after_the_other() -> None:
     model, state = two_replicated(), power_state()
     for module in [*model, model[0]]:
         handle = register_comm_hook(module, state, powerSGD_hook.powerSGD_hook)
@@ -863,10 +796,6 @@ def one_memory_at_a_time() -> None:
     register_comm_hook(nearer[0], power_state(), powerSGD_hook.powerSGD_hook)
     register_comm_hook(nearer, state, powerSGD_hook.powerSGD_hook)
     nearer(torch.ones(1, DIM)).sum().backward()
-
-
-def test_a_state_may_serve_one_replicated_module_after_the_other() -> None:
-    run_threads(one_memory_at_a_time, 2)
 
 
 def states_that_come_and_go() -> list[int]:
@@ -928,7 +857,9 @@ def test_a_hook_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
     assert texts[0] == texts[1] and "at:  rank 1, module" in texts[0]
 
 
-def different_hooks(way: str) -> str:
+@pytest.mark.parametrize("way", ["none on the last", "another on the last"])
+@on_ranks(2)
+def test_ranks_that_register_different_hooks_are_told(way: str) -> None:
     model = fully_shard(make_net())
     with pytest.raises(DesyncError) as caught:  # noqa: PT012  # which of the calls meets the other rank differs
         if way == "none on the last" and dist.get_rank() == 0:
@@ -936,13 +867,8 @@ def different_hooks(way: str) -> str:
         elif way == "another on the last":
             register_comm_hook(model, default_state(), [mean_hook, bf16_compress_wrapper(mean_hook)][dist.get_rank()])
         backward(model, dist.get_rank())
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("way", ["none on the last", "another on the last"])
-def test_ranks_that_register_different_hooks_are_told(way: str) -> None:
-    for text in run_threads(different_hooks, 2, way):
-        assert "rank 0: register_comm_hook of tests.test_comm_hooks.mean_hook with DefaultState" in text
+    text = str(caught.value)
+    assert "rank 0: register_comm_hook of tests.test_comm_hooks.mean_hook with DefaultState" in text
 
 
 BAD_RESULTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
@@ -1025,11 +951,8 @@ def test_a_hook_that_returns_no_future_is_an_error_on_every_rank(ranks: list[int
 
 
 @pytest.mark.parametrize("returned", [int, torch.Tensor, None, Any, "Future", torch.futures.Future[torch.Tensor]])
+@on_ranks(1)
 def test_what_a_hook_of_ddp_says_to_return_is_to_be_a_future(returned: Any) -> None:
-    run_threads(register_annotated, 1, returned)
-
-
-def register_annotated(returned: Any) -> None:
     def hook(state: None, bucket: Any) -> Any:
         raise AssertionError("not called")
 
@@ -1118,35 +1041,9 @@ def test_what_a_bucket_hooks_future_raises_on_one_rank_names_rank_and_hook_on_al
     assert last == other_last == ""
 
 
-def unwritten() -> bool:
+@on_ranks(1)
+def test_an_output_that_a_hook_does_not_write_is_nan() -> None:
     model = fully_shard(make_net())
     register_comm_hook(model, None, lambda state, grad, output: None)
     backward(model, dist.get_rank())
-    return all(grad.isnan().all().item() for grad in grads_of(model).values())
-
-
-def test_an_output_that_a_hook_does_not_write_is_nan() -> None:
-    assert run_threads(unwritten, 1) == [True]
-
-
-# Hooks of DistributedDataParallel
-
-
-def ddp_hook() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    grads = []
-    for is_removed in (False, True):
-        model = replicate(make_net())
-        handle = register_comm_hook(model, None, default_hooks.fp16_compress_hook)
-        if is_removed:
-            handle.remove()
-        backward(model, dist.get_rank())
-        grads.append(grads_of(model))
-    return grads[0], grads[1]
-
-
-def test_hooks_of_ddp_are_taken_on_replicated_modules() -> None:
-    plain = run_threads(train_with, 2, "replicate", "root", torch.float32, None)[0]
-    for low, none in run_threads(ddp_hook, 2):
-        close(none, plain, 0)
-        close(low, plain, 2 * torch.finfo(torch.float16).eps)
-        assert not torch.equal(low["last.weight"], plain["last.weight"])
+    assert all(grad.isnan().all().item() for grad in grads_of(model).values())

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from composable import accelerate_optimizer, fully_shard, no_sync, replicate
 from composable.ground.torch_private import opaque
 from tests.models import DIM, MLPBlock, random_input, seeded
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks
 
 REPO = Path(__file__).resolve().parent.parent
 STEPS = 3
@@ -237,18 +237,15 @@ def test_a_compiled_training_step_looks_into_none_of_our_code(annotation: str) -
         assert compiled.own_frames == []
 
 
-def counted_in_one_graph(annotation: str) -> int:
+@pytest.mark.parametrize("annotation", ["replicate", "fully_shard"])
+@on_ranks(2, run=run_ranks)
+def test_a_compiled_function_goes_through_the_parameters(annotation: str) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     (replicate if annotation == "replicate" else fully_shard)(model)
     count: Any = torch.compile(
         lambda: sum(param.numel() for param in model.parameters()), backend="eager", fullgraph=True
     )
-    return count()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("annotation", ["replicate", "fully_shard"])
-def test_a_compiled_function_goes_through_the_parameters(annotation: str) -> None:
-    assert run_ranks(counted_in_one_graph, 2, annotation) == [20, 20]
+    assert count() == 20
 
 
 @pytest.mark.parametrize(
@@ -275,7 +272,8 @@ def test_an_accelerated_optimizer_steps_compiled_models() -> None:
     run_ranks(compiled_as_one_process, 2, "policy", "block.compile", accelerated=True)
 
 
-def call_recursive_roots() -> list[str]:
+@on_ranks(2, run=run_ranks)
+def test_a_compiled_root_that_calls_itself_is_told_from_one_that_was_cut_short() -> None:
     """Return how a root that calls itself was compiled where its outputs or gradients are wrong."""
     wrong: list[str] = []
     x = random_input(torch.distributed.get_rank(), 4, DIM)
@@ -298,11 +296,7 @@ def call_recursive_roots() -> list[str]:
         ours, theirs = whole(model), whole(plain)
         if any(not torch.allclose(ours[name][1], theirs[name][1]) for name in theirs):
             wrong.append(how)
-    return wrong
-
-
-def test_a_compiled_root_that_calls_itself_is_told_from_one_that_was_cut_short() -> None:
-    assert run_ranks(call_recursive_roots, 2) == [[], []]
+    assert wrong == []
 
 
 # Hooks
@@ -312,7 +306,8 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
-def hooks_that_the_compiler_sees() -> list[str]:
+@on_ranks(1)
+def test_every_hook_of_an_annotation_is_opaque() -> None:
     found: list[str] = []
     for annotate_one in (fully_shard, replicate):
         model = nn.Sequential(nn.Linear(DIM, DIM))
@@ -326,11 +321,7 @@ def hooks_that_the_compiler_sees() -> list[str]:
             hooks += (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
         found += [hook.__qualname__ for hook in hooks if not getattr(hook, "_torchdynamo_disable", False)]
         output.sum().backward()
-    return found
-
-
-def test_every_hook_of_an_annotation_is_opaque() -> None:
-    assert run_threads(hooks_that_the_compiler_sees, 1) == [[]]
+    assert found == []
 
 
 def test_importing_and_annotating_do_not_import_the_compiler() -> None:

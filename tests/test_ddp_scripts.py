@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.from_ddp import PAGE, SCRIPTS, page, read
-from tests.world import run_ranks
+from tests.world import on_ranks, run_ranks
 
 PREFIXES = ("module.", "_orig_mod.")
 
@@ -28,7 +28,9 @@ def run_script(source: str, name: str) -> tuple[list[float], dict[str, torch.Ten
     return names["losses"], params
 
 
-def run_both(path: Path) -> None:
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+@on_ranks(2, run=run_ranks)
+def test_a_script_of_the_wrapper_trains_alike_with_replicate(path: Path) -> None:
     script = read(path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of its wrapper and of checkpoints
@@ -38,11 +40,6 @@ def run_both(path: Path) -> None:
     assert our_losses == losses
     assert list(ours) == list(params)
     torch.testing.assert_close(ours, params, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_of_the_wrapper_trains_alike_with_replicate(path: Path) -> None:
-    run_ranks(run_both, 2, path)
 
 
 def test_there_are_twenty_scripts_and_each_needs_the_wrapper() -> None:

@@ -25,7 +25,7 @@ from composable import (
     set_divergence_timeout,
 )
 from composable.ground.torch_private import store_of_default_group
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 LIMIT_S = 0.3
 WIDTH = 4
@@ -197,7 +197,8 @@ class Tokens(nn.Module):
         return result
 
 
-def raises_in_a_hook_before_it_tells() -> str:
+@on_ranks(2, run=run_ranks)
+def test_who_waits_at_the_end_of_backward_is_said_to_be_there() -> None:
     set_divergence_timeout(LIMIT_S)
     is_last = dist.get_rank() == dist.get_world_size() - 1
     model = fully_shard(Tokens(sparse=is_last))
@@ -211,12 +212,8 @@ def raises_in_a_hook_before_it_tells() -> str:
             model(torch.arange(3)).sum().backward()
     with pytest.raises(DesyncError) as caught:
         model(torch.arange(3)).sum().backward()
-    return str(caught.value)
-
-
-def test_who_waits_at_the_end_of_backward_is_said_to_be_there() -> None:
-    for text in run_ranks(raises_in_a_hook_before_it_tells, 2):
-        assert "rank 0: waits for the other ranks in end_backward, at test_divergence.py" in text
+    text = str(caught.value)
+    assert "rank 0: waits for the other ranks in end_backward, at test_divergence.py" in text
 
 
 def call_fully_shard_wrongly_on_one_rank() -> str:
@@ -264,18 +261,15 @@ def test_a_rank_that_trains_without_an_annotation_is_found() -> None:
     assert "rank 1: waits for the other ranks in torch.distributed.barrier" in text
 
 
-def annotate_one_way_here_and_another_there() -> str:
+@on_ranks(2, run=run_ranks)
+def test_fully_shard_on_one_rank_and_replicate_on_another_is_told_to_both() -> None:
     set_divergence_timeout(LIMIT_S)
     model = Model()
     with pytest.raises(DesyncError) as caught:  # noqa: PT012  # one call compares now, the other at the first forward
         (fully_shard if dist.get_rank() == 0 else replicate)(model)
         model(inputs())
-    return str(caught.value)
-
-
-def test_fully_shard_on_one_rank_and_replicate_on_another_is_told_to_both() -> None:
-    for text in run_ranks(annotate_one_way_here_and_another_there, 2):
-        assert "rank 0: Model: 1 handle over 2 ranks" in text and "rank 1: option bucket_cap_mb=25" in text
+    text = str(caught.value)
+    assert "rank 0: Model: 1 handle over 2 ranks" in text and "rank 1: option bucket_cap_mb=25" in text
 
 
 class Records(logging.Handler):
@@ -408,7 +402,8 @@ def test_plans_that_differ_in_a_parameter_name_it_and_what_differs() -> None:
     assert "rank 1: parameter 'layers.2.weight' [4, 4] float32, requires_grad=False" in frozen
 
 
-def read_a_verdict_in_the_next_world() -> float:
+@on_ranks(2, run=run_ranks)
+def test_a_verdict_that_is_read_in_the_next_world_of_a_process_closes_nothing_there() -> None:
     set_divergence_timeout(1)
     make("fully_shard")
     assert dist.group.WORLD is not None
@@ -428,11 +423,7 @@ def read_a_verdict_in_the_next_world() -> float:
         assert not watch.is_alive()
     total = torch.ones(())
     dist.all_reduce(total)
-    return total.item()
-
-
-def test_a_verdict_that_is_read_in_the_next_world_of_a_process_closes_nothing_there() -> None:
-    assert run_ranks(read_a_verdict_in_the_next_world, 2) == [2.0, 2.0]
+    assert total.item() == 2.0
 
 
 class Failing(nn.Linear):

@@ -44,7 +44,7 @@ from tests.experts import Expert, Net, batch_of, local_net, mesh_of, reference_n
 from tests.models import random_input
 from tests.ordered_groups import needs_ordered_groups
 from tests.parity import full_params
-from tests.world import RankErrors, run_ranks, run_threads
+from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
 LR = 0.1
 TOLERANCE = 1e-6
@@ -293,7 +293,8 @@ def test_whole_copies_of_experts_need_not_be_called_on_each_rank() -> None:
     assert_equal(run_threads(train, 4, (2, 2), 4, annotate_copied), reference(4, 4))
 
 
-def train_replicated() -> None:
+@on_ranks(4)
+def test_replicated_experts_that_are_called_on_each_rank_get_their_mean() -> None:
     mesh = mesh_of((2, 2))
     net, plain = local_net(4, mesh, calls_all=True), reference_net(4)
     for expert in experts_of(net):
@@ -314,10 +315,6 @@ def train_replicated() -> None:
             expected = plain.get_parameter(fqn).grad
             if expected is not None:
                 torch.testing.assert_close(param.grad if ".experts." in fqn else param.grad.full_tensor(), expected)
-
-
-def test_replicated_experts_that_are_called_on_each_rank_get_their_mean() -> None:
-    run_threads(train_replicated, 4)
 
 
 class WithBuffer(nn.Module):
@@ -383,7 +380,8 @@ def test_processes_follow_with_replicated_experts_too() -> None:
     run_ranks(train_replicated_that_follow, 4, {}, has_buffers=False)
 
 
-def call_after_the_root_is_gone() -> None:
+@on_ranks(4)
+def test_replicated_experts_average_by_themselves_once_the_root_is_undone() -> None:
     mesh = mesh_of((2, 2))
     net = local_net(4, mesh)
     for expert in experts_of(net):
@@ -400,11 +398,8 @@ def call_after_the_root_is_gone() -> None:
             torch.testing.assert_close(*grads)
 
 
-def test_replicated_experts_average_by_themselves_once_the_root_is_undone() -> None:
-    run_threads(call_after_the_root_is_gone, 4)
-
-
-def divided_by_default() -> None:
+@on_ranks(4)
+def test_gradients_of_experts_are_divided_by_the_number_of_their_own_ranks_unless_told() -> None:
     mesh = mesh_of((2, 2))
     net, plain = local_net(4, mesh), reference_net(4)
     for expert in experts_of(net):
@@ -418,10 +413,6 @@ def divided_by_default() -> None:
         if expected is not None:
             factor = mesh["ep"].size() if ".experts." in fqn else 1
             torch.testing.assert_close(param.grad.full_tensor(), factor * expected)
-
-
-def test_gradients_of_experts_are_divided_by_the_number_of_their_own_ranks_unless_told() -> None:
-    run_threads(divided_by_default, 4)
 
 
 def unused_gradients(unused: str) -> dict[str, bool]:
@@ -564,7 +555,8 @@ def test_the_norm_is_that_of_all_experts_of_all_ranks(*, optimizing: bool) -> No
     run_threads(norms_of, 4, optimizing)
 
 
-def norm_beside_copies() -> None:
+@on_ranks(4)
+def test_experts_on_the_shard_dim_of_a_hybrid_mesh_count_once_for_each_copy() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     whole = fully_shard(nn.Linear(3, 3), mesh=mesh)
@@ -579,11 +571,9 @@ def norm_beside_copies() -> None:
     assert found.item() == pytest.approx((total + other) ** 0.5)
 
 
-def test_experts_on_the_shard_dim_of_a_hybrid_mesh_count_once_for_each_copy() -> None:
-    run_threads(norm_beside_copies, 4)
-
-
-def norm_with_experts_on_some_ranks(rest: str) -> None:
+@pytest.mark.parametrize("rest", ["hybrid", "replicated", "sharded"])
+@on_ranks(4)
+def test_a_rank_without_experts_takes_part_in_the_norm_of_those_of_others(rest: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.ModuleDict())
@@ -605,11 +595,6 @@ def norm_with_experts_on_some_ranks(rest: str) -> None:
     if rest != "replicated":
         accelerate_optimizer(optimizer, model)
     assert clip_grad_norm_(optimizer, 1e9).item() == expected
-
-
-@pytest.mark.parametrize("rest", ["hybrid", "replicated", "sharded"])
-def test_a_rank_without_experts_takes_part_in_the_norm_of_those_of_others(rest: str) -> None:
-    run_threads(norm_with_experts_on_some_ranks, 4, rest)
 
 
 class Powers(nn.Module):
@@ -703,7 +688,8 @@ def reduce_in_group_of_size(groups: dict[int, Any], grad: torch.Tensor, output: 
     output.copy_(grad.split(output.numel())[group.rank()])
 
 
-def train_by_a_hook() -> None:
+@on_ranks(4)
+def test_a_hook_reduces_different_experts() -> None:
     mesh, rank = mesh_of((2, 2)), dist.get_rank()
     net, plain = local_net(4, mesh), reference_net(4)
     for expert in experts_of(net):
@@ -722,14 +708,12 @@ def train_by_a_hook() -> None:
             torch.testing.assert_close(param.grad.full_tensor(), expected)
 
 
-def test_a_hook_reduces_different_experts() -> None:
-    run_threads(train_by_a_hook, 4)
-
-
 # Undoing
 
 
-def take_off(style: str) -> None:
+@pytest.mark.parametrize("style", ["each", "bank"])
+@on_ranks(4)
+def test_annotations_are_undone_on_ranks_with_different_experts(style: str) -> None:
     mesh, rank = mesh_of((2, 2)), dist.get_rank()
     net, plain = local_net(4, mesh), reference_net(4)
     annotate(net, mesh, style)
@@ -741,11 +725,6 @@ def take_off(style: str) -> None:
         assert type(param) is nn.Parameter
         torch.testing.assert_close(param, expected)
         torch.testing.assert_close(param.grad, expected.grad)
-
-
-@pytest.mark.parametrize("style", ["each", "bank"])
-def test_annotations_are_undone_on_ranks_with_different_experts(style: str) -> None:
-    run_threads(take_off, 4, style)
 
 
 def take_off_with_a_gradient_on_one_rank() -> None:

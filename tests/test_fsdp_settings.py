@@ -22,7 +22,6 @@ from composable import (
     ConfigError,
     FSDPModule,
     GradientReductionHandle,
-    MixedPrecisionPolicy,
     UsageError,
     full_state_dict,
     fully_shard,
@@ -130,7 +129,9 @@ def test_parameters_kept_after_backward_save_gathers_until_a_step_writes_the_sha
         assert torch.equal(kept[1][fqn], value)
 
 
-def write_on_one_rank(way: str) -> list[int]:
+@pytest.mark.parametrize("way", ["nothing", "data", "inference", "sign of zero", "nan"])
+@on_ranks(3)
+def test_what_only_one_rank_wrote_in_whatever_way_all_ranks_gather_again(way: str) -> None:
     model = sharded()
     model.set_reshard_after_backward(False)
     counting = CountingTransport.install(root_of(model))
@@ -148,13 +149,7 @@ def write_on_one_rank(way: str) -> list[int]:
             param._local_tensor.data.fill_(float("nan"))
     counting.reset()
     loss(model, 1)
-    return [counting.counts().get("all_gather", 0)]
-
-
-@pytest.mark.parametrize("way", ["nothing", "data", "inference", "sign of zero", "nan"])
-def test_what_only_one_rank_wrote_in_whatever_way_all_ranks_gather_again(way: str) -> None:
-    # Blocks are kept by their backward: one of them is stale, on all ranks.
-    assert run_threads(write_on_one_rank, 3, way) == [[0 if way == "nothing" else 1]] * 3
+    assert [counting.counts().get("all_gather", 0)] == [0 if way == "nothing" else 1]
 
 
 @WORLDS
@@ -190,28 +185,6 @@ def test_what_is_no_longer_to_be_kept_is_gathered_anew() -> None:
     one = loss(model, 1)
     other = loss(plain_with(full_state_dict(model)), 1)
     assert torch.equal(one, other)
-
-
-def kept_in_low_precision(kept: bool) -> dict[str, Any]:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = sharded(mp_policy=policy)
-    model.set_reshard_after_backward(not kept)
-    model.set_is_last_backward(not kept)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        for micro in range(2):
-            model.set_is_last_backward(not kept or micro == 1)
-            loss(model, own_seed(2 * step + micro)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_state_dict(model)
-
-
-@WORLDS
-def test_parameters_kept_in_another_dtype_give_the_same_training(world_size: int) -> None:
-    usual = run_threads(kept_in_low_precision, world_size, False)[0]
-    for fqn, value in run_threads(kept_in_low_precision, world_size, True)[0].items():
-        assert torch.equal(value, usual[fqn])
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -623,7 +596,9 @@ def test_a_hook_on_a_gradient_runs_once_on_the_sum_of_backwards_up_to_the_last()
     assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0, 1, 2]))
 
 
-def waits_for_the_last(what: str) -> str:
+@pytest.mark.parametrize("what", ["copy", "unannotate", "zero_grad"])
+@on_ranks(2)
+def test_models_whose_gradients_are_under_way_are_neither_copied_nor_unannotated_nor_zeroed(what: str) -> None:
     model = sharded()
     loss(model, own_seed(0))
     model.blocks[0].set_is_last_backward(False)  # of the whole tree
@@ -638,13 +613,8 @@ def waits_for_the_last(what: str) -> str:
         unannotate(model)
     else:
         model.zero_grad()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("what", ["copy", "unannotate", "zero_grad"])
-def test_models_whose_gradients_are_under_way_are_neither_copied_nor_unannotated_nor_zeroed(what: str) -> None:
-    for text in run_threads(waits_for_the_last, 2, what):
-        assert "finalize_backward()" in text
+    text = str(caught.value)
+    assert "finalize_backward()" in text
 
 
 # -- finalize_backward
@@ -870,7 +840,8 @@ def test_on_the_cpu_sharing_streams_changes_nothing() -> None:
         share_comm_ctx(models)
 
 
-def streams_change() -> list[str]:
+@on_ranks(2, run=run_ranks)
+def test_a_root_that_goes_over_to_other_streams_between_steps_stays_in_order() -> None:
     recorder = Recorder()
     model = sharded()
     root = root_of(model)
@@ -880,11 +851,7 @@ def streams_change() -> list[str]:
         root.scheduler.use_streams(DeviceStreams(recorder))
         loss(model, own_seed(1)).backward()
     assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0, 1]))
-    return list(map(str, recorder.violations))
-
-
-def test_a_root_that_goes_over_to_other_streams_between_steps_stays_in_order() -> None:
-    assert run_ranks(streams_change, 2) == [[], []]
+    assert list(map(str, recorder.violations)) == []
 
 
 # -- what is refused
@@ -938,7 +905,8 @@ def test_what_cannot_be_is_an_error_that_says_so_and_changes_nothing(name: str) 
         run_threads(refused, 1, name, runs)
 
 
-def annotated_around() -> str:
+@on_ranks(2)
+def test_settings_of_what_was_the_root_are_not_dropped_in_silence() -> None:
     model: Any = make_model("mlp")
     fully_shard(model.blocks[1]).set_is_last_backward(False)
     fully_shard(model)
@@ -948,13 +916,9 @@ def annotated_around() -> str:
     fully_shard.state(model.blocks[1]).settings.is_last_backward = True
     loss(model, own_seed(0)).backward()
     assert_same(gradients(model), plain_gradients(dist.get_world_size(), [0]))
-    return str(caught.value)
-
-
-def test_settings_of_what_was_the_root_are_not_dropped_in_silence() -> None:
-    for text in run_threads(annotated_around, 2):
-        assert "the root's settings were made on a module that a later annotation is around" in text
-        assert "module 'blocks.1'" in text
+    text = str(caught.value)
+    assert "the root's settings were made on a module that a later annotation is around" in text
+    assert "module 'blocks.1'" in text
 
 
 # -- copies and unannotate
@@ -1111,8 +1075,7 @@ def random_settings(seed: int) -> list[dict[str, torch.Tensor]]:
     return steps_of(seed, annotated_tree(), [dist.get_rank()], 1.0, True)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("seed", range(25))  # 200 were run by hand
+@pytest.mark.parametrize(("seed", "world_size"), [(seed, 2 + seed % 2) for seed in range(25)])  # 200 were run by hand
 def test_whatever_is_set_between_steps_training_is_that_of_one_process(seed: int, world_size: int) -> None:
     expected = steps_of(seed, seeded(Tree, 0), list(range(world_size)), 1 / world_size, False)
     for found in run_threads(random_settings, world_size, seed):

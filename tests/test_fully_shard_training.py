@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from composable import ModuleWrapPolicy, fallback_counts, fully_shard
+from composable import ModuleWrapPolicy, fully_shard
 from tests.models import BLOCK_CLASSES, loss_of, make_model
 from tests.parity import assert_equal_params, full, full_params, global_inputs, inputs_of
 from tests.world import run_threads
@@ -25,7 +25,6 @@ OPTIMIZERS = {
     "adam": lambda params, **kind: torch.optim.Adam(params, lr=1e-2, eps=1e-3, **kind),
     "adamw": lambda params, **kind: torch.optim.AdamW(params, lr=1e-2, eps=1e-3, weight_decay=0.1, **kind),
 }
-KINDS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
 def sharded(name: str = "gpt") -> nn.Module:
@@ -46,34 +45,6 @@ def train_step(
     optimizer.step()
     optimizer.zero_grad()
     return norm
-
-
-def run_optimizer(
-    name: str, kind: str, max_norm: float | None
-) -> tuple[dict[str, torch.Tensor], list[float], dict[str, int]]:
-    model = sharded()
-    optimizer = OPTIMIZERS[name](model.parameters(), **KINDS[kind])
-    fallback_counts(reset=True)
-    norms = [train_step(model, optimizer, seed, max_norm=max_norm) for seed in range(4)]
-    return full_params(model), norms, fallback_counts()
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.05])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_and_clipping_equal_one_process_without_a_gather(
-    name: str, kind: str, max_norm: float | None
-) -> None:
-    model = make_model("gpt")
-    optimizer = OPTIMIZERS[name](model.parameters(), **KINDS[kind])
-    norms = [train_step(model, optimizer, seed, max_norm=max_norm) for seed in range(4)]
-    expected = {fqn: param.detach() for fqn, param in model.named_parameters()}
-    # eps is large enough that Adam's first steps do not blow rounding up into signs.
-    tolerance = 1e-6 if name == "sgd" else 2e-5
-    for params, found, fallbacks in run_threads(run_optimizer, 2, name, kind, max_norm):
-        assert_equal_params(params, expected, tolerance=tolerance)
-        torch.testing.assert_close(found, norms, rtol=1e-5, atol=0)
-        assert fallbacks == {}
 
 
 def accumulate_in_place() -> dict[str, torch.Tensor]:

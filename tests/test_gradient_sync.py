@@ -72,13 +72,6 @@ def assert_equal_gradients(
         assert_equal_params(own, there, tolerance=1e-6, where=f"rank {rank}")
 
 
-@pytest.mark.parametrize("how", ["root", "policy", "replicate", "mixed"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_kept_gradients_are_those_of_one_process_once_reduced(how: str, world_size: int) -> None:
-    found = run_threads(gradients, world_size, "mlp", how)
-    assert_equal_gradients(found, gradients_of_one_process("mlp", world_size))
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_it_does_not_matter_when_gradients_are_kept_and_reduced(seed: int) -> None:
     rng = random.Random(seed)
@@ -109,7 +102,8 @@ def test_reductions_under_way_end_as_well(setting: str, keeps: bool, how: str) -
     assert_equal_gradients(found, gradients_of_one_process("mlp", 2))
 
 
-def counts_of_reductions() -> list[dict[str, int]]:
+@on_ranks(2)
+def test_each_handle_is_reduced_once_and_nothing_is_gathered() -> None:
     model = annotate(make_model("mlp"), "policy")
     args, kwargs = inputs_of(model, 0, dist.get_rank())
     model(*args, **kwargs)
@@ -122,14 +116,11 @@ def counts_of_reductions() -> list[dict[str, int]]:
         counted.records.clear()
         reduce_gradients(model)
         counts.append(counted.counts())
-    return counts
+    assert counts == [{"reduce_scatter": 8}, {}]
 
 
-def test_each_handle_is_reduced_once_and_nothing_is_gathered() -> None:
-    assert run_threads(counts_of_reductions, 2) == [[{"reduce_scatter": 8}, {}]] * 2
-
-
-def counts_of_two_backwards() -> dict[str, int]:
+@on_ranks(2)
+def test_a_second_backward_of_a_forward_reduces_each_handle_once() -> None:
     model = annotate(make_model("mlp"), "policy")
     args, kwargs = inputs_of(model, 0, dist.get_rank())
     output = model(*args, **kwargs)
@@ -137,14 +128,11 @@ def counts_of_two_backwards() -> dict[str, int]:
     with no_sync(model):
         output.sum().backward(retain_graph=True)
     output.square().mean().backward()
-    return counted.counts()
+    assert counted.counts() == {"all_gather": 16, "reduce_scatter": 8}
 
 
-def test_a_second_backward_of_a_forward_reduces_each_handle_once() -> None:
-    assert run_threads(counts_of_two_backwards, 2) == [{"all_gather": 16, "reduce_scatter": 8}] * 2
-
-
-def steps_with_dropped_gradients() -> list[bool]:
+@on_ranks(2)
+def test_nothing_comes_back_that_was_dropped() -> None:
     model = annotate(make_model("mlp"), "policy")
     args, kwargs = inputs_of(model, 0, dist.get_rank())
     reduce_gradients(model)
@@ -152,12 +140,8 @@ def steps_with_dropped_gradients() -> list[bool]:
         loss_of(model(*args, **kwargs)).backward()
     model.zero_grad()
     reduce_gradients(model)
-    return [param.grad is None for param in model.parameters()]
-
-
-def test_nothing_comes_back_that_was_dropped() -> None:
-    for is_none in run_threads(steps_with_dropped_gradients, 2):
-        assert all(is_none)
+    is_none = [param.grad is None for param in model.parameters()]
+    assert all(is_none)
 
 
 def gradients_around_a_pending_backward(unused_gradients: str) -> dict[str, torch.Tensor | None]:
@@ -306,7 +290,8 @@ def test_forwards_of_a_list_of_modules_are_not_counted(caplog: pytest.LogCapture
     assert not [one for one in caplog.records if "different numbers of forwards or backwards" in one.getMessage()]
 
 
-def reduce_uneven_numbers() -> float:
+@on_ranks(2)
+def test_ranks_may_keep_different_numbers_of_backwards_for_reduce_gradients() -> None:
     model = replicate(nn.Linear(2, 1, bias=False))
     for _ in range(2):
         model.zero_grad()
@@ -315,14 +300,11 @@ def reduce_uneven_numbers() -> float:
                 model(torch.ones(1, 2)).sum().backward()
         reduce_gradients(model)
     assert model.weight.grad is not None
-    return model.weight.grad[0, 0].item()
+    assert model.weight.grad[0, 0].item() == 2.0
 
 
-def test_ranks_may_keep_different_numbers_of_backwards_for_reduce_gradients() -> None:
-    assert run_threads(reduce_uneven_numbers, 2) == [2.0, 2.0]
-
-
-def reduce_by_a_hook() -> tuple[list[int], float]:
+@on_ranks(2)
+def test_what_no_sync_left_is_reduced_by_the_hook_of_a_replicated_module() -> None:
     model = replicate(nn.Linear(2, 1, bias=False))
     seen: list[int] = []
 
@@ -336,11 +318,7 @@ def reduce_by_a_hook() -> tuple[list[int], float]:
         model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
     reduce_gradients(model)
     assert model.weight.grad is not None
-    return seen, model.weight.grad[0, 0].item()
-
-
-def test_what_no_sync_left_is_reduced_by_the_hook_of_a_replicated_module() -> None:
-    assert run_threads(reduce_by_a_hook, 2) == [([2], 1.5)] * 2
+    assert (seen, model.weight.grad[0, 0].item()) == ([2], 1.5)
 
 
 # What needs gradients that wait

@@ -1,10 +1,7 @@
 """``HYBRID_SHARD_OPTIM``: parameters whole on each host between forward and backward, all else over all ranks."""
 
-import functools
 import math
-import random
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,18 +19,16 @@ from composable import (
     ShardingStrategy,
     full_state_dict,
     fully_shard,
-    load_checkpoint,
     load_full_state_dict,
     plan,
     reduce_scatter_hook,
     register_comm_hook,
-    save_checkpoint,
     unshard_params,
 )
 from tests.counting import Collective, CountingTransport
-from tests.models import BLOCK_CLASSES, DIM, MODELS, MLPBlock, seeded
+from tests.models import BLOCK_CLASSES, DIM, MLPBlock
 from tests.ordered_groups import needs_ordered_groups
-from tests.parity import LR, Run, assert_equal_runs, full, train_annotated, train_reference
+from tests.parity import Run, assert_equal_runs, full, train_annotated, train_reference
 from tests.planning.test_memory import PRECISIONS, WIDTH, StepBytes, Tower
 from tests.secondary import (
     BF16,
@@ -47,18 +42,16 @@ from tests.secondary import (
     net,
     reference_grads,
     refusal,
-    rest_elsewhere,
     root_of,
     secondary_bytes,
     step_alike,
     take_off_between,
     train,
-    train_at_random,
     write,
     write_between,
 )
 from tests.subclasses import int8_model
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 pytestmark = needs_ordered_groups
 
@@ -99,25 +92,6 @@ def train_on(name: str, shape: tuple[int, int], **options: Any) -> Run:
     return train(name, mesh=mesh_of(shape), strategy=STRATEGY, **options)
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_training_is_that_of_one_process_on_the_global_batch(name: str) -> None:
-    tolerance = 2e-2 if name == "mixed_dtypes" else 1e-6
-    assert_equal_runs(run_threads(train_on, 4, name, (2, 2)), train_reference(name, 4), tolerance=tolerance)
-
-
-def train_kept(shape: tuple[int, int]) -> Run:
-    strategy = ShardingStrategy("KEPT_SHARD_OPTIM", ShardingStrategy.SHARD_GRAD_OP.dims * 2)
-    model = fully_shard(net(), policy={MLPBlock}, mesh=mesh_of(shape), strategy=strategy)
-    assert not any(handle.reshard_after_forward for handle in fully_shard.state(model).plan.handles)
-    return train("mlp", mesh=mesh_of(shape), strategy=strategy)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_parameters_may_be_kept_between_forward_and_backward(shape: tuple[int, int]) -> None:
-    world_size = math.prod(shape)
-    assert_equal_runs(run_threads(train_kept, world_size, shape), train_reference("mlp", world_size))
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("transport", ["process_group", "point_to_point"])
 def test_training_on_any_shape_of_mesh_is_that_of_one_process(shape: tuple[int, int], transport: str) -> None:
@@ -141,48 +115,6 @@ def train_on_hosts() -> Run:
 
 def test_without_a_mesh_hosts_are_those_that_ranks_find() -> None:
     assert_equal_runs(run_threads(train_on_hosts, 4, ranks_per_host=2), train_reference("mlp", 4))
-
-
-def near_the_numbers_of_hybrid_shard(policy: MixedPrecisionPolicy) -> None:
-    mesh = mesh_of((2, 2))
-    is_exact = torch.bfloat16 not in (policy.reduce_dtype or policy.param_dtype,)
-    models = [
-        fully_shard(net(), policy={MLPBlock}, mesh=mesh, strategy=strategy, mp_policy=policy)
-        for strategy in ("HYBRID_SHARD", STRATEGY)
-    ]
-    step_alike(models)
-    for first, second in zip(*(model.parameters() for model in models), strict=True):
-        # Sums in bfloat16 round otherwise where the second leg cuts them.
-        tolerance = 1e-6 if is_exact else 1e-2
-        torch.testing.assert_close(full(first), full(second), rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("policy", PRECISIONS, ids=str)
-def test_in_any_precision_the_numbers_are_those_of_hybrid_shard(policy: MixedPrecisionPolicy) -> None:
-    run_threads(near_the_numbers_of_hybrid_shard, 4, policy)
-
-
-def annotate_at_random(shape: tuple[int, int], draw: random.Random, model: Any) -> None:
-    for module in (model[1], model[2]):
-        if draw.random() < 0.7:
-            fully_shard(module, mesh=mesh_of(shape), strategy=draw.choice([STRATEGY, STRATEGY, "HYBRID_SHARD"]))
-    fully_shard(
-        model,
-        mesh=mesh_of(shape),
-        strategy=STRATEGY,
-        options=HandleOptions(unused_gradients=draw.choice(["none", "zero"])),
-    )
-    model.set_reshard_after_backward(draw.random() < 0.7)
-    model.set_separate_reduce_scatter_group(draw.random() < 0.3)
-    if draw.random() < 0.3:
-        model.set_reshard_after_forward(draw.random() < 0.5)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_annotations_train_like_one_process(seed: int) -> None:
-    shape = SHAPES[seed % len(SHAPES)]
-    annotate = functools.partial(annotate_at_random, shape)
-    run_threads(train_at_random, math.prod(shape), seed, annotate, is_freed=False)
 
 
 # What travels, and when
@@ -216,7 +148,8 @@ def test_collectives_and_bytes_of_a_step_are_those_of_the_plan(shape: tuple[int,
         assert sent["fill_all_gather"] * shape[1] * 2 == sent["host_all_gather"]
 
 
-def micro_batches() -> None:
+@on_ranks(4)
+def test_between_hosts_parameters_travel_once_for_all_micro_batches_of_a_step() -> None:
     model = sharded_net()
     records = counting(model)
     accumulate(model)
@@ -227,11 +160,8 @@ def micro_batches() -> None:
     assert counts(records) == {"host_all_gather": 3}
 
 
-def test_between_hosts_parameters_travel_once_for_all_micro_batches_of_a_step() -> None:
-    run_threads(micro_batches, 4)
-
-
-def written_on_one_rank() -> None:
+@on_ranks(4)
+def test_what_any_rank_has_written_is_gathered_again_and_no_more_than_that() -> None:
     model = sharded_net()
     loss(model).backward()
     model.zero_grad()
@@ -247,15 +177,12 @@ def written_on_one_rank() -> None:
         assert torch.equal(model[1].up.weight, whole)
 
 
-def test_what_any_rank_has_written_is_gathered_again_and_no_more_than_that() -> None:
-    run_threads(written_on_one_rank, 4)
-
-
 def test_what_is_written_between_forward_and_backward_is_for_the_next_forward() -> None:
     run_threads(write_between, 4, shard)
 
 
-def by_hand() -> None:
+@on_ranks(4)
+def test_what_is_unsharded_by_hand_comes_from_all_ranks() -> None:
     model = sharded_net()
     loss(model).backward()
     write(model, 2)
@@ -268,10 +195,6 @@ def by_hand() -> None:
     value.backward()
     assert counts(records)["all_gather"] == 2
     torch.testing.assert_close(grads(model), reference_grads(factor=2.0), rtol=1e-5, atol=1e-5)
-
-
-def test_what_is_unsharded_by_hand_comes_from_all_ranks() -> None:
-    run_threads(by_hand, 4)
 
 
 def peak_and_plan(shape: tuple[int, int], growth: int, options: dict[str, Any]) -> tuple[int, int]:
@@ -331,51 +254,6 @@ def test_full_parameters_come_together_from_all_hosts() -> None:
     run_threads(shards, 6)
 
 
-def saved(folder: Path) -> None:
-    models = [sharded_net(), fully_shard(net(1), policy={MLPBlock}), sharded_net()]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=LR) for model in models]
-    loss(models[0]).backward()
-    optimizers[0].step()
-    save_checkpoint(folder, 0, models[0], optimizers[0]).wait()
-    for model, optimizer in zip(models[1:], optimizers[1:], strict=True):
-        load_checkpoint(folder, model, optimizer)
-    for step in (1, 2):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            loss(model, step).backward()
-            optimizer.step()
-    for params in zip(*(model.parameters() for model in models), strict=True):
-        for other in params[1:]:
-            torch.testing.assert_close(full(other), full(params[0]), rtol=1e-4, atol=1e-5)
-
-
-def test_a_checkpoint_loads_at_another_mesh(tmp_path: Path) -> None:
-    run_threads(saved, 4, tmp_path)
-
-
-def first_values() -> None:
-    with torch.device("meta" if dist.get_rank() else "cpu"):
-        model = nn.Sequential(nn.Linear(DIM, DIM), MLPBlock())
-    if dist.get_rank() == 0:
-        model = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), MLPBlock()), 3)
-    fully_shard(model, mesh=mesh_of((2, 2)), strategy=STRATEGY, sync_module_states=True)
-    expected = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), MLPBlock()), 3)
-    for param, right in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(full(param), right)
-
-
-def test_the_first_rank_may_give_the_values() -> None:
-    run_threads(first_values, 4)
-
-
-def train_elsewhere() -> None:
-    rest_elsewhere(shard)
-
-
-def test_shards_on_the_host_have_secondary_ones_where_the_buffers_are() -> None:
-    run_threads(train_elsewhere, 4)
-
-
 def test_a_deep_copy_between_forward_and_backward_has_none() -> None:
     run_threads(copy_between, 4, shard)
 
@@ -396,7 +274,8 @@ def test_after_a_backward_that_raises_the_next_step_is_right() -> None:
 # Hooks and refusals
 
 
-def hooked() -> None:
+@on_ranks(4)
+def test_a_communication_hook_reduces_over_all_ranks_in_one_leg() -> None:
     model = sharded_net()
     with pytest.raises(ConfigError, match="the state of the hook has ranks"):
         register_comm_hook(model, DefaultState(dist.group.WORLD), reduce_scatter_hook)
@@ -404,10 +283,6 @@ def hooked() -> None:
     register_comm_hook(model, DefaultState(group), reduce_scatter_hook)
     loss(model).backward()
     torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
-
-
-def test_a_communication_hook_reduces_over_all_ranks_in_one_leg() -> None:
-    run_threads(hooked, 4)
 
 
 def refused() -> list[str]:
@@ -430,7 +305,8 @@ def test_what_does_not_go_with_it_is_refused_on_every_rank_and_leaves_the_model_
             assert "fix: annotate their modules in a call of their own with HYBRID_SHARD" in text
 
 
-def gathered_beside() -> None:
+@on_ranks(4)
+def test_what_a_class_gathers_trains_beside_it_in_a_call_of_its_own() -> None:
     models = [nn.Sequential(*int8_model([(DIM, DIM)]), *net()) for _ in range(2)]
     for model, strategy in zip(models, ("HYBRID_SHARD", STRATEGY), strict=True):
         fully_shard(model[0], mesh=mesh_of((2, 2)), strategy="HYBRID_SHARD")
@@ -438,10 +314,6 @@ def gathered_beside() -> None:
     step_alike(models)
     for first, second in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(full(first), full(second), rtol=1e-6, atol=1e-6)
-
-
-def test_what_a_class_gathers_trains_beside_it_in_a_call_of_its_own() -> None:
-    run_threads(gathered_beside, 4)
 
 
 def leave_out_the_all_reduce() -> str:

@@ -36,7 +36,7 @@ import _traversal_utils
 import composable
 from composable import ConfigError, FSDPModule, fully_shard, load_full_state_dict, replicate, unshard_params
 from composable.annotation.root import FullyShardState
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 DOCS = Path(__file__).parent.parent / "docs"
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -340,7 +340,8 @@ def test_an_argument_without_its_name_is_an_error_that_says_so() -> None:
     assert "pass the module, and all else by name; see docs/replicate.md" in text
 
 
-def strategies_of_torch() -> list[str]:
+@on_ranks(4)
+def test_torchs_sharding_strategies_are_those_of_their_names() -> None:
     """Return the strategies of torch that are not the ones of their name here."""
     wrong = []
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
@@ -355,11 +356,7 @@ def strategies_of_torch() -> list[str]:
         losses = [train(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
         if plans[0] != plans[1] or losses[0] != losses[1]:
             wrong.append(there.name)
-    return wrong
-
-
-def test_torchs_sharding_strategies_are_those_of_their_names() -> None:
-    assert run_threads(strategies_of_torch, 4) == [[]] * 4
+    assert wrong == []
 
 
 def test_the_strategy_that_shards_nothing_is_an_error_that_names_replicate() -> None:
@@ -397,12 +394,9 @@ class OwnJoinable(nn.Linear):
         return "its own"
 
 
-def ask_an_own_hook() -> str:
-    return fully_shard(OwnJoinable(2, 2)).join_hook()
-
-
+@on_ranks(2)
 def test_a_module_keeps_a_hook_for_join_of_its_own() -> None:
-    assert run_threads(ask_an_own_hook, 2) == ["its own"] * 2
+    assert fully_shard(OwnJoinable(2, 2)).join_hook() == "its own"
 
 
 # -- names that people search for
@@ -507,7 +501,8 @@ def test_a_run_goes_on_from_the_full_state_dicts_of_fsdp1(world_size: int) -> No
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
-def load_a_state_dict_of_ddp() -> bool:
+@on_ranks(2, run=run_ranks)
+def test_a_state_dict_of_ddp_loads_once_its_prefix_is_off() -> None:
     there = DistributedDataParallel(build())
     saved = {name.removeprefix("module."): value for name, value in there.state_dict().items()}
     with torch.no_grad():
@@ -518,11 +513,7 @@ def load_a_state_dict_of_ddp() -> bool:
     sharded = fully_shard(build())
     load_full_state_dict(sharded, saved if dist.get_rank() == 0 else None)
     whole = [param.full_tensor() for param in sharded.parameters()]
-    return all(
+    assert all(
         torch.equal(value, one) and torch.equal(value, other)
         for value, one, other in zip(saved.values(), here.parameters(), whole, strict=True)
     )
-
-
-def test_a_state_dict_of_ddp_loads_once_its_prefix_is_off() -> None:
-    assert all(run_ranks(load_a_state_dict_of_ddp, 2))

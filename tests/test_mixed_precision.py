@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as run_with_checkpoint
 
 from composable import (
-    ConfigError,
     HandleOptions,
     MixedPrecisionPolicy,
     UsageError,
@@ -38,7 +37,7 @@ from composable import (
 from tests.counting import CountingTransport
 from tests.low_precision import BF16, DIM, FP16, FP32, Block, Net, batch_of, make_net, train_in_one_process, whole
 from tests.models import seeded
-from tests.world import run_ranks, run_threads, told
+from tests.world import on_ranks, run_ranks, run_threads, told
 
 
 def train_sharded(
@@ -71,18 +70,6 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_training_is_that_of_one_process_with_the_same_casts(policy: MixedPrecisionPolicy, world_size: int) -> None:
-    cases = itertools.product([1, 3], [torch.optim.SGD, torch.optim.AdamW], ["FULL_SHARD", "SHARD_GRAD_OP"])
-    for micros, make, strategy in cases:
-        run = {"steps": 3, "micros": micros, "dtype": FP32, "make": make}
-        expected = train_in_one_process(policy, world_size, **run)  # type: ignore[arg-type]
-        for found in run_threads(train_sharded, world_size, policy, strategy=strategy, **run):
-            tolerance = 1e-6 if make is torch.optim.SGD else 5e-4
-            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(FP32), MixedPrecisionPolicy(None, FP32)], ids=str)
 def test_a_model_in_low_precision_is_computed_and_reduced_in_full(policy: MixedPrecisionPolicy) -> None:
     run = {"steps": 1, "micros": 2, "dtype": BF16, "make": torch.optim.SGD}
@@ -103,18 +90,15 @@ def test_both_transports_reduce_in_low_precision(policy: MixedPrecisionPolicy, t
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def large_gradient(transport: str) -> list[float]:
+@pytest.mark.parametrize("transport", ["point_to_point", "process_group"])
+@on_ranks(2, run=run_ranks)
+def test_a_sum_that_fp16_cannot_hold_does_not_overflow_where_the_mean_fits(transport: str) -> None:
     model = nn.Linear(2, 2, bias=False)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(FP16), options=HandleOptions(transport=transport))
     model(torch.full((1, 2), 40_000.0)).sum().backward()
     assert model.weight.grad is not None
-    return model.weight.grad.full_tensor().flatten().tolist()  # type: ignore[attr-defined,no-any-return]
-
-
-@pytest.mark.parametrize("transport", ["point_to_point", "process_group"])
-def test_a_sum_that_fp16_cannot_hold_does_not_overflow_where_the_mean_fits(transport: str) -> None:
-    for found in run_ranks(large_gradient, 2, transport):
-        assert found == [40_000.0] * 4
+    found = model.weight.grad.full_tensor().flatten().tolist()
+    assert found == [40_000.0] * 4
 
 
 class Touched(TorchDispatchMode):
@@ -267,7 +251,8 @@ class Encoder(nn.Module):
         return self.linear(x) * scale
 
 
-def call_method() -> tuple[torch.dtype, torch.dtype]:
+@on_ranks(2)
+def test_methods_other_than_forward_cast_too() -> None:
     model = Encoder()
     fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, output_dtype=FP16))
     register_fsdp_forward_method(model, "encode")
@@ -275,11 +260,7 @@ def call_method() -> tuple[torch.dtype, torch.dtype]:
     out.float().sum().backward()
     grad = model.linear.weight.grad
     assert grad is not None
-    return out.dtype, grad.dtype
-
-
-def test_methods_other_than_forward_cast_too() -> None:
-    assert run_threads(call_method, 2) == [(FP16, FP32)] * 2
+    assert (out.dtype, grad.dtype) == (FP16, FP32)
 
 
 # Buffers
@@ -304,7 +285,8 @@ class Buffered(nn.Module):
         return x * self.weight * self.table
 
 
-def run_buffered() -> None:
+@on_ranks(2)
+def test_buffers_are_cast_while_their_module_runs_and_keep_what_it_wrote() -> None:
     model = nn.Sequential(Buffered(), Buffered(), nn.BatchNorm1d(DIM))
     policy = MixedPrecisionPolicy(BF16, buffer_dtype=BF16, skipped_module_classes=(nn.BatchNorm1d,))
     fully_shard(model[0], mp_policy=policy)
@@ -326,10 +308,6 @@ def run_buffered() -> None:
     assert model[2].num_batches_tracked.item() == 2
 
 
-def test_buffers_are_cast_while_their_module_runs_and_keep_what_it_wrote() -> None:
-    run_threads(run_buffered, 2)
-
-
 class Table(nn.Module):
     """Has a buffer of a name that others have too."""
 
@@ -346,7 +324,8 @@ class Table(nn.Module):
         return x if self.inner is None else self.inner(x)
 
 
-def buffers_of_equal_names() -> None:
+@on_ranks(2)
+def test_buffers_of_equal_names_have_the_dtype_of_their_own_module() -> None:
     model = Table()
     model.inner = Table()
     model.inner.inner = Table()
@@ -360,10 +339,6 @@ def buffers_of_equal_names() -> None:
     assert [name for name, buffer in model.named_buffers() if buffer.dtype is FP32] == names
     state = model.state_dict()
     assert all(torch.equal(state[name], torch.linspace(0, 1, DIM)) for name in names)
-
-
-def test_buffers_of_equal_names_have_the_dtype_of_their_own_module() -> None:
-    run_threads(buffers_of_equal_names, 2)
 
 
 class Counting(nn.Module):
@@ -389,7 +364,9 @@ class Counting(nn.Module):
         return x
 
 
-def share_a_buffer(inner_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("inner_dtype", [BF16, FP16])
+@on_ranks(2)
+def test_modules_that_share_a_buffer_see_what_the_others_write(inner_dtype: torch.dtype) -> None:
     model = Counting()
     model.inner = Counting()
     model.inner.calls = model.calls
@@ -410,11 +387,6 @@ def share_a_buffer(inner_dtype: torch.dtype | None) -> None:
     assert calls.item() == 4
 
 
-@pytest.mark.parametrize("inner_dtype", [BF16, FP16])
-def test_modules_that_share_a_buffer_see_what_the_others_write(inner_dtype: torch.dtype) -> None:
-    run_threads(share_a_buffer, 2, inner_dtype)
-
-
 class Failing(Buffered):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         super().forward(x)
@@ -423,7 +395,8 @@ class Failing(Buffered):
         return super().forward(x)
 
 
-def fail_once() -> None:
+@on_ranks(1)
+def test_buffers_come_back_after_an_exception() -> None:
     model = Failing()
     fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, buffer_dtype=BF16))
     table = model.table
@@ -433,10 +406,6 @@ def fail_once() -> None:
     assert model.table.dtype is FP32
     model(torch.ones(2, DIM))
     assert model.table is table
-
-
-def test_buffers_come_back_after_an_exception() -> None:
-    run_threads(fail_once, 1)
 
 
 class Checkpointed(nn.Module):
@@ -459,7 +428,13 @@ class Checkpointed(nn.Module):
         return x
 
 
-def recompute_with_buffers(use_reentrant: bool) -> None:
+def fail(grad: torch.Tensor) -> None:
+    raise ValueError("in backward")
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@on_ranks(2)
+def test_what_runs_again_in_backward_finds_the_cast_buffers(use_reentrant: bool) -> None:
     model = Checkpointed(use_reentrant=use_reentrant)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, buffer_dtype=BF16))
     table = model.table
@@ -476,19 +451,11 @@ def recompute_with_buffers(use_reentrant: bool) -> None:
     assert model.table is table
 
 
-def fail(grad: torch.Tensor) -> None:
-    raise ValueError("in backward")
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_what_runs_again_in_backward_finds_the_cast_buffers(use_reentrant: bool) -> None:
-    run_threads(recompute_with_buffers, 2, use_reentrant)
-
-
 # Classes and parameters that are left out
 
 
-def run_skipped() -> None:
+@on_ranks(2)
+def test_skipped_classes_compute_in_their_own_dtype_and_give_back_what_they_got() -> None:
     model = make_net()
     policy = MixedPrecisionPolicy(BF16, skipped_module_classes=(nn.LayerNorm,))
     fully_shard(model, policy={Block}, mp_policy=policy)
@@ -502,10 +469,6 @@ def run_skipped() -> None:
     assert copied(batch_of(0, 0, 0)).dtype is BF16
     unannotate(model)
     assert model(batch_of(0, 0, 0)).dtype is FP32
-
-
-def test_skipped_classes_compute_in_their_own_dtype_and_give_back_what_they_got() -> None:
-    run_threads(run_skipped, 2)
 
 
 def dtypes_of_params(override: Callable[[nn.Parameter], torch.dtype | None]) -> dict[str, tuple[torch.dtype, ...]]:
@@ -566,7 +529,8 @@ def test_gradients_that_wait_are_added_up_in_the_dtype_of_the_reduction() -> Non
     assert run_threads(sums_of_micro_batches, 2, MixedPrecisionPolicy(BF16))[0].item() < 300
 
 
-def keep_low_precision() -> None:
+@on_ranks(3)
+def test_gradients_may_stay_in_low_precision() -> None:
     model = make_net()
     fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(BF16, keep_low_precision_grads=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -583,10 +547,6 @@ def keep_low_precision() -> None:
     optimizer.zero_grad()
     model(batch_of(1, dist.get_rank(), 0)).float().square().mean().backward()
     assert model.last.weight.grad.dtype is BF16
-
-
-def test_gradients_may_stay_in_low_precision() -> None:
-    run_threads(keep_low_precision, 3)
 
 
 def step_in_low_precision(*, is_accelerated: bool) -> dict[str, torch.Tensor]:
@@ -683,7 +643,8 @@ def test_a_scaler_of_fp16_skips_on_all_ranks_or_on_none(world_size: int) -> None
         assert change != 0.0
 
 
-def full_gradients_of_low_precision() -> None:
+@on_ranks(2)
+def test_gradients_that_stay_in_low_precision_are_shown_in_full_and_undone() -> None:
     model = make_net()
     fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(None, BF16, keep_low_precision_grads=True))
     with no_sync(model):
@@ -703,30 +664,8 @@ def full_gradients_of_low_precision() -> None:
     model(batch_of(0, 0, 0)).float().square().mean().backward()
 
 
-def test_gradients_that_stay_in_low_precision_are_shown_in_full_and_undone() -> None:
-    run_threads(full_gradients_of_low_precision, 2)
-
-
-def accelerated_in_low_precision(is_accelerated: bool) -> torch.Tensor:
-    model = make_net()
-    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(None, BF16, keep_low_precision_grads=True))
-    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
-    if is_accelerated:
-        accelerate_optimizer(optimizer, model)
-    for step in range(3):
-        model(batch_of(step, dist.get_rank(), 0)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole(model)["last.weight"]
-
-
-def test_accelerated_optimizers_take_gradients_that_stay_in_low_precision() -> None:
-    usual = run_threads(accelerated_in_low_precision, 3, False)
-    for found in run_threads(accelerated_in_low_precision, 3, True):
-        torch.testing.assert_close(found, usual[0], rtol=1e-6, atol=1e-6)
-
-
-def full_gradients_after_waiting() -> None:
+@on_ranks(2)
+def test_full_gradients_are_shown_after_some_waited_in_the_dtype_of_the_reduction() -> None:
     model = make_net()
     fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(None, BF16))
     for syncs in (False, True):
@@ -735,10 +674,6 @@ def full_gradients_after_waiting() -> None:
     before = model.last.weight.grad.full_tensor()
     with unshard_params(model, with_grads=True):
         assert torch.equal(model.last.weight.grad, before)
-
-
-def test_full_gradients_are_shown_after_some_waited_in_the_dtype_of_the_reduction() -> None:
-    run_threads(full_gradients_after_waiting, 2)
 
 
 # Life of a model
@@ -752,7 +687,10 @@ def init_weights(module: nn.Module) -> None:
                 module.bias.zero_()
 
 
-def meta_and_apply(policy: MixedPrecisionPolicy) -> float:
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(FP32), MixedPrecisionPolicy(BF16)], ids=str)
+@on_ranks(2)
+def test_meta_device_with_mixed_precision(policy: MixedPrecisionPolicy) -> None:
+    """A nested model that begins on meta takes its values by ``apply``."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(DIM, DIM), nn.Sequential(nn.Linear(DIM, DIM)))
     fully_shard(model[1], mp_policy=policy)
@@ -761,16 +699,11 @@ def meta_and_apply(policy: MixedPrecisionPolicy) -> float:
     model.apply(init_weights)
     out = model(torch.ones(1, DIM))
     out.float().sum().backward()
-    return out.float().sum().item()
+    assert out.float().sum().item() == 8 * 16.0
 
 
-@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(FP32), MixedPrecisionPolicy(BF16)], ids=str)
-def test_meta_device_with_mixed_precision(policy: MixedPrecisionPolicy) -> None:
-    """A nested model that begins on meta takes its values by ``apply``."""
-    assert run_threads(meta_and_apply, 2, policy) == [8 * 16.0] * 2
-
-
-def show_full() -> None:
+@on_ranks(2)
+def test_unshard_params_shows_full_precision_and_writes_it_back() -> None:
     model, plain = make_net(), make_net()
     fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(BF16, buffer_dtype=BF16))
     model(batch_of(0, 0, 0)).float().sum().backward()
@@ -791,11 +724,8 @@ def show_full() -> None:
     assert torch.equal(whole(model)["last.weight"], plain.last.weight + 2**-12)
 
 
-def test_unshard_params_shows_full_precision_and_writes_it_back() -> None:
-    run_threads(show_full, 2)
-
-
-def show_all_parts() -> None:
+@on_ranks(2)
+def test_a_module_without_parameters_casts_nothing_where_all_below_it_is_shown() -> None:
     parts = [seeded(lambda: nn.Linear(DIM, DIM), seed) for seed in range(2)]
     plain = copy.deepcopy(nn.Sequential(*parts))
     # The root has no parameters of its own.
@@ -805,10 +735,6 @@ def show_all_parts() -> None:
     with unshard_params(model), torch.no_grad():
         assert torch.equal(model(x), plain(x))
     assert model(x).dtype is BF16
-
-
-def test_a_module_without_parameters_casts_nothing_where_all_below_it_is_shown() -> None:
-    run_threads(show_all_parts, 2)
 
 
 def save_at_two(path: str) -> None:
@@ -839,7 +765,9 @@ def test_checkpoints_move_between_world_sizes_and_policies(tmp_path: Any) -> Non
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def count_bytes(policy: MixedPrecisionPolicy) -> tuple[dict[str, int], dict[str, int]]:
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@on_ranks(2)
+def test_bytes_are_those_of_the_plan(policy: MixedPrecisionPolicy) -> None:
     model = make_net()
     fully_shard(model, policy={Block}, mp_policy=policy)
     model(batch_of(0, 0, 0)).float().sum().backward()
@@ -851,16 +779,13 @@ def count_bytes(policy: MixedPrecisionPolicy) -> tuple[dict[str, int], dict[str,
         "all_gather": sum(one.all_gather_bytes for one in handles),
         "reduce_scatter": sum(one.reduce_scatter_bytes for one in handles),
     }
-    return {name: number for name, number in counted.bytes().items() if name in planned}, planned
+    found, planned = {name: number for name, number in counted.bytes().items() if name in planned}, planned
+    assert found == planned
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_bytes_are_those_of_the_plan(policy: MixedPrecisionPolicy) -> None:
-    for found, planned in run_threads(count_bytes, 2, policy):
-        assert found == planned
-
-
-def dtypes_of_handles(policy: MixedPrecisionPolicy) -> None:
+@on_ranks(1)
+def test_a_handle_knows_every_dtype_whatever_the_policy_leaves_out(policy: MixedPrecisionPolicy) -> None:
     model = make_net()
     fully_shard(model, policy={Block}, mp_policy=policy)
     flats = [flat for handle in fully_shard.state(model)._handles for flat in handle.buffers]
@@ -869,11 +794,6 @@ def dtypes_of_handles(policy: MixedPrecisionPolicy) -> None:
     assert {flat.compute_dtype for flat in flats} == {asked}
     # A reduction that nothing was said of follows the computation.
     assert {flat.plan.reduce_dtype for flat in flats} == {policy.reduce_dtype or asked}
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_handle_knows_every_dtype_whatever_the_policy_leaves_out(policy: MixedPrecisionPolicy) -> None:
-    run_threads(dtypes_of_handles, 1, policy)
 
 
 def test_the_plan_tells_the_dtypes() -> None:
@@ -999,61 +919,3 @@ def test_random_nestings_of_policies_stay_near_full_precision(seed: int, caplog:
     for one in found:
         torch.testing.assert_close(one, found[0], rtol=0, atol=0)
         torch.testing.assert_close(one, expected, rtol=0.05, atol=0.02)
-
-
-# Errors
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"param_dtype": torch.int8}, "param_dtype of the mixed precision policy is torch.int8"),
-        ({"reduce_dtype": "bf16"}, "reduce_dtype of the mixed precision policy is 'bf16'"),
-        ({"reduce_dtype": torch.float8_e4m3fn}, "pass one of torch.float32"),
-        ({"output_dtype": torch.complex64}, "output_dtype"),
-        ({"buffer_dtype": 3}, "buffer_dtype"),
-        ({"cast_forward_inputs": None}, "cast_forward_inputs"),
-        ({"cast_root_forward_inputs": 1}, "cast_root_forward_inputs"),
-        ({"keep_low_precision_grads": "no"}, "keep_low_precision_grads"),
-        ({"skipped_module_classes": (int,)}, "skipped_module_classes"),
-        ({"skipped_module_classes": nn.Linear(1, 1)}, "skipped_module_classes"),
-        ({"param_dtype_override_fn": BF16}, "param_dtype_override_fn"),
-    ],
-)
-def test_a_policy_of_wrong_values_is_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        MixedPrecisionPolicy(**options)
-    assert text in str(error.value)
-
-
-def bad_answer(param: nn.Parameter) -> torch.dtype | None:
-    return torch.int32
-
-
-def failing_answer(param: nn.Parameter) -> torch.dtype | None:
-    raise KeyError("no such name")
-
-
-@pytest.mark.parametrize(
-    ("policy", "text"),
-    [
-        (torch.bfloat16, "mp_policy is torch.bfloat16"),
-        ({"param_dtype": BF16}, "mp_policy is"),
-        (MixedPrecisionPolicy(BF16, param_dtype_override_fn=bad_answer), "returned torch.int32"),
-        (MixedPrecisionPolicy(BF16, param_dtype_override_fn=failing_answer), "raised KeyError"),
-    ],
-    ids=["dtype", "dict", "answer", "raises"],
-)
-def test_what_is_no_policy_leaves_the_model_as_it_was(policy: Any, text: str) -> None:
-    run_threads(annotate_wrongly, 1, policy, text)
-
-
-def annotate_wrongly(policy: Any, text: str) -> None:
-    model = make_net()
-    before = dict(model.named_parameters())
-    with pytest.raises(ConfigError) as error:
-        fully_shard(model, mp_policy=policy)
-    assert text in str(error.value)
-    assert "'unused'" in str(error.value) or "mp_policy" in str(error.value)
-    assert all(before[fqn] is param for fqn, param in model.named_parameters())
-    assert fully_shard.state(model) is None

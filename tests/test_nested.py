@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from composable import (
-    ConfigError,
     FSDPModule,
     RaggedDTensor,
     accelerate_optimizer,
@@ -26,8 +25,8 @@ from composable import (
 from composable.engine import handle_of
 from composable.optim.units import homes_of
 from tests.models import MLPBlock, loss_of, make_model, random_input, seeded
-from tests.parity import assert_equal_runs, inputs_of, train_annotated, train_reference
-from tests.world import run_threads
+from tests.parity import inputs_of
+from tests.world import on_ranks, run_threads
 
 
 def replicated_block(model: nn.Module) -> None:
@@ -57,12 +56,6 @@ def sharded_inside_replicated_root(model: nn.Module) -> None:
 
 
 WAYS = [replicated_block, replicated_block_by_hand, sharded_inside_replicated, sharded_inside_replicated_root]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("annotate", WAYS)
-def test_nested_annotations_equal_one_process(annotate: Callable[[nn.Module], None], world_size: int) -> None:
-    assert_equal_runs(run_threads(train_annotated, world_size, "mlp", annotate), train_reference("mlp", world_size))
 
 
 def replicated_static_graph(model: nn.Module) -> None:
@@ -96,22 +89,6 @@ def test_nothing_looks_through_all_live_objects_but_an_error(annotate: Callable[
     # The name of a module is found by asking every object of the process: seconds for many annotations.
     with mock.patch("composable.ground.names.gc.get_objects", side_effect=AssertionError("looked through")):
         run_threads(live, 2, annotate)
-
-
-def incompatible(first: str) -> str:
-    model = make_model("mlp")
-    calls = {"fully_shard": fully_shard, "replicate": replicate}
-    second = ({"fully_shard", "replicate"} - {first}).pop()
-    calls[first](model)
-    with pytest.raises(ConfigError) as caught:
-        calls[second](model)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("first", ["fully_shard", "replicate"])
-def test_both_on_one_module_is_an_error(first: str) -> None:
-    for rank, text in enumerate(run_threads(incompatible, 2, first)):
-        assert "cannot both be on one module" in text and f"rank {rank}" in text and "fix:" in text
 
 
 class Node(nn.Module):
@@ -167,7 +144,25 @@ def sharded_fqns(tree: nn.Module) -> set[str]:
     return {fqn for fqn, param in tree.named_parameters() if isinstance(param, RaggedDTensor)}
 
 
-def find_with_every_walker(seed: int) -> None:
+def train_both(plain: nn.Module, tree: nn.Module) -> None:
+    """Take two clipped steps of each, with an accelerated optimizer for the tree."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    optimizer = accelerate_optimizer(torch.optim.SGD(tree.parameters(), lr=0.1, momentum=0.9), tree)
+    for step in range(2):
+        batches = [random_input(10 * step + one, 3, 4) for one in range(world_size)]
+        for model, batch, stepper in ((plain, torch.cat(batches), reference), (tree, batches[rank], optimizer)):
+            stepper.zero_grad()
+            model(batch).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        torch.testing.assert_close(clip_grad_norm_(tree.parameters(), 0.1), norm)
+        reference.step()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("seed", "world_size"), [(seed, 1 + seed % 3) for seed in range(15)])
+@on_ranks()
+def test_every_walker_finds_what_lies_below_other_annotations(seed: int) -> None:
     plain, tree = make_tree(seed), make_tree(seed)
     sharded, replicated = annotate_at_random(tree, seed)
     assert sharded_fqns(tree) == sharded
@@ -215,25 +210,3 @@ def find_with_every_walker(seed: int) -> None:
     expected = dict(plain.named_parameters())
     for fqn, param in tree.named_parameters():
         torch.testing.assert_close(param, expected[fqn], rtol=1e-5, atol=1e-6, msg=fqn)
-
-
-def train_both(plain: nn.Module, tree: nn.Module) -> None:
-    """Take two clipped steps of each, with an accelerated optimizer for the tree."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    optimizer = accelerate_optimizer(torch.optim.SGD(tree.parameters(), lr=0.1, momentum=0.9), tree)
-    for step in range(2):
-        batches = [random_input(10 * step + one, 3, 4) for one in range(world_size)]
-        for model, batch, stepper in ((plain, torch.cat(batches), reference), (tree, batches[rank], optimizer)):
-            stepper.zero_grad()
-            model(batch).square().mean().backward()
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        torch.testing.assert_close(clip_grad_norm_(tree.parameters(), 0.1), norm)
-        reference.step()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(12))
-def test_every_walker_finds_what_lies_below_other_annotations(seed: int, world_size: int) -> None:
-    run_threads(find_with_every_walker, world_size, seed)

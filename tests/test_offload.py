@@ -5,12 +5,7 @@ in host memory of their own, apart from that of the buffers; which streams wait 
 ``tests/runtime/test_streams.py``, and what only a device shows by ``tests/test_cuda_offload.py``.
 """
 
-import copy
-import itertools
-import random
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,28 +17,20 @@ from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from composable import (
-    ConfigError,
     CPUOffloadPolicy,
     DesyncError,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    accelerate_optimizer,
-    clip_grad_norm_,
-    full_state_dict,
     fully_shard,
-    load_checkpoint,
-    no_sync,
     plan,
-    save_checkpoint,
     unannotate,
-    unshard_params,
 )
 from composable.engine import RestingPlace
 from composable.engine.paths import CopyGather, PathHome
 from tests.models import BLOCK_CLASSES, loss_of, make_model, random_input, seeded
-from tests.parity import LR, Run, assert_equal_runs, full, full_params, inputs_of, train_annotated, train_reference
+from tests.parity import LR, full_params, inputs_of
 from tests.runtime.test_notices import recorded
-from tests.world import run_threads
+from tests.world import on_ranks, run_threads
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DIM = 8
@@ -159,41 +146,9 @@ class Renamed:
 Renamed.__name__ = "CPUOffloadPolicy"
 
 
-def refuse(policy: Any, text: str) -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    before = dict(model.named_parameters())
-    with pytest.raises(ConfigError) as error:
-        fully_shard(model, offload_policy=policy)
-    assert text in str(error.value) and error.value.fix
-    assert all(before[fqn] is param for fqn, param in model.named_parameters())
-    assert fully_shard.state(model) is None
-
-
-@pytest.mark.parametrize(
-    ("policy", "text"),
-    [
-        (True, "offload_policy is True"),
-        ("cpu", "offload_policy is 'cpu'"),
-        (CPUOffloadPolicy, "offload_policy is <class"),
-        (TorchCPUOffloadPolicy, "offload_policy is <class"),
-        (MixedPrecisionPolicy(), "offload_policy is"),
-        (Renamed(), "offload_policy is"),
-        (TorchCPUOffloadPolicy(pin_memory="yes"), "pin_memory of the offload policy is 'yes'"),  # type: ignore[arg-type]
-        (CPUOffload(offload_params=1), "offload_params of the offload policy is 1"),  # type: ignore[arg-type]
-    ],
-    ids=lambda value: repr(value)[:30],
-)
-def test_what_is_no_policy_leaves_the_model_as_it_was(policy: Any, text: str) -> None:
-    run_threads(refuse, 1, policy, text)
-
-
-@pytest.mark.parametrize("pin_memory", [None, 1, "yes"])
-def test_pinning_is_a_bool(pin_memory: Any) -> None:
-    with pytest.raises(ConfigError, match="pin_memory of the offload policy is"):
-        CPUOffloadPolicy(pin_memory=pin_memory)
-
-
-def annotate_differently(is_synced: bool) -> str:
+@pytest.mark.parametrize("is_synced", [False, True])
+@on_ranks(2)
+def test_ranks_that_differ_are_told(is_synced: bool) -> None:
     model = nn.Linear(4, 4)
     policy = CPUOffloadPolicy(pin_memory=dist.get_rank() == 0)
 
@@ -203,14 +158,9 @@ def annotate_differently(is_synced: bool) -> str:
 
     with pytest.raises(DesyncError) as error:
         run()
-    return str(error.value)
-
-
-@pytest.mark.parametrize("is_synced", [False, True])
-def test_ranks_that_differ_are_told(is_synced: bool) -> None:
-    for text in run_threads(annotate_differently, 2, is_synced):
-        assert "rank 0: offloaded: shards, gradients and optimizer state rest in pinned host memory" in text
-        assert "rank 1: offloaded: shards, gradients and optimizer state rest in pageable host memory" in text
+    text = str(error.value)
+    assert "rank 0: offloaded: shards, gradients and optimizer state rest in pinned host memory" in text
+    assert "rank 1: offloaded: shards, gradients and optimizer state rest in pageable host memory" in text
 
 
 # The plan
@@ -229,41 +179,17 @@ def test_the_plan_says_what_is_offloaded_and_counts_nothing_on_the_device() -> N
     assert plain != offloaded and plain.digest() != offloaded.digest()
 
 
-def unannotate_one() -> tuple[int, int]:
+@on_ranks(2)
+def test_what_is_left_of_a_plan_stays_offloaded() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     fully_shard(model, policy={nn.Linear}, offload_policy=CPUOffloadPolicy())
     part = unannotate(model[0], recurse=True)
     assert not isinstance(part.weight, torch.distributed.tensor.DTensor)
     left = fully_shard.state(model).plan
-    return left.bytes_per_rank_at_rest(), left.host_bytes_per_rank_at_rest(0)
-
-
-def test_what_is_left_of_a_plan_stays_offloaded() -> None:
-    assert run_threads(unannotate_one, 2) == [(0, 4 * (16 * 16 + 16) // 2)] * 2
+    assert (left.bytes_per_rank_at_rest(), left.host_bytes_per_rank_at_rest(0)) == (0, 4 * (16 * 16 + 16) // 2)
 
 
 # Shards that rest elsewhere
-
-
-def train_elsewhere(name: str) -> Run:
-    found: list[list[int]] = []
-
-    def annotate(model: nn.Module) -> None:
-        fully_shard(model, policy=None if name in {"empty_params", "uneven"} else BLOCK_CLASSES)
-        found.append(put_elsewhere(model))
-        assert {CopyGather, PathHome} == set(map(type, paths_of(model)))
-
-    run = train_annotated(name, annotate)
-    assert found[0], "no gradient has come home"
-    return run
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize(
-    "name", ["mlp", "gpt_tied", "frozen_mixed", "scalars", "empty_params", "uneven", "called_twice", "unused"]
-)
-def test_copied_shards_train_like_one_process(name: str, world_size: int) -> None:
-    assert_equal_runs(run_threads(train_elsewhere, world_size, name), train_reference(name, world_size))
 
 
 class Block(nn.Module):
@@ -285,96 +211,8 @@ def batch_of(step: int, rank: int, micro: int) -> torch.Tensor:
     return random_input(100 * step + 10 * rank + micro, 4, DIM)
 
 
-@dataclass(frozen=True)
-class Programme:
-    """What a random training run does."""
-
-    steps: int
-    micros: int
-    precision: MixedPrecisionPolicy
-    reshard: bool | None
-    max_norm: float | None
-    optimizer: type
-    is_accelerated: bool
-    keeps_gradients: bool  # Micro-batches are reduced one by one.
-    saves_at: int
-
-    @staticmethod
-    def drawn(seed: int) -> "Programme":
-        draw = random.Random(seed)
-        return Programme(
-            steps=draw.randint(2, 4),
-            micros=draw.randint(1, 3),
-            precision=MixedPrecisionPolicy(draw.choice([None, BF16]), draw.choice([None, FP32, BF16])),
-            reshard=draw.choice([None, True, False]),
-            max_norm=draw.choice([None, 0.1]),
-            optimizer=draw.choice([torch.optim.SGD, torch.optim.AdamW]),
-            is_accelerated=draw.random() < 0.5,
-            keeps_gradients=draw.random() < 0.5,
-            saves_at=draw.randint(1, 2),
-        )
-
-    def sharded(self) -> tuple[nn.Module, torch.optim.Optimizer, list[int]]:
-        model = make_net()
-        fully_shard(model, policy={Block}, mp_policy=self.precision, reshard_after_forward=self.reshard)
-        results = put_elsewhere(model)
-        optimizer = self.optimizer(model.parameters(), lr=0.05)
-        if self.is_accelerated:
-            accelerate_optimizer(optimizer, model)
-        return model, optimizer, results
-
-    def run(self, *, is_elsewhere: bool, folder: str | None = None) -> dict[str, torch.Tensor]:
-        """Train sharded, with shards elsewhere or not, and through a checkpoint if there is a folder."""
-        model, optimizer, results = self.sharded()
-        if not is_elsewhere:
-            for flat in [flat for handle in fully_shard.state(model)._handles for flat in handle.buffers]:
-                flat.home = flat.routes.home = RestingPlace(torch.device("cpu"))
-        for step in range(self.steps):
-            if step == self.saves_at and folder is not None:
-                save_checkpoint(folder, step, model, optimizer).wait()
-                model, optimizer, results = self.sharded()
-                load_checkpoint(folder, model, optimizer)
-            for micro in range(self.micros):
-                x = batch_of(step, dist.get_rank(), micro)
-                if micro < self.micros - 1 and not self.keeps_gradients:
-                    with no_sync(model):
-                        model(x).float().square().mean().backward()
-                else:
-                    model(x).float().square().mean().backward()
-            if self.max_norm is not None:
-                clip_grad_norm_(model.parameters(), self.max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert bool(results) is is_elsewhere
-        return full_params(model)
-
-    def run_alone(self, world_size: int) -> dict[str, torch.Tensor]:
-        model = make_net()
-        optimizer = self.optimizer(model.parameters(), lr=0.05)
-        for step in range(self.steps):
-            for micro, rank in itertools.product(range(self.micros), range(world_size)):
-                (model(batch_of(step, rank, micro)).square().mean() / world_size).backward()
-            if self.max_norm is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), self.max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-        return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
-
-
-@pytest.mark.parametrize("seed", range(16))
-def test_random_programmes_with_copied_shards_are_those_without_in_every_bit(seed: int, tmp_path: Path) -> None:
-    programme, world_size = Programme.drawn(seed), 1 + seed % 3
-    found = run_threads(programme.run, world_size, is_elsewhere=True, folder=str(tmp_path / "run"))
-    expected = run_threads(programme.run, world_size, is_elsewhere=False)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-    alone = programme.run_alone(world_size)
-    is_low = BF16 in (programme.precision.param_dtype, programme.precision.reduce_dtype)
-    tolerance = 0.1 if is_low else 5e-4
-    torch.testing.assert_close(found[0], alone, rtol=tolerance, atol=tolerance)
-
-
-def gradients_at_rest() -> tuple[bool, bool]:
+@on_ranks(2)
+def test_gradients_add_up_where_they_rest() -> None:
     model = make_net()
     fully_shard(model, policy={Block})
     put_elsewhere(model)
@@ -383,51 +221,14 @@ def gradients_at_rest() -> tuple[bool, bool]:
     model(batch_of(0, 0, 0)).square().mean().backward()
     doubled = all(torch.equal(param.grad.to_local(), 2 * first[fqn]) for fqn, param in model.named_parameters())
     model.zero_grad()
-    return doubled, all(param.grad is None for param in model.parameters())
+    assert (doubled, all(param.grad is None for param in model.parameters())) == (True, True)
 
 
-def test_gradients_add_up_where_they_rest() -> None:
-    assert run_threads(gradients_at_rest, 2) == [(True, True)] * 2
-
-
-def copy_and_undo() -> dict[str, bool]:
-    model = make_net()
-    expected = {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
-    fully_shard(model, policy={Block})
-    results = put_elsewhere(model)
-    twin = copy.deepcopy(model)
-    twin(batch_of(0, 0, 0)).sum().backward()
-    copied = bool(results)
-    with unshard_params(model):
-        for param in model.parameters():
-            param.data.mul_(2)
-    doubled = {fqn: 2 * value for fqn, value in expected.items()}
-    written = all(torch.equal(full(param), doubled[fqn]) for fqn, param in model.named_parameters())
-    whole = full_state_dict(model, dst=0)
-    unannotate(model)
-    plain = all(torch.equal(param, doubled[fqn]) for fqn, param in model.named_parameters())
-    return {
-        "a copy rests elsewhere too": copied,
-        "values are written back": written,
-        "a plain model has them": plain,
-        "the state dict has them": not whole or all(torch.equal(whole[fqn], doubled[fqn]) for fqn in doubled),
-    }
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_copies_values_written_back_and_plain_models_have_the_values_at_rest(world_size: int) -> None:
-    for found in run_threads(copy_and_undo, world_size):
-        assert all(found.values()), found
-
-
-def keep_low() -> Sequence[torch.dtype]:
+@on_ranks(2)
+def test_low_precision_gradients_come_home_as_they_are() -> None:
     model = make_net()
     fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, keep_low_precision_grads=True))
     put_elsewhere(model)
     model(batch_of(0, 0, 0)).float().sum().backward()
-    return [param.grad.to_local().dtype for param in model.parameters()]
-
-
-def test_low_precision_gradients_come_home_as_they_are() -> None:
-    for found in run_threads(keep_low, 2):
-        assert set(found) == {BF16}
+    found = [param.grad.to_local().dtype for param in model.parameters()]
+    assert set(found) == {BF16}

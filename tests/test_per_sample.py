@@ -10,7 +10,7 @@ from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 from composable import fully_shard, no_sync, replicate, unshard_params
 from tests.models import seeded
-from tests.world import run_threads
+from tests.world import on_ranks
 
 DIM, BATCH = 4, 3
 
@@ -29,7 +29,10 @@ def batch_of(rank: int) -> torch.Tensor:
     return torch.randn(BATCH, DIM, generator=torch.Generator().manual_seed(rank))
 
 
-def follow(kind: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["fully_shard", "replicate"])
+@on_ranks()
+def test_each_sample_has_the_gradient_of_one_process(kind: str) -> None:
     rank = dist.get_rank()
     expected = samples(make(), batch_of(rank))
     model: Any = make()
@@ -42,9 +45,3 @@ def follow(kind: str) -> None:
         with no_sync(model):
             found = samples(model, batch_of(rank))
     torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["fully_shard", "replicate"])
-def test_each_sample_has_the_gradient_of_one_process(kind: str, world_size: int) -> None:
-    run_threads(follow, world_size, kind)

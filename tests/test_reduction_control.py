@@ -26,8 +26,9 @@ from composable import (
 )
 from composable.ground.contract import managing_state
 from tests.counting import CountingTransport
+from tests.pairwise import pairs_of
 from tests.test_comm_hooks import DTYPES, Net, backward, close, grads_of, make_net
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 
 def sharded(dtype: torch.dtype = torch.float32, **options: Any) -> Net:
@@ -54,9 +55,13 @@ def divided(factor: float | None, setter: str) -> dict[str, torch.Tensor]:
     return grads_of(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("setter", ["set_gradient_divide_factor", "set_reduce_scatter_divide_factor"])
-@pytest.mark.parametrize("factor", [1, 0.25, 3, None])
+@pytest.mark.parametrize(
+    *pairs_of(
+        world_size=[1, 2, 3],
+        setter=["set_gradient_divide_factor", "set_reduce_scatter_divide_factor"],
+        factor=[1, 0.25, 3, None],
+    )
+)
 def test_sums_of_one_module_are_divided_by_the_factor(factor: float | None, setter: str, world_size: int) -> None:
     plain = run_threads(plain_grads, world_size)[0]
     for grads in run_threads(divided, world_size, factor, setter):
@@ -65,7 +70,8 @@ def test_sums_of_one_module_are_divided_by_the_factor(factor: float | None, sett
             close({fqn: grad}, {fqn: plain[fqn] * due}, 0 if due == 1 else 2 * torch.finfo(grad.dtype).eps)
 
 
-def divided_after_no_sync() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+@on_ranks(2)
+def test_gradients_that_waited_are_divided_by_the_factor_also_in_unannotate() -> None:
     grads = []
     for is_undone in (False, True):
         model = sharded()
@@ -78,12 +84,8 @@ def divided_after_no_sync() -> tuple[dict[str, torch.Tensor], dict[str, torch.Te
         else:
             backward(model, dist.get_rank())
         grads.append({fqn: grad * (2 if is_undone else 1) for fqn, grad in grads_of(model).items()})
-    return grads[0], grads[1]
-
-
-def test_gradients_that_waited_are_divided_by_the_factor_also_in_unannotate() -> None:
-    for reduced, undone in run_threads(divided_after_no_sync, 2):
-        close(undone, reduced, 1e-6)
+    reduced, undone = grads[0], grads[1]
+    close(undone, reduced, 1e-6)
 
 
 # Sums
@@ -127,28 +129,25 @@ class Large(nn.Module):
         return (self.weight * x).sum()
 
 
-def large_gradients(way: str) -> torch.Tensor:
+@pytest.mark.parametrize("way", ["sum", "comm"])
+@on_ranks(4)
+def test_no_sum_in_float16_overflows_where_the_mean_fits(way: str) -> None:
     model: Any = fully_shard(Large())
     if way == "sum":
         model.set_force_sum_reduction_for_comms(True)
     elif way == "comm":
         model.set_custom_reduce_scatter(DefaultReduceScatter())
     model(torch.full((4,), 60000.0, dtype=torch.float16)).backward()
-    return grads_of(model)["weight"]
-
-
-@pytest.mark.parametrize("way", ["sum", "comm"])
-def test_no_sum_in_float16_overflows_where_the_mean_fits(way: str) -> None:
-    for grad in run_threads(large_gradients, 4, way):
-        assert torch.equal(grad, torch.full((4,), 60000.0, dtype=torch.float16))
+    grad = grads_of(model)["weight"]
+    assert torch.equal(grad, torch.full((4,), 60000.0, dtype=torch.float16))
 
 
 # A hook on the reduced shard
 
 
-def hooked_shards(
-    options: dict[str, Any],
-) -> tuple[list[torch.dtype], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}])
+@on_ranks(2)
+def test_an_all_reduce_hook_gets_each_reduced_shard_once(options: dict[str, Any]) -> None:
     plain = sharded(**options)
     model = sharded(**options)
     seen = []
@@ -163,18 +162,14 @@ def hooked_shards(
     model.last.set_all_reduce_hook(None)
     for one in (plain, model):
         backward(one, dist.get_rank())
-    return seen, grads_of(plain), grads_of(model)
+    seen, plain, hooked = seen, grads_of(plain), grads_of(model)
+    assert seen == [torch.float32] * 3
+    wanted = {fqn: grad if fqn.startswith("last") else 2 * grad for fqn, grad in plain.items()}
+    close(hooked, wanted, 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}])
-def test_an_all_reduce_hook_gets_each_reduced_shard_once(options: dict[str, Any]) -> None:
-    for seen, plain, hooked in run_threads(hooked_shards, 2, options):
-        assert seen == [torch.float32] * 3
-        wanted = {fqn: grad if fqn.startswith("last") else 2 * grad for fqn, grad in plain.items()}
-        close(hooked, wanted, 0)
-
-
-def average_over_copies() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+@on_ranks(4)
+def test_an_all_reduce_hook_may_average_over_copies_of_the_shards() -> None:
     rank = dist.get_rank()
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     whole = sharded()
@@ -188,12 +183,8 @@ def average_over_copies() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
     for module in linears(model):
         module.set_all_reduce_hook(average)
     backward(model, rank)
-    return grads_of(whole), grads_of(model)
-
-
-def test_an_all_reduce_hook_may_average_over_copies_of_the_shards() -> None:
-    for whole, hybrid in run_threads(average_over_copies, 4):
-        close(hybrid, whole, 1e-6)
+    whole, hybrid = grads_of(whole), grads_of(model)
+    close(hybrid, whole, 1e-6)
 
 
 RETURNED: dict[str, Callable[[torch.Tensor], object]] = {
@@ -312,7 +303,8 @@ class Wrong(Counting):
         return torch.empty(size, dtype=torch.float64)
 
 
-def wrong_memory() -> str:
+@on_ranks(2)
+def test_memory_that_does_not_fit_is_an_error() -> None:
     model = sharded()
     model.first.set_custom_reduce_scatter(Wrong(DefaultReduceScatter()))
     with pytest.raises(ConfigError) as caught:
@@ -321,14 +313,10 @@ def wrong_memory() -> str:
     model.zero_grad()
     backward(model, dist.get_rank())
     close(grads_of(model), plain_grads(), 0)
-    return str(caught.value)
-
-
-def test_memory_that_does_not_fit_is_an_error() -> None:
-    for text in run_threads(wrong_memory, 2):
-        assert re.match(
-            r"Wrong.allocate returned \[\d+\] float64 on cpu\n  at:  rank \d, buffer of parameter '\w+'\n  fix:", text
-        )
+    text = str(caught.value)
+    assert re.match(
+        r"Wrong.allocate returned \[\d+\] float64 on cpu\n  at:  rank \d, buffer of parameter '\w+'\n  fix:", text
+    )
 
 
 # How long choices last, and what they exclude
@@ -339,7 +327,8 @@ def choices_of(module: nn.Module) -> tuple[object, ...]:
     return comms.divide_factor, comms.sums_only, comms.all_reduce_hook is not None, comms.all_gather is not None
 
 
-def lasting() -> tuple[bool, ...]:
+@on_ranks(2)
+def test_choices_stay_with_another_root_and_in_a_copy_and_end_with_unannotate() -> None:
     model = make_net()
     fully_shard(model.blocks)
     module: Any = model.blocks
@@ -365,11 +354,7 @@ def lasting() -> tuple[bool, ...]:
         module.set_gradient_divide_factor(1)
     model.zero_grad()
     fully_shard(model.blocks)
-    return is_kept, choices_of(model.blocks) == (None, False, False, False)
-
-
-def test_choices_stay_with_another_root_and_in_a_copy_and_end_with_unannotate() -> None:
-    assert run_threads(lasting, 2) == [(True, True)] * 2
+    assert (is_kept, choices_of(model.blocks) == (None, False, False, False)) == (True, True)
 
 
 def excluded() -> list[str]:
@@ -397,18 +382,15 @@ def test_a_communication_hook_excludes_what_it_would_replace() -> None:
             assert f"at:  rank {rank}, module 'first'" in text
 
 
-def both_hooks() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+@on_ranks(2)
+def test_an_all_reduce_hook_comes_after_a_communication_hook() -> None:
     model = sharded()
     register_comm_hook(model, DefaultState(dist.group.WORLD), reduce_scatter_hook)
     for module in linears(model):
         module.set_all_reduce_hook(lambda shard: shard.mul_(2))
     backward(model, dist.get_rank())
-    return grads_of(model), plain_grads()
-
-
-def test_an_all_reduce_hook_comes_after_a_communication_hook() -> None:
-    for hooked, plain in run_threads(both_hooks, 2):
-        close(hooked, {fqn: 2 * grad for fqn, grad in plain.items()}, 0)
+    hooked, plain = grads_of(model), plain_grads()
+    close(hooked, {fqn: 2 * grad for fqn, grad in plain.items()}, 0)
 
 
 def stream_on_the_cpu() -> str:
@@ -422,17 +404,14 @@ def test_the_cpu_has_no_streams() -> None:
     assert "the module is on cpu" in run_threads(stream_on_the_cpu, 1)[0]
 
 
-def different_choices() -> str:
+@on_ranks(2)
+def test_ranks_that_chose_differently_before_the_first_forward_are_told() -> None:
     model = sharded()
     model.first.set_gradient_divide_factor(2 + dist.get_rank())
     with pytest.raises(DesyncError) as caught:
         backward(model, dist.get_rank())
-    return str(caught.value)
-
-
-def test_ranks_that_chose_differently_before_the_first_forward_are_told() -> None:
-    for text in run_threads(different_choices, 2):
-        assert (
-            "rank 0: module 'first' (Linear): gradient divide factor 2.0\n    rank 1: module 'first' (Linear): gradient"
-            in text
-        )
+    text = str(caught.value)
+    assert (
+        "rank 0: module 'first' (Linear): gradient divide factor 2.0\n    rank 1: module 'first' (Linear): gradient"
+        in text
+    )

@@ -1,6 +1,5 @@
 """``reshard_after_forward=n``: secondary shards over fewer ranks, from which backward gathers."""
 
-import random
 from typing import Any
 
 import pytest
@@ -20,8 +19,8 @@ from composable import (
     unshard_params,
 )
 from tests.counting import Collective, CountingTransport
-from tests.models import BLOCK_CLASSES, DIM, MODELS, MLPBlock, seeded
-from tests.parity import Run, assert_equal_runs, full, train_annotated, train_reference
+from tests.models import BLOCK_CLASSES, DIM, MLPBlock, seeded
+from tests.parity import Run, assert_equal_runs, train_annotated, train_reference
 from tests.planning.test_memory import PRECISIONS, hybrid_peak_and_plan, peak_and_plan
 from tests.secondary import (
     BF16,
@@ -37,16 +36,14 @@ from tests.secondary import (
     rest_elsewhere,
     root_of,
     secondary_bytes,
-    step_alike,
     take_off_between,
     train,
-    train_at_random,
     write,
     write_between,
     x_of,
 )
 from tests.subclasses import Linear4bit, Params4bit, int8_model
-from tests.world import RankErrors, run_ranks, run_threads
+from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
 GROUPS = [(4, 2), (6, 2), (6, 3)]
 
@@ -65,14 +62,6 @@ def gathers(records: list[Collective]) -> tuple[int, int]:
 
 
 # Numbers
-
-
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_training_is_that_of_one_process_on_the_global_batch(name: str) -> None:
-    tolerance = 2e-2 if name == "mixed_dtypes" else 1e-6
-    assert_equal_runs(
-        run_threads(train, 4, name, reshard_after_forward=2), train_reference(name, 4), tolerance=tolerance
-    )
 
 
 def train_by_hand(ranks: int, transport: str) -> Run:
@@ -106,40 +95,6 @@ def test_the_shard_group_may_be_that_of_a_hybrid_mesh(shape: tuple[int, int], ra
     assert_equal_runs(run_threads(train_hybrid, world_size, shape, ranks), train_reference("mlp", world_size))
 
 
-def same_numbers_in_low_precision(policy: MixedPrecisionPolicy) -> None:
-    models = [
-        fully_shard(net(), policy={MLPBlock}, reshard_after_forward=freed, mp_policy=policy) for freed in (True, 2)
-    ]
-    step_alike(models)
-    for first, second in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(full(first), full(second))
-
-
-@pytest.mark.parametrize("policy", PRECISIONS, ids=str)
-def test_in_any_precision_the_numbers_are_those_of_gathers_over_all_ranks(policy: MixedPrecisionPolicy) -> None:
-    run_threads(same_numbers_in_low_precision, 4, policy)
-
-
-def annotate_at_random(draw: random.Random, model: Any) -> None:
-    world_size = dist.get_world_size()
-    divisors = [one for one in range(1, world_size + 1) if world_size % one == 0]
-    for module in (model[1], model[2]):
-        if draw.random() < 0.7:
-            fully_shard(module, reshard_after_forward=draw.choice([None, True, False, *divisors * 2]))
-    fully_shard(
-        model,
-        reshard_after_forward=draw.choice(divisors),
-        options=HandleOptions(unused_gradients=draw.choice(["none", "zero"])),
-    )
-    model.set_reshard_after_backward(draw.random() < 0.7)
-    model.set_keep_unsharded_storage(draw.random() < 0.3)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_annotations_train_like_one_process(seed: int) -> None:
-    run_threads(train_at_random, [4, 6, 4, 8][seed % 4], seed, annotate_at_random, is_freed=True)
-
-
 # The plan
 
 
@@ -149,23 +104,6 @@ def test_one_rank_is_as_false_and_all_ranks_are_as_true() -> None:
     )
     assert one == kept and four == freed
     assert two not in (kept, freed) and two.digest() not in (kept.digest(), freed.digest())
-
-
-@pytest.mark.parametrize(
-    ("freed", "message"),
-    [
-        (3, "reshard_after_forward is 3, and 4 ranks share the parameters\n  fix: pass a divisor of that: 1, 2, 4"),
-        (8, "pass a divisor of that: 1, 2, 4"),
-        (0, "reshard_after_forward is 0"),
-        (-2, "reshard_after_forward is -2"),
-        (2.0, "reshard_after_forward is 2.0"),
-        ("2", "reshard_after_forward is '2'"),
-    ],
-)
-def test_other_values_are_errors(freed: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan(net(), world_size=4, reshard_after_forward=freed)
-    assert message in str(caught.value)
 
 
 def test_a_strategy_says_what_is_freed_already() -> None:
@@ -230,7 +168,8 @@ def test_a_step_with_copies_takes_what_the_plan_says() -> None:
 # When secondary shards are kept
 
 
-def no_backward_to_come() -> None:
+@on_ranks(4)
+def test_without_a_backward_to_come_nothing_is_kept() -> None:
     model = sharded_net()
     counting = CountingTransport.install(root_of(model))
     for context in (torch.no_grad, torch.inference_mode):
@@ -244,11 +183,8 @@ def no_backward_to_come() -> None:
     assert secondary_bytes(model) == fully_shard.state(model).plan.handles[1].secondary_bytes
 
 
-def test_without_a_backward_to_come_nothing_is_kept() -> None:
-    run_threads(no_backward_to_come, 4)
-
-
-def two_forwards() -> None:
+@on_ranks(4)
+def test_of_two_forwards_before_a_backward_each_gathers_over_all_ranks() -> None:
     model = sharded_net()
     loss(model).backward()
     model.zero_grad()
@@ -262,11 +198,8 @@ def two_forwards() -> None:
     torch.testing.assert_close(grads(model), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_of_two_forwards_before_a_backward_each_gathers_over_all_ranks() -> None:
-    run_threads(two_forwards, 4)
-
-
-def twice_in_one_forward() -> None:
+@on_ranks(4)
+def test_a_module_that_runs_twice_in_a_forward_gathers_over_all_ranks_once() -> None:
     block, layer = MLPBlock(), nn.Linear(DIM, DIM)
     fully_shard(block, reshard_after_forward=2)
     model = fully_shard(nn.Sequential(block, layer, block), reshard_after_forward=2)
@@ -276,10 +209,6 @@ def twice_in_one_forward() -> None:
     assert gathers(counting.records) == (2, 1)
     value.backward()
     assert gathers(counting.records) == (2, 3)
-
-
-def test_a_module_that_runs_twice_in_a_forward_gathers_over_all_ranks_once() -> None:
-    run_threads(twice_in_one_forward, 4)
 
 
 class Checkpointed(nn.Sequential):
@@ -315,18 +244,16 @@ def test_checkpointed_blocks_are_recomputed_from_secondary_shards(
     assert set(run_threads(recompute, 4, use_reentrant=use_reentrant)) == {expected}
 
 
-def micro_batches() -> None:
+@on_ranks(4)
+def test_each_micro_batch_keeps_its_own() -> None:
     model = sharded_net()
     counting = CountingTransport.install(root_of(model))
     assert accumulate(model) == [0, 0, 0]
     assert counting.counts() == {"all_gather": 9, "secondary_all_gather": 9, "reduce_scatter": 3}
 
 
-def test_each_micro_batch_keeps_its_own() -> None:
-    run_threads(micro_batches, 4)
-
-
-def second_backward() -> None:
+@on_ranks(4)
+def test_a_second_backward_of_a_forward_gathers_over_all_ranks() -> None:
     model = sharded_net()
     value = loss(model)
     counting = CountingTransport.install(root_of(model))
@@ -336,11 +263,8 @@ def second_backward() -> None:
     torch.testing.assert_close(grads(model), [2 * grad for grad in reference_grads()], rtol=1e-6, atol=1e-6)
 
 
-def test_a_second_backward_of_a_forward_gathers_over_all_ranks() -> None:
-    run_threads(second_backward, 4)
-
-
-def by_hand() -> None:
+@on_ranks(4)
+def test_what_is_unsharded_by_hand_between_forward_and_backward_leaves_the_rest_as_it_is() -> None:
     model = sharded_net()
     loss(model).backward()
     model.zero_grad()
@@ -358,11 +282,8 @@ def by_hand() -> None:
     torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
 
 
-def test_what_is_unsharded_by_hand_between_forward_and_backward_leaves_the_rest_as_it_is() -> None:
-    run_threads(by_hand, 4)
-
-
-def prefetched() -> None:
+@on_ranks(4)
+def test_prefetch_in_backward_is_from_secondary_shards() -> None:
     model = sharded_net()
     model.set_modules_to_forward_prefetch([model[1], model[2]])
     model.set_modules_to_backward_prefetch([model[2], model[1]])
@@ -376,11 +297,8 @@ def prefetched() -> None:
     assert [record.op for record in counting.records][3:6] == ["secondary_all_gather"] * 3
 
 
-def test_prefetch_in_backward_is_from_secondary_shards() -> None:
-    run_threads(prefetched, 4)
-
-
-def switched() -> None:
+@on_ranks(4)
+def test_the_setter_chooses_between_all_and_nothing() -> None:
     model = sharded_net()
     loss(model).backward()
     for freed, expected in ((True, (6, 0)), (False, (3, 0))):
@@ -392,10 +310,6 @@ def switched() -> None:
         model.set_reshard_after_forward(2)
 
 
-def test_the_setter_chooses_between_all_and_nothing() -> None:
-    run_threads(switched, 4)
-
-
 # Values
 
 
@@ -403,7 +317,8 @@ def test_what_is_written_between_forward_and_backward_is_for_the_next_forward() 
     run_threads(write_between, 4, shard)
 
 
-def never_ended() -> None:
+@on_ranks(4)
+def test_a_forward_without_backward_leaves_nothing_that_the_next_one_uses() -> None:
     model = sharded_net()
     loss(model)
     write(model, 2)
@@ -418,19 +333,12 @@ def never_ended() -> None:
             assert torch.equal(param, right)
 
 
-def test_a_forward_without_backward_leaves_nothing_that_the_next_one_uses() -> None:
-    run_threads(never_ended, 4)
-
-
-def elsewhere() -> None:
+@on_ranks(4)
+def test_shards_on_the_host_have_secondary_ones_where_the_buffers_are() -> None:
     model = rest_elsewhere(shard)
     counting = CountingTransport.install(root_of(model))
     loss(model).backward()
     assert gathers(counting.records) == (3, 3)
-
-
-def test_shards_on_the_host_have_secondary_ones_where_the_buffers_are() -> None:
-    run_threads(elsewhere, 4)
 
 
 # What ends early
@@ -454,7 +362,8 @@ def test_unannotate_between_forward_and_backward_frees_them() -> None:
     run_threads(take_off_between, 4, shard)
 
 
-def two_roots() -> None:
+@on_ranks(4)
+def test_a_module_that_was_its_own_root_before_leaves_nothing_to_the_next_one() -> None:
     model = net()
     fully_shard(model[1], reshard_after_forward=2)
     model[1](x_of()).sum().backward()
@@ -465,10 +374,6 @@ def two_roots() -> None:
     loss(model).backward()
     torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
     assert secondary_bytes(model) == 0
-
-
-def test_a_module_that_was_its_own_root_before_leaves_nothing_to_the_next_one() -> None:
-    run_threads(two_roots, 4)
 
 
 # Groups
@@ -495,7 +400,8 @@ def test_a_part_of_the_ranks_has_one_group_for_all_annotations() -> None:
     run_threads(groups, 4)
 
 
-def named_columns() -> None:
+@on_ranks(8)
+def test_a_part_is_of_neighbours_in_the_shard_group() -> None:
     """Ranks that share parameters are not consecutive numbers; those of the part are neighbours among them."""
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "other"))
     model = sharded_net(mesh=mesh["shard"])
@@ -507,10 +413,6 @@ def named_columns() -> None:
     twin = fully_shard(net(), mesh=mesh["shard"])
     loss(twin).backward()
     torch.testing.assert_close(grads(model), grads(twin), rtol=1e-6, atol=1e-6)
-
-
-def test_a_part_is_of_neighbours_in_the_shard_group() -> None:
-    run_threads(named_columns, 8)
 
 
 class Gather:
@@ -527,17 +429,14 @@ class Gather:
         return dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group=group, async_op=async_op)
 
 
-def own_gather() -> list[int]:
+@on_ranks(4)
+def test_an_all_gather_of_the_users_gets_the_group_of_the_part() -> None:
     model = sharded_net()
     gather = Gather()
     model[1].set_custom_all_gather(gather)
     loss(model).backward()
     torch.testing.assert_close(grads(model), reference_grads(), rtol=1e-6, atol=1e-6)
-    return gather.sizes
-
-
-def test_an_all_gather_of_the_users_gets_the_group_of_the_part() -> None:
-    assert run_threads(own_gather, 4) == [[4, 2]] * 4
+    assert gather.sizes == [4, 2]
 
 
 def different() -> None:
@@ -562,7 +461,8 @@ def test_parameters_that_their_class_gathers_are_refused() -> None:
     assert "parameter '0.weight'" in str(caught.value) and "reshard_after_forward=True or False" in str(caught.value)
 
 
-def packed() -> None:
+@on_ranks(4)
+def test_parameters_that_are_sharded_as_bytes_are_gathered_again_bit_by_bit() -> None:
     model, plain = (
         seeded(lambda: nn.Sequential(Linear4bit(nn.Linear(16, 16, bias=False)), nn.Linear(16, 4)), 0) for _ in range(2)
     )
@@ -572,10 +472,6 @@ def packed() -> None:
     grad, x.grad = x.grad, None
     plain(x).square().sum().backward()
     torch.testing.assert_close(x.grad, grad)
-
-
-def test_parameters_that_are_sharded_as_bytes_are_gathered_again_bit_by_bit() -> None:
-    run_threads(packed, 4)
 
 
 def told() -> list[str | None]:

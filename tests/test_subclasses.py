@@ -38,7 +38,6 @@ from tests.subclasses import (
     AffineLinear,
     AffineWeight,
     Int8Weight,
-    Int8Whole,
     Linear4bit,
     Marked,
     Params4bit,
@@ -48,7 +47,7 @@ from tests.subclasses import (
     batch,
     int8_model,
 )
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 BYTES = [Params4bit, AffineWeight]
 SHAPES = [(6, 5), (7, 6), (2, 7)]  # even, uneven, and fewer rows than three ranks
@@ -153,7 +152,8 @@ def test_a_gather_of_the_users_takes_what_the_class_gives(kind: type) -> None:
     assert own[0][1] == STEPS * len(SHAPES) * 2 * 2
 
 
-def train_by_both() -> tuple[list[float], list[float]]:
+@on_ranks(2, run=run_ranks)
+def test_losses_are_those_of_the_same_class_under_fully_shard_of_torch() -> None:
     # torch takes no uneven rows of such a class.
     shapes = [(6, 5), (4, 6)]
     theirs, ours = int8_model(shapes), int8_model(shapes)
@@ -161,15 +161,14 @@ def train_by_both() -> tuple[list[float], list[float]]:
         fsdp.fully_shard(linear)
     fsdp.fully_shard(theirs)
     fully_shard(ours, policy={nn.Linear})
-    return train(theirs, 5), train(ours, 5)
+    theirs, ours = train(theirs, 5), train(ours, 5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_losses_are_those_of_the_same_class_under_fully_shard_of_torch() -> None:
-    for theirs, ours in run_ranks(train_by_both, 2):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
-def gather_two_parts(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(6, 5), (7, 3), (1, 4)])
+@on_ranks()
+def test_several_tensors_of_a_class_travel_and_fill_one_parameter_again_and_again(shape: tuple[int, int]) -> None:
     model = int8_model([shape], TwoPartWeight)
     plain = seeded(lambda: nn.Linear(shape[1], shape[0]), 0)
     fully_shard(model)
@@ -184,15 +183,8 @@ def gather_two_parts(shape: tuple[int, int]) -> None:
     assert seen[0].untyped_storage().size() == 0, "and its memory is freed between"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("shape", [(6, 5), (7, 3), (1, 4)])
-def test_several_tensors_of_a_class_travel_and_fill_one_parameter_again_and_again(
-    world_size: int, shape: tuple[int, int]
-) -> None:
-    run_threads(gather_two_parts, world_size, shape)
-
-
-def unsharded_memory() -> tuple[str, int, int]:
+@on_ranks(2)
+def test_the_unsharded_parameter_is_what_the_class_makes_and_is_freed_with_its_handle() -> None:
     model = int8_model(SHAPES)
     fully_shard(model, policy={nn.Linear}, reshard_after_forward=False)
     seen: list[Any] = []
@@ -202,14 +194,12 @@ def unsharded_memory() -> tuple[str, int, int]:
     used = storage.nbytes()
     model.reshard()
     model[1].reshard()
-    return type(seen[0]).__name__, used, storage.nbytes()
+    assert (type(seen[0]).__name__, used, storage.nbytes()) == ("Int8Whole", 8 * 6, 0)
 
 
-def test_the_unsharded_parameter_is_what_the_class_makes_and_is_freed_with_its_handle() -> None:
-    assert run_threads(unsharded_memory, 2) == [("Int8Whole", 8 * 6, 0)] * 2
-
-
-def accumulate_int8() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_gradients_that_no_sync_keeps_are_reduced_with_later_ones() -> None:
     found = []
     for accumulates in (True, False):
         model = int8_model(SHAPES)
@@ -222,14 +212,9 @@ def accumulate_int8() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
         else:
             model(torch.cat(parts)).square().sum().backward()
         found.append({fqn: full(param.grad) for fqn, param in model.named_parameters()})
-    return found[0], found[1]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_gradients_that_no_sync_keeps_are_reduced_with_later_ones(world_size: int) -> None:
-    for kept, whole in run_threads(accumulate_int8, world_size):
-        for fqn, grad in whole.items():
-            torch.testing.assert_close(kept[fqn], grad, rtol=1e-5, atol=1e-6)
+    kept, whole = found[0], found[1]
+    for fqn, grad in whole.items():
+        torch.testing.assert_close(kept[fqn], grad, rtol=1e-5, atol=1e-6)
 
 
 def compute_in_bfloat16() -> tuple[torch.dtype, torch.dtype, float]:
@@ -437,19 +422,16 @@ def test_a_cast_of_a_state_dict_leaves_bytes_alone_whatever_their_dtype_is_calle
     assert saved["head.weight"] == (torch.float16, False)
 
 
-def load_less() -> str:
+@on_ranks(2)
+def test_a_state_dict_without_the_scale_of_its_bytes_is_refused() -> None:
     model = seeded(Quantised, 0)
     fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
     state = dict(model.state_dict())
     del state["layers.2.base.weight.impl.scale"]
     with pytest.raises(RuntimeError) as caught:
         model.load_state_dict(state)
-    return str(caught.value)
-
-
-def test_a_state_dict_without_the_scale_of_its_bytes_is_refused() -> None:
-    for text in run_threads(load_less, 2):
-        assert "layers.2.base.weight.impl.scale" in text
+    text = str(caught.value)
+    assert "layers.2.base.weight.impl.scale" in text
 
 
 # -- all of them
@@ -463,7 +445,19 @@ def mixed() -> nn.Module:
     return model
 
 
-def copy_and_undo(policy: Any) -> None:
+def rounded_head(model: Any) -> nn.Module:
+    """Make the layer that its class gathers one that computes the same in one process."""
+    weight = model.head.weight
+    if isinstance(weight, Int8Weight):
+        model.head.weight = nn.Parameter(weight._values.detach())
+    model.head.__class__ = RoundedLinear
+    return model
+
+
+@pytest.mark.parametrize("policy", [{Adapted}, {Linear4bit, AffineLinear}])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_copies_are_independent_and_undoing_gives_back_every_class_with_its_state(policy: set[type[nn.Module]]) -> None:
     model = mixed()
     fully_shard(model, policy=policy, options=HandleOptions(shard_as_bytes=BYTES))
     train(model, WIDTH, steps=1)
@@ -489,24 +483,10 @@ def copy_and_undo(policy: Any) -> None:
     torch.testing.assert_close(whole(x), expected, rtol=1e-6, atol=1e-6)
 
 
-def rounded_head(model: Any) -> nn.Module:
-    """Make the layer that its class gathers one that computes the same in one process."""
-    weight = model.head.weight
-    if isinstance(weight, Int8Weight):
-        model.head.weight = nn.Parameter(weight._values.detach())
-    model.head.__class__ = RoundedLinear
-    return model
-
-
-@pytest.mark.parametrize("policy", [{Adapted}, {Linear4bit, AffineLinear}])
+@pytest.mark.parametrize("rank0_only", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_copies_are_independent_and_undoing_gives_back_every_class_with_its_state(
-    world_size: int, policy: set[type[nn.Module]]
-) -> None:
-    run_threads(copy_and_undo, world_size, policy)
-
-
-def show_whole(rank0_only: bool) -> None:
+@on_ranks()
+def test_unshard_params_shows_instances_of_each_class_and_writes_back(rank0_only: bool) -> None:
     model, before = mixed(), mixed()
     fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
     with torch.no_grad(), unshard_params(model, rank0_only=rank0_only):
@@ -524,24 +504,20 @@ def show_whole(rank0_only: bool) -> None:
     assert full(model.layers[2].base.weight).eq(3).all()
 
 
-@pytest.mark.parametrize("rank0_only", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_unshard_params_shows_instances_of_each_class_and_writes_back(world_size: int, rank0_only: bool) -> None:
-    run_threads(show_whole, world_size, rank0_only)
-
-
-def see_marks() -> tuple[str, tuple[str, ...], bool, tuple[str, ...]]:
+@on_ranks(2)
+def test_forward_sees_the_class_of_a_parameter_that_only_has_marks() -> None:
     model = mixed()
     fully_shard(model, policy={Adapted}, options=HandleOptions(shard_as_bytes=BYTES))
     seen: list[Any] = []
     model.layers[0].up.register_forward_pre_hook(lambda module, *_: seen.append(module.bias))
     model(batch(0, 0, WIDTH)).sum().backward()
     assert model.layers[0].up.bias.grad is not None
-    return type(seen[0]).__name__, seen[0].axes, seen[0].is_matrix, model.layers[0].up.bias.axes
-
-
-def test_forward_sees_the_class_of_a_parameter_that_only_has_marks() -> None:
-    assert run_threads(see_marks, 2) == [("Marked", ("out",), False, ("out",))] * 2
+    assert (type(seen[0]).__name__, seen[0].axes, seen[0].is_matrix, model.layers[0].up.bias.axes) == (
+        "Marked",
+        ("out",),
+        False,
+        ("out",),
+    )
 
 
 def test_a_plan_says_what_becomes_of_each_class() -> None:
@@ -704,10 +680,6 @@ def linear_with(param: nn.Parameter) -> nn.Module:
     return model
 
 
-def whole_of(values: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(Int8Whole(values.to(torch.int8), torch.ones(()), torch.float32))
-
-
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
@@ -852,7 +824,8 @@ def test_a_class_that_breaks_the_protocol_is_named_with_its_parameter(kind: type
         assert "parameter '0.weight'" in text
 
 
-def misuse() -> list[str]:
+@on_ranks(2)
+def test_a_state_that_would_not_follow_its_bytes_is_refused() -> None:
     found = []
     with pytest.raises(ConfigError, match="sync_module_states does not send the state") as caught:
         fully_shard(seeded(Quantised, 0), options=HandleOptions(shard_as_bytes=BYTES), sync_module_states=True)
@@ -864,10 +837,6 @@ def misuse() -> list[str]:
     with pytest.raises(UsageError, match="was replaced by another Params4bit") as caught:
         model(batch(0, 0, WIDTH))
     found.append(str(caught.value.at))
-    return found
-
-
-def test_a_state_that_would_not_follow_its_bytes_is_refused() -> None:
-    for at_sync, at_replace in run_threads(misuse, 2):
-        assert "layers.0.base.weight" in at_sync
-        assert "layers.0.base.weight" in at_replace
+    at_sync, at_replace = found
+    assert "layers.0.base.weight" in at_sync
+    assert "layers.0.base.weight" in at_replace

@@ -1,6 +1,5 @@
 """Parameters that tensor parallelism has split or replicated over another mesh dim, fully sharded over data ranks."""
 
-import copy
 import math
 import pickle
 import random
@@ -25,20 +24,15 @@ from torch.distributed.tensor.parallel import (
 
 from composable import (
     ConfigError,
-    CPUOffloadPolicy,
     DesyncError,
     HandleOptions,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
     RaggedShard,
     UsageError,
     accelerate_optimizer,
-    checkpoint,
     clip_grad_norm_,
     fully_shard,
     iter_full_params,
     no_sync,
-    reduce_gradients,
     step_in_backward,
     strict_mode,
     unannotate,
@@ -47,7 +41,7 @@ from composable import (
 from tests.models import random_input, seeded
 from tests.ordered_groups import needs_ordered_groups
 from tests.secondary import refusal
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 DIM = 6
 
@@ -137,14 +131,6 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {fqn: full(param).detach() for fqn, param in model.named_parameters()}
 
 
-def cut_last_dim(param: torch.Tensor) -> Shard:
-    return Shard(param.dim() - 1)
-
-
-def whole_on_one_rank(fqn: str, param: torch.Tensor) -> str | None:
-    return "tensor" if "up" in fqn else None
-
-
 def annotated(mesh: DeviceMesh, **options: Any) -> nn.Module:
     model = split(seeded(Model, 0), mesh["tp"])
     return fully_shard(model, mesh=data_mesh(mesh), policy={Block}, **options)
@@ -190,7 +176,9 @@ def test_optimizer_state_is_not_spread_over_copies_of_split_parameters() -> None
         assert "fix: annotate their modules in a call of their own with HYBRID_SHARD" in text
 
 
-def spread_beside() -> None:
+@needs_ordered_groups
+@on_ranks(8)
+def test_optimizer_state_is_spread_over_copies_of_what_is_not_split() -> None:
     mesh = mesh_of(2, 2, 2)
     model = split(seeded(Model, 0), mesh["tp"])
     for module in (model.embedding, *model.blocks):
@@ -201,22 +189,8 @@ def spread_beside() -> None:
         compare_step(model, mesh)
 
 
-@needs_ordered_groups
-def test_optimizer_state_is_spread_over_copies_of_what_is_not_split() -> None:
-    run_threads(spread_beside, 8)
-
-
 def test_backward_may_gather_among_a_part_of_the_data_ranks() -> None:
     run_threads(train, 8, (4, 2), {"reshard_after_forward": 2})
-
-
-def train_with_checkpoints() -> None:
-    mesh = mesh_of(2, 2)
-    model = split(seeded(Model, 0), mesh["tp"])
-    for block in model.blocks:
-        checkpoint(block)
-    fully_shard(model, mesh=mesh["dp"], policy={Block})
-    compare_step(model, mesh)
 
 
 def compare_step(model: nn.Module, mesh: DeviceMesh, **tolerance: float) -> None:
@@ -227,60 +201,6 @@ def compare_step(model: nn.Module, mesh: DeviceMesh, **tolerance: float) -> None
         (loss_at(plain, 0, rank) / data_size(mesh)).backward()
     tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(gradients_of(model), gradients_of(plain), **tolerance)
-
-
-def test_activation_checkpoints_run_split_blocks_again() -> None:
-    run_threads(train_with_checkpoints, 4)
-
-
-def train_with_policy(param_dtype: torch.dtype, reduce_dtype: torch.dtype, tolerance: float) -> None:
-    mesh = mesh_of(2, 2)
-    model = annotated(mesh, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
-    with no_sync(model):
-        loss_at(model, 7, data_rank(mesh)).backward()
-    model.zero_grad()
-    compare_step(model, mesh, rtol=tolerance, atol=tolerance)
-    assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("param_dtype", "reduce_dtype", "tolerance"),
-    [(torch.float64, torch.float64, 1e-6), (torch.float64, torch.float32, 1e-6), (torch.bfloat16, torch.float32, 3e-2)],
-)
-def test_blocks_are_computed_in_the_dtype_of_the_policy(
-    param_dtype: torch.dtype, reduce_dtype: torch.dtype, tolerance: float
-) -> None:
-    run_threads(train_with_policy, 4, param_dtype, reduce_dtype, tolerance)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"options": HandleOptions(align=whole_on_one_rank)},
-        {"options": HandleOptions(transport="process_group")},
-        {"options": HandleOptions(transport="point_to_point")},
-        {"options": HandleOptions(unused_gradients="zero")},
-        {"offload_policy": CPUOffloadPolicy()},
-        {"shard_placement_fn": cut_last_dim},
-    ],
-)
-def test_options_hold_for_split_parameters(options: dict[str, Any]) -> None:
-    run_threads(train, 4, (2, 2), options)
-
-
-def train_with_prefetch() -> None:
-    mesh = mesh_of(2, 2)
-    model = annotated(mesh)
-    first, second = model.blocks
-    first.set_modules_to_forward_prefetch([second])
-    second.set_modules_to_backward_prefetch([first])
-    for _ in range(2):
-        model.zero_grad()
-        compare_step(model, mesh)
-
-
-def test_modules_are_prefetched_as_ever() -> None:
-    run_threads(train_with_prefetch, 4)
 
 
 def error_of(build: Callable[[], object]) -> str:
@@ -354,7 +274,8 @@ def test_what_fits_no_mesh_is_refused_on_every_rank(name: str) -> None:
     assert len(texts) == 4
 
 
-def look() -> None:
+@on_ranks(4)
+def test_a_sharded_parameter_has_the_shape_of_the_whole_on_the_mesh_of_both_dims() -> None:
     mesh = mesh_of(2, 2)
     model = annotated(mesh)
     param = model.blocks[0].up.weight
@@ -372,10 +293,6 @@ def look() -> None:
     assert model.blocks[0].norm.weight.placements[1] == Replicate()
     assert model.out.weight.device_mesh == mesh["dp"]
     torch.testing.assert_close(values_of(model), values_of(seeded(Model, 0)), rtol=0, atol=0)
-
-
-def test_a_sharded_parameter_has_the_shape_of_the_whole_on_the_mesh_of_both_dims() -> None:
-    run_threads(look, 4)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -436,24 +353,9 @@ def test_optimizers_step_as_in_one_process(name: str) -> None:
     run_threads(optimize, 4, name, "")
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW loop", "AdamW fused", "RMSprop"])
-@pytest.mark.parametrize("way", ["flat", "in backward"])
-def test_the_librarys_own_ways_to_step_give_the_same(name: str, way: str) -> None:
-    run_threads(optimize, 4, name, way)
-
-
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_optimizers_that_are_not_element_wise_step_inside_backward(name: str) -> None:
     run_threads(optimize, 4, name, "in backward")
-
-
-def clip_by_torch() -> None:
-    mesh = mesh_of(2, 2)
-    model, plain = trained(mesh), trained_in_one_process()
-    for order in (2.0, 1.0, math.inf):
-        norms = [nn.utils.clip_grad_norm_(one.parameters(), 0.1, order) for one in (model, plain)]
-        torch.testing.assert_close(full(norms[0]), norms[1])
-    torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
 
 
 def trained(mesh: DeviceMesh, **options: Any) -> nn.Module:
@@ -470,11 +372,18 @@ def trained_in_one_process() -> nn.Module:
     return model
 
 
+@on_ranks(4)
 def test_torch_clips_split_and_plain_parameters_together() -> None:
-    run_threads(clip_by_torch, 4)
+    mesh = mesh_of(2, 2)
+    model, plain = trained(mesh), trained_in_one_process()
+    for order in (2.0, 1.0, math.inf):
+        norms = [nn.utils.clip_grad_norm_(one.parameters(), 0.1, order) for one in (model, plain)]
+        torch.testing.assert_close(full(norms[0]), norms[1])
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
 
 
-def compute() -> None:
+@on_ranks(4)
+def test_operations_give_what_they_give_of_the_whole() -> None:
     mesh = mesh_of(2, 2)
     model, plain = annotated(mesh), seeded(Model, 0)
     for layer in ("up", "down"):
@@ -497,20 +406,13 @@ def compute() -> None:
         torch.testing.assert_close(full(weight), expected.detach())
 
 
-def test_operations_give_what_they_give_of_the_whole() -> None:
-    run_threads(compute, 4)
-
-
-def differentiate() -> None:
+@on_ranks(4)
+def test_full_tensor_has_a_gradient() -> None:
     mesh = mesh_of(2, 2)
     model = annotated(mesh)
     weight = model.blocks[0].up.weight
     weight.full_tensor().square().sum().backward()
     torch.testing.assert_close(full(weight.grad), 2 * full(weight).detach())
-
-
-def test_full_tensor_has_a_gradient() -> None:
-    run_threads(differentiate, 4)
 
 
 def show_whole(options: dict[str, bool]) -> None:
@@ -564,7 +466,8 @@ def test_what_raises_on_one_rank_is_written_back_in_no_block(sizes: tuple[int, .
         assert run_threads(fail_while_shown, ranks, sizes, **options) == [ValueError, *[DesyncError] * (ranks - 1)]
 
 
-def iterate() -> None:
+@on_ranks(4)
+def test_values_are_iterated_over_as_wholes() -> None:
     mesh = mesh_of(2, 2)
     model, plain = annotated(mesh), seeded(Model, 0)
     torch.testing.assert_close(dict(iter_full_params(model)), dict(plain.named_parameters()))
@@ -573,11 +476,9 @@ def iterate() -> None:
             torch.testing.assert_close(value, plain.get_parameter(fqn).detach())
 
 
-def test_values_are_iterated_over_as_wholes() -> None:
-    run_threads(iterate, 4)
-
-
-def undo(keeps: bool) -> None:
+@pytest.mark.parametrize("keeps", [True, False])
+@on_ranks(4)
+def test_unannotate_gives_back_what_tensor_parallelism_made(keeps: bool) -> None:
     mesh = mesh_of(2, 2)
     model, plain = annotated(mesh), trained_in_one_process()
     with no_sync(model) if keeps else nullcontext():
@@ -592,27 +493,9 @@ def undo(keeps: bool) -> None:
     compare_step(fully_shard(model, mesh=mesh["dp"]), mesh)
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_unannotate_gives_back_what_tensor_parallelism_made(keeps: bool) -> None:
-    run_threads(undo, 4, keeps)
-
-
-def copy_deeply() -> None:
-    mesh = mesh_of(2, 2)
-    model, plain = trained(mesh), trained_in_one_process()
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        model.blocks[0].up.weight.zero_()
-    torch.testing.assert_close(gradients_of(twin), gradients_of(plain), rtol=1e-5, atol=1e-6)
-    twin.zero_grad()
-    compare_step(twin, mesh)
-
-
-def test_a_deep_copy_trains_on_its_own() -> None:
-    run_threads(copy_deeply, 4)
-
-
-def send_values(others: str) -> None:
+@pytest.mark.parametrize("others", ["real", "meta"])
+@on_ranks(4)
+def test_the_first_data_rank_gives_its_values_to_the_others(others: str) -> None:
     mesh = mesh_of(2, 2)
     with torch.device("meta") if others == "meta" and data_rank(mesh) else nullcontext():
         model = seeded(Model, 0)
@@ -623,11 +506,6 @@ def send_values(others: str) -> None:
                 param.mul_(1.0 + data_rank(mesh))
     fully_shard(model, mesh=mesh["dp"], policy={Block}, sync_module_states=True)
     torch.testing.assert_close(values_of(model), values_of(seeded(Model, 0)))
-
-
-@pytest.mark.parametrize("others", ["real", "meta"])
-def test_the_first_data_rank_gives_its_values_to_the_others(others: str) -> None:
-    run_threads(send_values, 4, others)
 
 
 def fill(module: nn.Module) -> None:
@@ -644,7 +522,8 @@ def fill_with_wholes(module: nn.Module) -> None:
         setattr(module, name, nn.Parameter(torch.arange(1.0, 1 + param.numel()).view(param.shape)))
 
 
-def begin_with_wholes() -> None:
+@on_ranks(4)
+def test_each_rank_takes_its_block_of_what_param_init_fn_gives_whole() -> None:
     mesh = mesh_of(2, 2)
     with torch.device("meta"):
         model = Model()
@@ -653,11 +532,9 @@ def begin_with_wholes() -> None:
     torch.testing.assert_close(values_of(model), values_of(seeded(Model, 0).apply(fill_with_wholes)), rtol=0, atol=0)
 
 
-def test_each_rank_takes_its_block_of_what_param_init_fn_gives_whole() -> None:
-    run_threads(begin_with_wholes, 4)
-
-
-def begin_on_meta(way: str) -> None:
+@pytest.mark.parametrize("way", ["function", "to_empty"])
+@on_ranks(4)
+def test_a_model_on_the_meta_device_gets_its_values_later(way: str) -> None:
     mesh = mesh_of(2, 2)
     with torch.device("meta"):
         model = Model()
@@ -668,11 +545,6 @@ def begin_on_meta(way: str) -> None:
     plain = seeded(Model, 0).apply(fill)
     torch.testing.assert_close(values_of(model), values_of(plain))
     loss_at(model, 0, data_rank(mesh)).backward()
-
-
-@pytest.mark.parametrize("way", ["function", "to_empty"])
-def test_a_model_on_the_meta_device_gets_its_values_later(way: str) -> None:
-    run_threads(begin_on_meta, 4, way)
 
 
 def load() -> None:
@@ -700,7 +572,8 @@ class Weight(nn.Module):
         return self.weight
 
 
-def return_parameter() -> None:
+@on_ranks(4)
+def test_a_parameter_that_a_forward_returns_is_a_copy() -> None:
     mesh = mesh_of(2, 2)
     model = nn.Sequential(Weight(), nn.Linear(2, 2))
     model[0].weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh["tp"], [Shard(0)]))
@@ -711,149 +584,12 @@ def return_parameter() -> None:
     torch.testing.assert_close(full(output).detach(), torch.ones(4, 2))
 
 
-def test_a_parameter_that_a_forward_returns_is_a_copy() -> None:
-    run_threads(return_parameter, 4)
-
-
-def use_equal_meshes() -> None:
+@on_ranks(4)
+def test_a_mesh_that_equals_the_part_of_another_will_do() -> None:
     first, second = mesh_of(2, 2), mesh_of(2, 1, 2)
     model = split(seeded(Model, 0), first["tp"])
     fully_shard(model, mesh=data_mesh(second), policy={Block})
     compare_step(model, second)
-
-
-def test_a_mesh_that_equals_the_part_of_another_will_do() -> None:
-    # torch itself puts one in the place of the other.
-    run_threads(use_equal_meshes, 4)
-
-
-class Layers(nn.Module):
-    """Blocks of any widths, of which a forward may leave some out; two of one width may share a weight."""
-
-    def __init__(self, widths: tuple[int, ...], tied: tuple[int, int] | None) -> None:
-        super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Width(width) for width in widths)
-        self.scale = nn.Parameter(torch.full((DIM,), 0.5))
-        if tied is not None:
-            one, other = tied
-            self.blocks[other].up.weight = self.blocks[one].up.weight
-
-    def forward(self, x: torch.Tensor, left_out: int | None = None) -> torch.Tensor:
-        x = self.first(x)
-        for index, block in enumerate(self.blocks):
-            if index != left_out:
-                x = block(x)
-        return x * self.scale
-
-
-class Width(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.up = nn.Linear(DIM, width)
-        self.down = nn.Linear(width, DIM, bias=width % 2 == 0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-def split_some(model: Layers, mesh: DeviceMesh, ways: list[str], tied: tuple[int, int] | None) -> None:
-    for block, way in zip(model.blocks, ways, strict=True):
-        if way == "plain":
-            continue
-        inside = Replicate()
-        if way == "norm":
-            inside = Shard(0)
-            given = PrepareModuleInput(
-                input_layouts=(Replicate(),), desired_input_layouts=(inside,), use_local_output=False
-            )
-            parallelize_module(block.norm, mesh, given)
-            parallelize_module(block.norm, mesh, SequenceParallel(sequence_dim=0))
-        up = ColwiseParallel(input_layouts=inside, use_local_output=False)
-        parallelize_module(block, mesh, {"up": up, "down": RowwiseParallel()})
-    if tied is not None:
-        one, other = tied
-        model.blocks[other].up.weight = model.blocks[one].up.weight
-
-
-def random_run(seed: int, sizes: tuple[int, ...]) -> None:
-    """Draw a model, its splits, options and steps, alike on all ranks; hold every value against one process."""
-    draw, mesh = random.Random(seed), mesh_of(*sizes)
-    # On a mesh dim of one rank torch cannot take the gradient of a bias of one element.
-    least = 1 if mesh["tp"].size() > 1 else 3
-    widths = tuple(draw.choice([least, 4, 5, 8]) for _ in range(3))
-    ways = [draw.choice(["plain", "pair", "norm"]) for _ in widths]
-    pairs = [
-        (one, other)
-        for other in range(3)
-        for one in range(other)
-        if widths[one] == widths[other] and (ways[one] == "plain") is (ways[other] == "plain")
-    ]
-    tied = draw.choice([None, *pairs])
-    model, plain = (seeded(lambda: Layers(widths, tied), seed) for _ in range(2))
-    split_some(model, mesh["tp"], ways, tied)
-    options: dict[str, Any] = {
-        "reshard_after_forward": draw.choice([None, True, False]),
-        "shard_placement_fn": draw.choice([None, None, lambda param: Shard(param.dim() - 1) if param.dim() else None]),
-        "mp_policy": draw.choice([MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.float64)]),
-        "offload_policy": draw.choice([OffloadPolicy(), CPUOffloadPolicy()]),
-    }
-    transport, align = draw.choice(["auto", "process_group"]), draw.choice([None, lambda fqn, param: draw_of(fqn)])
-    align = None if options["shard_placement_fn"] is not None else align
-    options["options"] = HandleOptions(transport=transport, align=align)
-    if draw.random() < 0.3:
-        for block in model.blocks:
-            checkpoint(block)
-    fully_shard(model, mesh=data_mesh(mesh), policy=draw.choice([{Width}, {nn.Linear}, None]), **options)
-    kind = draw.choice(["SGD", "AdamW loop", "Adam", "RMSprop"])
-    optimizer, expected = (OPTIMIZERS[kind](list(one.parameters())) for one in (model, plain))
-    if draw.random() < 0.5:
-        accelerate_optimizer(optimizer, model)
-    for step in range(3):
-        rounds = draw.choice([1, 1, 2])
-        left_out = draw.choice([None, None, 0, 1, 2])
-        for index in range(rounds):
-            inputs = [random_input(1000 * step + 10 * index + rank, 6, DIM) for rank in range(data_size(mesh))]
-            with no_sync(model) if index + 1 < rounds else nullcontext():
-                model(inputs[data_rank(mesh)], left_out).square().mean().backward()
-            for one in inputs:
-                (plain(one, left_out).square().mean() / len(inputs)).backward()
-        torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-4, atol=1e-5)
-        if draw.random() < 0.5:
-            norms = [clip(one.parameters(), 0.3) for clip, one in ((clip_grad_norm_, model), (torch_clip, plain))]
-            torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-5)
-        for one in (optimizer, expected):
-            one.step()
-        is_none = draw.random() < 0.5
-        for one in (optimizer, expected):
-            one.zero_grad(set_to_none=is_none)
-        if draw.random() < 0.3:
-            with unshard_params(model), torch.no_grad():
-                for param in model.parameters():
-                    param.mul_(0.9)
-            with torch.no_grad():
-                for param in plain.parameters():
-                    param.mul_(0.9)
-    if draw.random() < 0.5:
-        model = copy.deepcopy(model)
-    if draw.random() < 0.5:
-        unannotate(model)
-    torch.testing.assert_close(values_of(model), values_of(plain), rtol=1e-3, atol=1e-4)
-
-
-def draw_of(fqn: str) -> Any:
-    return {"weight": 2, "bias": "tensor"}.get(fqn.rpartition(".")[2], "element")
-
-
-def torch_clip(params: Any, most: float) -> torch.Tensor:
-    return nn.utils.clip_grad_norm_(params, most)
-
-
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 2), (2, 1), (2, 3), (2, 2, 2)])
-@pytest.mark.parametrize("seed", range(2))
-def test_random_splits_train_like_one_process(seed: int, sizes: tuple[int, ...]) -> None:
-    run_threads(random_run, math.prod(sizes), 10 * seed + len(sizes), sizes)
 
 
 class Product(nn.Module):
@@ -866,7 +602,12 @@ class Product(nn.Module):
         return torch.tanh(x @ weight)
 
 
-def split_twice(names: tuple[str, str, str], placements: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("names", [("dp", "one", "two"), ("one", "dp", "two"), ("one", "two", "dp")])
+@pytest.mark.parametrize(
+    "placements", [(Shard(0), Shard(0)), (Shard(1), Shard(0)), (Replicate(), Shard(1)), (Shard(0), Replicate())]
+)
+@on_ranks(8)
+def test_two_other_dims_split_a_parameter(names: tuple[str, str, str], placements: tuple[Any, Any]) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
     rank = mesh.get_local_rank("dp")
     model, plain = seeded(Product, 0), seeded(Product, 0)
@@ -888,56 +629,14 @@ def split_twice(names: tuple[str, str, str], placements: tuple[Any, Any]) -> Non
     torch.testing.assert_close(values_of(model), values_of(plain))
 
 
-@pytest.mark.parametrize("names", [("dp", "one", "two"), ("one", "dp", "two"), ("one", "two", "dp")])
-@pytest.mark.parametrize(
-    "placements", [(Shard(0), Shard(0)), (Shard(1), Shard(0)), (Replicate(), Shard(1)), (Shard(0), Replicate())]
-)
-def test_two_other_dims_split_a_parameter(names: tuple[str, str, str], placements: tuple[Any, Any]) -> None:
-    run_threads(split_twice, 8, names, placements)
-
-
-def shard_over_a_flattened_dim() -> None:
+@on_ranks(4)
+def test_the_data_dim_may_be_several_flattened_into_one() -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
     data = mesh["dp", "cp"]._flatten("data")
     model = split(seeded(Model, 0), mesh["tp"])
     fully_shard(model, mesh=data, policy={Block})
     loss_at(model, 0, data.get_local_rank()).backward()
     torch.testing.assert_close(gradients_of(model), gradients_of(trained_in_one_process()), rtol=1e-5, atol=1e-6)
-
-
-def test_the_data_dim_may_be_several_flattened_into_one() -> None:
-    run_threads(shard_over_a_flattened_dim, 4)
-
-
-def reduce_kept() -> None:
-    mesh, plain = mesh_of(2, 2), trained_in_one_process()
-    model = annotated(mesh)
-    with no_sync(model):
-        loss_at(model, 0, data_rank(mesh)).backward()
-    for one in (copy.deepcopy(model), model):
-        reduce_gradients(one)
-        torch.testing.assert_close(gradients_of(one), gradients_of(plain), rtol=1e-5, atol=1e-6)
-
-
-def test_sums_that_wait_are_reduced_without_a_backward_also_in_a_copy() -> None:
-    run_threads(reduce_kept, 4)
-
-
-def leave_all_reduce() -> None:
-    mesh = mesh_of(2, 1, 2)
-    model = annotated(mesh)
-    model.set_requires_all_reduce(False)
-    loss_at(model, 7, data_rank(mesh)).backward()
-    model.set_requires_all_reduce(True)
-    loss_at(model, 0, data_rank(mesh)).backward()
-    plain = trained_in_one_process()
-    for rank in range(2):
-        (loss_at(plain, 7, rank) / 2).backward()
-    torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
-
-
-def test_the_leg_over_copies_may_be_left_to_a_later_backward() -> None:
-    run_threads(leave_all_reduce, 4)
 
 
 def scale() -> list[bool]:
@@ -979,7 +678,8 @@ def test_hooks_on_a_parameter_get_its_gradient() -> None:
     run_threads(hook, 4)
 
 
-def annotate_two_models() -> list[bool]:
+@on_ranks(4)
+def test_each_model_may_have_a_mesh_of_its_own_that_is_equal() -> None:
     shapes = []
     for _ in range(2):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -987,67 +687,16 @@ def annotate_two_models() -> list[bool]:
         fully_shard(model, mesh=mesh["dp"])
         model(torch.ones(2, 4)).sum().backward()
         shapes.append(model[0].weight.grad.shape == (6, 4))
-    return shapes
+    assert shapes == [True, True]
 
 
-def test_each_model_may_have_a_mesh_of_its_own_that_is_equal() -> None:
-    assert run_threads(annotate_two_models, 4) == [[True, True]] * 4
-
-
-def train_from_fewer_ranks() -> None:
-    mesh = mesh_of(4, 2)
-    model = annotated(mesh, reshard_after_forward=2)
-    for _ in range(2):
-        model.zero_grad()
-        compare_step(model, mesh)
-
-
-def test_backward_gathers_blocks_from_fewer_ranks() -> None:
-    run_threads(train_from_fewer_ranks, 8)
-
-
-def compile_gather() -> None:
+@on_ranks(2, run=run_ranks)
+def test_a_compiled_gather_joins_blocks() -> None:
     warnings.simplefilter("ignore")  # Of the compiler.
     mesh = mesh_of(1, 2)
     for weight in (annotated(mesh).blocks[0].up.weight.detach(), annotated(mesh).blocks[0].down.weight.detach()):
         compiled = torch.compile(lambda tensor: (tensor * 2).full_tensor(), backend="aot_eager")
         torch.testing.assert_close(compiled(weight), 2 * full(weight))
-
-
-def test_a_compiled_gather_joins_blocks() -> None:
-    run_ranks(compile_gather, 2)
-
-
-class Pair(nn.Module):
-    """As ``Block``, of what torch's compiler can take with tensor parallelism alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(DIM, 8), nn.Linear(8, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def compile_blocks() -> None:
-    warnings.simplefilter("ignore")  # Of the compiler.
-    mesh = mesh_of(2, 2)
-    model, plain = (seeded(lambda: nn.Sequential(Pair(), Pair(), nn.Linear(DIM, 2)), 0) for _ in range(2))
-    for block in model[:2]:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"], policy={Pair})
-    for block in model[:2]:
-        block.compile(backend="aot_eager")
-    for _ in range(2):
-        model.zero_grad()
-        model(random_input(data_rank(mesh), 4, DIM)).square().mean().backward()
-    for rank in range(2):
-        (plain(random_input(rank, 4, DIM)).square().mean() / 2).backward()
-    torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=1e-5, atol=1e-6)
-
-
-def test_compiled_blocks_are_sharded() -> None:
-    run_ranks(compile_blocks, 4)
 
 
 # What only some ranks know is told to those with other blocks as well

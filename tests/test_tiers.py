@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.behaviours import GROUPS, Row, is_there
+from tests.behaviours import ROWS, Row, is_there
 from tests.test_makefile import REPO
 from tests.tiers import CASES, FILES, PROMISES, SLOW, first_tier
 
 README = (REPO / "README.md").read_text()
-ROWS = [row for rows in GROUPS.values() for row in rows]
 
 
 def section(title: str) -> str:
@@ -55,11 +54,11 @@ def run(folder: Path, *arguments: str) -> set[str]:
     """Return which tests ran in a folder that has tests of its own."""
     (folder / "tests").mkdir(exist_ok=True)
     (folder / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
-    for name in ("test_readme.py", "test_nested.py", "test_new.py"):
+    for name in ("test_readme.py", "test_fully_shard.py", "test_new.py"):
         (folder / "tests" / name).write_text(
             "import pytest\n\n"
             f"@pytest.mark.parametrize('case', range({2 * CASES}))\n"
-            "def test_nested_annotations_equal_one_process(case): pass\n\n"
+            "def test_policy(case): pass\n\n"
             "def test_another(): pass\n"
         )
     command = [sys.executable, "-m", "pytest", "-p", "tests.tiers", "-v", "-p", "no:cacheprovider", "--rootdir", "."]
@@ -76,10 +75,8 @@ def run(folder: Path, *arguments: str) -> set[str]:
 def test_both_tiers_are_all_tests_and_share_none(tmp_path: Path) -> None:
     first, rest = run(tmp_path, "--tier", "first"), run(tmp_path, "--tier", "rest")
     assert len(first | rest) == len(first) + len(rest) == 3 * (2 * CASES + 1)
-    counts = {
-        name: len([test for test in first if test.startswith(name)]) for name in ("test_r", "test_ne", "test_new")
-    }
-    assert counts == {"test_r": 2 * CASES + 1, "test_ne": CASES, "test_new": 0}
+    counts = {name: len([test for test in first if test.startswith(name)]) for name in ("test_r", "test_f", "test_n")}
+    assert counts == {"test_r": 2 * CASES + 1, "test_f": CASES, "test_n": 0}
 
 
 def test_what_a_command_line_names_runs_in_any_tier(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 from composable import HandleOptions, UsageError, fully_shard, replicate, unannotate, unshard_params
-from tests.world import run_ranks
+from tests.world import on_ranks, run_ranks
 
 PAGE = Path(__file__).parent.parent / "docs" / "torch.md"
 WIDTH = 64
@@ -182,13 +182,10 @@ TOOLS: dict[str, Callable[[], None]] = {
 }
 
 
-def use(tool: str) -> None:
-    TOOLS[tool]()
-
-
 @pytest.mark.parametrize("tool", TOOLS)
+@on_ranks(2, run=run_ranks)
 def test_the_tool_does_what_the_page_says(tool: str) -> None:
-    run_ranks(use, 2, tool)
+    TOOLS[tool]()
 
 
 def test_the_page_lists_every_tool() -> None:

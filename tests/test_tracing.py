@@ -9,7 +9,7 @@ from torch import nn
 from composable import fully_shard, replicate
 from composable.ground.frames import in_region
 from composable.ground.torch_private import autograd_profiler
-from tests.world import run_ranks
+from tests.world import on_ranks, run_ranks
 
 STEPS = 2
 SHARDED = {
@@ -67,17 +67,14 @@ def test_a_trace_has_a_region_for_each_gather_and_reduction(annotation: str, reg
     assert run_ranks(regions_of, 2, annotation) == [regions, regions]
 
 
-def enter_no_region(annotation: str) -> list[str]:
+@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
+@on_ranks(2, run=run_ranks)
+def test_no_region_is_entered_where_no_profiler_runs(annotation: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         entered: list[str] = []
         patch.setattr(autograd_profiler, "record_function", entered.append)
         run_steps(make(annotation))
-    return entered
-
-
-@pytest.mark.parametrize("annotation", ["fully_shard", "replicate"])
-def test_no_region_is_entered_where_no_profiler_runs(annotation: str) -> None:
-    assert run_ranks(enter_no_region, 2, annotation) == [[], []]
+    assert entered == []
 
 
 def test_a_region_ends_where_its_call_raises() -> None:

@@ -19,7 +19,7 @@ from composable.errors import ComposableError, ConfigError
 from composable.ground.contract import get_registry
 from tests.models import random_input, seeded
 from tests.parity import full
-from tests.world import run_threads
+from tests.world import on_ranks, run_threads
 
 DIM = 4
 
@@ -197,18 +197,17 @@ ConfigError: replicate averages parameter 'up.weight' already, as 'layers.0.up.w
     )
 
 
-def list_that_shares() -> None:
+@on_ranks(2)
+def test_one_call_for_modules_that_share_a_parameter_is_right() -> None:
     model, plain = make_tied(1, [(0, 2)]), make_tied(1, [(0, 2)])
     replicate([model.layers[0], model.out])
     backward(model, dist.get_rank(), 0)
     torch.testing.assert_close(gradients(model), mean_gradients(plain, 0))
 
 
-def test_one_call_for_modules_that_share_a_parameter_is_right() -> None:
-    run_threads(list_that_shares, 2)
-
-
-def nothing_left(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["replicate", "fully_shard"])
+@on_ranks(2)
+def test_a_module_of_which_nothing_is_left_may_be_replicated(kind: str) -> None:
     model, plain = make_tied(2, []), make_tied(2, [])
     inner = replicate if kind == "replicate" else fully_shard
     for child in (*model.layers, model.out):
@@ -228,12 +227,8 @@ def nothing_left(kind: str) -> None:
     assert not get_registry(model)
 
 
-@pytest.mark.parametrize("kind", ["replicate", "fully_shard"])
-def test_a_module_of_which_nothing_is_left_may_be_replicated(kind: str) -> None:
-    run_threads(nothing_left, 2, kind)
-
-
-def with_gradients() -> None:
+@on_ranks(2)
+def test_gradients_that_are_there_before_fully_shard_are_not_dropped_in_silence() -> None:
     model = make_tied(1, [])
     backward(model, 0, 0)
     before = snapshot(model)
@@ -244,7 +239,3 @@ def with_gradients() -> None:
     model.zero_grad()
     fully_shard(model)
     backward(model, dist.get_rank(), 0)
-
-
-def test_gradients_that_are_there_before_fully_shard_are_not_dropped_in_silence() -> None:
-    run_threads(with_gradients, 2)

@@ -141,28 +141,6 @@ def test_parameters_gradients_and_everything_else_are_as_in_one_process(world_si
             assert trainable == reference[2]
 
 
-def there_and_back(first: str, second: str) -> Annotate:
-    def annotate(model: nn.Module) -> None:
-        WAYS[first](model)
-        backward(model, 7)
-        unannotate(model)
-        model.zero_grad()
-        WAYS[second](model)
-
-    return annotate
-
-
-def train_again(pairs: list[tuple[str, str]]) -> list[Any]:
-    return [train_annotated("mlp", there_and_back(*pair)) for pair in pairs]
-
-
-def test_a_model_is_annotated_anew_with_another_policy_or_api() -> None:
-    pairs = [("policy", "whole"), ("policy", "replicate"), ("replicate", "by_hand"), ("nested", "replicate")]
-    reference = train_reference("mlp", 2)
-    for runs in run_threads(train_again, 2, pairs):
-        assert_equal_runs(runs, reference)
-
-
 def undo_one_block(model: nn.Module, block: nn.Module, *, has_run: bool) -> None:
     if has_run:
         backward(model, 7)

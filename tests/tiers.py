@@ -1,7 +1,7 @@
 """Which tests are in the first tier, ``make test``: some of each promise and each behaviour, in minutes.
 
 ``--tier first`` runs it, ``--tier rest`` all others, so that both are all tests (``make test-all``), whatever is added.
-The first tier has the tests that the rows of ``tests/behaviours.py`` and ``PROMISES`` name, and the files of ``FILES``;
+The first tier has the tests that the rows of ``docs/behaviours.md`` and ``PROMISES`` name, and the files of ``FILES``;
 of a test with many cases some, from the first to the last. Where a command line names files or words, those run.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.behaviours import GROUPS, proved
+from tests.behaviours import ROWS, proved
 
 __all__ = ["CASES", "FILES", "PROMISES", "SLOW", "first_tier"]
 
@@ -21,11 +21,17 @@ make test: some tests of each promise and each behaviour; 5 minutes on two cores
            all tests, 20 minutes: make test-all; more random models: python -m tests.fuzz.run --seeds 0-1000"""
 
 # How many cases of one test.
-CASES = 8
+CASES = 5
 # What all of its cases hold: pages, the house, and the tiers themselves.
 FILES = (
     *("test_architecture.py", "test_behaviours.py", "test_docs.py", "test_docs_testing.py", "test_readme.py"),
     *("test_makefile.py", "test_side_by_side.py", "test_tiers.py"),
+)
+# So do the cases of these tests, each of other options.
+PAIRS = proved(
+    "test_option_pairs.py",
+    "test_fully_shard_trains_with_options_together_as_one_process",
+    "test_replicate_trains_with_options_together_as_one_process",
 )
 # Left to the others though a row names it: what compiles for a minute, or waits that long. The rows name others too.
 SLOW = frozenset(
@@ -40,22 +46,21 @@ SLOW = frozenset(
 )
 # What the README says, by the words that a point or a row of the table of names begins with.
 PROMISES: Mapping[str, tuple[str, ...]] = {
-    "`fully_shard` splits": proved("test_fully_shard_parity.py", "test_training_by_policy_equals_one_process"),
-    "`replicate` keeps": proved("test_nested.py", "test_nested_annotations_equal_one_process"),
+    "`fully_shard` splits": PAIRS[:1],
+    "`replicate` keeps": PAIRS[1:],
     "Before anything happens": proved("planning/test_memory.py", "test_a_step_takes_what_the_plan_says"),
     "The numbers are those": proved("fuzz/test_random_trees.py", "test_random_trees_train_as_one_process_does"),
     "`model.parameters()` are": (
-        *proved("test_fully_shard_training.py", "test_optimizers_and_clipping_equal_one_process_without_a_gather"),
+        *PAIRS[:1],
         *proved("test_fully_shard_training.py", "test_a_checkpoint_loads_at_another_world_size_bit_for_bit"),
     ),
     "Clusters have": (
-        *proved("test_hybrid.py", "test_random_annotations_train_like_one_process"),
-        *proved("test_tensor_parallel.py", "test_random_splits_train_like_one_process"),
+        *PAIRS[:1],
         *proved("test_experts.py", "test_the_norm_is_that_of_all_experts_of_all_ranks"),
     ),
     "Errors say": proved("test_divergence.py", "test_ranks_of_a_sharded_module_that_diverge_are_all_told"),
     "`fully_shard`": proved("test_fully_shard.py", "test_parameters_keep_names_shapes_and_identity"),
-    "`replicate`": proved("test_nested.py", "test_nested_annotations_equal_one_process"),
+    "`replicate`": PAIRS[1:],
     "`plan`": proved("planning/test_plan.py", "test_a_policy_gives_handles_left_to_right_and_the_rest_to_the_root"),
     "`Link`": proved("planning/test_links.py", "test_of_groups_that_differ_the_slowest_counts"),
     "`ModuleWrapPolicy`": proved("test_policies.py", "test_every_kind_of_policy_picks_the_blocks"),
@@ -65,11 +70,11 @@ PROMISES: Mapping[str, tuple[str, ...]] = {
         "test_activation_checkpoint.py", "test_forward_runs_again_in_backward_and_gives_the_same_gradients"
     ),
     "`MixedPrecisionPolicy`": proved(
-        "test_mixed_precision.py", "test_training_is_that_of_one_process_with_the_same_casts"
+        "test_mixed_precision.py", "test_a_model_in_low_precision_is_computed_and_reduced_in_full"
     ),
-    "`CPUOffloadPolicy`": proved("test_offload.py", "test_copied_shards_train_like_one_process"),
+    "`CPUOffloadPolicy`": PAIRS[:1],
     "`unannotate`": proved("test_unannotate.py", "test_parameters_gradients_and_everything_else_are_as_in_one_process"),
-    "`no_sync`": proved("test_gradient_sync.py", "test_kept_gradients_are_those_of_one_process_once_reduced"),
+    "`no_sync`": PAIRS,
     "`full_state_dict`": proved(
         "saving/test_full_state.py", "test_what_is_sharded_below_a_replica_is_saved_and_loaded"
     ),
@@ -167,7 +172,7 @@ def first_tier(names: Iterable[str]) -> frozenset[str]:
         cases.setdefault(name.partition("[")[0], []).append(name)
     chosen: set[str] = set()
     for function, those in cases.items():
-        if function.partition("::")[0] in FILES:
+        if function.partition("::")[0] in FILES or function in PAIRS:
             chosen.update(those)
         elif function in _functions():
             chosen.update(those[number * len(those) // CASES] for number in range(CASES))
@@ -176,7 +181,7 @@ def first_tier(names: Iterable[str]) -> frozenset[str]:
 
 @functools.cache
 def _functions() -> frozenset[str]:
-    rows = (test for rows in GROUPS.values() for row in rows for test in row.tests)
+    rows = (test for row in ROWS for test in row.tests)
     return frozenset([*rows, *(test for tests in PROMISES.values() for test in tests)]) - SLOW
 
 

@@ -48,7 +48,7 @@ from composable.errors import ComposableError
 from composable.testing.simulation import run
 from tests.idleness import LOOK_S, Idleness
 
-__all__ = ["RankErrors", "run_ranks", "run_threads", "shut_down", "told"]
+__all__ = ["RankErrors", "on_ranks", "run_ranks", "run_threads", "shut_down", "told"]
 
 T = TypeVar("T")
 
@@ -137,12 +137,14 @@ def run_threads(
     return [pickle.loads(outcome.results[rank]) for rank in range(world_size)]
 
 
-def on_ranks(world_size: int | None = None) -> Callable[[Callable[..., object]], Callable[..., None]]:
-    """Let each of so many ranks, threads of this process, run the body of a test; ``None``: its ``world_size``."""
+def on_ranks(
+    world_size: int | None = None, *, run: Callable[..., object] = run_threads
+) -> Callable[[Callable[..., object]], Callable[..., None]]:
+    """Let each of so many ranks run the body of a test; ``None``: as many as its ``world_size`` says."""
 
     def decorate(body: Callable[..., object]) -> Callable[..., None]:
         def test(**kwargs: Any) -> None:
-            run_threads(_run_body, world_size or kwargs.pop("world_size"), body.__module__, body.__name__, **kwargs)
+            run(_run_body, world_size or kwargs.pop("world_size"), body.__module__, body.__name__, **kwargs)
 
         functools.update_wrapper(test, body)
         own = inspect.signature(body)
@@ -153,7 +155,7 @@ def on_ranks(world_size: int | None = None) -> Callable[[Callable[..., object]],
     return decorate
 
 
-def _run_body(module: str, name: str, **kwargs: object) -> None:
+def _run_body(module: str, name: str, /, **kwargs: object) -> None:
     """Find the body where its test is: ranks share no object."""
     getattr(importlib.import_module(module), name).__wrapped__(**kwargs)
 

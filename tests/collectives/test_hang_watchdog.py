@@ -16,7 +16,7 @@ from composable.comm.hang_watchdog import _Seen, _Thread, _Watch
 from composable.comm.rank_status import Started, Waiting
 from composable.comm.transport import ProcessGroupTransport
 from composable.ground.torch_private import started_in
-from tests.world import run_ranks
+from tests.world import on_ranks, run_ranks
 
 
 def wait_alone(call: Callable[[dist.ProcessGroup], object]) -> str:
@@ -65,18 +65,16 @@ def test_what_is_no_wait_passes_through_as_it_is(error: Exception) -> None:
     assert caught.value is error and caught.value.__cause__ is None
 
 
-def explain_nothing() -> float:
+@on_ranks(3, run=run_ranks)
+def test_waits_that_end_well_are_left_alone() -> None:
     total = torch.tensor(float(dist.get_rank()))
     with explain_waits():
         dist.all_reduce(total)
-    return total.item()
+    assert total.item() == 3.0
 
 
-def test_waits_that_end_well_are_left_alone() -> None:
-    assert run_ranks(explain_nothing, 3) == [3.0] * 3
-
-
-def decide_late() -> tuple[bool, bool]:
+@on_ranks(2, run=run_ranks)
+def test_the_first_verdict_holds_for_all_ranks() -> None:
     """Return what is read of two questions: rank 0 is the first to decide one, rank 1 the other."""
     assert dist.group.WORLD is not None
     threads = [_Thread(_Watch(), dist.group.WORLD, 30.0) for _ in range(2)]
@@ -88,12 +86,7 @@ def decide_late() -> tuple[bool, bool]:
                 thread._decide(Diagnosis(is_diverged=dist.get_rank() == 1, lines=("told",)))
             dist.barrier()
         found.append(thread._read().is_diverged)
-    return found[0], found[1]
-
-
-def test_the_first_verdict_holds_for_all_ranks() -> None:
-    # A rank that answers may have given up on the one that asks, which is only slow.
-    assert run_ranks(decide_late, 2) == [(False, True)] * 2
+    assert (found[0], found[1]) == (False, True)
 
 
 class _Sent(Started):

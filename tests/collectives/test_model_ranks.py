@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable.comm import ModelRanks, Ranks
 from composable.errors import ConfigError
-from tests.world import run_threads
+from tests.world import on_ranks, run_threads
 
 
 def look(sizes: tuple[int, ...]) -> None:
@@ -40,14 +40,11 @@ def test_teams_have_a_rank_in_each_column(sizes: tuple[int, ...]) -> None:
     run_threads(look, int(torch.Size(sizes).numel()), sizes)
 
 
-def join_without_others() -> None:
+@on_ranks(2)
+def test_ranks_without_others_are_a_model_alone() -> None:
     mesh = init_device_mesh("cpu", (2,))
     ranks = Ranks.of_mesh(mesh)
     assert ModelRanks.of(ranks, [ranks]) == ModelRanks(ranks)
-
-
-def test_ranks_without_others_are_a_model_alone() -> None:
-    run_threads(join_without_others, 2)
 
 
 def join_unlike_columns() -> str:

@@ -25,7 +25,7 @@ from composable import (
 from composable.comm import Grid, Ranks
 from composable.dtensor.spec import piece_at
 from composable.errors import ConfigError
-from tests.world import RankErrors, run_threads
+from tests.world import RankErrors, on_ranks, run_threads
 
 
 def fail_on(failing: list[int], error: Exception) -> str:
@@ -195,7 +195,13 @@ def test_messages_in_a_subgroup_name_global_ranks(call: str) -> None:
 # Values
 
 
-def exchange_values() -> None:
+def others_of(ranks: Ranks) -> list[int]:
+    return [peer for peer in range(ranks.size) if peer != ranks.rank]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_values_reach_every_rank() -> None:
     """Check every way to exchange values, in the whole world and in a subgroup, whose order is its own."""
     everyone = Ranks.of_world()
     assert everyone.numbers == tuple(range(dist.get_world_size()))
@@ -229,22 +235,10 @@ def exchange_values() -> None:
             assert landing[peer].tolist() == [10 * ranks.numbers[peer] + ranks.rank] * 2
 
 
-def others_of(ranks: Ranks) -> list[int]:
-    return [peer for peer in range(ranks.size) if peer != ranks.rank]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_values_reach_every_rank(world_size: int) -> None:
-    run_threads(exchange_values, world_size)
-
-
-def grids() -> tuple[int, int, int | None, int]:
+@on_ranks(3)
+def test_the_divisor_is_the_number_of_ranks_whose_gradients_count() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sharded, whole = Grid.of(mesh), Grid.whole(Ranks.of_world())
     assert sharded.shard == sharded.everyone and sharded.replicas is None
     assert whole.replicas == whole.everyone and whole.shard.numbers == (dist.get_rank(),)
-    return sharded.divisor, whole.divisor, whole.shard.size, sharded.shard.size
-
-
-def test_the_divisor_is_the_number_of_ranks_whose_gradients_count() -> None:
-    assert run_threads(grids, 3) == [(3, 3, 1, 3)] * 3
+    assert (sharded.divisor, whole.divisor, whole.shard.size, sharded.shard.size) == (3, 3, 1, 3)

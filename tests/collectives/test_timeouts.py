@@ -13,7 +13,7 @@ from composable import fully_shard, replicate
 from composable.comm.ranks import told_timeout
 from composable.ground.torch_private import groups_of_process, timeout_of
 from tests.world import GROUP_S as WORLD_S
-from tests.world import run_ranks
+from tests.world import on_ranks, run_ranks
 
 DEFAULT_S = 1800.0
 
@@ -22,7 +22,9 @@ def seconds_of_groups() -> dict[str, float]:
     return {name: timeout_of(group).total_seconds() for name, group in groups_of_process().items()}
 
 
-def timeouts_after_a_step(way: str) -> set[float]:
+@pytest.mark.parametrize("way", ["replicate", "copies", "tensor parallelism"])
+@on_ranks(4, run=run_ranks)
+def test_all_groups_of_an_annotation_wait_as_long_as_the_world(way: str) -> None:
     model = nn.Linear(4, 4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "inner"))
     if way == "replicate":
@@ -38,31 +40,20 @@ def timeouts_after_a_step(way: str) -> set[float]:
     if way == "replicate":
         # What the annotation has nothing to do with is left alone.
         assert found.pop(mesh["inner"].get_group().group_name) == DEFAULT_S
-    return set(found.values())
+    assert set(found.values()) == {WORLD_S}
 
 
-@pytest.mark.parametrize("way", ["replicate", "copies", "tensor parallelism"])
-def test_all_groups_of_an_annotation_wait_as_long_as_the_world(way: str) -> None:
-    assert run_ranks(timeouts_after_a_step, 4, way) == [{WORLD_S}] * 4
-
-
-def timeouts_of_a_group_with_its_own() -> tuple[float, float]:
+@on_ranks(2, run=run_ranks)
+def test_a_group_with_a_timeout_of_its_own_keeps_it() -> None:
     own = dist.new_group(timeout=timedelta(seconds=77))
     model = fully_shard(nn.Linear(4, 4), process_group=own)
     model(torch.ones(2, 4)).sum().backward()
     seconds = sorted(seconds_of_groups().values())
-    return seconds[0], seconds[-1]
+    assert (seconds[0], seconds[-1]) == (77.0, WORLD_S)
 
 
-def test_a_group_with_a_timeout_of_its_own_keeps_it() -> None:
-    assert run_ranks(timeouts_of_a_group_with_its_own, 2) == [(77.0, WORLD_S)] * 2
-
-
-def told_without_a_timeout() -> timedelta | None:
+@on_ranks(1, run=run_ranks)
+def test_a_world_without_a_timeout_tells_none() -> None:
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return told_timeout(dist.group.WORLD)
-
-
-def test_a_world_without_a_timeout_tells_none() -> None:
-    assert run_ranks(told_without_a_timeout, 1) == [None]
+    assert told_timeout(dist.group.WORLD) is None

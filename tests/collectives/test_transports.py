@@ -24,7 +24,7 @@ from composable.comm.transport import (
 )
 from composable.errors import ConfigError, DesyncError
 from tests.ordered_groups import needs_ordered_groups
-from tests.world import RankErrors, run_ranks, run_threads
+from tests.world import RankErrors, on_ranks, run_ranks, run_threads
 
 TRANSPORTS = ["process_group", "point_to_point"]
 WORLD_SIZES = [1, 2, 3, 4]
@@ -200,7 +200,9 @@ def test_a_rank_may_run_ahead_with_one_key(name: str, world_size: int) -> None:
     run_ranks(run_ahead, world_size, name, 12)
 
 
-def exchange_beside_user_traffic(name: str) -> None:
+@each_transport
+@on_ranks(2, run=run_ranks)
+def test_user_messages_do_not_reach_the_transport(name: str) -> None:
     transport = make(name)
     key = transport.allocate_key()
     peer = 1 - transport.rank
@@ -216,11 +218,6 @@ def exchange_beside_user_traffic(name: str) -> None:
         work.wait()
     exchange.check()
     assert [tensor[0].item() for tensor in received] == [50.0, 51.0]
-
-
-@each_transport
-def test_user_messages_do_not_reach_the_transport(name: str) -> None:
-    run_ranks(exchange_beside_user_traffic, 2, name)
 
 
 # Groups
@@ -258,7 +255,10 @@ def test_groups_that_are_parts_of_the_world(
     assert run_ranks(exchange_in_part_of_the_world, 4, name, groups) == expected
 
 
-def exchange_in_an_unsorted_group(name: str) -> None:
+@needs_ordered_groups
+@each_transport
+@on_ranks(3, run=run_ranks)
+def test_slices_follow_the_order_of_the_group(name: str) -> None:
     group = dist.new_group([2, 0, 1], sort_ranks=False)
     transport = transport_class(name)(group)
     assert transport.rank == [2, 0, 1].index(dist.get_rank())
@@ -272,12 +272,6 @@ def exchange_in_an_unsorted_group(name: str) -> None:
     assert tensor.item() == 2
 
 
-@needs_ordered_groups
-@each_transport
-def test_slices_follow_the_order_of_the_group(name: str) -> None:
-    run_ranks(exchange_in_an_unsorted_group, 3, name)
-
-
 def share(name: str) -> tuple[bool, bool]:
     group = dist.new_group(list(range(dist.get_world_size())))
     first, second = transport_of(group, name), transport_of(group, name)
@@ -288,23 +282,21 @@ def test_roots_on_one_group_share_a_transport_that_owns_connections() -> None:
     assert run_ranks(share, 2, "point_to_point") == [(True, False)] * 2
 
 
-def leave_a_transport(name: str) -> bool:
+@each_transport
+@each_world_size
+@on_ranks(run=run_ranks)
+def test_a_destroyed_group_leaves_no_transport_behind(name: str) -> None:
     group = dist.new_group(list(range(dist.get_world_size())))
     transport = weakref.ref(transport_of(group, name))
     alive = weakref.ref(group)
     dist.barrier()
     dist.destroy_process_group()
     del group
-    return alive() is None and transport() is None
+    assert alive() is None and transport() is None
 
 
-@each_transport
-@each_world_size
-def test_a_destroyed_group_leaves_no_transport_behind(name: str, world_size: int) -> None:
-    assert run_ranks(leave_a_transport, world_size, name) == [True] * world_size
-
-
-def pretend() -> None:
+@on_ranks(1, run=run_ranks)
+def test_collectives_run_on_the_fake_backend() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()
@@ -316,10 +308,6 @@ def pretend() -> None:
     transport.begin_reduce_scatter(buffer, shard, key, scale=1 / 8).finish()
     transport.begin_all_reduce(buffer, key, scale=1 / 8).finish()
     transport.begin_broadcast(buffer, 5, key).finish()
-
-
-def test_collectives_run_on_the_fake_backend() -> None:
-    run_ranks(pretend, 1)
 
 
 # Numbers
@@ -355,24 +343,23 @@ def test_point_to_point_rounds_a_low_precision_sum_once(world_size: int, dtype: 
         assert torch.equal(shard, (total * (1 / 3)).to(dtype))
 
 
-def average_large_numbers() -> torch.Tensor:
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks(run=run_ranks)
+def test_a_mean_within_range_does_not_overflow_on_the_way() -> None:
     transport = make("point_to_point")
     shard = torch.empty(3, dtype=torch.float16)
     source = torch.full((3 * transport.world_size,), 60_000.0, dtype=torch.float16)
     transport.begin_reduce_scatter(source, shard, transport.allocate_key(), scale=1 / transport.world_size).finish()
-    return shard
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_mean_within_range_does_not_overflow_on_the_way(world_size: int) -> None:
-    for shard in run_ranks(average_large_numbers, world_size):
-        assert shard.tolist() == [60_000.0] * 3
+    assert shard.tolist() == [60_000.0] * 3
 
 
 # Autograd
 
 
-def gather_into_leaves(name: str) -> None:
+@each_transport
+@each_world_size
+@on_ranks(run=run_ranks)
+def test_gathering_again_does_not_count_as_a_change_of_saved_parameters(name: str) -> None:
     transport, numel = make(name), LARGE
     key = transport.allocate_key()
     shard = torch.full((numel,), 2.0)
@@ -392,12 +379,6 @@ def gather_into_leaves(name: str) -> None:
     loss.backward()
     assert leaf.grad is not None
     assert leaf.grad.tolist() == [4.0] * 4
-
-
-@each_transport
-@each_world_size
-def test_gathering_again_does_not_count_as_a_change_of_saved_parameters(name: str, world_size: int) -> None:
-    run_ranks(gather_into_leaves, world_size, name)
 
 
 # Trouble

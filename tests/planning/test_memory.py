@@ -1,6 +1,5 @@
 """The plan's peak of memory against what a step takes."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable import MixedPrecisionPolicy, fully_shard
 from composable.planning.estimate import HandleBytes, Leg, Reduced, peak_of_step
 from tests.live_bytes import LiveBytes
+from tests.pairwise import pairs_of
 from tests.world import run_threads
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -87,9 +87,9 @@ PRECISIONS = [
 ]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-@pytest.mark.parametrize(("world_size", "strategy"), [*itertools.product([1, 2, 3], ["FULL_SHARD", "SHARD_GRAD_OP"])])
-@pytest.mark.parametrize("growth", [0, 8, -8], ids=["equal", "growing", "shrinking"])
+@pytest.mark.parametrize(
+    *pairs_of(growth=[0, 8, -8], world_size=[1, 2, 3], strategy=["FULL_SHARD", "SHARD_GRAD_OP"], precision=PRECISIONS)
+)
 def test_a_step_takes_what_the_plan_says(
     precision: MixedPrecisionPolicy, world_size: int, strategy: str, growth: int
 ) -> None:

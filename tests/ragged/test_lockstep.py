@@ -17,7 +17,7 @@ from composable import DesyncError, clip_grad_norm_, fully_shard, get_total_norm
 from composable.comm import Ranks
 from composable.dtensor.spec import ragged_spec
 from tests.ragged_pairs import from_full
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 DETAIL = dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # torch does not list it as exported
 
@@ -222,7 +222,8 @@ def test_the_error_says_what_each_rank_was_doing() -> None:
     assert found == [f"{head}\n    rank 0: {zero}\n    rank 1: {one}\n{tail}" for zero, one in lines]
 
 
-def confuse_models() -> None:
+@on_ranks(2)
+def test_parameters_of_equal_names_are_told_apart() -> None:
     # Annotated one by one, so that all of them are called 'weight'.
     first, second = (fully_shard(nn.Linear(6, 6)) for _ in range(2))
     told = meet(lambda: first.weight.norm(), lambda: second.weight.norm())
@@ -230,19 +231,12 @@ def confuse_models() -> None:
     assert first.weight.norm().full_tensor() >= 0
 
 
-def test_parameters_of_equal_names_are_told_apart() -> None:
-    run_threads(confuse_models, 2)
-
-
-def confuse_meshes() -> None:
+@on_ranks(2)
+def test_tensors_of_two_meshes_over_the_same_ranks_are_told_apart() -> None:
     meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("a", "b")]
     first, second = (from_full(torch.ones(4), ragged_spec(mesh, (4,), torch.float32, (0, 1, 4))) for mesh in meshes)
     meet(lambda: first.sum(), lambda: second.sum())
     assert first.sum().full_tensor() == second.sum().full_tensor() == 4
-
-
-def test_tensors_of_two_meshes_over_the_same_ranks_are_told_apart() -> None:
-    run_threads(confuse_meshes, 2)
 
 
 def confuse_layouts() -> list[str]:
@@ -286,7 +280,8 @@ def test_nothing_is_compared_below_that_level() -> None:
     assert run_ranks(count_questions, 2, levels.DETAIL) == [3, 3]
 
 
-def confuse_mesh_dims() -> None:
+@on_ranks(4)
+def test_only_the_ranks_of_a_group_have_to_agree() -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     spec = [ragged_spec(grid, (4,), torch.float32, (0, 1, 4), mesh_dim=dim) for dim in range(2)]
     tensors = [from_full(torch.arange(4.0) + dim, one) for dim, one in enumerate(spec)]
@@ -299,11 +294,8 @@ def confuse_mesh_dims() -> None:
             (torch.sum if dist.get_rank() in (0, 3) else torch.norm)(tensor)
 
 
-def test_only_the_ranks_of_a_group_have_to_agree() -> None:
-    run_threads(confuse_mesh_dims, 4)
-
-
-def confuse_backwards() -> None:
+@on_ranks(2)
+def test_a_reduction_in_backward_is_checked_too() -> None:
     spec = ragged_spec_of_rows(3)
     one, two = (from_full(torch.ones(2, 3), spec).requires_grad_() for _ in range(2))
     one_full, two_full = one.full_tensor(grad_placements=[Partial()]), two.full_tensor()
@@ -313,11 +305,8 @@ def confuse_backwards() -> None:
     assert torch.equal(one.grad.full_tensor(), torch.full((2, 3), 2.0))  # type: ignore[union-attr]
 
 
-def test_a_reduction_in_backward_is_checked_too() -> None:
-    run_threads(confuse_backwards, 2)
-
-
-def confuse_scalers() -> None:
+@on_ranks(2)
+def test_an_unscaling_that_other_ranks_do_not_run_changes_nothing() -> None:
     model = make_model()[0]
     weight: Any = model[0].weight
     before = weight.grad.to_local().clone()
@@ -333,11 +322,8 @@ def confuse_scalers() -> None:
     assert torch.equal(weight.grad.to_local(), before * 0.5)
 
 
-def test_an_unscaling_that_other_ranks_do_not_run_changes_nothing() -> None:
-    run_threads(confuse_scalers, 2)
-
-
-def distribute_differently() -> None:
+@on_ranks(2)
+def test_distribute_tensor_is_checked_too() -> None:
     spec = ragged_spec_of_rows(3)
     value = torch.full((2, 3), float(dist.get_rank()))
     told = meet(
@@ -348,7 +334,3 @@ def distribute_differently() -> None:
     )
     assert "rank 0: distribute_tensor of [2, 3] float32 cut at (0, 3, 6)" in told
     assert torch.equal(distribute_tensor(value, spec.mesh, spec.placements).full_tensor(), torch.zeros(2, 3))
-
-
-def test_distribute_tensor_is_checked_too() -> None:
-    run_threads(distribute_differently, 2)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from composable import UsageError, fully_shard
-from tests.world import run_threads
+from tests.world import on_ranks, run_threads
 
 INPUT = torch.ones(2, 6)
 
@@ -75,7 +75,9 @@ def test_the_error_names_the_parameter_and_its_module(name: str) -> None:
         assert all(hint in fix for hint in ("call the module itself", "register_fsdp_forward_method", "unshard()"))
 
 
-def run_late_hook(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["forward hook", "first pre-hook", "backward pre-hook"])
+@on_ranks(2)
+def test_a_users_hook_that_runs_outside_of_ours_gets_the_same_error(kind: str) -> None:
     uses: list[Callable[[nn.Module, torch.Tensor], torch.Tensor]] = [
         lambda module, x: F.linear(x, module.weight),  # type: ignore[arg-type]
         lambda module, x: x @ module.weight,  # type: ignore[operator]
@@ -100,11 +102,6 @@ def run_late_hook(kind: str) -> None:
         model.zero_grad()
         model(INPUT).sum().backward()
         torch.testing.assert_close(model[0].bias.grad.full_tensor(), torch.full((6,), 2.0))
-
-
-@pytest.mark.parametrize("kind", ["forward hook", "first pre-hook", "backward pre-hook"])
-def test_a_users_hook_that_runs_outside_of_ours_gets_the_same_error(kind: str) -> None:
-    run_threads(run_late_hook, 2, kind)
 
 
 def train_with_hooks(policy: str, *, is_annotated: bool) -> list[torch.Tensor]:
@@ -177,7 +174,8 @@ class Around(nn.Module):
         return F.linear(x, self.child.weight * 2, self.child.bias)
 
 
-def follow_the_advice() -> None:
+@on_ranks(2)
+def test_what_the_error_advises_works() -> None:
     torch.manual_seed(0)
     plain = Around(nn.Linear(6, 6))
     around = fully_shard(copy.deepcopy(plain))
@@ -192,10 +190,6 @@ def follow_the_advice() -> None:
         unsharded(INPUT)
     unsharded.child.unshard()
     torch.testing.assert_close(unsharded(INPUT), plain(INPUT))
-
-
-def test_what_the_error_advises_works() -> None:
-    run_threads(follow_the_advice, 2)
 
 
 def averaged_by_torch(of_groups: bool) -> tuple[str, bool]:

@@ -18,7 +18,7 @@ from composable.dtensor.tensor import RaggedDTensor
 from composable.errors import ConfigError, UsageError
 from composable.planning.layout import RaggedShard, local_shape, order_of
 from tests.ragged_pairs import CUTS, SHAPES, assert_equal, cpu_mesh, from_full, make_module, pairs, set_grads, values
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 WORLD_SIZES = [1, 2, 3, 4]
 
@@ -41,7 +41,8 @@ def test_bounds_that_do_not_rise_from_zero_are_refused(bounds: tuple[int, ...]) 
         RaggedShard(bounds)
 
 
-def make_bad_specs() -> None:
+@on_ranks(2)
+def test_bounds_that_do_not_fit_mesh_or_shape_are_refused() -> None:
     mesh = cpu_mesh()
     with pytest.raises(ConfigError, match="2 bounds for a mesh dim of 2 ranks"):
         ragged_spec(mesh, (4,), torch.float32, (0, 4))
@@ -49,14 +50,13 @@ def make_bad_specs() -> None:
         ragged_spec(mesh, (4,), torch.float32, (0, 2, 3))
 
 
-def test_bounds_that_do_not_fit_mesh_or_shape_are_refused() -> None:
-    run_threads(make_bad_specs, 2)
-
-
 # -- whole and piece
 
 
-def show_whole_and_piece(cut: str) -> None:
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(run=run_ranks)
+def test_whole_and_piece_hold_the_same_elements(cut: str) -> None:
     fallback_counts(reset=True)
     ragged, plain = pairs(cut)
     assert_equal(ragged, plain)
@@ -72,23 +72,14 @@ def show_whole_and_piece(cut: str) -> None:
     assert fallback_counts(reset=True) == {}
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_whole_and_piece_hold_the_same_elements(world_size: int, cut: str) -> None:
-    run_ranks(show_whole_and_piece, world_size, cut)
-
-
-def gather_each_dtype() -> None:
+@on_ranks(3, run=run_ranks)
+def test_every_dtype_and_every_balance_of_pieces_is_gathered() -> None:
     world_size, mesh = dist.get_world_size(), cpu_mesh()
     for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64):
         full = (torch.arange(24) % 5).to(dtype).view(6, 4)
         for bounds in ((0,) * world_size + (24,), (*(8 * min(rank, 3) for rank in range(world_size)), 24)):
             ragged = from_full(full, ragged_spec(mesh, (6, 4), dtype, bounds))
             assert torch.equal(ragged.full_tensor(), full) and ragged.full_tensor().dtype == dtype
-
-
-def test_every_dtype_and_every_balance_of_pieces_is_gathered() -> None:
-    run_ranks(gather_each_dtype, 3)
 
 
 def print_rank_local() -> list[str]:
@@ -104,7 +95,10 @@ def test_printing_shows_the_piece_and_does_not_communicate() -> None:
     ]
 
 
-def differentiate(cut: str) -> None:
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks()
+def test_gathering_and_unwrapping_are_differentiable(cut: str) -> None:
     ragged, plain = pairs(cut)
     weights = values(3)
     for r, p, w in zip(ragged, plain, weights, strict=True):
@@ -122,13 +116,8 @@ def differentiate(cut: str) -> None:
     assert_equal(grads, [p.grad for p in plain], rtol=1e-6, atol=1e-6)  # type: ignore[arg-type, misc]
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_gathering_and_unwrapping_are_differentiable(world_size: int, cut: str) -> None:
-    run_threads(differentiate, world_size, cut)
-
-
-def penalise_weights() -> None:
+@on_ranks(2)
+def test_a_penalty_on_the_weights_has_the_right_gradient() -> None:
     ragged, plain = pairs("row")
     for params in (ragged, plain):
         sum(p.pow(2).sum() * 0.5 for p in params).backward()  # type: ignore[union-attr]
@@ -140,14 +129,11 @@ def penalise_weights() -> None:
     assert_equal(ragged, plain)
 
 
-def test_a_penalty_on_the_weights_has_the_right_gradient() -> None:
-    run_threads(penalise_weights, 2)
-
-
 # -- optimizers, clipping, zeroing
 
 
-def run_low_precision() -> None:
+@on_ranks(2)
+def test_bf16_parameters_are_clipped_and_stepped() -> None:
     for mode in ({"foreach": False}, {"foreach": True}, {"fused": True}):
         ragged, plain = pairs("row", torch.bfloat16)
         optimizers = [torch.optim.AdamW(params, lr=0.1, **mode) for params in (ragged, plain)]
@@ -163,11 +149,8 @@ def run_low_precision() -> None:
         assert_equal(ragged, plain, rtol=3e-2, atol=3e-2)
 
 
-def test_bf16_parameters_are_clipped_and_stepped() -> None:
-    run_threads(run_low_precision, 2)
-
-
-def take_odd_norms() -> None:
+@on_ranks(3)
+def test_norms_of_every_order_agree_on_every_rank_with_nan_and_inf() -> None:
     spec = ragged_spec(cpu_mesh(), (6,), torch.float32, (0, 4, 4, 6))
     full = torch.tensor([1.0, -3.0, 0.5, 2.0, 0.25, -8.0])
     for order in (0, 0.5, 1, 2, 3, math.inf, -math.inf):
@@ -185,11 +168,8 @@ def take_odd_norms() -> None:
     torch.testing.assert_close(found.full_tensor(), large.norm())
 
 
-def test_norms_of_every_order_agree_on_every_rank_with_nan_and_inf() -> None:
-    run_threads(take_odd_norms, 3)
-
-
-def foreach_exactly() -> None:
+@on_ranks(3)
+def test_list_operations_give_the_bits_of_plain_tensors() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         ragged, plain = pairs("row", dtype)
         with torch.no_grad(), strict_mode():
@@ -207,11 +187,8 @@ def foreach_exactly() -> None:
         assert_equal(ragged, plain)
 
 
-def test_list_operations_give_the_bits_of_plain_tensors() -> None:
-    run_threads(foreach_exactly, 3)
-
-
-def find_an_inf_over_two_mesh_dims() -> float:
+@on_ranks(4, run=run_ranks)
+def test_the_scaler_looks_at_every_mesh_dim() -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     grads: list[torch.Tensor] = []
     for dim, last in enumerate((1.0, math.inf)):
@@ -222,17 +199,14 @@ def find_an_inf_over_two_mesh_dims() -> float:
     found = torch.zeros(1)
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor([0.25]))
     assert grads[0].full_tensor()[0].item() == 1.0  # type: ignore[attr-defined]
-    return found.item()
-
-
-def test_the_scaler_looks_at_every_mesh_dim() -> None:
-    assert run_ranks(find_an_inf_over_two_mesh_dims, 4) == [1.0] * 4
+    assert found.item() == 1.0
 
 
 # -- layouts are compared before anything is computed
 
 
-def mix_layouts() -> None:
+@on_ranks(2, run=run_ranks)
+def test_equal_sizes_of_other_elements_are_never_combined() -> None:
     mesh = cpu_mesh()
     full, other = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), torch.arange(12.0).view(4, 3)
     cuts = {"halves": (0, 6, 12), "quarter": (0, 3, 12)}
@@ -255,11 +229,8 @@ def mix_layouts() -> None:
     assert torch.equal(a.full_tensor(), other)
 
 
-def test_equal_sizes_of_other_elements_are_never_combined() -> None:
-    run_ranks(mix_layouts, 2)
-
-
-def mix_kinds() -> None:
+@on_ranks(2, run=run_ranks)
+def test_ragged_replicated_and_sharded_tensors_meet() -> None:
     ragged, plain = pairs("row")
     mesh = cpu_mesh()
     replicated = distribute_tensor(plain[1].detach().clone(), mesh, [Replicate()])
@@ -283,11 +254,9 @@ def mix_kinds() -> None:
         assert nn.utils.get_total_norm([ragged[0], replicated.clone()]).full_tensor().isfinite()  # type: ignore[attr-defined]
 
 
-def test_ragged_replicated_and_sharded_tensors_meet() -> None:
-    run_ranks(mix_kinds, 2)
-
-
-def broadcast_plain(cut: str) -> None:
+@pytest.mark.parametrize("cut", CUTS)
+@on_ranks(3, run=run_ranks)
+def test_plain_operands_are_cut_like_the_whole_or_refused(cut: str) -> None:
     ragged, plain = pairs(cut)
     r, p = ragged[0].detach(), plain[0].detach()
     row, column, whole = torch.randn(8), torch.arange(37.0).view(37, 1), torch.arange(296.0).view(37, 8)
@@ -314,15 +283,12 @@ def broadcast_plain(cut: str) -> None:
     assert (scalar + torch.tensor(1.0, dtype=torch.float64)).dtype == torch.float64
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_plain_operands_are_cut_like_the_whole_or_refused(cut: str) -> None:
-    run_ranks(broadcast_plain, 3, cut)
-
-
 # -- everything else gathers, and says so
 
 
-def fall_back() -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(run=run_ranks)
+def test_what_has_no_rule_gathers_and_is_counted() -> None:
     ragged, plain = pairs("row")
     r, p = ragged[0].detach(), plain[0].detach()
     fallback_counts(reset=True)
@@ -354,12 +320,8 @@ def fall_back() -> None:
     fallback_counts(reset=True)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_what_has_no_rule_gathers_and_is_counted(world_size: int) -> None:
-    run_ranks(fall_back, world_size)
-
-
-def call_an_operation_of_users() -> None:
+@on_ranks(2, run=run_ranks)
+def test_an_operation_that_users_define_later_gathers() -> None:
     @torch.library.custom_op("composable_tests::doubled", mutates_args=())
     def doubled(tensor: torch.Tensor) -> torch.Tensor:
         return tensor * 2
@@ -372,11 +334,9 @@ def call_an_operation_of_users() -> None:
     assert fallback_counts(reset=True) == {"composable_tests.doubled.default": 1}
 
 
-def test_an_operation_that_users_define_later_gathers() -> None:
-    run_ranks(call_an_operation_of_users, 2)
-
-
-def write_to_views() -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks(run=run_ranks)
+def test_writing_to_a_view_writes_to_the_whole() -> None:
     ragged, plain = pairs("row")
     r, p = ragged[0].detach(), plain[0].detach().clone()
     writes: list[Callable[[Any], object]] = [
@@ -404,11 +364,8 @@ def write_to_views() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_writing_to_a_view_writes_to_the_whole(world_size: int) -> None:
-    run_ranks(write_to_views, world_size)
-
-
-def fill_diagonals() -> None:
+@on_ranks()
+def test_a_diagonal_can_be_filled() -> None:
     mesh = cpu_mesh()
     cases: list[Callable[[Any], object]] = [
         lambda t: t.fill_diagonal_(7.0, wrap=True),
@@ -427,12 +384,8 @@ def fill_diagonals() -> None:
             assert torch.equal(ragged.full_tensor(), plain)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_diagonal_can_be_filled(world_size: int) -> None:
-    run_threads(fill_diagonals, world_size)
-
-
-def read_stale_views() -> None:
+@on_ranks(2)
+def test_a_view_of_changed_values_raises_instead_of_showing_old_ones() -> None:
     ragged = pairs("row")[0]
     r = ragged[0].detach()
     changes: list[Callable[[Any], object]] = [
@@ -463,11 +416,8 @@ def read_stale_views() -> None:
         (ragged[1] * 2)[0].mul_(2)
 
 
-def test_a_view_of_changed_values_raises_instead_of_showing_old_ones() -> None:
-    run_threads(read_stale_views, 2)
-
-
-def leave_strict_mode() -> None:
+@on_ranks(2, run=run_ranks)
+def test_strict_mode_ends_with_its_block() -> None:
     r = pairs("row")[0][0]
     fallback_counts(reset=True)
     with pytest.raises(UsageError, match=r"would gather all of \[37, 8\]"), strict_mode():
@@ -477,14 +427,11 @@ def leave_strict_mode() -> None:
     assert fallback_counts(reset=True) == {"aten.sum.default": 1}
 
 
-def test_strict_mode_ends_with_its_block() -> None:
-    run_ranks(leave_strict_mode, 2)
-
-
 # -- random numbers
 
 
-def draw_what_cannot_be() -> None:
+@on_ranks(3)
+def test_numbers_that_are_drawn_from_a_tensor_are_refused_and_others_are_those_of_one_process() -> None:
     ragged, plain = pairs("element")
     dropped = []
     for params in (ragged, plain):
@@ -498,14 +445,12 @@ def draw_what_cannot_be() -> None:
         torch.bernoulli(ragged[0].detach().abs().clamp(max=1))
 
 
-def test_numbers_that_are_drawn_from_a_tensor_are_refused_and_others_are_those_of_one_process() -> None:
-    run_threads(draw_what_cannot_be, 3)
-
-
 # -- copies, casts, pickles
 
 
-def make_alike(cut: str) -> None:
+@pytest.mark.parametrize("cut", CUTS)
+@on_ranks(3)
+def test_what_is_made_like_a_tensor_keeps_its_cut(cut: str) -> None:
     ragged, plain = pairs(cut)
     set_grads(ragged, plain, 2)
     with strict_mode():
@@ -523,12 +468,8 @@ def make_alike(cut: str) -> None:
             assert type(other) is DTensor and torch.equal(other.to_local(), torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_what_is_made_like_a_tensor_keeps_its_cut(cut: str) -> None:
-    run_threads(make_alike, 3, cut)
-
-
-def use_module() -> None:
+@on_ranks(2)
+def test_a_module_loads_resets_and_casts_ragged_parameters() -> None:
     ragged, plain = make_module()
     params = list(ragged.parameters())
     states = {name: value + 1 for name, value in plain.state_dict().items()}
@@ -551,14 +492,11 @@ def use_module() -> None:
     assert_equal(list(ragged.parameters()), list(plain.parameters()))  # type: ignore[arg-type]
 
 
-def test_a_module_loads_resets_and_casts_ragged_parameters() -> None:
-    run_threads(use_module, 2)
-
-
 # -- what torch would accept without a word
 
 
-def assign_rightly() -> None:
+@on_ranks(2)
+def test_a_gradient_or_data_of_the_same_cut_is_taken() -> None:
     ragged, plain = pairs("row")
     r, p = ragged[0], plain[0]
     assert r.grad is None
@@ -590,14 +528,11 @@ def assign_rightly() -> None:
         r.to_local(grad_placements=[Replicate()])
 
 
-def test_a_gradient_or_data_of_the_same_cut_is_taken() -> None:
-    run_threads(assign_rightly, 2)
-
-
 # -- meshes of two dims, torch.compile, older torch
 
 
-def use_two_dims() -> None:
+@on_ranks(4, run=run_ranks)
+def test_a_replicated_mesh_dim_changes_nothing() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     spec = ragged_spec(mesh, (5, 4), torch.float32, (0, 8, 20))
     full = torch.arange(20.0).view(5, 4)
@@ -608,10 +543,6 @@ def use_two_dims() -> None:
     assert norm.placements == (Replicate(), Replicate())  # type: ignore[attr-defined]
     torch.testing.assert_close(norm.full_tensor(), full.norm())  # type: ignore[attr-defined]
     assert torch.equal(r.sum(0).full_tensor(), full.sum(0))  # type: ignore[attr-defined]
-
-
-def test_a_replicated_mesh_dim_changes_nothing() -> None:
-    run_ranks(use_two_dims, 4)
 
 
 def flatten_and_rebuild() -> list[str]:

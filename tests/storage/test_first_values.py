@@ -21,7 +21,7 @@ from composable.engine.unfilled import mark_unfilled
 from composable.ground.contract import managing_state
 from tests.models import make_model
 from tests.parity import full_params
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks
 
 DIM = 8
 
@@ -181,7 +181,10 @@ def allocations() -> Iterator[Allocations]:
 # to_empty, then initialisation
 
 
-def to_empty_and_train(way: str) -> None:
+@pytest.mark.parametrize("way", ["hand", "policy"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks(run=run_ranks)
+def test_to_empty_and_reset_give_the_values_of_one_process(way: str) -> None:
     model = shard(on_meta(), way)
     params = dict(model.named_parameters())
     params["layers.0.up.weight"].no_decay = True
@@ -195,17 +198,12 @@ def to_empty_and_train(way: str) -> None:
     assert_trains_alike(model, optimizer, expected)
 
 
-@pytest.mark.parametrize("way", ["hand", "policy"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_to_empty_and_reset_give_the_values_of_one_process(world_size: int, way: str) -> None:
-    run_ranks(to_empty_and_train, world_size, way)
-
-
 def build_wide() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(4)))
 
 
-def bytes_of_to_empty() -> None:
+@on_ranks(2, run=run_ranks)
+def test_to_empty_allocates_the_shards_and_initialisers_one_parameter() -> None:
     model = fully_shard(on_meta(build_wide), policy={nn.Linear})
     shards = [flat.plan.shard_bytes for handle in handles_of(model) for flat in handle.buffers]
     with allocations() as made:
@@ -218,11 +216,8 @@ def bytes_of_to_empty() -> None:
     assert made.peak_bytes < 2 * 64 * 64 * 4 + 1024
 
 
-def test_to_empty_allocates_the_shards_and_initialisers_one_parameter() -> None:
-    run_ranks(bytes_of_to_empty, 2)
-
-
-def one_by_one() -> None:
+@on_ranks(2, run=run_ranks)
+def test_modules_may_be_made_empty_and_initialised_one_by_one() -> None:
     model = shard(on_meta(), "hand")
     params = dict(model.named_parameters())
     torch.manual_seed(3)
@@ -240,10 +235,6 @@ def one_by_one() -> None:
     assert_trains_alike(model, optimizer, expected)
 
 
-def test_modules_may_be_made_empty_and_initialised_one_by_one() -> None:
-    run_ranks(one_by_one, 2)
-
-
 class Recurrent(nn.Module):
     """Modules that watch their parameters, and initialisers that do more than one draw."""
 
@@ -258,7 +249,8 @@ class Recurrent(nn.Module):
         return self.norm(self.conv(self.lstm(x)[0].transpose(1, 2)).mean(dim=2))
 
 
-def recurrent() -> None:
+@on_ranks(2, run=run_ranks)
+def test_modules_that_watch_their_parameters_are_initialised_too() -> None:
     model = fully_shard(on_meta(Recurrent))
     model.to_empty(device="cpu")
     expected = Recurrent()
@@ -272,10 +264,6 @@ def recurrent() -> None:
         assert torch.equal(param, expected.get_parameter(fqn)), fqn
     x = torch.randn(5, 2, 4)
     torch.testing.assert_close(model(x.new_ones(5, 4, 4)), expected(x.new_ones(5, 4, 4)))
-
-
-def test_modules_that_watch_their_parameters_are_initialised_too() -> None:
-    run_ranks(recurrent, 2)
 
 
 # What nobody filled
@@ -342,7 +330,10 @@ def partly_meta() -> str:
     return text
 
 
-def convert_with_marks(together: bool) -> None:
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_a_conversion_keeps_objects_marks_hooks_and_what_a_load_assigned(together: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4))
     fully_shard([model[0], model[2]]) if together else fully_shard(model[0])
@@ -372,12 +363,6 @@ def convert_with_marks(together: bool) -> None:
     model.zero_grad()
     model(torch.ones(2, 3)).sum().backward()
     assert sorted(ran) == sorted(params)
-
-
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_conversion_keeps_objects_marks_hooks_and_what_a_load_assigned(world_size: int, together: bool) -> None:
-    run_threads(convert_with_marks, world_size, together)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -495,7 +480,8 @@ def test_a_load_onto_meta_fills_the_shards(how: str) -> None:
     run_ranks(load, 3, how)
 
 
-def load_in_part() -> str:
+@on_ranks(2, run=run_ranks)
+def test_what_a_load_leaves_out_is_named() -> None:
     model = shard(on_meta(), "policy")
     state = plain_state()
     del state["layers.1.up.bias"], state["layers.0.norm.running_var"]
@@ -504,12 +490,7 @@ def load_in_part() -> str:
     text = error_of(lambda: model(TOKENS))
     model.load_state_dict(plain_state())
     assert_same_model(model, reference())
-    return text
-
-
-def test_what_a_load_leaves_out_is_named() -> None:
-    for text in run_ranks(load_in_part, 2):
-        assert "'layers.1.up.bias', 'layers.0.norm.running_var'\n" in text
+    assert "'layers.1.up.bias', 'layers.0.norm.running_var'\n" in text
 
 
 def load_checkpoint(folder: str) -> None:
@@ -548,7 +529,11 @@ class Counting:
         self.fn(module)
 
 
-def init_while_annotating(way: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "way"), [(1, "policy"), (2, "hand"), (2, "policy"), (3, "mixed"), (4, "policy"), (4, "hand")]
+)
+@on_ranks(run=run_ranks)
+def test_param_init_fn_gives_the_values_of_one_process(way: str) -> None:
     model, fn = on_meta(), Counting(give_values)
     torch.manual_seed(3)
     shard(model, way, param_init_fn=fn)
@@ -568,14 +553,8 @@ def init_while_annotating(way: str) -> None:
     assert_trains_alike(model, torch.optim.SGD(model.parameters(), lr=0.1), expected)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "way"), [(1, "policy"), (2, "hand"), (2, "policy"), (3, "mixed"), (4, "policy"), (4, "hand")]
-)
-def test_param_init_fn_gives_the_values_of_one_process(world_size: int, way: str) -> None:
-    run_ranks(init_while_annotating, world_size, way)
-
-
-def bytes_of_init() -> None:
+@on_ranks(4, run=run_ranks)
+def test_param_init_fn_holds_one_module_in_full() -> None:
     model = on_meta(build_wide)
     with allocations() as made:
         fully_shard(model, policy={nn.Sequential}, param_init_fn=give_values)
@@ -583,10 +562,6 @@ def bytes_of_init() -> None:
     handle_bytes = max(handle.buffer_bytes for handle in plan.handles)
     assert made.largest_bytes <= handle_bytes
     assert made.peak_bytes <= plan.shard_bytes + handle_bytes
-
-
-def test_param_init_fn_holds_one_module_in_full() -> None:
-    run_ranks(bytes_of_init, 4)
 
 
 class TiedBuffers(nn.Module):
@@ -609,7 +584,8 @@ class TiedBuffers(nn.Module):
         return x * self.second.table @ self.first.weight.t()
 
 
-def first_owner_only() -> None:
+@on_ranks(2, run=run_ranks)
+def test_ties_survive_a_function_that_fills_one_owner() -> None:
     model = on_meta(TiedBuffers)
 
     def fn(module: nn.Module) -> None:
@@ -634,10 +610,6 @@ def first_owner_only() -> None:
 
     fully_shard(model, param_init_fn=scale_second)
     assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 3), 48.0))
-
-
-def test_ties_survive_a_function_that_fills_one_owner() -> None:
-    run_ranks(first_owner_only, 2)
 
 
 def skip_rope(module: nn.Module) -> None:
@@ -694,21 +666,21 @@ def test_a_wrong_param_init_fn_is_an_error_on_every_rank_and_changes_nothing() -
     assert there.startswith("DesyncError: another rank raised ValueError: no such file\n  at:  rank 1")
 
 
-def not_called() -> None:
+@on_ranks(2, run=run_ranks)
+def test_param_init_fn_is_not_called_without_meta_tensors() -> None:
     model, fn = reference(), Counting(give_values)
     shard(model, "policy", param_init_fn=fn)
     assert not fn.modules
     assert_same_model(model, reference())
 
 
-def test_param_init_fn_is_not_called_without_meta_tensors() -> None:
-    run_ranks(not_called, 2)
-
-
 # sync_module_states
 
 
-def sync(way: str, others: str) -> None:
+@pytest.mark.parametrize("others", ["real", "meta", "param_init_fn"])
+@pytest.mark.parametrize(("world_size", "way"), [(1, "hand"), (2, "hand"), (3, "mixed"), (4, "policy")])
+@on_ranks(run=run_ranks)
+def test_every_rank_gets_what_the_first_has(way: str, others: str) -> None:
     is_first = dist.get_rank() == 0
     fn = give_values if others == "param_init_fn" and not is_first else None
     if is_first:
@@ -724,24 +696,16 @@ def sync(way: str, others: str) -> None:
     assert_trains_alike(model, torch.optim.SGD(model.parameters(), lr=0.1), expected)
 
 
-@pytest.mark.parametrize("others", ["real", "meta", "param_init_fn"])
-@pytest.mark.parametrize(("world_size", "way"), [(1, "hand"), (2, "hand"), (3, "mixed"), (4, "policy")])
-def test_every_rank_gets_what_the_first_has(world_size: int, way: str, others: str) -> None:
-    run_ranks(sync, world_size, way, others)
-
-
-def sync_from_init() -> None:
+@on_ranks(3, run=run_ranks)
+def test_the_first_rank_may_make_what_it_sends() -> None:
     model = on_meta()
     torch.manual_seed(3 + dist.get_rank())
     shard(model, "policy", sync_module_states=True, param_init_fn=give_values)
     assert_same_model(model, reference())
 
 
-def test_the_first_rank_may_make_what_it_sends() -> None:
-    run_ranks(sync_from_init, 3)
-
-
-def bytes_of_sync() -> None:
+@on_ranks(4, run=run_ranks)
+def test_other_ranks_allocate_their_shards_only() -> None:
     model = build_wide() if dist.get_rank() == 0 else on_meta(build_wide)
     with allocations() as made:
         fully_shard(model, policy={nn.Sequential}, sync_module_states=True)
@@ -751,10 +715,6 @@ def bytes_of_sync() -> None:
         assert made.largest_bytes < max(handle.buffer_bytes for handle in plan.handles)
         # And one handle's small pieces on their way.
         assert made.peak_bytes < plan.shard_bytes + max(handle.shard_bytes for handle in plan.handles) + 4096
-
-
-def test_other_ranks_allocate_their_shards_only() -> None:
-    run_ranks(bytes_of_sync, 4)
 
 
 def bad_sync(case: str) -> str:
@@ -802,7 +762,8 @@ def test_ranks_that_do_not_fit_are_an_error_on_every_rank() -> None:
         assert "ConfigError" in text and "Conv2d" in text
 
 
-def sync_beside_ignored() -> None:
+@on_ranks(2, run=run_ranks)
+def test_ignored_modules_are_not_synchronised() -> None:
     is_first = dist.get_rank() == 0
     model = nn.Sequential(reference() if is_first else on_meta(), nn.BatchNorm1d(11))
     with torch.no_grad():
@@ -811,10 +772,6 @@ def sync_beside_ignored() -> None:
     assert_same_model(model[0], reference())
     assert torch.equal(model[1].running_mean, torch.full((11,), float(dist.get_rank())))
     assert type(model[1].weight) is nn.Parameter
-
-
-def test_ignored_modules_are_not_synchronised() -> None:
-    run_ranks(sync_beside_ignored, 2)
 
 
 def replicate_on_meta() -> str:

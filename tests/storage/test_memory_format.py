@@ -31,7 +31,7 @@ from composable import (
 from composable.dtensor.spec import ragged_spec
 from composable.planning.layout import RaggedShard, boxes, order_of
 from tests.ragged_pairs import from_full
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 
 def make_model() -> nn.Sequential:
@@ -57,7 +57,10 @@ def grads_of(model: nn.Module) -> list[Any]:
     return [param.grad for param in model.parameters()]
 
 
-def train(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["plain", "accelerated"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_training_keeps_the_memory_format_of_values_and_gradients(mode: str) -> None:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     plain = make_model()
     model = fully_shard(copy.deepcopy(plain), policy={nn.Conv2d})
@@ -101,12 +104,6 @@ def train(mode: str) -> None:
     assert strides(model) == strides(plain) and type(model[2].weight) is nn.Parameter
 
 
-@pytest.mark.parametrize("mode", ["plain", "flat"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_training_keeps_the_memory_format_of_values_and_gradients(world_size: int, mode: str) -> None:
-    run_threads(train, world_size, mode)
-
-
 # -- values out of the shards and into them
 
 
@@ -147,7 +144,8 @@ def test_what_lies_one_way_is_loaded_into_what_lies_another_way(world_size: int,
     run_ranks(move_values, world_size, str(tmp_path))
 
 
-def materialize() -> None:
+@on_ranks(2)
+def test_a_model_on_meta_gets_memory_of_its_format() -> None:
     expected = make_model()
     model = fully_shard(make_model().to("meta"))
     model.to_empty(device="cpu")
@@ -157,10 +155,6 @@ def materialize() -> None:
         assert torch.equal(param.full_tensor(), expected.get_parameter(name))  # type: ignore[operator]
     twin = copy.deepcopy(model)
     assert torch.equal(twin[2].weight.full_tensor(), expected[2].weight) and strides(twin) == strides(model)
-
-
-def test_a_model_on_meta_gets_memory_of_its_format() -> None:
-    run_threads(materialize, 2)
 
 
 def disagree() -> str:
@@ -203,7 +197,10 @@ def test_boxes_cover_a_range_of_memory_in_order(seed: int) -> None:
     assert found == list(range(lo, hi))
 
 
-def behave_as_plain(seed: int) -> None:
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_tensors_of_any_order_behave_as_plain_ones(seed: int) -> None:
     dice = random.Random(seed)
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
@@ -245,12 +242,6 @@ def behave_as_plain(seed: int) -> None:
             torch.manual_seed(4)
             one.normal_()
         assert torch.equal(changed.full_tensor(), expected)
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_tensors_of_any_order_behave_as_plain_ones(world_size: int, seed: int) -> None:
-    run_threads(behave_as_plain, world_size, seed)
 
 
 def test_a_placement_names_its_order_and_differs_by_it() -> None:

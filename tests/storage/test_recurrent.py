@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from composable import fully_shard
-from tests.world import run_threads
+from tests.world import on_ranks
 
 KINDS = {"RNN": nn.RNN, "LSTM": nn.LSTM, "GRU": nn.GRU}
 
@@ -45,7 +45,10 @@ WAYS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def fill_and_train(kind: str, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_recurrent_module_gets_memory_in_any_order(kind: str, way: str) -> None:
     torch.manual_seed(0)
     plain = Net(kind)
     model = Net(kind).to("meta")
@@ -59,9 +62,3 @@ def fill_and_train(kind: str, way: str) -> None:
         full: Any = found.grad
         full = full.full_tensor() if hasattr(full, "full_tensor") else full
         torch.testing.assert_close(full, expected.grad)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_recurrent_module_gets_memory_in_any_order(kind: str, way: str) -> None:
-    run_threads(fill_and_train, 2, kind, way)

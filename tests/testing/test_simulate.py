@@ -23,7 +23,7 @@ from composable import ConfigError, DesyncError, UsageError, fully_shard
 from composable.testing import simulate
 from tests.parity import assert_equal_runs, train_annotated, train_reference
 from tests.testing.programs import all_reduces, go_on_alone, groups, part_ways
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 
 def traces() -> list[Any]:
@@ -82,18 +82,20 @@ def test_a_number_of_ranks_on_a_host_that_is_none_is_refused(ranks_per_host: Any
         simulate(2, all_reduces, ranks_per_host=ranks_per_host)
 
 
-def within_a_process() -> list[Any]:
+@on_ranks(2, run=run_ranks)
+def test_a_process_with_a_group_of_its_own_may_simulate() -> None:
     tensor = torch.tensor(1.0)
     dist.all_reduce(tensor)
     inside = simulate(3, all_reduces)
     dist.all_reduce(tensor)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     full = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).full_tensor()
-    return [inside, tensor.item(), full.tolist(), dist.get_world_size()]
-
-
-def test_a_process_with_a_group_of_its_own_may_simulate() -> None:
-    assert run_ranks(within_a_process, 2) == [[[[3.0] * 3] * 3, 4.0, [0.0, 1.0, 2.0, 3.0], 2]] * 2
+    assert [inside, tensor.item(), full.tolist(), dist.get_world_size()] == [
+        [[3.0] * 3] * 3,
+        4.0,
+        [0.0, 1.0, 2.0, 3.0],
+        2,
+    ]
 
 
 def test_the_package_imports_no_simulation_and_simulation_little_of_torch() -> None:
