@@ -211,20 +211,6 @@ class Reducer(GradientAverager):
 
         return put_back
 
-    def shadow(self) -> None:
-        """Do what a backward does, with zeros in place of gradients: the other ranks run one. Collective.
-
-        Parameters that a rank has a gradient for get the average.
-
-        Raises:
-            UsageError: Of another rank.
-        """
-        if self.params:
-            self.begin_shadow()
-            with torch.no_grad():
-                self.exchange.send_zeros()
-            self.end_shadow()
-
     @torch.no_grad()
     def begin_shadow(self) -> None:
         """Do what a backward begins with."""
@@ -245,5 +231,9 @@ class Reducer(GradientAverager):
         self._complete_stopped()
 
     def end_shadow(self) -> None:
-        """Wait for the averages. Collective; errors as ``shadow``."""
+        """Wait for the averages. Collective.
+
+        Raises:
+            UsageError: Of another rank.
+        """
         self._conclude([], self._finish_round())
