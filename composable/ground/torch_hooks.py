@@ -52,9 +52,9 @@ __all__ = [
     "in_backward_of_nothing",
     "next_ending_number",
     "on_gradient",
-    "parts_of",
     "put_outermost",
     "tensors_in",
+    "values_held_by",
 ]
 
 
@@ -369,10 +369,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield item
         elif item is not None and not isinstance(item, _WITHOUT_TENSORS) and id(item) not in seen:
             seen.add(id(item))
-            stack.extend(reversed(item if isinstance(item, (tuple, list)) else parts_of(item)))
+            stack.extend(reversed(item if isinstance(item, (tuple, list)) else values_held_by(item)))
 
 
-def parts_of(value: object) -> list[Any]:
+def values_held_by(value: object) -> list[Any]:
     """Return what a value holds: the items of a container, the attributes of an object, also those in slots."""
     if isinstance(value, dict):
         return list(value.values())
