@@ -277,7 +277,7 @@ def before_gradients(leaves: Iterable[torch.Tensor], arrive: Callable[[torch.Ten
 def after_gradients(
     params: Iterable[nn.Parameter], arrivals: Iterable[Callable[[torch.Tensor], None]]
 ) -> list[RemovableHandle]:
-    """Call each parameter's function whenever a backward has accumulated its gradient."""
+    """Call each parameter's function whenever a backward has accumulated its gradient, of any shape."""
     return [param.register_post_accumulate_grad_hook(arrive) for param, arrive in zip(params, arrivals, strict=True)]
 
 
