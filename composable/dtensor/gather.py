@@ -185,7 +185,7 @@ def _is_compared() -> bool:
 
 
 def is_parameter(tensor: Any) -> bool:
-    """Say whether a ragged tensor is the sharded parameter of some module, not only cut as one."""
+    """Say whether a ragged tensor [any] is the sharded parameter of some module, not only cut as one."""
     return mark_of(tensor) is not None
 
 
@@ -290,7 +290,7 @@ def replicate(full: torch.Tensor, layout: RaggedLayout) -> DTensor:
 
 
 def is_replicated(tensor: DTensor, layout: RaggedLayout) -> bool:
-    """Say whether every rank of the layout's mesh holds all of ``tensor``."""
+    """Say whether every rank of the layout's mesh holds all of ``tensor`` [any]."""
     spec = tensor._spec
     if not (spec.mesh is layout.mesh or shares_cut(spec.mesh, layout)):
         return False

@@ -362,10 +362,6 @@ def _number_of(value: Any, layout: RaggedLayout | None = None) -> Any:
     return value
 
 
-def _local_of(value: Any) -> Any:
-    return value._local_tensor if isinstance(value, DTensor) else value
-
-
 def _foreach_in_place(
     cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, plain_list: int = -1
 ) -> None:
@@ -374,7 +370,7 @@ def _foreach_in_place(
     if local_args is None:
         _one_by_one(cls, op, args, kwargs)
     elif local_args[0]:
-        op(*local_args, **{name: _local_of(value) for name, value in kwargs.items()})
+        op(*local_args, **{name: getattr(value, "_local_tensor", value) for name, value in kwargs.items()})
 
 
 def _foreach(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -140,7 +140,7 @@ class RaggedDTensor(DTensor):
         return gather_full(self._local_tensor, self._spec.layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return this rank's piece: rows where every cut falls on a row, else one dimension. Differentiable."""
+        """Return this rank's piece: [rows, *rest] where every cut falls on a row, else [numel]. Differentiable."""
         if grad_placements is not None and tuple(grad_placements) != self._spec.placements:
             raise ConfigError(
                 f"gradients of a ragged piece are ragged, not {tuple(grad_placements)}", fix="leave grad_placements out"
@@ -181,9 +181,9 @@ class RaggedDTensor(DTensor):
         return whole if list(placements) == replicas else whole.redistribute(placements=placements)
 
     def gather_block(self) -> torch.Tensor:
-        """Return what the ranks along the cut mesh dim hold together, a plain tensor: the whole, or a part of it.
+        """Return what the ranks along the cut mesh dim hold together: a plain tensor [block_shape], of this dtype.
 
-        A part where tensor parallelism has split the whole over other mesh dims. Not differentiable.
+        It is a part of the whole where tensor parallelism splits that over other mesh dims. Not differentiable.
         Collective: all ranks of the mesh, same order.
 
         Raises:

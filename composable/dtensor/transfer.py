@@ -200,7 +200,7 @@ def spread_blocks(tensors: Sequence[RaggedDTensor], values: Callable[[int], torc
 
 
 def cast_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of ``tensor`` where floating-point tensors are cast to ``dtype``; bytes by its name are none."""
+    """Return the dtype of ``tensor`` [any] where floats are cast to ``dtype``; bytes by its name are none."""
     if dtype is None or not tensor.is_floating_point() or getattr(tensor, "_composable_holds_bytes", False):
         return tensor.dtype
     return dtype

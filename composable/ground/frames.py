@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from composable.errors import UsageError, place_of_rank
 from composable.ground.names import describe_module
-from composable.ground.torch_hooks import parts_of
+from composable.ground.torch_hooks import values_held_by
 from composable.ground.torch_private import (
     autograd_profiler,
     backward_code,
@@ -38,7 +38,6 @@ from composable.ground.torch_private import (
 )
 
 __all__ = [
-    "copied_values",
     "in_backward",
     "in_backward_of_function",
     "in_region",
@@ -57,11 +56,13 @@ __all__ = [
     "reaches_out",
     "run_as_call",
     "runs_backward",
+    "watch_graph",
     "will_get_gradient",
 ]
 
 
-T = TypeVar("T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def in_backward() -> bool:
@@ -156,7 +157,7 @@ def modules_in_call() -> list[nn.Module]:
     return [frame.f_locals["self"] for frame in _frames_of(module_call_code, run_as_call.__code__)]
 
 
-def run_as_call(self: nn.Module, run: Callable[[], T]) -> T:  # by that name its frame is read
+def run_as_call(self: nn.Module, run: Callable[[], _T]) -> _T:  # by that name its frame is read
     """Return ``run()``, which counts as a call of the module ``self``."""
     return run()
 
@@ -166,7 +167,7 @@ def is_called_again(module: nn.Module) -> bool:
     return sum(called is module for called in modules_in_call()) > 1
 
 
-def copied_values(memo: dict[Any, Any]) -> Iterator[object]:
+def _copied_values(memo: dict[Any, Any]) -> Iterator[object]:
     """Yield the arguments of the running calls of ``copy.deepcopy`` with this ``memo``, innermost first."""
     for frame in _frames_of(copy.deepcopy.__code__):
         if frame.f_locals.get("memo") is memo:
@@ -212,10 +213,6 @@ def _frames_of(*codes: CodeType, frame: FrameType | None = None) -> Iterator[Fra
         frame = frame.f_back
 
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
 def in_region(what: str, name: str, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Return ``call(*args, **kwargs)``; a trace shows it as ``composable::what name``.
 
@@ -244,7 +241,7 @@ def modules_of_copy(memo: dict[Any, Any]) -> dict[nn.Module, None]:
     Args:
         memo: Of that ``deepcopy``.
     """
-    outermost = next(reversed(list(copied_values(memo))), None)
+    outermost = next(reversed(list(_copied_values(memo))), None)
     known: tuple[object, dict[nn.Module, None]] | None = memo.get(_MEMO_KEY)
     if known is None or known[0] is not outermost:
         known = memo[_MEMO_KEY] = (outermost, _modules_in(outermost))
@@ -253,7 +250,7 @@ def modules_of_copy(memo: dict[Any, Any]) -> dict[nn.Module, None]:
 
 def is_part_of_module(memo: dict[Any, Any]) -> bool:
     """Say whether what is being copied right now is copied as part of a module."""
-    return any(isinstance(value, nn.Module) for value in copied_values(memo))
+    return any(isinstance(value, nn.Module) for value in _copied_values(memo))
 
 
 def reaches_out(verb: str, modules: Iterable[nn.Module], fix: str) -> UsageError:
@@ -282,5 +279,5 @@ def _modules_in(value: object) -> dict[nn.Module, None]:
                 held = {k: v for k, v in vars(visited).items() if not k.endswith(("_hooks", "_parameters"))}
                 stack.extend(one for one in held.values() if isinstance(one, _HOLDERS))
         else:
-            stack.extend(parts_of(item))
+            stack.extend(values_held_by(item))
     return found

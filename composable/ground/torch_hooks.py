@@ -52,9 +52,9 @@ __all__ = [
     "in_backward_of_nothing",
     "next_ending_number",
     "on_gradient",
-    "parts_of",
     "put_outermost",
     "tensors_in",
+    "values_held_by",
 ]
 
 
@@ -277,7 +277,7 @@ def before_gradients(leaves: Iterable[torch.Tensor], arrive: Callable[[torch.Ten
 def after_gradients(
     params: Iterable[nn.Parameter], arrivals: Iterable[Callable[[torch.Tensor], None]]
 ) -> list[RemovableHandle]:
-    """Call each parameter's function whenever a backward has accumulated its gradient."""
+    """Call each parameter's function whenever a backward has accumulated its gradient, of any shape."""
     return [param.register_post_accumulate_grad_hook(arrive) for param, arrive in zip(params, arrivals, strict=True)]
 
 
@@ -369,10 +369,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield item
         elif item is not None and not isinstance(item, _WITHOUT_TENSORS) and id(item) not in seen:
             seen.add(id(item))
-            stack.extend(reversed(item if isinstance(item, (tuple, list)) else parts_of(item)))
+            stack.extend(reversed(item if isinstance(item, (tuple, list)) else values_held_by(item)))
 
 
-def parts_of(value: object) -> list[Any]:
+def values_held_by(value: object) -> list[Any]:
     """Return what a value holds: the items of a container, the attributes of an object, also those in slots."""
     if isinstance(value, dict):
         return list(value.values())

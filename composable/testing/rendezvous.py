@@ -13,6 +13,7 @@ from functools import reduce
 import torch
 
 from composable.errors import DesyncError
+from composable.ground.names import dtype_text
 from composable.ground.torch_private import without_modes
 
 __all__ = ["Board", "Call", "CollectivePart", "GroupKey", "Rendezvous", "Transfer"]
@@ -56,7 +57,7 @@ class Call:
 
 
 def _shown(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{list(tensor.shape)} {dtype_text(tensor.dtype)}"
 
 
 def _exchange(calls: Sequence[Call]) -> None:

@@ -251,8 +251,7 @@ class TurnScheduler:
             thread.is_unwinding = True
 
     def _caller(self) -> RankThread:
-        thread = self.thread_here()
-        assert thread is not None, "called in threads that take turns"
+        thread: RankThread = self._here.thread  # one that takes turns
         return thread
 
     def _hand_over(self, thread: RankThread) -> None:
