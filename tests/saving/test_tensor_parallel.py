@@ -288,11 +288,11 @@ def test_a_checkpoint_of_other_global_shapes_is_refused_on_every_rank(tmp_path: 
     model.blocks[0].up = nn.Linear(6, 4)
     save_checkpoint(tmp_path, 1, model)
     texts = run_threads(load_smaller_checkpoint, 4, str(tmp_path))
-    lines = [f"blocks.0.up.{name} is {here} in the checkpoint, {there} in the model" for name, here, there in SHAPES]
+    lines = [f"blocks.0.up.{name} has shape {here}, not {there} as in the model" for name, here, there in SHAPES]
     assert texts == ["\n  - ".join([f"{tmp_path / 'step-000001'} does not fit:", *lines])] * 4
 
 
-SHAPES = [("bias", [4], [7]), ("weight", [4, 6], [7, 6])]
+SHAPES = [("weight", [4, 6], [7, 6]), ("bias", [4], [7])]
 
 
 # -- torch's own functions
