@@ -441,10 +441,8 @@ def _check_world(caller: str) -> None:
         )
 
 
-def _resolve_mesh(mesh: DeviceMesh | None, params: Iterable[nn.Parameter], *, caller: str) -> DeviceMesh:
+def _resolve_mesh(mesh: DeviceMesh | None, params: Sequence[nn.Parameter], *, caller: str) -> DeviceMesh:
     """Return the mesh of one dim that the user gave, checked, or one over all ranks. Raises as ``resolve_grid``."""
-    _check_world(caller)
-    params = list(params)
     if mesh is None:
         return init_device_mesh(_default_type(params), (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
@@ -476,10 +474,18 @@ def resolve_ranks(
     """
     if mesh is not None and process_group is not None:
         raise ConfigError("both mesh and process_group are given", fix="pass one of them")
-    if mesh is not None or not dist.is_available() or not dist.is_initialized():
-        ranks = Ranks.of_mesh(_resolve_mesh(mesh, params, caller="replicate"))
-        wait_like_the_world([ranks])
-        return ranks
+    _check_world("replicate")
+    ranks = (
+        _ranks_of_group(process_group, params)
+        if mesh is None
+        else Ranks.of_mesh(_resolve_mesh(mesh, params, caller="replicate"))
+    )
+    wait_like_the_world([ranks])
+    return ranks
+
+
+def _ranks_of_group(process_group: object, params: Sequence[nn.Parameter]) -> Ranks:
+    """Return the ranks of a group, or all, with the device of the parameters. Raises as ``resolve_ranks``."""
     group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
@@ -492,9 +498,7 @@ def resolve_ranks(
             "the module is on cpu and the process group on nccl, which moves CUDA tensors only",
             fix="move the module to the GPU, or pass a process_group of backend 'gloo'",
         )
-    ranks = Ranks.of(group, device_for(device_type))
-    wait_like_the_world([ranks])
-    return ranks
+    return Ranks.of(group, device_for(device_type))
 
 
 def _default_type(params: Iterable[nn.Parameter]) -> str:

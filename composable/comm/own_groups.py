@@ -87,61 +87,58 @@ def host_transport_of(ranks: Ranks, name: str) -> Transport:
     return kept_with(group, "host", lambda: ProcessGroupTransport(make_group(numbers, group, backend=backend)))
 
 
-class OwnTransport(Transport):
+class OwnTransport(ProcessGroupTransport):
     """A transport in a group of its own, which is made when the first collective needs it.
 
     Args:
         ranks: Who talks. In the new group they are in the order of their global ranks.
     """
 
-    name = ProcessGroupTransport.name
-
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.rank = sorted(ranks.numbers).index(ranks.numbers[ranks.rank])
         self.world_size = ranks.size
-        self._made: Transport | None = None
+        self._is_connected = False
         self._finalize: Callable[[], object] = lambda: None
 
-    def connect(self) -> Transport:
+    def connect(self) -> None:
         """Make the group, if that is still to do. Collective."""
-        if self._made is None:
+        if not self._is_connected:
             number, group = _take(self.ranks)
-            self._made = ProcessGroupTransport(group)
-            self.groups = self._made.groups
+            super().__init__(group)
+            self._is_connected = True
             # A replicated model that is dropped leaves its group to the next one.
-            idle = _idle_of(self.ranks)
-            finalizer = weakref.finalize(self, _leave, idle, number, self._made)
+            finalizer = weakref.finalize(self, _leave, _idle_of(self.ranks), number, group, self.in_flight)
             finalizer.atexit = False
             self._finalize = finalizer
-        return self._made
 
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
-        return self.connect().begin_all_gather(buffer, shard, key)
+        self.connect()
+        return super().begin_all_gather(buffer, shard, key)
 
     def begin_reduce_scatter(
         self, source: torch.Tensor, shard: torch.Tensor, key: int, *, scale: float = 1.0
     ) -> Pending:
-        return self.connect().begin_reduce_scatter(source, shard, key, scale=scale)
+        self.connect()
+        return super().begin_reduce_scatter(source, shard, key, scale=scale)
 
     def begin_all_reduce(self, tensor: torch.Tensor, key: int, *, scale: float = 1.0) -> Pending:
-        return self.connect().begin_all_reduce(tensor, key, scale=scale)
+        self.connect()
+        return super().begin_all_reduce(tensor, key, scale=scale)
 
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
-        return self.connect().begin_broadcast(tensor, source_rank, key)
-
-    def has_started(self, started: Started) -> bool:
-        return self._made is not None and self._made.has_started(started)
+        self.connect()
+        return super().begin_broadcast(tensor, source_rank, key)
 
     def settle(self) -> None:
-        if self._made is not None:
-            self._made.settle()
+        if self._is_connected:
+            super().settle()
 
     def close(self) -> None:
         """Leave the group to who needs one next, once nothing is in flight. Collective: it is made if it was not."""
         self.connect()
         self._finalize()
-        self._made, self.groups = None, ()
+        self._is_connected, self.groups, self.closed_because = False, (), ()
 
 
 def _take(ranks: Ranks) -> tuple[int, dist.ProcessGroup]:
@@ -160,10 +157,12 @@ def _idle_of(ranks: Ranks) -> dict[int, dist.ProcessGroup]:
     return kept_with(ranks.process_group, ("idle", ranks.device.type), dict)
 
 
-def _leave(idle: dict[int, dist.ProcessGroup], number: int, transport: Transport) -> None:
+def _leave(
+    idle: dict[int, dist.ProcessGroup], number: int, group: dist.ProcessGroup, in_flight: dict[Started, None]
+) -> None:
     """Offer a group to who needs one next, unless a peer may still take part in something that never ended here."""
-    if not transport.in_flight:
-        idle[number] = transport.groups[0]
+    if not in_flight:
+        idle[number] = group
 
 
 def _make_like(numbers: Sequence[int], ranks: Ranks) -> dist.ProcessGroup:

@@ -302,7 +302,10 @@ class Ranks:
                 dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.group, group_src=source)
 
     def reduce(self, tensor: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> torch.Tensor:
-        """Reduce a small tensor over the ranks; may change it in place, the result counts. Can be compiled."""
+        """Reduce a small tensor over the ranks; may change it in place, the result counts. Can be compiled.
+
+        Shapes: any, of any dtype that the backend adds up or compares; the result has both, on the tensor's device.
+        """
         if self.size == 1 or self.group is None or tensor.is_meta:
             return tensor
         # Offloaded tensors: the group talks in tensors of its own device only.
@@ -316,7 +319,7 @@ class Ranks:
         return moved.to(tensor.device)
 
     def gather_ragged(self, full: torch.Tensor, bounds: Sequence[int]) -> None:
-        """Complete ``full`` [bytes], of which each rank has its own range ``[bounds[rank], bounds[rank + 1])``."""
+        """Complete ``full`` [numel] uint8, of which each rank has its range ``[bounds[rank], bounds[rank + 1])``."""
         sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
         own = slice(bounds[self.rank], bounds[self.rank + 1])
         if self.size == 1 or not full.numel():
@@ -341,7 +344,7 @@ class Ranks:
                     work.wait()
 
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
-        """Send and receive tensors [bytes]; of a pair of ranks, messages keep their order.
+        """Send and receive tensors [n] of any dtype, on ``device``; of a pair of ranks, messages keep their order.
 
         Args:
             sends: Message and the rank within the group that gets it.
@@ -411,7 +414,7 @@ def compare_in_each(texts: Mapping[Ranks, str], failure: ComposableError | None 
 
 
 def all_reduce_in(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
-    """Replace ``tensor``, of any shape, by its sum over the ranks, as communication hooks do. Collective.
+    """Replace ``tensor``, of any shape and floating-point or complex, by its sum over the ranks. Collective.
 
     Streams: on a device it runs on the current one; on the CPU the thread waits. So does ``reduce_scatter_in``.
     """

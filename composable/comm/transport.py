@@ -122,7 +122,7 @@ class Transport(ABC):
 
     @abstractmethod
     def begin_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, key: int) -> Pending:
-        """Fill ``buffer`` [W * S] with every rank's ``shard`` [S], in rank order.
+        """Fill ``buffer`` [W * S] with every rank's ``shard`` [S], in rank order; both of one dtype, whichever it is.
 
         ``shard`` does not overlap ``buffer``, or is its slice of this rank; both stay untouched by the caller until
         ``finish``.
@@ -134,21 +134,21 @@ class Transport(ABC):
     ) -> Pending:
         """Write ``scale`` times the sum over ranks of slice ``rank`` of ``source`` [W * S] to ``shard`` [S].
 
-        ``shard`` may be of another dtype than ``source``, which is then the one that travels; the sum runs in the
-        wider of the two where that costs no further rounding. ``source`` may be overwritten. Both stay untouched by
-        the caller until ``finish``.
+        Both are floating-point or complex. ``shard`` may be of another dtype than ``source``, which is then the one
+        that travels; the sum runs in the wider of the two where that costs no further rounding. ``source`` may be
+        overwritten. Both stay untouched by the caller until ``finish``.
         """
 
     @abstractmethod
     def begin_all_reduce(self, tensor: torch.Tensor, key: int, *, scale: float = 1.0) -> Pending:
-        """Replace ``tensor`` of any shape by ``scale`` times its sum over ranks."""
+        """Replace ``tensor``, of any shape and dtype that the backend sums, by ``scale`` times its sum over ranks."""
 
     @abstractmethod
     def begin_broadcast(self, tensor: torch.Tensor, source_rank: int, key: int) -> Pending:
-        """Replace ``tensor`` of any shape on every rank by that of ``source_rank`` (a rank within the group)."""
+        """Replace ``tensor``, of any shape and dtype, on every rank by that of ``source_rank`` (in the group)."""
 
     def empty(self, numel: int, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return [numel] of undefined content where this transport wants what it moves; else as ``like``.
+        """Return [numel] of undefined content where this transport wants what it moves; dtype and device of ``like``.
 
         What ``begin_reduce_scatter`` reads and writes comes from here. On a device it is allocated on
         the current stream.

@@ -29,9 +29,10 @@ from composable.planning.options import (
     is_spread,
     skipped_modules,
 )
-from composable.planning.planner import HandleMembers, make_plan, plan
+from composable.planning.planner import make_plan, plan
 from composable.planning.shard_plan import ShardPlan
 from composable.planning.structure import (
+    HandleMembers,
     first_replacement,
     managed_modules,
     mark_replaced,

@@ -93,7 +93,7 @@ class RaggedShard(Placement):
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the order of a tensor's memory; empty where it is that of its dims, and where there are gaps in it."""
+    """Return the order of the memory of a tensor of any shape and dtype; empty: that of its dims, or it has gaps."""
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return ()
     strides = tensor.stride()
@@ -102,12 +102,12 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def in_memory_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Return a view of a tensor with its dims in the given order, from the outermost."""
+    """Return a view of a tensor [*shape] of any dtype with its dims in the given order: [shape[d] for d in order]."""
     return tensor.permute(*order) if order else tensor
 
 
 def in_order_of_dims(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Undo ``in_memory_order``."""
+    """Return a view of a tensor [shape[d] for d in order] of any dtype as [*shape]: undo ``in_memory_order``."""
     return tensor.permute(*_inverse(order)) if order else tensor
 
 
@@ -210,7 +210,7 @@ class Span:
         return self.stop - self.start
 
     def view_in(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's place in a flat buffer, in its shape."""
+        """Return the parameter's place in a flat buffer [numel of the layout] of any dtype, as a view in its shape."""
         flat = buffer[self.start : self.stop]
         if not self.order:
             return flat.view(self.shape)

@@ -2,7 +2,7 @@
 
 Dtypes, and where things rest between uses, are policies of their own, since ``replicate`` takes the first one too.
 Nothing here casts or copies anything: casts and copies happen on the way to the buffers and from them, see
-``storage/``.
+``engine/``.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -370,8 +370,8 @@ def is_spread(strategy: object) -> bool:
     return chosen is not None and chosen.dims[:-1] == (_STEPPED,)
 
 
-def _check_strategy(strategy: object, replicas: int) -> None:
-    """Raise ``ConfigError`` unless ``fully_shard`` can do it with as many copies of each shard: it alone refuses."""
+def _checked_strategy(strategy: object, replicas: int) -> ShardingStrategy:
+    """Return the strategy that is meant; ``ConfigError`` unless it can be run with as many copies of each shard."""
     names = ", ".join(repr(name) for name in _PRESETS if name != "NO_SHARD")
     chosen = _named(strategy)
     if chosen is None:
@@ -392,15 +392,19 @@ def _check_strategy(strategy: object, replicas: int) -> None:
             f"strategy {chosen.name} keeps one copy of each shard, and there are {replicas}",
             fix=f"pass HYBRID_{'SHARD' if chosen.dims[-1].parameters else 'SHARD_ZERO2'}, or a mesh of one dim",
         )
+    return chosen
 
 
 @dataclass(frozen=True)
 class ShardOptions:
     """What decides a plan, beside the module: the arguments of ``plan``, and how far they go together.
 
+    Strategy and policies may be given as text, or as torch's own; as attributes they are those of this library.
+
     Attributes:
-        mp_policy: Dtypes of computation and reduction, also as torch's own policies.
-        offload_policy: Where shards, gradients and optimizer state rest, also as torch's own policies.
+        strategy: What is sharded over each mesh dim.
+        mp_policy: Dtypes of computation and reduction.
+        offload_policy: Where shards, gradients and optimizer state rest.
         hosts: Of each rank the host that it is on, as ``ShardPlan`` has them.
 
     Raises:
@@ -418,8 +422,8 @@ class ShardOptions:
     align: AlignLike | None = None
     shard_placement_fn: ShardPlacementFn | None = None
     transport: str = "auto"
-    mp_policy: object = NO_CASTS
-    offload_policy: object = NO_OFFLOAD
+    mp_policy: Any = NO_CASTS
+    offload_policy: Any = NO_OFFLOAD
     shard_as_bytes: Collection[type[torch.Tensor]] = ()
     hosts: tuple[int, ...] = ()
 
@@ -448,30 +452,15 @@ class ShardOptions:
                 raise ConfigError(
                     "strategy and reshard_after_forward both say what is freed when", fix="pass one of them"
                 )
-            _check_strategy(self.strategy, self.replicas)
-        as_mixed_precision(self.mp_policy)
-        _as_offload(self.offload_policy)
+            object.__setattr__(self, "strategy", _checked_strategy(self.strategy, self.replicas))
+        object.__setattr__(self, "mp_policy", as_mixed_precision(self.mp_policy))
+        object.__setattr__(self, "offload_policy", _as_offload(self.offload_policy))
         fix, classes = "pass a list of classes of parameters, such as [Params4bit]", self.shard_as_bytes
         if not isinstance(classes, Collection) or isinstance(classes, str | torch.Tensor | nn.Module):
             raise ConfigError(f"shard_as_bytes is {described(classes)}", fix=fix)
         for one in classes:
             if not isinstance(one, type) or not issubclass(one, torch.Tensor) or one in (torch.Tensor, nn.Parameter):
                 raise ConfigError(f"shard_as_bytes holds {described(one)}, no subclass of a tensor", fix=fix)
-
-    @property
-    def precision(self) -> MixedPrecisionPolicy:
-        """Dtypes of computation and reduction."""
-        return as_mixed_precision(self.mp_policy)
-
-    @property
-    def offload(self) -> OffloadPolicy:
-        """Where shards, gradients and optimizer state rest."""
-        return _as_offload(self.offload_policy)
-
-    @property
-    def chosen_strategy(self) -> ShardingStrategy | None:
-        """The strategy, if one was given by name or value."""
-        return _named(self.strategy)
 
     @property
     def is_spread(self) -> bool:
@@ -489,9 +478,9 @@ class ShardOptions:
 
         An int: but for secondary shards over as many ranks, more than one and less than all.
         """
-        chosen, freed = self.chosen_strategy, self.reshard_after_forward
-        if chosen is not None:
-            return chosen.dims[-1].parameters
+        freed = self.reshard_after_forward
+        if isinstance(self.strategy, ShardingStrategy):
+            return self.strategy.dims[-1].parameters
         if freed is None or isinstance(freed, bool):
             return freed
         # A shard over one rank is the whole, and one over all ranks is the shard.

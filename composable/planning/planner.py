@@ -8,7 +8,6 @@ buffers, which depends on the number of ranks. ``fully_shard`` executes the plan
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -33,28 +32,10 @@ from composable.planning.options import (
     skipped_modules,
 )
 from composable.planning.shard_plan import ShardPlan
-from composable.planning.structure import FoundParam, find_structure, managed_modules, named_roots
-from composable.planning.subclasses import Form
+from composable.planning.structure import FoundParam, HandleMembers, find_structure, managed_modules, named_roots
 from composable.policies import PolicyLike
 
-__all__ = ["HandleMembers", "make_plan", "plan"]
-
-
-@dataclass(frozen=True, eq=False)
-class HandleMembers:
-    """The objects that a ``HandlePlan`` names.
-
-    Attributes:
-        modules: The fully sharded modules.
-        originals: The handle's parameters by FQN, in the plan's order.
-        owners: For each FQN, every (module, attribute name) that holds the parameter.
-        forms: How those of tensor subclasses are sharded.
-    """
-
-    modules: tuple[nn.Module, ...]
-    originals: Mapping[str, nn.Parameter]
-    owners: Mapping[str, tuple[tuple[nn.Module, str], ...]]
-    forms: Mapping[str, Form] = field(default_factory=dict)
+__all__ = ["make_plan", "plan"]
 
 
 def plan(
@@ -148,8 +129,8 @@ def make_plan(
     roots = [root for _, root in named_roots(module)]
     managed = dict.fromkeys(managed_modules(roots, frozenset(options.ignored_modules or ())))
     _check_secondary(params, options)
-    skipped = skipped_modules(managed, options.precision).keys()
-    dtypes = {found: _dtypes_of(found, options.precision, skipped) for found in params}
+    skipped = skipped_modules(managed, options.mp_policy).keys()
+    dtypes = {found: _dtypes_of(found, options.mp_policy, skipped) for found in params}
     handle_plans = tuple(
         HandlePlan(
             module_fqns=handle.fqns,
@@ -171,20 +152,11 @@ def make_plan(
         handles=handle_plans,
         kept_fqns=kept_fqns,
         ignored_fqns=ignored_fqns,
-        mp_policy=options.precision,
-        offload_policy=options.offload,
+        mp_policy=options.mp_policy,
+        offload_policy=options.offload_policy,
         hosts=options.hosts,
     )
-    members = tuple(
-        HandleMembers(
-            handle.modules,
-            {found.fqns[0]: found.param for found in handle.params},
-            {found.fqns[0]: tuple(found.owners) for found in handle.params},
-            {found.fqns[0]: found.form for found in handle.params if found.form is not None},
-        )
-        for handle in handles
-    )
-    return shard_plan, members
+    return shard_plan, handles
 
 
 def _check_secondary(params: Sequence[FoundParam], options: ShardOptions) -> None:
@@ -196,8 +168,8 @@ def _check_secondary(params: Sequence[FoundParam], options: ShardOptions) -> Non
         ConfigError: There are such parameters.
     """
     what, other = f"reshard_after_forward={options.frees}", "reshard_after_forward=True or False"
-    if options.is_spread and options.chosen_strategy is not None:
-        what, other = options.chosen_strategy.name, "HYBRID_SHARD"
+    if options.is_spread and isinstance(options.strategy, ShardingStrategy):
+        what, other = options.strategy.name, "HYBRID_SHARD"
     elif type(options.frees) is not int:
         return
     for kind, why in (

@@ -10,8 +10,9 @@ them in vain: a mark on each old parameter says so, and leads to the new one.
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import repeat
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -35,10 +36,9 @@ from composable.planning.subclasses import Form, form_of
 from composable.policies import PolicyLike, has_forward, resolve_policy
 
 __all__ = [
-    "FoundHandle",
     "FoundParam",
+    "HandleMembers",
     "Replacement",
-    "Structure",
     "find_structure",
     "first_replacement",
     "managed_modules",
@@ -111,14 +111,37 @@ def first_replacement(params: Sequence[object]) -> Replacement | None:
 
 
 @dataclass(eq=False)
-class FoundHandle:
-    """Modules that get one handle, and the parameters it owns, in ``named_parameters()`` order."""
+class HandleMembers:
+    """The modules that get one handle, why they do, and the parameters that it owns: what a ``HandlePlan`` names.
+
+    Attributes:
+        modules: The fully sharded modules.
+        fqns: Their names, or positions.
+        reason: Why they have a handle.
+        is_picked: A policy has picked them.
+        params: In ``named_parameters()`` order; complete once the whole tree was searched.
+    """
 
     modules: tuple[nn.Module, ...]
     fqns: tuple[str, ...]
     reason: str
     is_picked: bool
     params: list["FoundParam"] = field(default_factory=list)
+
+    @cached_property
+    def originals(self) -> dict[str, nn.Parameter]:
+        """The parameters by FQN, in the plan's order, of any shapes and dtypes."""
+        return {found.fqns[0]: found.param for found in self.params}
+
+    @cached_property
+    def owners(self) -> dict[str, tuple[tuple[nn.Module, str], ...]]:
+        """For each FQN, every (module, attribute name) that holds the parameter."""
+        return {found.fqns[0]: tuple(found.owners) for found in self.params}
+
+    @cached_property
+    def forms(self) -> dict[str, Form]:
+        """How those of tensor subclasses are sharded."""
+        return {found.fqns[0]: found.form for found in self.params if found.form is not None}
 
 
 @dataclass(eq=False)
@@ -137,7 +160,7 @@ class FoundParam:
     form: Form | None
     fqns: list[str] = field(default_factory=list)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
-    paths: list[tuple[FoundHandle, ...]] = field(default_factory=list)
+    paths: list[tuple[HandleMembers, ...]] = field(default_factory=list)
 
     @property
     def kind(self) -> str:
@@ -146,12 +169,12 @@ class FoundParam:
 
     @property
     def storage(self) -> torch.Tensor:
-        """What is sharded of it: itself, or a tensor inside."""
+        """What is sharded of it: itself, or a tensor inside, in the shape and dtype of that."""
         return self.param if self.form is None else self.form.storage_of(self.param)
 
     @property
     def whole(self) -> torch.Tensor:
-        """What is alike on ranks that have other blocks of a split parameter, as far as shape and strides go."""
+        """What is alike on ranks that have other blocks of a split parameter: shape and strides of the whole."""
         if self.form is None or self.form.node is None:
             return self.storage
         return torch.empty_strided(self.form.node.spec.shape, self.form.node.spec.stride, device="meta")
@@ -162,31 +185,21 @@ class FoundParam:
         return f"parameter {list_text(self.fqns)} {_describe_tensor(self.storage)}"
 
 
-class Structure(NamedTuple):
-    """What one annotation manages.
-
-    Attributes:
-        handles: Those that own parameters, left to right, depth first.
-        kept_fqns: Outermost modules below that an earlier annotation manages.
-        ignored_fqns: Parameters left alone.
-    """
-
-    handles: tuple[FoundHandle, ...]
-    kept_fqns: tuple[str, ...]
-    ignored_fqns: tuple[str, ...]
-
-
 def find_structure(
     module: nn.Module | Sequence[nn.Module],
     policy: PolicyLike | None,
     ignored_params: Iterable[nn.Parameter] | None,
     ignored_modules: Iterable[nn.Module] | None,
     byte_classes: Sequence[type[torch.Tensor]] = (),
-) -> Structure:
+) -> tuple[tuple[HandleMembers, ...], tuple[str, ...], tuple[str, ...]]:
     """Find the handles of an annotation on ``module``; changes nothing.
 
     The annotated modules may carry the annotation's own registry entry already. Parameters of ``byte_classes`` are
     sharded as bytes.
+
+    Returns:
+        The handles that own parameters, left to right, depth first; the FQNs of the outermost modules below that an
+        earlier annotation manages, and those of parameters left alone.
 
     Raises:
         ConfigError: An argument is wrong, or a parameter cannot be sharded, or something else averages its gradient.
@@ -221,7 +234,7 @@ def find_structure(
             at=_place("", root),
             fix="annotate submodules before the modules around them",
         )
-    return Structure(handles, tuple(exclusion.kept.values()), tuple(exclusion.ignored_fqns))
+    return handles, tuple(exclusion.kept.values()), tuple(exclusion.ignored_fqns)
 
 
 def named_roots(module: object) -> tuple[_Named, ...]:
@@ -374,20 +387,20 @@ class _Search:
         self._byte_classes = byte_classes
         self._picks = picks
         self._exclusion = exclusion
-        self._picked: dict[nn.Module, FoundHandle] = {}
+        self._picked: dict[nn.Module, HandleMembers] = {}
         self._found: dict[int, FoundParam] = {}
         self._visited: set[nn.Module] = set()
         self._named_ignored: set[int] = set()
 
-    def run(self, starts: Sequence[_Named], *, reason: str) -> tuple[FoundHandle, ...]:
+    def run(self, starts: Sequence[_Named], *, reason: str) -> tuple[HandleMembers, ...]:
         """Return the handles that own parameters, outermost first."""
         fqns, roots = zip(*starts, strict=True)
-        root_handle = FoundHandle(roots, fqns, reason, is_picked=False)
+        root_handle = HandleMembers(roots, fqns, reason, is_picked=False)
         # A module met again is entered again: its parameters have other names there, and other
         # handles around them. The modules around the current one are remembered against cycles.
         around: set[nn.Module] = set()
         # Without handles: what is inside of the module is done.
-        stack: list[tuple[str, nn.Module, tuple[FoundHandle, ...]]] = [
+        stack: list[tuple[str, nn.Module, tuple[HandleMembers, ...]]] = [
             (fqn, root, (root_handle,)) for fqn, root in reversed(starts)
         ]
         while stack:
@@ -398,16 +411,17 @@ class _Search:
                 around.add(module)
                 stack.append((fqn, module, ()))
                 if module in self._picks:
-                    picked = FoundHandle((module,), (fqn,), self._picks[module], is_picked=True)
+                    picked = HandleMembers((module,), (fqn,), self._picks[module], is_picked=True)
                     handles = (self._picked.setdefault(module, picked), *handles)
                 self._collect(fqn, module, handles)
                 stack.extend((name, child, handles) for name, child in reversed(_children(fqn, module)))
         for found in self._found.values():
             first, *others = found.paths
             next(handle for handle in first if all(handle in path for path in others)).params.append(found)
+            found.paths.clear()  # They lead back to it: what is replaced is to be freed at once.
         return tuple(handle for handle in (root_handle, *self._picked.values()) if handle.params)
 
-    def _collect(self, fqn: str, module: nn.Module, handles: tuple[FoundHandle, ...]) -> None:
+    def _collect(self, fqn: str, module: nn.Module, handles: tuple[HandleMembers, ...]) -> None:
         is_first_visit = module not in self._visited
         rival = rival_on(module) if is_first_visit else None
         if rival is not None:

@@ -70,7 +70,7 @@ class SplitNode:
     block_shape: torch.Size
 
     def around(self, storage: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor of which this rank's block is ``storage``."""
+        """Return a DTensor of the whole's shape, of which this rank's block is ``storage`` [*block_shape]."""
         shape, order = self.spec.shape, order_of(storage)
         meta = TensorMeta(shape, strides_of(shape, order), storage.dtype)
         spec = DTensorSpec(self.spec.mesh, self.spec.placements, tensor_meta=meta)
@@ -79,6 +79,7 @@ class SplitNode:
     def block_of(self, value: torch.Tensor) -> torch.Tensor:
         """Return this rank's block of a DTensor, of a plain tensor that is the whole, or that is the block.
 
+        Shapes: [*spec.shape] or [*block_shape] -> [*block_shape], same dtype; no copy unless it was redistributed.
         Collective over the DTensor's ranks if it is placed otherwise, such as a gradient that is still to be summed.
 
         Raises:
@@ -142,7 +143,8 @@ class Form:
     def storage_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what is sharded of an instance, a plain tensor on the same memory; another tensor as it is.
 
-        Of a parameter that is split: see ``SplitNode.block_of``.
+        Shapes: that of the inner tensor at ``subclass.path``, in its dtype; mostly that of the instance. Of a parameter
+        that is split: see ``SplitNode.block_of``.
         """
         if self.node is not None:
             return self.node.block_of(tensor)
@@ -160,11 +162,14 @@ class Form:
         return name not in self.subclass.path[:1] and not isinstance(value, nn.Module)
 
     def around(self, storage: torch.Tensor) -> torch.Tensor:
-        """Return an instance with ``storage``, or a piece of it, as what is sharded; no copy."""
+        """Return an instance with ``storage``, or rows of it, as what is sharded; no copy.
+
+        Shapes: that of ``storage_of``, or fewer rows, in its dtype; the instance follows where it had the same shape.
+        """
         return self.rebuild(storage, self) if self.node is None else self.node.around(storage)
 
     def parameter_around(self, storage: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """Return such an instance as a parameter."""
+        """Return an instance as a parameter with the marks of the original; shapes and dtypes as ``around``."""
         found = self.around(storage)
         made = found if isinstance(found, nn.Parameter) else nn.Parameter(found, requires_grad=requires_grad)
         for name, value in self.marks.items():
@@ -179,7 +184,7 @@ class Form:
             held.update({name: value.to(device) for name, value in held.items() if isinstance(value, torch.Tensor)})
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors beside what is sharded, with the attributes that lead there."""
+        """Yield the tensors beside what is sharded, of any shapes and dtypes, with the attributes that lead there."""
         yield from self.state.items()
 
     def moved_mark(self, name: str, value: Any) -> Any:
@@ -192,7 +197,7 @@ def form_of(param: nn.Parameter, byte_classes: Sequence[type[torch.Tensor]]) -> 
     """Return how a parameter of a tensor subclass is sharded; ``None`` for an ordinary one.
 
     Args:
-        param: Not lazy.
+        param: Not lazy; of any shape and dtype.
         byte_classes: Those of packed storage that users named.
 
     Raises:

@@ -564,18 +564,6 @@ def test_a_transport_that_registers_itself_is_chosen_by_name_and_by_cost(toy: ty
     assert caught.value.fix == "pass one of 'auto', 'process_group', 'toy', 'point_to_point'"
 
 
-def move_by_toy() -> str:
-    assert dist.group.WORLD is not None
-    transport = transport_of(dist.group.WORLD, "toy")
-    for operation in OPERATIONS:
-        operation(transport, torch.float32, SMALL)
-    return type(transport).__name__
-
-
-def test_a_transport_that_registers_itself_moves_bytes(toy: type[ProcessGroupTransport]) -> None:
-    assert run_threads(move_by_toy, 2) == ["Toy"] * 2
-
-
 def start_in_a_closed_one(name: str) -> str:
     transport = make(name)
     exchange_once(transport, transport.allocate_key())
