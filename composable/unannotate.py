@@ -150,11 +150,11 @@ class _Removal:
             )
         for state in self._sharded:
             if state.root is not None and state.root.scheduler.is_deferred:
-                what, fix = (
+                raise _untimely(
                     "gradients wait for the last backward",
+                    describe_module(state.modules[0]),
                     "call finalize_backward(), or reset_iter_state() to drop them",
                 )
-                raise _untimely(what, describe_module(state.modules[0]), fix)
         stepped = [handle.fqn_of(handle.params[0]) for handle in self._handles if handle.steppers]
         stepped += [state.reducer.params[0].fqn for state in self._replicated if state.reducer.steppers]
         if stepped:
