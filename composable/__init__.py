@@ -2,7 +2,6 @@
 
 from composable.activation_checkpoint import checkpoint
 from composable.annotated_module import no_sync, reduce_gradients
-from composable.backward_steps import BackwardSteps, step_in_backward
 from composable.comm import DataParallelMeshDims, explain_waits, set_divergence_timeout
 from composable.comm_hooks import (
     CommHookHandle,
@@ -16,15 +15,13 @@ from composable.comm_hooks import (
     reduce_scatter_hook,
     register_comm_hook,
 )
-from composable.compiled import bucketing_backend
-from composable.dtensor import RaggedDTensor, fallback_counts, strict_mode
+from composable.dtensor import RaggedDTensor, fallback_counts, register_ragged, strict_mode, teach_torch
 from composable.errors import ComposableError, ConfigError, DesyncError, StateDictError, UsageError
 from composable.fsdp_module import FSDPModule, UnshardHandle, register_fsdp_forward_method
 from composable.fsdp_settings import GradientReductionHandle, share_comm_ctx
 from composable.fully_shard import HandleOptions, fully_shard
 from composable.ground.contract import contract
-from composable.installation import install
-from composable.optim import accelerate_optimizer, clip_grad_norm_, get_total_norm, rebind_optimizer
+from composable.optim import accelerate_optimizer, check_every_step, clip_grad_norm_, get_total_norm, rebind_optimizer
 from composable.planning import (
     CPUOffloadPolicy,
     Link,
@@ -39,7 +36,13 @@ from composable.planning import (
 )
 from composable.policies import CustomPolicy, ModuleWrapPolicy, SizePolicy
 from composable.replicate import replicate
-from composable.replicate_module import ReductionStats, ReplicateModule, reduction_stats, update_process_group
+from composable.replicate_module import (
+    ReductionStats,
+    ReplicateModule,
+    bucketing_backend,
+    reduction_stats,
+    update_process_group,
+)
 from composable.saving import (
     BucketLayout,
     ParamBucket,
@@ -54,10 +57,12 @@ from composable.saving import (
     load_safetensors,
     save_checkpoint,
     save_safetensors,
+    teach_torch_to_load,
     unshard_params,
 )
 from composable.unannotate import unannotate
 from composable.uneven_inputs import DDPView, UnevenInputs, as_ddp, joinable
+from composable.whole_model import BackwardSteps, step_in_backward
 
 __all__ = [
     "BackwardSteps",
@@ -139,5 +144,28 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def install() -> None:
+    """Teach torch the parameters of this library. Runs when the package is imported; again, it changes nothing.
+
+    * ``RaggedDTensor`` joins the types that optimizers and ``clip_grad_norm_`` treat in lists. On torch 2.11 it also
+      finds our rule for each operation on it.
+    * ``distribute_tensor`` and ``DTensor.redistribute`` take the placement ``RaggedShard``.
+    * ``set_model_state_dict``, ``set_optimizer_state_dict`` and their kin cut full values for our parameters,
+      and refuse what does not fit before they change anything.
+    * Before each step of every optimizer one look at its parameters: those that an annotation has replaced, or
+      that have no values, are an error.
+
+    What has none of our tensors in it goes to torch's own code unchanged.
+
+    Raises:
+        UsageError: This torch cannot run operations on our parameters.
+    """
+    register_ragged()
+    teach_torch()
+    teach_torch_to_load()
+    check_every_step()
+
 
 install()

@@ -25,7 +25,7 @@ from composable.ground.names import check_bool, describe_module, described
 from composable.ground.torch_private import opaque
 from composable.policies import has_forward
 
-__all__ = ["CheckpointState", "check_forward_in_place", "checkpoint", "restore_forward"]
+__all__ = ["CheckpointState", "CheckpointedForward", "checkpoint", "forward_in_place"]
 
 ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
 ContextFn: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -44,7 +44,7 @@ class CheckpointState:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-@contract(CheckpointState)  # type: ignore[arg-type]  # `unknown` cannot get `module`, which has a name of its own
+@contract(CheckpointState)
 def checkpoint(
     module: ModuleT,
     *,
@@ -54,7 +54,6 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
-    **unknown: object,
 ) -> ModuleT:
     """Keep no activations of ``module`` between forward and backward: its forward runs again in backward.
 
@@ -72,7 +71,6 @@ def checkpoint(
         determinism_check: ``default``: shapes, dtypes and devices of both runs are compared; or ``none``.
         debug: Name the operations of both runs where they differ; not together with ``context_fn``.
         early_stop: End the second run as soon as everything that backward needs is there.
-        **unknown: Nothing: an option of another name is an error.
 
     Returns:
         ``module``, the same object.
@@ -84,11 +82,6 @@ def checkpoint(
     second run would read other parameters than the first.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    if unknown:
-        raise ConfigError(
-            f"checkpoint got an unknown option: {', '.join(map(repr, unknown))}",
-            fix="see help(composable.checkpoint); keyword arguments of forward are given to forward",
-        )
     switches = {
         "use_reentrant": use_reentrant,
         "preserve_rng_state": preserve_rng_state,
@@ -119,51 +112,52 @@ def checkpoint(
         state.options["context_fn"] = context_fn
     for one in modules:
         # Not by setattr, which some classes hand on to another module.
-        one.__dict__["forward"] = _CheckpointedForward(one, state)
+        one.__dict__["forward"] = CheckpointedForward(one, state)
     return module
 
 
-def check_forward_in_place(module: nn.Module) -> None:
-    """Raise unless ``restore_forward`` can undo ``checkpoint`` on ``module``.
+def forward_in_place(module: nn.Module) -> "CheckpointedForward":
+    """Return the ``forward`` that ``checkpoint`` gave to ``module``.
 
     Raises:
-        UsageError: Somebody gave the instance another ``forward`` since.
+        UsageError: Somebody gave the instance another one since.
     """
-    if not isinstance(module.__dict__.get("forward"), _CheckpointedForward):
+    found = module.__dict__.get("forward")
+    if not isinstance(found, CheckpointedForward):
         raise UsageError(
             "checkpoint cannot be undone: this module's forward was replaced since",
             at=f"{place_of_rank()}, {describe_module(module)}",
             fix="put the forward back that the module had after checkpoint",
         )
+    return found
 
 
-def restore_forward(module: nn.Module) -> None:
-    """Let ``module`` keep its activations again; the registry is not touched."""
-    found = module.__dict__.pop("forward")
-    assert isinstance(found, _CheckpointedForward), "check_forward_in_place was called"
-    if found.own is not None:
-        module.__dict__["forward"] = found.own
-
-
-class _CheckpointedForward:
+class CheckpointedForward:
     """The ``forward`` of one annotated instance.
 
     An object, not a function: a deep or pickled copy of the module has one that runs the copy.
 
     Attributes:
-        own: The ``forward`` that the instance had beside that of its class, if any.
+        module: The instance.
+        own: The ``forward`` that it had beside that of its class, if any.
     """
 
     def __init__(self, module: nn.Module, state: CheckpointState) -> None:
         self.own: Callable[..., Any] | None = module.__dict__.get("forward")
-        self._module = module
+        self.module = module
         self._state = state
+
+    def remove(self) -> None:
+        """Let the module keep its activations again; the registry is not touched."""
+        del self.module.__dict__["forward"]
+        if self.own is not None:
+            self.module.__dict__["forward"] = self.own
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """What runs; ``inspect.signature`` shows its arguments, which trainers read."""
         # Of the class as it is now: other annotations swap it.
-        return self.own if self.own is not None else partial(type(self._module).forward, self._module)
+        return self.own if self.own is not None else partial(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.__wrapped__
@@ -171,11 +165,11 @@ class _CheckpointedForward:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             if self._state.options["debug"]:
-                _refuse_debug(self._module)
+                _refuse_debug(self.module)
         elif is_functional_call():
             raise UsageError(
                 "functional_call runs a checkpointed module: in backward it would run again with other parameters",
-                at=f"{place_of_rank()}, {describe_module(self._module)}",
+                at=f"{place_of_rank()}, {describe_module(self.module)}",
                 fix="unannotate it, or call it under torch.no_grad()",
             )
         count, names = len(args), tuple(kwargs)
@@ -189,7 +183,7 @@ class _CheckpointedForward:
             nonlocal has_run
             if has_run:
                 # Backward may get here by a tensor that left the module by another way than its output.
-                return call_as_forward(self._module, run, inputs, {})
+                return call_as_forward(self.module, run, inputs, {})
             has_run = True
             return run(*inputs)
 

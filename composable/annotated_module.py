@@ -3,21 +3,27 @@
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from composable.annotation import handle_of_module, sharded_state_of
-from composable.engine import Handle
+from composable.annotation import FullyShardState
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.frames import in_backward
 from composable.ground.names import check_module, describe_module
-from composable.replication import Reducer, replicate_state_of
+from composable.replication import Reducer
+from composable.whole_model import ReducingUnit, nothing_annotated, states_of, units_of
 
 __all__ = ["AnnotatedModule", "ClassSwap", "no_sync", "original_class", "place_of", "reduce_gradients"]
 
+# The mixins are on modules only; the class of the module, which comes after them, has the methods.
+if TYPE_CHECKING:
+    _Module = nn.Module
+else:
+    _Module = object
 
-class AnnotatedModule:
+
+class AnnotatedModule(_Module):
     """Mixin of every module whose class an annotation has swapped."""
 
     _composable_kind = ""
@@ -77,9 +83,8 @@ def original_class(cls: type) -> Any:
     return cls.__bases__[1]
 
 
-def place_of(module: object) -> str:
+def place_of(module: nn.Module) -> str:
     """Return how messages name this rank and ``module``."""
-    assert isinstance(module, nn.Module), "the mixins are on modules only"
     return f"{place_of_rank()}, {describe_module(module)}"
 
 
@@ -140,7 +145,7 @@ def reduce_gradients(module: nn.Module) -> None:
     if any(isinstance(one, Reducer) and one.before_round is not None for one in found):
         what = "inside of Join, where ranks without inputs follow backwards only"
         raise _untimely(module, what, "let the last backward of a step average")
-    states = [state for visited in module.modules() if (state := sharded_state_of(visited)) is not None]
+    states = [state for state in states_of(module.modules()) if isinstance(state, FullyShardState)]
     if not in_backward():
         for state in states:
             # Before the first forward there is no root, and nothing was left, but for a deep copy.
@@ -164,25 +169,15 @@ def _untimely(module: nn.Module, when: str, fix: str) -> UsageError:
     return UsageError(f"reduce_gradients {when}", at=place_of(module), fix=fix)
 
 
-def _synchronised_by(module: nn.Module, *, caller: str) -> list[Handle | Reducer]:
+def _synchronised_by(module: nn.Module, *, caller: str) -> list[ReducingUnit]:
     """Return what synchronises gradients at or below ``module``; raise if nothing does."""
     check_module("module", module)
-    found: dict[Handle | Reducer, None] = {}
-    for visited in module.modules():
-        handle, replicated = handle_of_module(visited), replicate_state_of(visited)
-        if handle is not None:
-            found[handle] = None
-        if replicated is not None:
-            found[replicated.reducer] = None
+    found = list(units_of(module.modules()))
     if not found:
-        raise UsageError(
-            f"{caller} found no annotated module",
-            at=place_of(module),
-            fix="call fully_shard or replicate on the module first",
-        )
-    return list(found)
+        raise nothing_annotated(caller, module)
+    return found
 
 
-def _restore(before: Iterable[tuple[Handle | Reducer, bool, bool | None]]) -> None:
+def _restore(before: Iterable[tuple[ReducingUnit, bool, bool | None]]) -> None:
     for one, syncs, after in before:
         one.requires_gradient_sync, one.sync_after_context = syncs, after

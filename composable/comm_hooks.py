@@ -20,35 +20,37 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable.annotation import handle_of_module, sharded_state_of
 from composable.comm import Ranks, all_reduce_in, compare_in_each, reduce_scatter_in
 from composable.engine import Handle, HookFunction, Registration, nearest
-from composable.errors import ComposableError, ConfigError, SignatureError, UsageError, located, place_of_rank
-from composable.ground.contract import get_registry
+from composable.errors import (
+    ComposableError,
+    ConfigError,
+    SignatureError,
+    UsageError,
+    located,
+    made_alike,
+    place_of_rank,
+)
 from composable.ground.frames import in_backward
 from composable.ground.names import check_module, class_name, describe_module, described, list_text
-from composable.replication import Reducer, ReplicateState
+from composable.replication import Reducer
+from composable.whole_model import ReducingUnit, nothing_annotated, params_of, units_of
 
 __all__ = [
     "CommHookHandle",
     "DefaultState",
     "HookArgument",
     "LowPrecisionState",
-    "ReducingUnit",
     "allreduce_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
-    "params_of",
     "reduce_scatter_hook",
     "register_comm_hook",
 ]
 
 _Hook: TypeAlias = Callable[..., Any]
-# What has gradients to reduce.
-ReducingUnit: TypeAlias = Handle | Reducer
-
 _BUCKET: Any = dist.GradBucket  # type: ignore[attr-defined]  # of C++
 _HOOKS_OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks"
 
@@ -355,7 +357,8 @@ class CommHookHandle:
         module = self._module()
         if module is None:
             return
-        changed = {unit: by for unit, by in _units_below(module).items() if self._registration in unit.comm_hooks}
+        units = units_of(module.modules())
+        changed = {unit: ranks for unit, ranks in units.items() if self._registration in unit.comm_hooks}
         if changed:
             _agree(module, changed, "CommHookHandle.remove", self._registration, None)
             for unit in changed:
@@ -378,8 +381,8 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
         module: Annotated, or around annotated modules, or picked by a policy.
         state: Handed to ``hook``.
         hook: ``hook(state, grad, output)`` gets the gradients of a flat buffer [W * S], as this rank has them, and
-            fills ``output`` [S] with this rank's slice of their mean. Replicated modules call ``hook(state, grad)``,
-            which averages in place. On replicated modules alone, ``hook(state, bucket)`` is a hook for
+            fills ``output`` [S], of the same dtype, with this rank's slice of their mean. Replicated modules call
+            ``hook(state, grad)``, which averages in place. On replicated modules alone, ``hook(state, bucket)`` is a hook for
             ``DistributedDataParallel``. The annotation of the second argument says which (``HookArgument``), else its
             name, ``grad`` or ``bucket``; of hooks that say nothing, those of two arguments take a bucket. Ranks call
             hooks in the same order. When a hook returns, its result is there, or queued on the current stream of the
@@ -396,30 +399,23 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
         DesyncError: The ranks register different hooks.
     """
     check_module("module", module)
+    units = units_of(module.modules())
+    if not units:
+        raise nothing_annotated("register_comm_hook", module)
+
+    def check() -> Registration:
+        called = _as_hook_of_gradients(hook)
+        one = Registration(module, state, called, takes_bucket=_takes_bucket(called, units))
+        _check_hook(hook)
+        _check_state(hook, state)
+        _check_free(module, state, units)
+        _check_memory(state, _callers_of(one, units))
+        for unit in units:
+            unit.check_comm_hooks([*unit.comm_hooks, one])
+        return one
+
     with located(place_of_rank()):
-        units = _units_below(module)
-        if not units:
-            raise UsageError(
-                "register_comm_hook found no annotated module",
-                at=describe_module(module),
-                fix="call fully_shard or replicate first",
-            )
-        failure: ComposableError | None = None
-        one: Registration | None = None
-        try:
-            called = _as_hook_of_gradients(hook)
-            one = Registration(module, state, called, takes_bucket=_takes_bucket(called, units))
-            _check_hook(hook)
-            _check_state(hook, state)
-            _check_free(module, state, units)
-            _check_memory(state, _callers_of(one, units))
-            for unit in units:
-                unit.check_comm_hooks([*unit.comm_hooks, one])
-        except ComposableError as error:
-            # The other ranks are about to communicate: they must hear of it first.
-            failure = error
-        _agree(module, units, "register_comm_hook", one, failure)
-    assert one is not None, "a failure has been raised"
+        one = made_alike(check, lambda one, failure: _agree(module, units, "register_comm_hook", one, failure))
     if _remembers_buckets(state):
         for key in [key for key, served in _SERVED.items() if served.hook is None or id(served.hook.state) != key]:
             _SERVED.pop(key, None)
@@ -453,19 +449,6 @@ def _check_memory(state: object, callers: set[Reducer]) -> None:
             at=f"the modules of parameters {list_text(names)}",
             fix="register on each replicated module a state of its own",
         )
-
-
-def _units_below(module: nn.Module) -> dict[ReducingUnit, Ranks]:
-    """Return what reduces gradients at or below ``module``, left to right, with the ranks of each."""
-    found: dict[ReducingUnit, Ranks] = {}
-    for visited in module.modules():
-        handle, state = handle_of_module(visited), sharded_state_of(visited)
-        if handle is not None and state is not None:
-            found[handle] = state.grid.everyone
-        for annotation in get_registry(visited).values():
-            if isinstance(annotation.state, ReplicateState):
-                found[annotation.state.reducer] = annotation.state.grid.everyone
-    return found
 
 
 def _check_free(module: nn.Module, state: object, units: Mapping[ReducingUnit, Ranks]) -> None:
@@ -505,12 +488,9 @@ def _takes_bucket(hook: object, units: Mapping[ReducingUnit, Ranks]) -> bool:
     if str(getattr(hook, "__module__", None)).endswith(".ddp_comm_hooks.mixed_precision_hooks"):
         fix = "leave it out, and annotate with replicate(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))"
         raise ConfigError("the hook is a part of DistributedDataParallel's own mixed precision", fix=fix)
-    try:
-        signature = inspect.signature(hook)
-    except (ValueError, TypeError):
-        raise ConfigError(
-            f"hook is {described(hook)}, whose arguments are not known", fix="pass a function of Python"
-        ) from None
+    signature = _signature_of(hook)
+    if signature is None:
+        raise ConfigError(f"hook is {described(hook)}, whose arguments are not known", fix="pass a function of Python")
     argument = _argument_of(hook)
     # torch's hook that quantises by channels has a third argument, which is no output.
     has_output = argument is not _BUCKET and _takes_arguments(hook, 3)
@@ -563,10 +543,3 @@ def _agree(
         what="the ranks register or remove different communication hooks",
         fix="do the same on every rank",
     )
-
-
-def params_of(unit: ReducingUnit) -> list[str]:
-    """Return the FQNs of what ``unit`` reduces."""
-    if isinstance(unit, Handle):
-        return [unit.fqn_of(param) for param in unit.params]
-    return [item.fqn for item in unit.params]

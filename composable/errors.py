@@ -10,8 +10,9 @@ Inner code raises the bare cause; one outer place adds the location with ``locat
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -23,8 +24,11 @@ __all__ = [
     "StateDictError",
     "UsageError",
     "located",
+    "made_alike",
     "place_of_rank",
 ]
+
+T = TypeVar("T")
 
 
 class ComposableError(Exception):
@@ -109,3 +113,23 @@ def located(at: str) -> Iterator[None]:
         elif not error.at.startswith(("rank ", _OUTSIDE)):
             error.at = f"{at}, {error.at}"
         raise
+
+
+def made_alike(make: Callable[[], T], compare: Callable[[T | None, ComposableError | None], object]) -> T:
+    """Return what ``make`` returns, once ``compare`` has told the other ranks of it, or of the error that it raised.
+
+    The others are about to communicate: raised here before they hear of it, an error would leave them waiting.
+
+    Args:
+        make: Changes nothing.
+        compare: Called with the result or the error; raises the error, that of another rank, or that they differ.
+    """
+    try:
+        made = make()
+    except ComposableError as error:
+        failure = error
+    else:
+        compare(made, None)
+        return made
+    compare(None, failure)
+    raise failure

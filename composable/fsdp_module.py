@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from composable.annotated_module import ClassSwap, original_class, place_of
-from composable.annotation import FullyShardState, call_as_forward, copy_module, sharded_state_of
+from composable.annotation import FullyShardState, call_as_forward, copy_module
 from composable.engine import FlatBuffer, Handle, MarkedMemory, ShardedParam
 from composable.errors import ConfigError, UsageError, located, place_of_rank
-from composable.fsdp_settings import GatherSettings, ReductionSettings, handles_of, managed, roots_of
+from composable.fsdp_settings import GatherSettings, ReductionSettings, handles_of, roots_of, state_of
 from composable.ground.names import check_bool, check_device, check_module, described
 
 __all__ = [
@@ -53,7 +53,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
     _composable_kind = "sharded"
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
-        return copy_module(managed(self)[0], original_class(type(self)), memo)
+        return copy_module(self, original_class(type(self)), memo)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
         """Move parameters and buffers to ``device`` without their values, as ``nn.Module.to_empty`` does.
@@ -64,12 +64,12 @@ class FSDPModule(GatherSettings, ReductionSettings):
         check_device("device", device, or_none=True)
         check_bool("recurse", recurse)
         with MarkedMemory():
-            super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]  # of nn.Module, further down the MRO
-        own, state = managed(self)
+            super().to_empty(device=device, recurse=recurse)
+        state = state_of(self)
         for handle in handles_of(self, recurse=recurse):
             for flat in handle.buffers:
                 flat.is_marked = True
-        for module in own.modules() if recurse else (own,):
+        for module in self.modules() if recurse else (self,):
             state.marked_buffers += [(module, name) for name, buffer in module._buffers.items() if buffer is not None]
         return self
 
@@ -88,7 +88,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
             handle.attach()
         whole: list[FlatBuffer] = []
         single: list[ShardedParam] = []
-        reached = set(managed(self)[0].modules()) if recurse else {self}
+        reached = set(self.modules()) if recurse else {self}
         for handle in handles:
             for flat in handle.buffers:
                 if recurse and len(handle.modules) == 1 and all(param.is_attached for param in flat.params):
@@ -97,7 +97,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
                     # Other modules share it, or this call sees a part of it.
                     single += [param for param in flat.params if any(module in reached for module, _ in param.owners)]
         with _hidden([*single, *(param for flat in whole for param in flat.params)]):
-            super()._apply(_once_per_buffer(fn), recurse)  # type: ignore[misc]  # of nn.Module, further down the MRO
+            super()._apply(_once_per_buffer(fn), recurse)  # type: ignore[no-untyped-call]  # torch's has no types
         for flat in whole:
             flat.apply(fn)
         for param in single:
@@ -118,7 +118,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
                 at=place_of(self),
                 fix="call finalize_backward() before, or reset_iter_state() to drop them",
             )
-        super().zero_grad(set_to_none)  # type: ignore[misc]  # of the module's own class, which comes after this one
+        super().zero_grad(set_to_none)
         for param in [param for handle in handles_of(self, recurse=True) for param in handle.params]:
             grad = param.sharded.grad
             if grad is not None and set_to_none:
@@ -135,7 +135,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
             async_op: Return at once; the parameters are usable after ``wait()`` on the result
                 or in the module's forward.
         """
-        _, state = managed(self)
+        state = state_of(self)
         check_bool("async_op", async_op)
         scheduler = state.lazy_init().scheduler
         handles = handles_of(self, recurse=False)
@@ -152,7 +152,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
 
     def reshard(self) -> None:
         """Free this module's own unsharded parameters. Not collective, not recursive."""
-        scheduler = managed(self)[1].lazy_init().scheduler
+        scheduler = state_of(self).lazy_init().scheduler
         for handle in handles_of(self, recurse=False):
             scheduler.reshard(handle)
 
@@ -165,8 +165,8 @@ REFUSED_SETTERS = {
 }
 
 
-def _refusal(name: str, why: str) -> Callable[[object, object], None]:
-    def refuse(self: object, value: object = True) -> None:
+def _refusal(name: str, why: str) -> Callable[[nn.Module, object], None]:
+    def refuse(self: nn.Module, value: object = True) -> None:
         if value is not False:
             raise ConfigError(f"{name}({described(value)}): {why}", at=place_of(self), fix="leave the call out")
 
@@ -214,11 +214,10 @@ remove_mixin = _SWAP.remove
 
 
 def _check_convertible(handle: Handle, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    state = sharded_state_of(handle.modules[0])
-    assert state is not None, "a handle's modules are managed"
-    if state.root is not None:
-        if state.root.scheduler.is_idle:
-            state.root.scheduler.reshard(handle)
+    root = state_of(handle.modules[0]).root
+    if root is not None:
+        if root.scheduler.is_idle:
+            root.scheduler.reshard(handle)
         if handle.is_unsharded or handle.held_with is not None:
             raise UsageError(
                 "a module cannot be converted while its parameters are in use",

@@ -24,9 +24,9 @@ __all__ = [
     "GradientReductionHandle",
     "ReductionSettings",
     "handles_of",
-    "managed",
     "roots_of",
     "share_comm_ctx",
+    "state_of",
 ]
 
 
@@ -148,8 +148,9 @@ class GatherSettings(AnnotatedModule):
         Not recursive.
 
         Args:
-            comm: As torch's ``AllGather``: ``allocate(size, *, dtype, device)`` returns a tensor, and a call with
-                ``output_tensor``, ``input_tensor``, ``group`` and ``async_op=False`` returns ``None`` or a ``Work``.
+            comm: As torch's ``AllGather``: ``allocate(size, *, dtype, device)`` returns a flat tensor, and a call with
+                ``output_tensor`` [W * S], ``input_tensor`` [S], both of the dtype in which parameters travel, ``group``
+                and ``async_op=False`` returns ``None`` or a ``Work``.
 
         Raises:
             ConfigError: ``comm`` has no ``allocate`` or cannot be called.
@@ -273,8 +274,9 @@ class ReductionSettings(AnnotatedModule):
         communicate, say to average over copies of the model.
 
         Args:
-            hook: Called with the shard, which it changes in place; it returns ``None``, or the same shard. What it
-                starts it also waits for. Another result is an error at the end of backward. ``None``: none.
+            hook: Called with the shard, in the dtype of the parameters, which it changes in place; it returns ``None``,
+                or the same shard. What it starts it also waits for. Another result is an error at the end of backward.
+                ``None``: none.
             stream: Of the device, where it runs; default: where the reductions do.
 
         Raises:
@@ -282,7 +284,7 @@ class ReductionSettings(AnnotatedModule):
         """
         if hook is not None and not callable(hook):
             raise ConfigError(f"hook is {described(hook)}", at=place_of_rank(), fix="pass a function of a tensor")
-        device_type = managed(self)[1].grid.shard.device.type
+        device_type = state_of(self).grid.shard.device.type
         is_known = isinstance(stream, torch.Stream) and stream.device.type == device_type != "cpu"
         if stream is not None and (hook is None or not is_known):
             alone = "" if hook else ", and there is no hook"
@@ -300,7 +302,8 @@ class ReductionSettings(AnnotatedModule):
         before. It is not called on one rank, nor where there is nothing to reduce. Not recursive.
 
         Args:
-            comm: As torch's ``ReduceScatter``: as for ``set_custom_all_gather``, and ``op`` is always ``SUM``.
+            comm: As torch's ``ReduceScatter``: as for ``set_custom_all_gather``, with an input [W * S] and an output
+                [S] of the dtype of the reduction; ``op`` is always ``SUM``.
 
         Raises:
             ConfigError: ``comm`` has no ``allocate`` or cannot be called.
@@ -319,7 +322,7 @@ class ReductionSettings(AnnotatedModule):
         tell each other come then, too. Of the whole tree, whichever of its modules it is called on.
         """
         check_bool("is_last_backward", is_last_backward)
-        managed(self)[1].outermost().settings.is_last_backward = is_last_backward
+        state_of(self).outermost().settings.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Choose whether backwards end their reductions, or ``finalize_backward`` does; root only.
@@ -401,16 +404,8 @@ def share_comm_ctx(modules: Sequence[Any]) -> None:
         ConfigError: ``modules`` is no list of fully sharded modules, or they live on several devices.
         UsageError: One is not a root, or in the middle of a step.
     """
-    if not isinstance(modules, Sequence) or isinstance(modules, str | nn.Module):
-        raise ConfigError(f"share_comm_ctx got {described(modules)}", at=place_of_rank(), fix="pass a list of modules")
-    for module in modules:
-        if not isinstance(module, GatherSettings):
-            raise ConfigError(
-                f"share_comm_ctx got {described(module)}, which is not fully sharded",
-                at=place_of_rank(),
-                fix="pass modules that fully_shard annotated",
-            )
-    states = list(dict.fromkeys(_root_state(module, "share_comm_ctx") for module in modules))
+    sharded = _fully_sharded(modules, "share_comm_ctx")
+    states = list(dict.fromkeys(_root_state(module, "share_comm_ctx") for module in sharded))
     devices = {state.grid.shard.device for state in states}
     if len(devices) > 1:
         raise ConfigError(
@@ -430,44 +425,43 @@ def share_comm_ctx(modules: Sequence[Any]) -> None:
             state.root.scheduler.use_streams(streams)
 
 
-def managed(module: object) -> tuple[nn.Module, FullyShardState]:
-    """Return a module and the state that manages it.
+def state_of(module: nn.Module) -> FullyShardState:
+    """Return the state that manages a module.
 
     Raises:
         UsageError: None does any more.
     """
-    assert isinstance(module, nn.Module), "the mixins are on modules only"
     state = sharded_state_of(module)
     if state is None:
         raise UsageError(
             "the module is no longer annotated", at=describe_module(module), fix="call fully_shard on it again"
         )
-    return module, state
+    return state
 
 
-def handles_of(module: object, *, recurse: bool) -> list[Handle]:
+def handles_of(module: nn.Module, *, recurse: bool) -> list[Handle]:
     """Return the handles of ``module``, with ``recurse`` also those below it, in DFS order."""
-    own, _ = managed(module)
-    found = map(handle_of_module, own.modules() if recurse else (own,))
+    state_of(module)
+    found = map(handle_of_module, module.modules() if recurse else (module,))
     return list(dict.fromkeys(handle for handle in found if handle is not None))
 
 
-def roots_of(module: object, *, recurse: bool) -> list[Root]:
+def roots_of(module: nn.Module, *, recurse: bool) -> list[Root]:
     """Return the roots, as far as they are decided, of ``module``, with ``recurse`` also of those below it."""
-    own, _ = managed(module)
-    states = map(sharded_state_of, own.modules() if recurse else (own,))
+    state_of(module)
+    states = map(sharded_state_of, module.modules() if recurse else (module,))
     return list(dict.fromkeys(state.root for state in states if state is not None and state.root is not None))
 
 
-def _chosen(module: object, recurse: bool, **switches: object) -> list[Handle]:
+def _chosen(module: nn.Module, recurse: bool, **switches: object) -> list[Handle]:
     """Return the handles that a setter is for; raise ``ConfigError`` unless all of ``switches`` are bools."""
-    managed(module)
+    state_of(module)
     for name, value in {**switches, "recurse": recurse}.items():
         check_bool(name, value)
     return handles_of(module, recurse=recurse)
 
 
-def _change(module: object, **changes: Any) -> None:
+def _change(module: nn.Module, **changes: Any) -> None:
     """Change what the user chose for the handle of ``module``; nothing where it has no parameters of its own."""
     for handle in handles_of(module, recurse=False):
         with located(f"{place_of_rank()}, {handle.described}"):
@@ -485,18 +479,18 @@ def _checked_comm(comm: Any) -> Any:
     return comm
 
 
-def _root_state(module: object, method: str) -> FullyShardState:
+def _root_state(module: nn.Module, method: str) -> FullyShardState:
     """Return the state of ``module``; raise ``UsageError`` unless it is the root."""
-    own, state = managed(module)
+    state = state_of(module)
     outer = state.outermost()
-    if state is not outer or own not in state.modules:
+    if state is not outer or module not in state.modules:
         names = ", ".join(map(describe_module, outer.modules))
         what = f"{method} is for the root, where forward starts"
-        raise UsageError(what, at=place_of(own), fix=f"call it on {names}")
+        raise UsageError(what, at=place_of(module), fix=f"call it on {names}")
     return state
 
 
-def _idle_root_state(module: object, method: str) -> FullyShardState:
+def _idle_root_state(module: nn.Module, method: str) -> FullyShardState:
     """Do what ``_root_state`` does; raise also inside of a forward or backward."""
     state = _root_state(module, method)
     running = {one for own in state.modules for one in own.modules()} & {*modules_in_call()}
@@ -506,21 +500,24 @@ def _idle_root_state(module: object, method: str) -> FullyShardState:
     return state
 
 
-def _refused(module: object, what: str, fix: str) -> ConfigError:
+def _refused(module: nn.Module, what: str, fix: str) -> ConfigError:
     return ConfigError(what, at=place_of(module), fix=fix)
 
 
-def _prefetched(module: object, modules: Sequence[object], setter: str) -> tuple[Handle, ...]:
-    managed(module)
-    if not isinstance(modules, Sequence):
-        raise _refused(module, f"{setter} got {type(modules).__name__}", "pass a list of modules")
-    ahead: list[Handle] = []
-    for other in modules:
-        if not isinstance(other, GatherSettings):
-            raise _refused(
-                module,
-                f"{setter} got {type(other).__name__}, which is not fully sharded",
-                "pass modules that fully_shard annotated or its policy picked",
+def _prefetched(module: nn.Module, modules: object, setter: str) -> tuple[Handle, ...]:
+    state_of(module)
+    return tuple(handle for other in _fully_sharded(modules, setter) for handle in handles_of(other, recurse=False))
+
+
+def _fully_sharded(modules: object, caller: str) -> list[GatherSettings]:
+    """Return a sequence of fully sharded modules; raise ``ConfigError`` if it is none."""
+    if not isinstance(modules, Sequence) or isinstance(modules, str | nn.Module):
+        raise ConfigError(f"{caller} got {described(modules)}", at=place_of_rank(), fix="pass a list of modules")
+    for module in modules:
+        if not isinstance(module, GatherSettings):
+            raise ConfigError(
+                f"{caller} got {type(module).__name__}, which is not fully sharded",
+                at=place_of_rank(),
+                fix="pass modules that fully_shard annotated or its policy picked",
             )
-        ahead += handles_of(other, recurse=False)
-    return tuple(ahead)
+    return list(modules)

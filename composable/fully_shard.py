@@ -6,7 +6,6 @@ leaves the module as it was.
 Source: ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277.
 """
 
-import functools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,7 +23,6 @@ from composable.comm import (
     ModelRanks,
     Ranks,
     annotating,
-    check_inside,
     choose_transport_for,
     joined_mesh,
     resolve_grid,
@@ -39,7 +37,7 @@ from composable.engine import (
     step_torch_optimizers,
     stepper_of,
 )
-from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
+from composable.errors import ComposableError, ConfigError, UsageError, located, made_alike, place_of_rank
 from composable.features import (
     ClassGatheredBuffer,
     FirstValues,
@@ -50,7 +48,7 @@ from composable.features import (
 )
 from composable.fsdp_module import add_mixin
 from composable.ground.casts import keep_dtype
-from composable.ground.contract import annotated_below, check_not_joined, contract, set_member
+from composable.ground.contract import check_not_joined, contract, set_member
 from composable.ground.names import (
     check_bool,
     check_outside_inference,
@@ -80,8 +78,8 @@ from composable.planning import (
     skipped_modules,
 )
 from composable.policies import PolicyLike
-from composable.replication import ReplicateState
 from composable.saving import register_load_check, register_room
+from composable.whole_model import check_ranks_below
 
 __all__ = ["HandleOptions", "fully_shard"]
 
@@ -218,14 +216,13 @@ def fully_shard(
     )
     if is_spread(strategy):
         state.mesh, state.grid = state.grid.spread(state.mesh)
+    check_ranks_below(state, state.grid)
     _check_pairs(state)
     state.transport_choice = options.transport if isinstance(options, HandleOptions) else "auto"
     transport_name = choose_transport_for(state.grid.shard, state.transport_choice)
     ignored_params, ignored_modules = readable_twice(ignored_params), readable_twice(ignored_modules)
-    is_collective = sync_module_states is not False or param_init_fn is not None
-    members: Sequence[HandleMembers] = ()
-    failure: ComposableError | None = None
-    try:
+
+    def plan_members() -> Sequence[HandleMembers]:
         check_outside_inference("fully_shard")
         if not isinstance(options, HandleOptions):
             raise ConfigError(f"options is {described(options)}", fix="pass a composable.HandleOptions")
@@ -260,25 +257,24 @@ def fully_shard(
         ]
         _check_meshes(members, state.mesh)
         _check_params(members, is_synced=sync_module_states)
-    except ComposableError as error:
-        if not is_collective:
-            raise
-        failure = error
-    if is_collective:
-        everyone = _model_ranks(state).everyone
-        _compare_calls(state, everyone, param_init_fn, failure, is_synced=sync_module_states)
-        built = _build_filled(state, everyone, members, param_init_fn, is_synced=sync_module_states)
-    else:
+        return members
+
+    if sync_module_states is False and param_init_fn is None:
+        members = plan_members()
         built = _build(state, members)
+    else:
+        is_synced, everyone = sync_module_states, _model_ranks(state).everyone
+        members = made_alike(
+            plan_members,
+            lambda _, failure: _compare_calls(state, everyone, param_init_fn, failure, is_synced=is_synced),
+        )
+        built = _build_filled(state, everyone, members, param_init_fn, is_synced=is_synced)
     _execute(state, members, built)
     return module
 
 
 def _check_pairs(state: FullyShardState) -> None:
-    """Refuse a mesh that lacks ranks of another annotation below, or pairs them in another way."""
-    for module, other_state in annotated_below(state.modules):
-        if other_state is not state and isinstance(other_state, FullyShardState | ReplicateState):
-            check_inside(other_state.grid, state.grid, functools.partial(describe_module, module))
+    """Refuse a mesh that pairs ranks in another way than that of another annotation below."""
     for module in state.modules:
         for below in _traversal_utils._get_fsdp_states(module):
             own, other = state.grid.columns, below.grid.columns if below is not state else ()

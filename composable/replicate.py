@@ -16,10 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.annotation import FullyShardState
-from composable.comm import Grid, Ranks, annotating, check_inside, resolve_ranks
+from composable.comm import Grid, Ranks, annotating, resolve_ranks
 from composable.engine import has_torch_optimizer
-from composable.errors import ComposableError, ConfigError, place_of_rank
+from composable.errors import ComposableError, ConfigError, made_alike, place_of_rank
 from composable.features import follow_inputs
 from composable.ground.contract import annotated_below, check_not_joined, contract
 from composable.ground.names import check_outside_inference, describe_module, readable_twice
@@ -51,6 +50,7 @@ from composable.replication import (
     register_replicate_hooks,
 )
 from composable.saving import register_load_check
+from composable.whole_model import check_ranks_below
 
 __all__ = ["replicate"]
 
@@ -149,13 +149,10 @@ def replicate(
     mesh = device_mesh if mesh is None else mesh
     check_not_joined(modules, "replicate")
     ranks = resolve_ranks(mesh, process_group, [param for module in modules for param in module.parameters()])
-    planned: _Planned | None = None
-    failure: ComposableError | None = None
-    try:
+
+    def make_plan() -> _Planned:
         check_outside_inference("replicate")
-        for below, other in annotated_below(modules):
-            if other is not state and isinstance(other, FullyShardState | ReplicateState):
-                check_inside(other.grid, Grid.whole(ranks), functools.partial(describe_module, below))
+        check_ranks_below(state, Grid.whole(ranks))
         choices = ReplicateOptions(
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
@@ -177,19 +174,20 @@ def replicate(
             check_steppable(planned.trainable)
         if device is not None:
             check_device_of([(fqn, param) for fqn, param, _ in managed.params], device)
-    except ComposableError as error:
-        # The other ranks are about to communicate: they must hear of it first.
-        failure = error
-    text = "" if planned is None else planned.text
-    ranks.compare(
-        text,
-        failure,
-        shown=text,
-        what="the ranks call replicate on different modules or with different options",
-        fix="build the same model and call replicate with the same arguments on every rank",
-    )
-    assert planned is not None, "a failure has been raised"
-    state.compared = text
+        return planned
+
+    def compare(planned: _Planned | None, failure: ComposableError | None) -> None:
+        text = "" if planned is None else planned.text
+        ranks.compare(
+            text,
+            failure,
+            shown=text,
+            what="the ranks call replicate on different modules or with different options",
+            fix="build the same model and call replicate with the same arguments on every rank",
+        )
+
+    planned = made_alike(make_plan, compare)
+    state.compared = planned.text
     state.has_parts = _has_parts(modules, ranks)
     state.use(Grid.whole(ranks))
     follow_inputs()

@@ -1,15 +1,16 @@
-"""What a replicated module gains: methods of its own, what its reducer has seen, and other ranks to average with.
+"""What a replicated module gains: methods, what its reducer has seen, other ranks to average with, a compiler backend.
 
 Names and meaning follow torch's newer ``replicate`` and ``DistributedDataParallel``, so that loops and trainers that
 look for them on the model find them.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -22,16 +23,27 @@ from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.contract import get_registry
 from composable.ground.frames import in_backward
 from composable.ground.names import check_bool, check_number, describe_module, described
-from composable.replication import BackwardTiming, Reducer, ReplicateState, check_replicated, replicate_state_of
+from composable.ground.torch_private import find_backend
+from composable.replication import (
+    FORMS,
+    BackwardTiming,
+    Reducer,
+    check_replicated,
+    join_all_reduces,
+    replicate_state_of,
+)
 
 __all__ = [
     "ReductionStats",
     "ReplicateModule",
     "add_replicate_mixin",
+    "bucketing_backend",
     "reduction_stats",
     "remove_replicate_mixin",
     "update_process_group",
 ]
+
+_Backend: TypeAlias = Callable[..., Any]
 
 
 class ReplicateModule(AnnotatedModule):
@@ -89,11 +101,11 @@ class ReplicateModule(AnnotatedModule):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return the context ``composable.no_sync(module)``."""
-        return no_sync(self)  # type: ignore[arg-type]  # the mixin is on modules only
+        return no_sync(self)
 
     def register_comm_hook(self, state: object, hook: HookFunction) -> CommHookHandle:
         """Do what ``composable.register_comm_hook(module, state, hook)`` does. Collective."""
-        return reduce_by_hook(self, state, hook)  # type: ignore[arg-type]  # the mixin is on modules only
+        return reduce_by_hook(self, state, hook)
 
 
 class CastingReplicateModule(ReplicateModule):
@@ -102,9 +114,9 @@ class CastingReplicateModule(ReplicateModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward. Whatever is raised, it leaves modules with their own: Ctrl-C skips the hooks after forward."""
         try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # the module's class comes next
+            return super().__call__(*args, **kwargs)
         except BaseException:
-            state = _state_of(self)
+            state = replicate_state_of(self)
             if state is not None and state.precision is not None:
                 state.precision.put_back()
             raise
@@ -117,27 +129,23 @@ remove_replicate_mixin = _SWAP.remove
 
 def add_replicate_mixin(module: nn.Module) -> None:
     """Give an annotated module the methods of its kind, unless it has them."""
-    state = _state_of(module)
+    state = replicate_state_of(module)
     is_casting = state is not None and state.precision is not None and bool(state.precision.parts)
     (_CASTING_SWAP if is_casting else _SWAP).add(module)
 
 
-def _state_of(module: Any) -> ReplicateState | None:
-    return replicate_state_of(module)
-
-
-def _reducers(module: Any, *, recurse: bool) -> Iterator[Reducer]:
+def _reducers(module: nn.Module, *, recurse: bool) -> Iterator[Reducer]:
     """Yield what averages the gradients of a replicated module, and of those below it.
 
     Raises:
         UsageError: It is no longer annotated.
     """
-    if _state_of(module) is None:
+    if replicate_state_of(module) is None:
         raise UsageError(
             "the module is no longer annotated", at=describe_module(module), fix="call replicate on it again"
         )
     for visited in module.modules() if recurse else (module,):
-        state = _state_of(visited)
+        state = replicate_state_of(visited)
         if state is not None:
             yield state.reducer
 
@@ -257,3 +265,45 @@ def update_process_group(module: nn.Module, process_group: dist.ProcessGroup) ->
         fix="replicate the same model with the same arguments on every rank of the group, and register the same hook",
     )
     state.move_to(Grid.whole(ranks))
+
+
+def bucketing_backend(
+    backend: str | _Backend = "inductor", *, bucket_cap_mb: float = 25, form: str = "concatenated"
+) -> _Backend:
+    """Return a backend that averages gradients in buckets and leaves the rest to ``backend``.
+
+    For compiled autograd, where ``replicate`` puts one all-reduce for each gradient into the graph of backward::
+
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            torch.compile(step, backend=bucketing_backend())(batch)
+
+    Gradients that follow each other travel together if they have their group, dtype and device in common. Other
+    collectives in the graph stay as they are. Not collective; every rank passes the same.
+
+    Args:
+        backend: Of ``torch.compile``: its name, or a function of a graph and example inputs.
+        bucket_cap_mb: Most MiB of gradients in a bucket that holds more than one.
+        form: ``"concatenated"``: one tensor of all gradients, one scaling, one all-reduce. ``"coalesced"``: the
+            gradients where they are, scaled in one call, in one collective.
+
+    Raises:
+        ConfigError: An argument is wrong.
+    """
+    if not isinstance(form, str) or form not in FORMS:
+        raise ConfigError(f"form is {described(form)}", at=place_of_rank(), fix=f"pass {' or '.join(map(repr, FORMS))}")
+    fix = "pass a number of MiB above zero"
+    cap_bytes = int(min(check_number("bucket_cap_mb", bucket_cap_mb, above=0, fix=fix), 2**40) * 2**20)
+    compile_rest = find_backend(backend) if isinstance(backend, str) else backend
+    if not callable(compile_rest):
+        raise ConfigError(
+            f"backend is {described(backend)}",
+            at=place_of_rank(),
+            fix="pass a name of torch.compiler.list_backends(), or a function of a graph and example inputs",
+        )
+
+    def compile_joined(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if join_all_reduces(graph.graph, cap_bytes, form):
+            graph.recompile()
+        return compile_rest(graph, inputs)
+
+    return compile_joined

@@ -6,33 +6,33 @@ and one handle's buffer.
 """
 
 from collections.abc import Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
-from composable.activation_checkpoint import check_forward_in_place, restore_forward
+from composable.activation_checkpoint import forward_in_place
 from composable.annotation import AnnotatedPart, FullyShardState, model_ranks_of
 from composable.comm import Grid, Ranks, compare_in_each
 from composable.dtensor import RaggedDTensor, collect_blocks
 from composable.engine import Handle, ShardedParam, handle_of, waits_for_copies
-from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
+from composable.errors import ComposableError, ConfigError, UsageError, located, made_alike, place_of_rank
 from composable.fsdp_module import remove_mixin
-from composable.ground.contract import check_not_joined, get_registry, managing_state, remove_annotation, remove_member
+from composable.ground.contract import check_not_joined, get_registry, remove_annotation, remove_member
 from composable.ground.frames import in_backward, modules_in_call, reaches_out
 from composable.ground.names import check_bool, describe_module
 from composable.ground.ownership import leave_alone
 from composable.planning import mark_replaced
 from composable.replicate_module import remove_replicate_mixin
 from composable.replication import ReplicateState
+from composable.whole_model import State, nothing_annotated, states_of
 
 __all__ = ["unannotate"]
 
 ModuleT = TypeVar("ModuleT", nn.Module, Sequence[nn.Module])
 
-_State: TypeAlias = FullyShardState | ReplicateState
 _FIX_PART = "call unannotate on {names} or a module around, in one call"
 
 
@@ -66,45 +66,30 @@ def unannotate(module: ModuleT, *, recurse: bool = True) -> ModuleT:
         DesyncError: The ranks have different annotations or gradients there. Nothing is changed.
         ConfigError: ``module`` is no module, or ``recurse`` no bool.
     """
-    removal: _Removal | None = None
-    failure: ComposableError | None = None
     with located(place_of_rank()):
         roots = [module] if isinstance(module, nn.Module) else module
         if not isinstance(roots, (list, tuple)) or not roots or not all(isinstance(one, nn.Module) for one in roots):
             raise ConfigError(f"unannotate got {type(module).__name__}", fix="pass a module or a list of modules")
         check_bool("recurse", recurse)
         check_not_joined(roots, "unannotate")
-        states = _states_in(roots, recurse=recurse)
-        try:
-            removal = _Removal(roots, states, recurse=recurse)
-        except ComposableError as error:
-            # The other ranks are about to communicate: they must hear of it first.
-            failure = error
-        lines = {} if removal is None else removal.lines()
-        compare_in_each(
-            {ranks: "\n".join(lines.get(ranks, ())) for ranks in _everyone(roots, states)},
-            failure,
-            what="the ranks call unannotate on different parameters or gradients",
-            fix="do the same on every rank: the same module, and gradients set or dropped everywhere",
-        )
-    assert removal is not None, "a failure has been raised"
+        states = states_of(one for root in roots for one in (root.modules() if recurse else (root,)))
+
+        def compare(removal: _Removal | None, failure: ComposableError | None) -> None:
+            lines = {} if removal is None else removal.lines()
+            compare_in_each(
+                {ranks: "\n".join(lines.get(ranks, ())) for ranks in _everyone(roots, states)},
+                failure,
+                what="the ranks call unannotate on different parameters or gradients",
+                fix="do the same on every rank: the same module, and gradients set or dropped everywhere",
+            )
+
+        removal = made_alike(lambda: _Removal(roots, states, recurse=recurse), compare)
     with torch.no_grad():
         removal.run()
     return module
 
 
-def _states_in(roots: Sequence[nn.Module], *, recurse: bool) -> list[_State]:
-    """Return the states of which something is to be undone, in the order of their modules."""
-    states: dict[_State, None] = {}
-    for root in roots:
-        for module in root.modules() if recurse else (root,):
-            found = [annotation.state for annotation in get_registry(module).values()]
-            found.append(managing_state(module, "fully_shard"))
-            states.update((state, None) for state in found if isinstance(state, (FullyShardState, ReplicateState)))
-    return list(states)
-
-
-def _everyone(roots: Sequence[nn.Module], states: Sequence[_State]) -> list[Ranks]:
+def _everyone(roots: Sequence[nn.Module], states: Sequence[State]) -> list[Ranks]:
     """Return the ranks that have to agree, group by group: parts first, so that the whole hears of their failures."""
     found = [state.grid.everyone for state in states]
     handles = [handle for state in states if isinstance(state, FullyShardState) for handle in state._handles]
@@ -121,26 +106,21 @@ class _Removal:
         UsageError: It cannot.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], states: Sequence[_State], *, recurse: bool) -> None:
+    def __init__(self, roots: Sequence[nn.Module], states: Sequence[State], *, recurse: bool) -> None:
         self._sharded = [state for state in states if isinstance(state, FullyShardState)]
         self._replicated = [state for state in states if isinstance(state, ReplicateState)]
         modules = dict.fromkeys(module for root in roots for module in root.modules())
         self._part = AnnotatedPart(modules, "unannotated", _FIX_PART)
         reached = modules if recurse else dict.fromkeys(roots)
-        self._checkpointed = [module for module in reached if "checkpoint" in get_registry(module)]
+        checkpointed = [module for module in reached if "checkpoint" in get_registry(module)]
         self._handles = [handle for state in self._sharded for handle in self._part.handles_of(state)]
-        if not states and not self._checkpointed:
-            raise UsageError(
-                "unannotate found no annotated module",
-                at=", ".join([place_of_rank(), *map(describe_module, roots)]),
-                fix="call it on the module that was annotated, or on one around it",
-            )
+        if not states and not checkpointed:
+            raise nothing_annotated("unannotate", *roots)
         for annotation in self._replicated:
             if not all(module in modules for module in annotation.modules):
                 raise reaches_out("unannotated", annotation.modules, _FIX_PART)
         self._check_idle({*modules})
-        for module in self._checkpointed:
-            check_forward_in_place(module)
+        self._checkpointed = list(map(forward_in_place, checkpointed))
         for one in states:
             one.abandon_step()
         for handle in self._handles:
@@ -169,11 +149,11 @@ class _Removal:
             )
         for state in self._sharded:
             if state.root is not None and state.root.scheduler.is_deferred:
-                what, fix = (
+                raise _untimely(
                     "gradients wait for the last backward",
+                    describe_module(state.modules[0]),
                     "call finalize_backward(), or reset_iter_state() to drop them",
                 )
-                raise _untimely(what, describe_module(state.modules[0]), fix)
         stepped = [handle.fqn_of(handle.params[0]) for handle in self._handles if handle.steppers]
         stepped += [state.reducer.params[0].fqn for state in self._replicated if state.reducer.steppers]
         if stepped:
@@ -212,9 +192,9 @@ class _Removal:
             for module in annotation.modules:
                 remove_annotation(module, "replicate")
                 remove_replicate_mixin(module)
-        for module in self._checkpointed:
-            restore_forward(module)
-            remove_annotation(module, "checkpoint")
+        for forward in self._checkpointed:
+            forward.remove()
+            remove_annotation(forward.module, "checkpoint")
 
     def _take_off(self, state: FullyShardState, handles: Sequence[Handle]) -> None:
         modules = self._part.managed_by(state)
@@ -248,9 +228,9 @@ def _make_whole(handle: Handle, grid: Grid) -> None:
     handle.close()
     while buffers:
         flat = buffers.pop(0)
+        # On every rank.
         values = collect_blocks([param.ragged for param in flat.params], dst=None)
-        assert values is not None, "every rank takes them"
-        for param, value in zip(flat.params, values, strict=True):
+        for param, value in zip(flat.params, values or (), strict=True):
             grad = _full_gradient(param, grid, divisor, has_kept=has_kept_gradients)
             param.place(param.plain_copy(value, None if grad is None else param.around_grad(grad)))
             param.sharded.grad = None

@@ -1,51 +1,27 @@
 """Ranks with different numbers of inputs: annotated models as what ``torch.distributed.algorithms.join.Join`` takes.
 
-A rank without inputs does not know which modules the others run, so they tell it: each collective before it starts, by
-one small message of every rank. While all ranks have inputs, one message at the start of a step says so, and is all.
-A step begins with a forward and ends with the backward after it; without gradients, with the forward. How a root of
-``fully_shard`` and an annotation of ``replicate`` tell and follow is in ``uneven_parts.py``; see docs/uneven_inputs.md.
+A rank without inputs does not know which modules the others run, so they tell it; see docs/uneven_inputs.md.
 """
 
-import pickle
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from composable.annotation import Root
+from composable.annotation import FullyShardState, Root
 from composable.comm import Ranks, annotating, calling, wait_for_work
 from composable.comm_hooks import register_comm_hook as reduce_by_hook
 from composable.engine import HookFunction
-from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
-from composable.ground.frames import in_backward
+from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.names import check_bool, check_module, describe_module, described
-from composable.ground.torch_hooks import at_end_of_backward, next_ending_number
 from composable.replication import ReplicateState, check_replicated
-from composable.uneven_parts import (
-    JoinedPart,
-    ReplicatedPart,
-    ShardedPart,
-    check_shares,
-    connect,
-    find_states,
-    ranks_of,
-)
+from composable.whole_model import JoinSteps, Owner, State, check_shares, connect, nothing_annotated, states_of
 
 __all__ = ["DDPView", "UnevenInputs", "as_ddp", "joinable"]
-
-# What is told: of which part of the model, what happens there, with what.
-_Message: TypeAlias = tuple[int, str, tuple[Any, ...]]
-# In place of a part: of the step itself.
-_STEP = -1
-_STEP_TEXTS = {"begin": "begins a step", "leave": "begins another step", "end": "has ended the step"}
-# Bytes of a message, as they travel; what is longer takes another one.
-_SHORT = 256
-# What all ranks go through to the end of the step, also where it raises.
-_ENDINGS = {"ASSIGN", "finish"}
 
 
 def joinable(module: nn.Module, *, step: Callable[[], object] | None = None) -> "UnevenInputs":
@@ -109,8 +85,8 @@ class UnevenInputs(Joinable):
         super().__init__()
         self.module = module
         self.step_alone = step
-        self._ranks = ranks_of(module)
-        self._steps: _Steps | None = None
+        self._ranks = _ranks_of(module)
+        self._steps: JoinSteps | None = None
         self._hook: weakref.ref[JoinHook] | None = None
 
     @property
@@ -139,10 +115,10 @@ class UnevenInputs(Joinable):
             DesyncError: Ranks chose different things.
         """
         divides_by_all = kwargs.get("divide_by_initial_world_size", True)
-        ranks = self._ranks = ranks_of(self.module)
+        ranks = self._ranks = _ranks_of(self.module)
         with ranks.agreed():
             check_bool("divide_by_initial_world_size", divides_by_all)
-            states = find_states(self.module)
+            states = _states_to_join(self.module)
         text = f"divide_by_initial_world_size={divides_by_all}, {'a' if self.step_alone else 'no'} step"
         ranks.compare(
             text,
@@ -154,25 +130,14 @@ class UnevenInputs(Joinable):
         owners = list(dict.fromkeys(map(connect, states)))
         check_shares(owners, ranks)
         with ranks.agreed():
-            self._check_stepped(owners)
+            if self.step_alone is None and torch.is_grad_enabled():
+                _check_stepped(owners)
         self.end()
-        steps = self._steps = _Steps(self, ranks, owners, divides_by_all=divides_by_all)
+        steps = self._steps = JoinSteps(ranks, owners, self._notify, self._lasts, divides_by_all=divides_by_all)
         hook = _IdleRank(self, steps)
         # ``Join`` does not say when an exception ends it: its hooks are gone then.
         self._hook = weakref.ref(hook)
         return hook
-
-    def _check_stepped(self, owners: Sequence[Root | ReplicateState]) -> None:
-        if self.step_alone is not None or not torch.is_grad_enabled():
-            return
-        for handle in [handle for owner in owners if isinstance(owner, Root) for handle in owner.handles]:
-            if not handle.steppers and any(param.sharded.requires_grad for param in handle.params):
-                raise UsageError(
-                    "a rank without inputs has shards that it alone can step, and joinable was given no step",
-                    at=f"{place_of_rank()}, {handle.described}",
-                    fix="pass joinable(model, step=...) a function that does what the loop does after backward: clip, "
-                    "optimizer.step(), optimizer.zero_grad()",
-                )
 
     @calling("Join")
     def _notify(self) -> bool:
@@ -181,7 +146,7 @@ class UnevenInputs(Joinable):
         Raises:
             RuntimeError: A rank has no inputs left, and ``Join`` was told to throw then.
         """
-        if not self.lasts():
+        if not self._lasts():
             self.end()
             return False
         try:
@@ -192,7 +157,7 @@ class UnevenInputs(Joinable):
         wait_for_work(work, self._ranks.process_group, "Join")
         return True
 
-    def lasts(self) -> bool:
+    def _lasts(self) -> bool:
         """Say whether the context lasts, or an exception has ended it."""
         return self._hook is not None and self._hook() is not None and bool(self._join_config.enable)
 
@@ -201,8 +166,6 @@ class UnevenInputs(Joinable):
         steps, self._steps, self._hook = self._steps, None, None
         if steps is not None:
             steps.end()
-            for part in steps.parts:
-                part.close()
 
 
 class DDPView(UnevenInputs):
@@ -243,7 +206,7 @@ class DDPView(UnevenInputs):
 class _IdleRank(JoinHook):
     """What ``Join`` calls on a rank without inputs, and at the end on all."""
 
-    def __init__(self, view: UnevenInputs, steps: "_Steps") -> None:
+    def __init__(self, view: UnevenInputs, steps: JoinSteps) -> None:
         self._view = view
         self._steps = steps
 
@@ -253,226 +216,77 @@ class _IdleRank(JoinHook):
 
         What goes wrong here is raised here; others that wait for this rank are told by the watch over ranks that wait.
         """
-        steps = self._steps
+        step_alone = self._view.step_alone
         try:
-            with torch.no_grad():
-                was_following, steps.is_following = steps.is_following, True
-                for part in steps.parts:
-                    part.stand_by(is_first=not was_following, keeps_own=self._view.step_alone is None)
-                steps.begin(steps.meet(None))
-                is_due = self._follow()
-            if is_due and self._view.step_alone is not None:
-                self._view.step_alone()
+            if self._steps.follow(keeps_own=step_alone is None) and step_alone is not None:
+                step_alone()
         except BaseException:
             # It leaves ``Join``: what goes on is no follower.
             self._view.end()
             raise
 
-    def _follow(self) -> bool:
-        """Do what ranks with inputs tell, until they end the step; returns whether to step."""
-        failure: ComposableError | None = None
-        while True:
-            number, what, args = next(one for one in self._steps.meet(None) if one is not None)
-            if number == _STEP and what == "drop":
-                self._steps.drop(args[0])
-                continue
-            if number == _STEP:
-                if failure is not None:
-                    raise failure
-                return what == "end" and bool(args[0])
-            try:
-                self._steps.parts[number].follow(what, args)
-            except ComposableError as error:
-                if what not in _ENDINGS or isinstance(error, DesyncError):
-                    raise
-                failure = failure or error
-
     def post_hook(self, is_last_joiner: bool) -> None:
         """No rank has inputs left: give all what is not sharded of the one that ran longest. Collective."""
-        self._steps.is_following = True
         self._steps.finish_join()
         self._view.end()
 
 
-class _Steps:
-    """The steps of one ``Join``, on one rank, and what is told in them.
+def _ranks_of(module: nn.Module) -> Ranks:
+    """Return all ranks that share anything at or below ``module``.
 
-    Args:
-        view: Knows the context.
-        ranks: All that take part.
-        owners: What communicates on its own, in an order equal on all ranks.
-        divides_by_all: Whether sums are divided by the number of all ranks, or of those with inputs.
-
-    Attributes:
-        number: Its place among all that end a backward: after all parts.
-        parts: Tell of the owners, or follow.
-        is_following: This rank has no inputs left: what its parts do is told by others.
+    Raises:
+        UsageError: Nothing is annotated there, or no annotation is on all of them.
     """
-
-    def __init__(
-        self, view: UnevenInputs, ranks: Ranks, owners: Sequence[Root | ReplicateState], *, divides_by_all: bool
-    ) -> None:
-        self.number = next_ending_number()
-        self.is_following = False
-        self._view = view
-        self._ranks = ranks
-        self._divides_by_all = divides_by_all
-        self._begun = 0
-        self._is_over = self._is_open = self._is_due = self._has_listeners = False
-        self._opener: nn.Module | None = None
-        self._backward: weakref.ref[Callable[[], None]] | None = None
-        self.parts: list[JoinedPart] = [
-            ShardedPart(number, self, owner) if isinstance(owner, Root) else ReplicatedPart(number, self, owner)
-            for number, owner in enumerate(owners)
-        ]
-        self._buffers = [flat for part in self.parts for flat in part.buffers()]
-
-    # Where a step begins and ends
-
-    def begin_forward(self, opener: nn.Module) -> None:
-        """A forward of ``opener`` begins, and with the first one a step; so does the next one of the same module."""
-        if self.is_following or self._is_over:
-            return
-        if self._is_open and self._opener is opener and not in_backward():
-            # No backward came.
-            self.tell(_STEP, "leave")
-            self._is_open = False
-        if self._is_open or self._open():
-            self._opener = self._opener or opener
-
-    def end_forward(self, opener: nn.Module, *, is_awaited: bool) -> None:
-        """A forward of ``opener`` ends; ``is_awaited``: a backward may follow."""
-        if self._opener is opener and not is_awaited and not in_backward():
-            self.finish()
-
-    def begin_backward(self) -> None:
-        """A backward begins; the step ends with it."""
-        if self.is_following or self._is_over or not (self._is_open or self._open()):
-            return
-        if self._backward is None or self._backward() is None:
-            self._backward = weakref.ref(at_end_of_backward(self))
-            if self._has_listeners:
-                self.tell(_STEP, "drop", [flat.gradients.dropped() for flat in self._buffers])
-
-    def end_by_hand(self) -> None:
-        """Reductions were ended outside of a backward."""
-        if not in_backward():
-            self.finish()
-
-    def start(self) -> None:
-        """Do nothing yet: a backward ends, and its parts have to finish first."""
-
-    def finish(self) -> None:
-        """A backward has ended in all parts, or none will follow."""
-        if self._is_open and not self.is_following:
-            self.tell(_STEP, "end", self._is_due)
-        self._is_open, self._opener = False, None
-
-    def note_averages(self) -> None:
-        """Parameters get averages in this step: the optimizer steps after it."""
-        self._is_due = True
-        for flat in self._buffers:
-            flat.gradients.watch()
-
-    def drop(self, dropped: Sequence[tuple[int, int]]) -> None:
-        """Drop what users have dropped on ranks with inputs."""
-        for flat, bits in zip(self._buffers, dropped, strict=True):
-            flat.gradients.drop_like(*bits)
-
-    def end(self) -> None:
-        """The context is over: from now on nothing is told."""
-        self._is_over, self._is_open = True, False
-
-    def is_live(self) -> bool:
-        """Say whether the context lasts."""
-        return not self._is_over and self._view.lasts()
-
-    def begin(self, every: Sequence[_Message | None]) -> None:
-        """Note who has inputs: whoever tells that a step begins."""
-        running = {number for number, one in zip(self._ranks.numbers, every, strict=True) if one is not None}
-        self._has_listeners = len(running) < self._ranks.size
-        for part in self.parts:
-            part.begin_step(running, divides_by_all=self._divides_by_all)
-
-    def finish_join(self) -> None:
-        """Let all ranks have what the one that began most steps has. Collective."""
-        begun = dict(zip(self._ranks.numbers, self._ranks.objects(self._begun), strict=True))
-        with torch.no_grad():
-            for part in self.parts:
-                part.finish_join(begun)
-
-    def _open(self) -> bool:
-        """Begin a step; false: the context is over. Collective."""
-        if not self._view._notify():
-            self.end()
-            return False
-        self._begun += 1
-        self.begin(self.meet((_STEP, "begin", ())))
-        self._is_open, self._opener, self._is_due = True, None, False
-        return True
-
-    # What is told
-
-    def is_telling(self, *, is_needed: bool = True) -> bool:
-        """Say whether some rank has to be told; begins a step if there is none and it ``is_needed``."""
-        if self.is_following or self._is_over or not (self._is_open or (is_needed and self._open())):
-            return False
-        return self._has_listeners
-
-    def tell(self, part: int, what: str, *args: Any) -> None:
-        """Tell ranks without inputs, if there are any, what starts in a part of the model. Collective.
-
-        Raises:
-            DesyncError: Ranks with inputs tell different things.
-        """
-        if self.is_telling():
-            self.meet((part, what, args))
-
-    def meet(self, told: _Message | None) -> list[_Message | None]:
-        """Return what each rank tells; ``None``: it has no inputs. Collective.
-
-        Raises:
-            DesyncError: Ranks with inputs tell different things.
-        """
-        every = meet_in_join(self._ranks, told)
-        found = [one for one in every if one is not None]
-        if any(one != found[0] for one in found):
-            texts = zip(self._ranks.numbers, map(self._text_of, every), strict=True)
-            self.end()
-            raise DesyncError(
-                "\n".join(
-                    ["ranks with inputs do different things inside of Join"]
-                    + [f"    rank {number}: {text}" for number, text in texts]
-                ),
-                at=place_of_rank(),
-                fix="run the same modules, no_sync and backwards on every rank that has inputs",
+    everyone = [state.grid.everyone for state in states_of(module.modules())]
+    if not everyone:
+        raise nothing_annotated("joinable", module)
+    ranks = max(everyone, key=lambda one: one.size)
+    for one in everyone:
+        if not set(one.numbers) <= set(ranks.numbers):
+            raise UsageError(
+                f"uneven inputs of modules that ranks {list(ranks.numbers)} and ranks {list(one.numbers)} share",
+                at=f"{place_of_rank()}, {describe_module(module)}",
+                fix="one annotation has to be on all ranks that the others are on",
             )
-        return every
-
-    def _text_of(self, told: _Message | None) -> str:
-        if told is None:
-            return "has no inputs left"
-        part, what, args = told
-        if part != _STEP:
-            return self.parts[part].describe(what, args)
-        return _STEP_TEXTS.get(what) or f"has dropped gradients {args}"
+    world = Ranks.of_world()
+    # ``Join`` wants joinables of one group, and there may be several groups of all ranks.
+    return Ranks.of(world.process_group, ranks.device) if set(world.numbers) == set(ranks.numbers) else ranks
 
 
-@calling("Join")
-def meet_in_join(ranks: Ranks, told: _Message | None) -> list[_Message | None]:
-    """Return what each rank tells: one collective where all of it is short. Collective."""
-    if ranks.is_alone:
-        return [told] * ranks.size
-    data = pickle.dumps(told)
-    is_long = len(data) >= _SHORT
-    own = bytes([is_long, *(b"" if is_long else data)]).ljust(_SHORT, b"\0")
-    with torch.inference_mode(mode=False):
-        every = torch.zeros(ranks.size * _SHORT, dtype=torch.uint8, device=ranks.device)
-        start = ranks.rank * _SHORT
-        every[start : start + _SHORT] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        ranks.gather_ragged(every, range(0, ranks.size * _SHORT + 1, _SHORT))
-    received = bytes(every.tolist())
-    pieces = [received[start : start + _SHORT] for start in range(0, len(received), _SHORT)]
-    if any(piece[0] for piece in pieces):
-        return ranks.objects(told)
-    return [pickle.loads(piece[1:]) for piece in pieces]  # what these ranks have written just now
+def _states_to_join(module: nn.Module) -> list[State]:
+    """Return the states of what communicates on its own at or below ``module``, in an order equal on all ranks.
+
+    Raises:
+        UsageError: Some belong to what is around it, or have ``static_graph=True``.
+    """
+    modules = dict.fromkeys(module.modules())
+    found: dict[State, None] = {}
+    for state in states_of(modules):
+        around = state.outermost() if isinstance(state, FullyShardState) else state
+        beyond = [each for each in (*around.modules, *state.modules) if each not in modules]
+        if beyond:
+            raise UsageError(
+                "uneven inputs of a part of what is annotated together",
+                at=", ".join([place_of_rank(), *map(describe_module, beyond)]),
+                fix="call joinable on a module around all of it, such as the whole model",
+            )
+        if isinstance(state, ReplicateState) and state.reducer.options.static_graph:
+            raise UsageError(
+                "uneven inputs of a module with static_graph=True: a rank without inputs has no graph",
+                at=", ".join([place_of_rank(), *map(describe_module, state.modules)]),
+                fix="replicate without static_graph, or give every rank as many inputs",
+            )
+        found[around] = None
+    return list(found)
+
+
+def _check_stepped(owners: Sequence[Owner]) -> None:
+    """Refuse handles that are trained and that nothing steps on ranks without inputs."""
+    for handle in [handle for owner in owners if isinstance(owner, Root) for handle in owner.handles]:
+        if not handle.steppers and any(param.sharded.requires_grad for param in handle.params):
+            raise UsageError(
+                "a rank without inputs has shards that it alone can step, and joinable was given no step",
+                at=f"{place_of_rank()}, {handle.described}",
+                fix="pass joinable(model, step=...) a function that does what the loop does after backward: clip, "
+                "optimizer.step(), optimizer.zero_grad()",
+            )

@@ -441,7 +441,7 @@ def test_what_cannot_be_checkpointed_is_refused() -> None:
         checkpoint(nn.ModuleList([Counted()]))
     with pytest.raises(ConfigError, match="use_reentrant is True"):
         checkpoint(Counted(), use_reentrant=True)
-    with pytest.raises(ConfigError, match="unknown option: 'preserve_rng'"):
+    with pytest.raises(ConfigError, match="has no argument preserve_rng"):
         checkpoint(Counted(), preserve_rng=False)
     with pytest.raises(ConfigError, match="debug is True beside a context_fn"):
         checkpoint(Counted(), debug=True, context_fn=lambda: (nullcontext(), nullcontext()))

@@ -31,6 +31,8 @@ EDGES: dict[str, set[str]] = {
     "saving": BASE
     | {"_traversal_utils", "planning", "comm", "dtensor", "engine", "features", "annotation"}
     | {"optim", "replication"},
+    # What the two annotations share beyond the engine: it goes down once there is one engine for both.
+    "whole_model": BASE | {"planning", "comm", "engine", "annotation", "replication", "optim"},
 }
 # With a face that shows what others take.
 FOLDERS = {
@@ -44,6 +46,7 @@ FOLDERS = {
     "replication",
     "optim",
     "saving",
+    "whole_model",
 }
 # What others take file by file: there is no face that would import all of it.
 OPEN_FOLDERS = {"ground"}
@@ -55,14 +58,10 @@ ENTRIES: dict[str, set[str]] = {
     "fsdp_settings": {"annotated_module"},
     "fsdp_module": {"annotated_module", "fsdp_settings"},
     "fully_shard": {"fsdp_module"},
-    "backward_steps": {"comm_hooks"},
-    "compiled": set(),
     "replicate": {"replicate_module"},
     "replicate_module": {"annotated_module", "comm_hooks"},
     "unannotate": {"activation_checkpoint", "fsdp_module", "replicate_module"},
-    "uneven_parts": {"annotated_module"},
-    "uneven_inputs": {"annotated_module", "comm_hooks", "uneven_parts"},
-    "installation": set(),
+    "uneven_inputs": {"comm_hooks"},
 }
 EDGES |= {name: set(EDGES) | others for name, others in ENTRIES.items()}
 EDGES["testing"] = {"", *BASE}  # as users do, from the package itself; the package never imports it
@@ -222,7 +221,7 @@ def test_the_package_keeps_its_budget() -> None:
     lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
     assert sum(lines.values()) <= 37_500
     assert len(FILES) <= 125
-    assert len([name for name in FILES if name.count(".") == 1 and room_of(name) not in FOLDERS | OPEN_FOLDERS]) <= 16
+    assert len([name for name in FILES if name.count(".") == 1 and room_of(name) not in FOLDERS | OPEN_FOLDERS]) <= 13
     assert {name: count for name, count in lines.items() if count > 770} == {}
 
 

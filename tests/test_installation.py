@@ -12,8 +12,7 @@ from torch.distributed import tensor as dtensor
 from torch.distributed.checkpoint import state_dict as dcp_state_dict
 from torch.optim import optimizer as torch_optimizer
 
-from composable import RaggedDTensor
-from composable.installation import install
+from composable import RaggedDTensor, install
 
 ROOT = Path(__file__).parent.parent
 

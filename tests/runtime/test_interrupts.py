@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable.backward_steps import BackwardSteps
 from composable.comm import Transport
 from composable.comm.transport import transport_class
 from composable.engine import Handle
@@ -26,6 +25,7 @@ from composable.engine.unsharded import Unsharded
 from composable.ground.casts import CastBuffers, LentBuffers
 from composable.replication import Reducer
 from composable.replication.buckets import Bucket
+from composable.whole_model import BackwardSteps
 from tests.runtime.interrupt_programs import PROGRAMS, Program
 from tests.runtime.interrupts import Point, points_of, sample, train_through, try_points
 from tests.world import run_ranks

@@ -18,24 +18,22 @@ from torch import nn
 
 from composable.annotation import model_ranks_of
 from composable.comm import Ranks, compare_in_each
-from composable.comm_hooks import ReducingUnit, params_of
 from composable.engine import (
     Handle,
     check_backward,
-    handle_of,
     has_torch_optimizer,
     mark_stepped,
     stepper_of,
     unmark_stepped,
 )
-from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
+from composable.errors import ComposableError, ConfigError, UsageError, located, made_alike, place_of_rank
 from composable.ground.frames import in_backward, will_get_gradient
 from composable.ground.names import check_optimizer
-from composable.ground.ownership import claim_of
 from composable.ground.torch_hooks import after_gradients, after_step, before_step
 from composable.ground.torch_private import opaque
 from composable.optim import CHECKS_ITSELF, PartStep, check_replaced
-from composable.replication import Reducer, ReplicateState, check_steppable
+from composable.replication import Reducer, check_steppable
+from composable.whole_model.units import ReducingUnit, params_of, unit_of
 
 __all__ = ["BackwardSteps", "step_in_backward"]
 
@@ -71,19 +69,13 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> "BackwardSteps":
     """
     check_optimizer("optimizer", optimizer)
     with located(place_of_rank()):
-        units = dict(found for param in _params_of(optimizer) if (found := _unit_of(param)) is not None)
+        units = dict(found for param in _params_of(optimizer) if (found := unit_of(param)) is not None)
         if not units:
             raise ConfigError(
                 "no parameter of the optimizer is annotated",
                 fix="call fully_shard or replicate first, and build the optimizer of model.parameters()",
             )
-        failure: ComposableError | None = None
-        try:
-            _check(optimizer, units)
-        except ComposableError as error:
-            # The other ranks are about to communicate: they must hear of it first.
-            failure = error
-        _agree(optimizer, units, failure)
+        made_alike(lambda: _check(optimizer, units), lambda _, failure: _agree(optimizer, units, failure))
     return BackwardSteps(optimizer, list(units))
 
 
@@ -107,14 +99,13 @@ class BackwardSteps:
         # Plain parameters with gradients of backwards without synchronisation.
         self._kept: dict[int, nn.Parameter] = {}
         self._hooks: list[Any] = []
-        self._stepper = self._step
         try:
             self._hook_plain()
             self._hooks += [before_step(optimizer, self._before_step), after_step(optimizer, self._after_step)]
             for param in self._params:
                 mark_stepped(param, self)
             for unit in units:
-                unit.step_by([*unit.steppers, self._stepper])
+                unit.step_by([*unit.steppers, self._step])
         except BaseException:
             # Ctrl-C: nobody has got what would remove the rest.
             self._let_go()
@@ -138,7 +129,7 @@ class BackwardSteps:
             hook.remove()
         unmark_stepped(self._params)
         for unit in self._units:
-            unit.step_by([one for one in unit.steppers if one != self._stepper])
+            unit.step_by([one for one in unit.steppers if one != self._step])
         self._units, self._params, self._hooks = [], [], []
         self._group_of.clear()
         self._kept.clear()
@@ -162,7 +153,7 @@ class BackwardSteps:
             if step is not None:
                 step(param)
 
-        for param in [param for param in self._params if _unit_of(param) is None]:
+        for param in [param for param in self._params if unit_of(param) is None]:
             was_trained = param.requires_grad
             param.requires_grad_(True)
             self._hooks += after_gradients([param], [arrive])
@@ -264,17 +255,6 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
-def _unit_of(param: nn.Parameter) -> tuple[ReducingUnit, Ranks] | None:
-    """Return what averages the gradient of ``param``, with the ranks that do."""
-    handle = handle_of(param)
-    if handle is not None:
-        return handle, handle.grid.everyone
-    claim = claim_of(param)
-    if claim is not None and isinstance(claim.owner, ReplicateState):
-        return claim.owner.reducer, claim.owner.grid.everyone
-    return None
-
-
 def _check(optimizer: torch.optim.Optimizer, units: Iterable[ReducingUnit]) -> None:
     check_replaced(optimizer)
     kind = type(optimizer)
@@ -319,14 +299,15 @@ def _check(optimizer: torch.optim.Optimizer, units: Iterable[ReducingUnit]) -> N
 
 def _agree(optimizer: torch.optim.Optimizer, units: dict[ReducingUnit, Ranks], failure: ComposableError | None) -> None:
     """Go on only if every rank does the same; else raise, ``failure`` first. Collective."""
-    units_of_params = [(_unit_of(param), list(param.shape)) for param in _params_of(optimizer)]
-    texts = {}
     # Ranks of a part may have parameters that others lack, such as experts.
-    for ranks in sorted(set(units.values()), key=lambda ranks: ranks.order):
-        shapes = [shape for found, shape in units_of_params if found is not None and found[1] == ranks]
-        lines = [f"step_in_backward of {type(optimizer).__name__} with {len(shapes)} parameters"]
-        lines += [f"steps {fqn}" for unit, its_ranks in units.items() if its_ranks == ranks for fqn in params_of(unit)]
-        texts[ranks] = "\n".join([*lines, *(f"shape {shape}" for shape in shapes)])
+    in_order = sorted(units.values(), key=lambda ranks: ranks.order)
+    lines = {ranks: [f"step_in_backward of {type(optimizer).__name__}"] for ranks in in_order}
+    for unit, ranks in units.items():
+        lines[ranks] += [f"steps {fqn}" for fqn in params_of(unit)]
+    for param in _params_of(optimizer):
+        if (found := unit_of(param)) is not None:
+            lines[found[1]].append(f"with a parameter {list(param.shape)}")
+    texts = {ranks: "\n".join(own) for ranks, own in lines.items()}
     what, fix = "the ranks let different optimizers step inside backward", "call step_in_backward alike on every rank"
     try:
         compare_in_each(texts, failure, what=what, fix=fix)

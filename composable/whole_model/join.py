@@ -1,0 +1,577 @@
+"""The steps of a model on ranks of which some have no inputs left: ranks with inputs tell, the others follow.
+
+A *part* of the model communicates on its own: a root of ``fully_shard`` is one, an annotation of ``replicate`` another.
+On a rank with inputs a part tells what it is about to start, by one small message of every rank; on a rank without
+it does what it hears. While all ranks have inputs, one message at the start of a step says so, and is all. A step
+begins with a forward and ends with the backward after it; without gradients, with the forward.
+"""
+
+import pickle
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from composable.annotation import FullyShardState, Root
+from composable.comm import Ranks, calling
+from composable.engine import FlatBuffer, Handle, StepEvent
+from composable.errors import ComposableError, DesyncError, UsageError, place_of_rank
+from composable.ground.frames import in_backward
+from composable.ground.names import describe_module
+from composable.ground.torch_hooks import at_end_of_backward, next_ending_number
+from composable.planning import managed_modules
+from composable.replication import ReplicateState
+from composable.whole_model.units import State
+
+__all__ = ["JoinSteps", "Owner", "check_shares", "connect"]
+
+# What communicates on its own.
+Owner: TypeAlias = Root | ReplicateState
+# What is told: of which part of the model, what happens there, with what.
+_Message: TypeAlias = tuple[int, str, tuple[Any, ...]]
+# In place of a part: of the step itself.
+_STEP = -1
+_STEP_TEXTS = {"begin": "begins a step", "leave": "begins another step", "end": "has ended the step"}
+# What parts tell, and how that reads in a message.
+_PART_TEXTS = {
+    # A root of ``fully_shard``
+    "GATHER": "gathers",
+    "BACKWARD": "begins a backward of",
+    "DROP": "drops gradients of",
+    "REDUCE": "reduces the gradients of",
+    "TELL": "ends a backward of",
+    "ASSIGN": "gets the averages of",
+    "FORGET": "forgets a step of",
+    # An annotation of ``replicate``
+    "broadcast": "sends the buffers of",
+    "begin_round": "averages the gradients of",
+    "send": "sends the next bucket of",
+    "finish": "gets the averages of",
+    "recover": "ends a backward that was stopped, of",
+}
+_OF_HANDLES = {StepEvent.GATHER, StepEvent.DROP, StepEvent.REDUCE}
+# What all ranks go through to the end of the step, also where it raises.
+_ENDINGS = {"ASSIGN", "finish"}
+# Bytes of a message, as they travel; what is longer takes another one.
+_SHORT = 256
+
+
+class JoinSteps:
+    """The steps of one ``Join`` on one rank, and what is told in them.
+
+    Args:
+        ranks: All that take part.
+        owners: The parts, in an order equal on all ranks.
+        notify: Lets ``Join`` know that this rank has inputs; false: the context is over. Collective.
+        lasts: Says whether the context lasts, or an exception has ended it.
+        divides_by_all: Whether sums are divided by the number of all ranks, or of those with inputs.
+
+    Attributes:
+        number: Its place among all that end a backward: after all parts.
+        is_following: This rank has no inputs left: what its parts do is told by others.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        owners: Sequence[Owner],
+        notify: Callable[[], bool],
+        lasts: Callable[[], bool],
+        *,
+        divides_by_all: bool,
+    ) -> None:
+        self.number = next_ending_number()
+        self.is_following = False
+        self._ranks = ranks
+        self._notify = notify
+        self._lasts = lasts
+        self._divides_by_all = divides_by_all
+        self._begun = 0
+        self._is_over = self._is_open = self._is_due = self._has_listeners = False
+        self._opener: nn.Module | None = None
+        self._backward: weakref.ref[Callable[[], None]] | None = None
+        self._parts: list[_ShardedPart | _ReplicatedPart] = [
+            _ShardedPart(number, self, owner) if isinstance(owner, Root) else _ReplicatedPart(number, self, owner)
+            for number, owner in enumerate(owners)
+        ]
+        self._buffers = [flat for part in self._parts for flat in part.buffers]
+
+    # Where a step begins and ends
+
+    def begin_forward(self, opener: nn.Module) -> None:
+        """A forward of ``opener`` begins, and with the first one a step; so does the next one of the same module."""
+        if self.is_following or self._is_over:
+            return
+        if self._is_open and self._opener is opener and not in_backward():
+            # No backward came.
+            self.tell(_STEP, "leave")
+            self._is_open = False
+        if self._is_open or self._open():
+            self._opener = self._opener or opener
+
+    def end_forward(self, opener: nn.Module, *, is_awaited: bool) -> None:
+        """A forward of ``opener`` ends; ``is_awaited``: a backward may follow."""
+        if self._opener is opener and not is_awaited and not in_backward():
+            self.finish()
+
+    def begin_backward(self) -> None:
+        """A backward begins; the step ends with it."""
+        if self.is_following or self._is_over or not (self._is_open or self._open()):
+            return
+        if self._backward is None or self._backward() is None:
+            self._backward = weakref.ref(at_end_of_backward(self))
+            if self._has_listeners:
+                self.tell(_STEP, "drop", [flat.gradients.dropped() for flat in self._buffers])
+
+    def start(self) -> None:
+        """Do nothing yet: a backward ends, and its parts have to finish first."""
+
+    def finish(self) -> None:
+        """A backward has ended in all parts, or none will follow."""
+        if self._is_open and not self.is_following:
+            self.tell(_STEP, "end", self._is_due)
+        self._is_open, self._opener = False, None
+
+    def note_averages(self) -> None:
+        """Parameters get averages in this step: the optimizer steps after it."""
+        self._is_due = True
+        for flat in self._buffers:
+            flat.gradients.watch()
+
+    def is_live(self) -> bool:
+        """Say whether the context lasts."""
+        return not self._is_over and self._lasts()
+
+    def end(self) -> None:
+        """Tell nothing from now on: the context is over."""
+        self._stop()
+        for part in self._parts:
+            part.close()
+
+    def _stop(self) -> None:
+        self._is_over, self._is_open = True, False
+
+    def _open(self) -> bool:
+        """Begin a step; false: the context is over. Collective."""
+        if not self._notify():
+            self._stop()
+            return False
+        self._begun += 1
+        self._begin(self._meet((_STEP, "begin", ())))
+        self._is_open, self._opener, self._is_due = True, None, False
+        return True
+
+    def _begin(self, every: Sequence[_Message | None]) -> None:
+        """Note who has inputs: whoever tells that a step begins."""
+        running = {number for number, one in zip(self._ranks.numbers, every, strict=True) if one is not None}
+        self._has_listeners = len(running) < self._ranks.size
+        for part in self._parts:
+            part.begin_step(running, divides_by_all=self._divides_by_all)
+
+    # On a rank without inputs
+
+    def follow(self, *, keeps_own: bool) -> bool:
+        """Do what ranks with inputs tell, until they end a step; returns whether the optimizer steps after it.
+
+        Args:
+            keeps_own: Nothing steps here, so replicated parameters have the gradients of now again at the end.
+        """
+        with torch.no_grad():
+            is_first, self.is_following = not self.is_following, True
+            for part in self._parts:
+                part.stand_by(is_first=is_first, keeps_own=keeps_own)
+            self._begin(self._meet(None))
+            failure: ComposableError | None = None
+            while True:
+                number, what, args = next(one for one in self._meet(None) if one is not None)
+                if number != _STEP:
+                    try:
+                        self._parts[number].follow(what, args)
+                    except ComposableError as error:
+                        if what not in _ENDINGS or isinstance(error, DesyncError):
+                            raise
+                        failure = failure or error
+                elif what == "drop":
+                    # What users have dropped on ranks with inputs.
+                    for flat, bits in zip(self._buffers, args[0], strict=True):
+                        flat.gradients.drop_like(*bits)
+                elif failure is not None:
+                    raise failure
+                else:
+                    return what == "end" and bool(args[0])
+
+    def finish_join(self) -> None:
+        """No rank has inputs left: give all what is not sharded of the one that ran longest. Collective."""
+        self.is_following = True
+        begun = dict(zip(self._ranks.numbers, self._ranks.objects(self._begun), strict=True))
+        with torch.no_grad():
+            for part in self._parts:
+                part.finish_join(begun)
+
+    # What is told
+
+    def is_telling(self, *, is_needed: bool = True) -> bool:
+        """Say whether some rank has to be told; begins a step if there is none and it ``is_needed``."""
+        if self.is_following or self._is_over or not (self._is_open or (is_needed and self._open())):
+            return False
+        return self._has_listeners
+
+    def tell(self, part: int, what: str, *args: Any) -> None:
+        """Tell ranks without inputs, if there are any, what starts in a part of the model. Collective.
+
+        Raises:
+            DesyncError: Ranks with inputs tell different things.
+        """
+        if self.is_telling():
+            self._meet((part, what, args))
+
+    def _meet(self, told: _Message | None) -> list[_Message | None]:
+        """Return what each rank tells; ``None``: it has no inputs. Collective.
+
+        Raises:
+            DesyncError: Ranks with inputs tell different things.
+        """
+        every = _exchanged(self._ranks, told)
+        found = [one for one in every if one is not None]
+        if any(one != found[0] for one in found):
+            texts = zip(self._ranks.numbers, map(self._text_of, every), strict=True)
+            self._stop()
+            raise DesyncError(
+                "\n".join(
+                    ["ranks with inputs do different things inside of Join"]
+                    + [f"    rank {number}: {text}" for number, text in texts]
+                ),
+                at=place_of_rank(),
+                fix="run the same modules, no_sync and backwards on every rank that has inputs",
+            )
+        return every
+
+    def _text_of(self, told: _Message | None) -> str:
+        if told is None:
+            return "has no inputs left"
+        part, what, args = told
+        if part != _STEP:
+            return f"{_PART_TEXTS[what]} {self._parts[part].place_of(what, args)}"
+        return _STEP_TEXTS.get(what) or f"has dropped gradients {args}"
+
+
+@calling("Join")
+def _exchanged(ranks: Ranks, told: _Message | None) -> list[_Message | None]:
+    """Return what each rank tells: one collective where all of it is short. Collective."""
+    if ranks.is_alone:
+        return [told] * ranks.size
+    data = pickle.dumps(told)
+    is_long = len(data) >= _SHORT
+    own = bytes([is_long, *(b"" if is_long else data)]).ljust(_SHORT, b"\0")
+    with torch.inference_mode(mode=False):
+        every = torch.zeros(ranks.size * _SHORT, dtype=torch.uint8, device=ranks.device)
+        start = ranks.rank * _SHORT
+        every[start : start + _SHORT] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        ranks.gather_ragged(every, range(0, ranks.size * _SHORT + 1, _SHORT))
+    received = bytes(every.tolist())
+    pieces = [received[start : start + _SHORT] for start in range(0, len(received), _SHORT)]
+    if any(piece[0] for piece in pieces):
+        return ranks.objects(told)
+    return [pickle.loads(piece[1:]) for piece in pieces]  # what these ranks have written just now
+
+
+class _ShardedPart:
+    """A root of ``fully_shard``: hears of what that starts as a listener of its steps, and tells it.
+
+    A rank without inputs runs no module of it and takes part in every collective. Its gradients are zeros, its shards
+    get their part of the mean as those of other ranks do. The same objects do it as in a backward of its own, so
+    collectives that start late, such as an all-reduce over copies, start between the same others on all ranks.
+
+    Attributes:
+        buffers: Those whose gradients ranks without inputs are to drop where users drop them elsewhere.
+    """
+
+    def __init__(self, number: int, steps: JoinSteps, root: Root) -> None:
+        self.buffers: list[FlatBuffer] = [flat for handle in root.handles for flat in handle.buffers]
+        self._steps = steps
+        self._tell = partial(steps.tell, number)
+        self._root = root
+        self._scheduler = root.scheduler
+        self._indices = {handle: index for index, handle in enumerate(root.handles)}
+        # What was chosen for handles before this rank followed: whether they average, and whether later.
+        self._chosen: dict[Handle, tuple[bool, list[bool]]] = {}
+        root.scheduler.listen(self)
+        root.join = steps
+
+    def place_of(self, what: str, args: tuple[Any, ...]) -> str:
+        """Return where that happens, for messages."""
+        if StepEvent[what] in _OF_HANDLES:
+            handle: Handle = self._root.handles[args[0]]
+            return handle.described
+        return " and ".join(map(describe_module, self._root.state.modules))
+
+    def begin_step(self, running: set[int], *, divides_by_all: bool) -> None:
+        """A step of the ranks with these global numbers begins."""
+        for state in self._root.states:
+            count = len(running.intersection(state.grid.everyone.numbers))
+            _divide_by(state, None if divides_by_all or not count else count)
+
+    def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
+        """This rank has no inputs for the step that begins; ``is_first``: it had some for the one before."""
+        if is_first:
+            # Free what is unsharded, drop what was not averaged yet.
+            self._scheduler.abandon_step()
+            self._scheduler.stand_by()
+            self._chosen = {
+                handle: (handle.requires_gradient_sync, [flat.routes.kept.defers for flat in handle.buffers])
+                for handle in self._root.handles
+            }
+        # Between steps this rank's optimizer may have written the shards.
+        self._scheduler.step.optimizer_stepped()
+
+    def follow(self, what: str, args: tuple[Any, ...]) -> None:
+        """Do what a rank with inputs has told, see ``on``. Collective but for DROP and BACKWARD.
+
+        Raises:
+            UsageError: What any rank raises where parameters get their gradients.
+        """
+        event, step = StepEvent[what], self._scheduler.step
+        if event is StepEvent.GATHER:
+            step.unsharded.gather_for_others(step.handles[args[0]], takes_secondary=args[1])
+        elif event is StepEvent.BACKWARD:
+            step.finalizer.open()
+        elif event is StepEvent.DROP:
+            for flat, own in zip(step.handles[args[0]].buffers, args[1], strict=True):
+                flat.gradients.drop_kept(own)
+        elif event is StepEvent.REDUCE:
+            handle = step.handles[args[0]]
+            ledger = step.steps[handle].ledgers[args[1]]
+            ledger.flat.routes.kept.defers = args[2]
+            step.finalizer.reduce(ledger, handle.settings.gradient_buffers)
+        elif event is StepEvent.TELL:
+            for handle, is_synced in zip(step.handles, args[0], strict=True):
+                handle.requires_gradient_sync = is_synced
+            step.finalizer.tell(ends=args[1])
+            if not args[1]:
+                step.finalizer.postpone()
+        elif event is StepEvent.ASSIGN:
+            step.finalizer.end(step.streams.end_backward)
+        else:
+            self._scheduler.backwards.tidy_up()
+
+    def finish_join(self, begun: Mapping[int, int]) -> None:
+        """Forget what was not averaged; give all ranks the buffers of the one that has begun most steps. Collective.
+
+        Args:
+            begun: How many steps each rank has begun, by global number.
+        """
+        self._scheduler.abandon_step(always=True)
+        self._scheduler.let_go(self._scheduler.handles)
+        self._forget()
+        for state in self._root.states:
+            ranks = state.grid.everyone
+            source = ranks.numbers.index(_last_of(ranks.numbers, begun))
+            for module in managed_modules(state.modules, state.ignored_modules):
+                for buffer in module._buffers.values():
+                    if buffer is not None:
+                        sent = buffer.detach().to(ranks.device).contiguous()
+                        ranks.broadcast(sent, source)
+                        buffer.data.copy_(sent)
+
+    def close(self) -> None:
+        """Tell nothing from now on."""
+        self._scheduler.unlisten(self)
+        self._root.join = None
+        self._forget()
+        for state in self._root.states:
+            _divide_by(state, None)
+
+    def _forget(self) -> None:
+        """Follow nobody from now on, whatever cut that short: all ranks learn anew in which order modules run."""
+        self._scheduler.forget_order()
+        chosen, self._chosen = self._chosen, {}
+        for handle, (syncs, defers) in chosen.items():
+            handle.requires_gradient_sync = syncs
+            for flat, one in zip(handle.buffers, defers, strict=True):
+                flat.routes.kept.defers = one
+
+    # What the root calls
+
+    @property
+    def has_idle_ranks(self) -> bool:
+        """Some rank has no inputs in this step."""
+        return self._steps.is_telling(is_needed=False)
+
+    def on(self, event: StepEvent, subject: Any = None, detail: Any = None) -> None:
+        """Tell ranks without inputs what the root is about to do: who runs no module cannot know it."""
+        steps = self._steps
+        if event is StepEvent.FORWARD:
+            steps.begin_forward(subject)
+        elif event is StepEvent.FORWARD_ENDED:
+            steps.end_forward(subject, is_awaited=detail)
+        elif event is StepEvent.ASSIGNED:
+            if not in_backward():
+                steps.finish()
+        elif event is StepEvent.FORGET:
+            if steps.is_telling(is_needed=detail):
+                self._tell(event.name)
+        else:
+            args: tuple[Any, ...] = ()
+            if event is StepEvent.BACKWARD:
+                steps.begin_backward()
+            elif event is StepEvent.ASSIGN and any(handle.synchronises for handle in self._indices):
+                steps.note_averages()
+            elif event is StepEvent.TELL:
+                args = [handle.requires_gradient_sync for handle in self._indices], detail
+            elif event in _OF_HANDLES:
+                args = self._indices[subject], detail
+            if event is StepEvent.REDUCE:
+                args = *args, subject.buffers[detail].routes.kept.defers
+            self._tell(event.name, *args)
+
+
+class _ReplicatedPart:
+    """An annotation of ``replicate``: its hooks of forwards and its reducer call it before they start anything.
+
+    Attributes:
+        buffers: None: gradients of a rank without inputs are the last averages alone.
+    """
+
+    def __init__(self, number: int, steps: JoinSteps, state: ReplicateState) -> None:
+        self.buffers: list[FlatBuffer] = []
+        # Global, as the transport has them.
+        self._numbers = sorted(state.grid.everyone.numbers)
+        self._steps = steps
+        self._tell = partial(steps.tell, number)
+        self._state = state
+        self._source = 0
+        self._put_back: Callable[[], None] | None = None
+        state.uneven = state.reducer.teller = self
+        state.reducer.count_anew()
+        state.reducer.before_round = self.begin_round
+
+    def place_of(self, what: str, args: tuple[Any, ...]) -> str:
+        """Return where that happens, for messages."""
+        return " and ".join(map(describe_module, self._state.modules))
+
+    def begin_step(self, running: set[int], *, divides_by_all: bool) -> None:
+        """A step of the ranks with these global numbers begins."""
+        here = [index for index, number in enumerate(self._numbers) if number in running]
+        self._state.reducer.divide_by(None if divides_by_all or not here else len(here))
+        self._state.reducer.expect(here)
+        self._source = here[-1] if here else 0
+
+    def stand_by(self, *, is_first: bool, keeps_own: bool) -> None:
+        """This rank has no inputs for the step that begins; see ``JoinSteps.follow``."""
+        if is_first:
+            self._state.reducer.prepare()
+            self._put_back = self._state.reducer.put_aside() if keeps_own else None
+
+    def follow(self, what: str, args: tuple[Any, ...]) -> None:
+        """Do what a rank with inputs has told. Collective."""
+        reducer = self._state.reducer
+        {
+            "broadcast": self._broadcast,
+            "begin_round": reducer.begin_shadow,
+            "send": reducer.send_shadow,
+            "finish": reducer.end_shadow,
+            "recover": reducer.recover_shadow,
+        }[what]()
+
+    def finish_join(self, begun: Mapping[int, int]) -> None:
+        """Give all ranks the parameters and buffers of the one that has begun most steps. Collective."""
+        self._state.reducer.prepare()
+        self._state.broadcast_all(self._numbers.index(_last_of(self._numbers, begun)))
+        if self._put_back is not None:
+            self._put_back()
+
+    def close(self) -> None:
+        """Tell nothing from now on."""
+        reducer = self._state.reducer
+        self._state.uneven = reducer.teller = reducer.before_round = None
+        reducer.count_anew()
+        reducer.divide_by(None)
+        reducer.expect(None)
+
+    def _broadcast(self) -> None:
+        if self._state.buffers is not None:
+            self._state.buffers.broadcast(self._source)
+
+    # What hooks and the reducer call
+
+    def is_live(self) -> bool:
+        return self._steps.is_live()
+
+    def begin_forward(self, module: nn.Module, *, broadcasts: bool) -> None:
+        self._steps.begin_forward(module)
+        if broadcasts:
+            self._tell("broadcast")
+            self._broadcast()
+
+    def begin_round(self, synchronises: bool) -> None:
+        self._steps.begin_backward()
+        if synchronises:
+            self._steps.note_averages()
+            self._tell("begin_round")
+
+    def send(self) -> None:
+        self._tell("send")
+
+    def finish(self) -> None:
+        self._tell("finish")
+
+    def recover(self) -> None:
+        self._tell("recover")
+
+
+def connect(state: State) -> Owner:
+    """Do what a first forward does; returns what communicates. Collective."""
+    if isinstance(state, FullyShardState):
+        return state.lazy_init()
+    state.transport.connect()
+    state.reducer.prepare()
+    return state
+
+
+def check_shares(owners: Sequence[Owner], ranks: Ranks) -> None:
+    """Refuse parts that have other places on some of the ranks that share them: told by place, others would follow.
+
+    Collective over ``ranks``; not all of them have the same parts.
+
+    Raises:
+        UsageError: On every rank.
+    """
+    every = dict(zip(ranks.numbers, ranks.objects(list(map(_shares_of, owners))), strict=True))
+    counts = {number: list(map(len, own)) for number, own in every.items()}
+    if len({str(own) for own in counts.values()}) > 1:
+        lines = [f"    rank {number}: {sum(own)}" for number, own in counts.items()]
+        raise UsageError(
+            "\n".join(["uneven inputs of ranks that have different numbers of annotated modules", *lines]),
+            at=place_of_rank(),
+            fix="give every rank as many experts, annotated in the same way",
+        )
+    for own in every.values():
+        for number, shares in enumerate(own):
+            for place, share in enumerate(shares):
+                if any(every[other][number][place] != share for other in share[0]):
+                    raise UsageError(
+                        f"uneven inputs of what ranks {list(share[0])} share, in other places of their models",
+                        at=place_of_rank(),
+                        fix="give every rank the modules that it shares with others in the same order",
+                    )
+
+
+def _shares_of(owner: Owner) -> list[tuple[tuple[int, ...], int]]:
+    """Return the ranks that share each handle, by global numbers, and its buffers, in the order of what is told."""
+    if isinstance(owner, ReplicateState):
+        return [(owner.grid.everyone.numbers, 1)]
+    return [(handle.grid.everyone.numbers, len(handle.buffers)) for handle in owner.handles]
+
+
+def _divide_by(state: FullyShardState, divisor: int | None) -> None:
+    for handle in state._handles:
+        for flat in handle.buffers:
+            flat.routes.divide_by(divisor)
+
+
+def _last_of(numbers: Sequence[int], begun: Mapping[int, int]) -> int:
+    """Return which of ``numbers`` has begun most steps, the last one of several."""
+    return max(numbers, key=lambda number: (begun[number], number))
