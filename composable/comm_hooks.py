@@ -382,11 +382,11 @@ def register_comm_hook(module: nn.Module, state: object, hook: HookFunction) -> 
         state: Handed to ``hook``.
         hook: ``hook(state, grad, output)`` gets the gradients of a flat buffer [W * S], as this rank has them, and
             fills ``output`` [S], of the same dtype, with this rank's slice of their mean. Replicated modules call
-            ``hook(state, grad)``, which averages in place. On replicated modules alone, ``hook(state, bucket)`` is a hook for
-            ``DistributedDataParallel``. The annotation of the second argument says which (``HookArgument``), else its
-            name, ``grad`` or ``bucket``; of hooks that say nothing, those of two arguments take a bucket. Ranks call
-            hooks in the same order. When a hook returns, its result is there, or queued on the current stream of the
-            device.
+            ``hook(state, grad)``, which averages in place. On replicated modules alone, ``hook(state, bucket)`` is a
+            hook for ``DistributedDataParallel``. The annotation of the second argument says which
+            (``HookArgument``), else its name, ``grad`` or ``bucket``; of hooks that say nothing, those of two
+            arguments take a bucket. Ranks call hooks in the same order. When a hook returns, its result is there, or
+            queued on the current stream of the device.
 
     Returns:
         What takes it off again.

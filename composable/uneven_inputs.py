@@ -194,7 +194,7 @@ class DDPView(UnevenInputs):
         reduce_by_hook(self.module, state, hook)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return those of the module."""
+        """Return those of the module, of any shapes."""
         return self.module.parameters()
 
     @property

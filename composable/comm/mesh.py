@@ -466,7 +466,7 @@ def _resolve_mesh(mesh: DeviceMesh | None, params: Sequence[nn.Parameter], *, ca
 def resolve_ranks(
     mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None, params: Sequence[nn.Parameter]
 ) -> Ranks:
-    """Return the ranks that ``replicate`` was given, or all, and the device of what they exchange.
+    """Return the ranks that ``replicate`` was given, or all, and the device of parameters of any shapes.
 
     Raises:
         UsageError: No process group is initialised.

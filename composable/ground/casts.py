@@ -89,7 +89,7 @@ class LentBuffers:
         return self._lent.setdefault(id(own), _Lent(own)).take(dtype, user)
 
     def take_back(self, own: torch.Tensor, dtype: torch.dtype, user: object) -> None:
-        """Undo every ``lend`` to ``user``, if there was one; ``own`` has then what was written to the copy."""
+        """Undo every ``lend`` to ``user``, if any; ``own``, of any shape, has then what was written to the copy."""
         lent = self._lent.get(id(own))
         if lent is not None and not lent.give_back(dtype, user):
             del self._lent[id(own)]

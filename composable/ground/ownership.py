@@ -77,12 +77,12 @@ class Claim:
 
 
 def claim(param: nn.Parameter, fqn: str, owner: object) -> None:
-    """Note that ``owner``, the state of a ``replicate``, averages ``param`` and calls it ``fqn``."""
+    """Note that ``owner``, the state of a ``replicate``, averages ``param``, of any shape, and calls it ``fqn``."""
     setattr(param, _AVERAGED, Claim(fqn, owner, id(param)))
 
 
 def release(params: Iterable[nn.Parameter]) -> None:
-    """Undo ``claim``."""
+    """Undo ``claim`` for parameters of any shapes."""
     for param in params:
         vars(param).pop(_AVERAGED, None)
 

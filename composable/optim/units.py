@@ -37,7 +37,7 @@ class Home(NamedTuple):
 
 
 def homes_of(params: Iterable[torch.Tensor]) -> dict[int, Home]:
-    """Return the home of each parameter of the handles of ``params`` of which this rank owns something, by id."""
+    """Return the home of each parameter [any shape] of the handles of ``params`` that this rank has some of, by id."""
     homes: dict[int, Home] = {}
     handles = dict.fromkeys(handle for param in params if (handle := handle_of(param)) is not None)
     for flat in (flat for handle in handles for flat in handle.buffers):
@@ -68,14 +68,14 @@ class Piece(NamedTuple):
 
     @staticmethod
     def of(param: RaggedDTensor, group: int, home: Home | None) -> "Piece":
-        """Describe a parameter of a param group."""
+        """Describe a parameter, of any shape, of a param group."""
         layout = param._spec.layout
         # Of equal shard groups one may have copies, and another not.
         cut = id(layout.mesh), layout.cut_dims, None if layout.label is None else layout.label.everyone
         return Piece(param, param._local_tensor, param._local_tensor.numel(), group, home, cut)
 
     def wrap(self, local: torch.Tensor) -> RaggedDTensor:
-        """Return a tensor like ``local`` as one that is cut as the parameter."""
+        """Return a tensor of the shape of ``local`` as one that is cut as the parameter."""
         return RaggedDTensor.wrap(local, self.param._spec.cast(local.dtype))
 
     def may_precede(self, other: "Piece", group: Group) -> bool:
@@ -189,7 +189,7 @@ class Unit:
 
 
 def merge(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> torch.Tensor | None:
-    """Return a flat view of tensors that lie in one storage, at ``offsets`` from the first; ``None`` if they do not."""
+    """Return a flat view [elements] of tensors that lie in one storage, at ``offsets`` from the first, or ``None``."""
     first, last = tensors[0], tensors[-1]
     item, storage = first.element_size(), first.untyped_storage()
     numel = offsets[-1] + last.numel()

@@ -73,7 +73,7 @@ class Replacement:
         self._name = name
 
     def find(self) -> nn.Parameter | None:
-        """Return the parameter that its module has now; ``None``: the module is gone, or has it unsharded."""
+        """Return the parameter, of full shape, that its module has now; ``None``: it is gone, or has it unsharded."""
         module = None if self._module is None else self._module()
         param = None if module is None else module._parameters.get(self._name)
         return None if param is None or replacement_of(param) is not None else param
@@ -88,7 +88,7 @@ class Replacement:
 
 
 def mark_replaced(param: nn.Parameter, fqn: str, module: nn.Module, name: str) -> None:
-    """Note that ``param`` is a parameter no more: ``module`` has another one under ``name``."""
+    """Note that ``param``, of any shape, is one no more: ``module`` has another under ``name``."""
     setattr(param, _MARK, Replacement(fqn, module, name))
     _marks_made[0] += 1
 

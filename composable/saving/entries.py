@@ -59,11 +59,11 @@ class Entries:
     unlisted: dict[str, torch.Tensor]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the entries that are tensors."""
+        """Return the entries that are tensors, of any shapes."""
         return {key: value for key, value in self.values.items() if isinstance(value, torch.Tensor)}
 
     def settable(self) -> dict[str, torch.Tensor]:
-        """Return what values may be loaded into: the tensors, and parameters that no entry has."""
+        """Return what values may be loaded into: tensors of any shapes, and parameters that no entry has."""
         return {**self.tensors(), **self.unlisted}
 
     def first_names(self) -> dict[int, str]:
@@ -71,7 +71,7 @@ class Entries:
         return {id(tensor): key for key, tensor in reversed(self.settable().items())}
 
     def unique(self) -> dict[str, torch.Tensor]:
-        """Return the entries that are tensors, each under the first of its keys."""
+        """Return the entries that are tensors, of any shapes, each under the first of its keys."""
         names = self.first_names()
         return {key: tensor for key, tensor in self.tensors().items() if names[id(tensor)] == key}
 
@@ -243,7 +243,7 @@ def agreed_by(groups: Iterable[Ranks]) -> Iterator[None]:
 
 
 def largest_handle_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of all whole parameters of the largest handle that has some of ``tensors``; 0 without handles.
+    """Return the bytes of all parameters, in full shape, of the largest handle with some of ``tensors``; 0 without.
 
     The same on all ranks, also where blocks of tensor parallelism differ, or other handles.
     """

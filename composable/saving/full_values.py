@@ -549,7 +549,7 @@ class ParamBucket:
     buffer: torch.Tensor | None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by FQN, as views of the buffer; none on ranks that get no values. Not collective."""
+        """Return the parameters in full shape by FQN, views of the buffer; none where there are no values. Local."""
         return {} if self.buffer is None else self.layout.views(self.buffer)
 
 

@@ -55,7 +55,7 @@ def units_of(modules: Iterable[nn.Module]) -> dict[ReducingUnit, Ranks]:
 
 
 def unit_of(param: nn.Parameter) -> tuple[ReducingUnit, Ranks] | None:
-    """Return what reduces the gradient of ``param``, with its ranks; ``None``: no annotation manages it."""
+    """Return what reduces the gradient of ``param``, of any shape, with its ranks; ``None``: no annotation does."""
     handle = handle_of(param)
     if handle is not None:
         return handle, handle.grid.everyone
