@@ -671,7 +671,7 @@ SHARDED: Table = {
     "optimizer": {
         **OPTIMIZERS,
         "accelerated": does(optimizer=partial(sgd, momentum=0.9), steps=accelerate_optimizer),
-        "flat": does(optimizer=adamw, steps=partial(accelerate_optimizer, flat=True)),
+        "accelerated AdamW": does(optimizer=adamw, steps=accelerate_optimizer),
     },
     "hook": {
         "none": Value(),

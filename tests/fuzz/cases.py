@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 OPTIMIZERS = "SGD momentum AdamW AdamW-foreach AdamW-fused RMSprop".split()
-SPEEDS = "plain accelerated flat".split()
+SPEEDS = "plain accelerated".split()
 CLIPS = "none none own torch".split()
 ZEROS = ["to None", "to None", "to zeros", "every other step"]
 HOOKS = ["count", "scale before", "scale after", "step in backward", "tensor hook before", "tensor hook after"]
