@@ -219,10 +219,10 @@ def found_in(names: Iterable[str], rule: Callable[[str, ast.AST], list[str]]) ->
 def test_the_package_keeps_its_budget() -> None:
     """Limits only fall: who adds a file or a hundred lines takes as much away first, or says here why not."""
     lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
-    assert sum(lines.values()) <= 37_500
-    assert len(FILES) <= 125
+    assert sum(lines.values()) <= 36_700
+    assert len(FILES) <= 116
     assert len([name for name in FILES if name.count(".") == 1 and room_of(name) not in FOLDERS | OPEN_FOLDERS]) <= 13
-    assert {name: count for name, count in lines.items() if count > 770} == {}
+    assert {name: count for name, count in lines.items() if count > 605} == {}
 
 
 def classes_of_the_package() -> Iterator[tuple[str, ast.ClassDef]]:
