@@ -18,6 +18,7 @@ from composable.engine import Handle, Scheduler, streams_for
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.ground.frames import in_backward, modules_in_call
 from composable.ground.names import check_bool, check_number, describe_module, described
+from composable.whole_model import units_of
 
 __all__ = [
     "GatherSettings",
@@ -170,10 +171,11 @@ class ReductionSettings(AnnotatedModule):
 
         Args:
             requires_gradient_sync: Reduce at the end of each handle's backward.
-            recurse: Also in fully sharded modules below.
+            recurse: Also in fully sharded and replicated modules below.
         """
-        for handle in _chosen(self, recurse, requires_gradient_sync=requires_gradient_sync):
-            handle.requires_gradient_sync = requires_gradient_sync
+        handles = _chosen(self, recurse, requires_gradient_sync=requires_gradient_sync)
+        for unit in units_of(self.modules()) if recurse else handles:
+            unit.requires_gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether the next backwards sum up gradients over the ranks that hold copies of shards.

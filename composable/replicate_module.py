@@ -32,6 +32,7 @@ from composable.replication import (
     join_all_reduces,
     replicate_state_of,
 )
+from composable.whole_model import units_of
 
 __all__ = [
     "ReductionStats",
@@ -69,12 +70,13 @@ class ReplicateModule(AnnotatedModule):
 
         Args:
             requires_gradient_sync: Average.
-            recurse: Also in replicated modules below.
+            recurse: Also in replicated and fully sharded modules below.
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
         check_bool("recurse", recurse)
-        for reducer in _reducers(self, recurse=recurse):
-            reducer.requires_gradient_sync = requires_gradient_sync
+        reducers = list(_reducers(self, recurse=recurse))
+        for unit in units_of(self.modules()) if recurse else reducers:
+            unit.requires_gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Do what ``set_requires_gradient_sync`` does: an all-reduce is all the synchronisation there is."""

@@ -842,17 +842,6 @@ REPLICATED: Table = {
 TABLES = {"fully_shard": SHARDED, "replicate": REPLICATED}
 # Values that do not go together where a third one is there, or that only a limit of torch keeps apart: cases with all
 # of them are left out.
-REFUSED: dict[str, list[Mapping[str, str]]] = {
-    api: [
-        # Of the root alone: the other annotation averages, and steps, in each backward.
-        {"annotation": where, "gradients": "set_requires_gradient_sync", **steps}
-        for where in wheres
-        for steps in ({"optimizer": "in backward"}, {"inputs": "uneven"})
-    ]
-    for api, wheres in (
-        ("fully_shard", ("around a replica", "around a replica of a shard")),
-        ("replicate", ("around a shard", "inside a shard")),
-    )
-}
+REFUSED: dict[str, list[Mapping[str, str]]] = {"fully_shard": [], "replicate": []}
 # torch's clipping takes no plain parameters beside those that are split.
 REFUSED["replicate"].append({"mesh": "beside tensor parallelism", "clip": "torch's"})
