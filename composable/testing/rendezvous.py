@@ -13,7 +13,6 @@ from functools import reduce
 import torch
 
 from composable.errors import DesyncError
-from composable.ground.names import dtype_text
 from composable.ground.torch_private import without_modes
 
 __all__ = ["Board", "Call", "CollectivePart", "GroupKey", "Rendezvous", "Transfer"]
@@ -57,7 +56,8 @@ class Call:
 
 
 def _shown(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {dtype_text(tensor.dtype)}"
+    # What stands in for C++ calls nothing of ours, at which interrupts would stop.
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _exchange(calls: Sequence[Call]) -> None:
