@@ -124,7 +124,7 @@ MUTATIONS = [
             case,
             "race of the shard of",
         )
-        for case in ("unshard by hand", "unshard_params, reshard", "unshard_params, copies")
+        for case in ("unshard by hand", "unshard_params, reshard")
     ),
     Mutation(
         "a gather does not wait", [(WAIT_FOR_SHARDS, "                pass\n")], "train, ", "race of the shard of"
