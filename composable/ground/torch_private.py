@@ -121,7 +121,8 @@ def queue_callback(callback: Callable[[], None], needed_by: object = None) -> No
     Raises:
         UsageError: Compiled autograd runs it, which takes callbacks and never calls them.
     """
-    if _if_imported("torch._dynamo.compiled_autograd", "in_compiled_autograd_region", False):
+    # As below: what nobody has imported nobody can have used.
+    if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
         why = getattr(needed_by, "untraceable", "")
         raise UsageError(
             f"compiled autograd runs this backward, {f'where {why}' if why else 'and never says when it ends'}",
@@ -136,9 +137,8 @@ def queue_callback(callback: Callable[[], None], needed_by: object = None) -> No
 
 def optimizers_in_backward() -> MutableMapping[torch.Tensor, Any]:
     """Return the hooks of torch's ``_apply_optimizer_in_backward``, by parameter."""
-    found: MutableMapping[torch.Tensor, Any] = _if_imported(
-        "torch.distributed.optim.apply_optimizer_in_backward", "param_to_optim_hook_handle_map", {}
-    )
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    found: MutableMapping[torch.Tensor, Any] = getattr(module, "param_to_optim_hook_handle_map", {})
     return found
 
 
@@ -415,19 +415,15 @@ def without_modes() -> AbstractContextManager[Any]:
 
 def split_backward_code() -> CodeType | None:
     """Return the code in which torch's pipelines take the gradients of inputs alone; ``None``: it is not imported."""
-    function = _if_imported("torch.distributed.pipelining._backward", "stage_backward_input", None)
+    function = getattr(sys.modules.get("torch.distributed.pipelining._backward"), "stage_backward_input", None)
     return getattr(function, "__code__", None)
 
 
 def model_averager_code() -> CodeType | None:
     """Return the code in which torch averages models that ranks train apart; ``None``: it is not imported."""
-    function = _if_imported("torch.distributed.algorithms.model_averaging.utils", "average_parameters", None)
+    module = sys.modules.get("torch.distributed.algorithms.model_averaging.utils")
+    function = getattr(module, "average_parameters", None)
     return getattr(function, "__code__", None)
-
-
-def _if_imported(module: str, name: str, default: Any) -> Any:
-    """Return what a module of torch has; ``default`` where nobody has imported it, and so nobody can have used it."""
-    return getattr(sys.modules.get(module), name, default)
 
 
 def replace_body(function: Any, body: Callable[..., Any]) -> None:
