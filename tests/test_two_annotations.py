@@ -17,6 +17,7 @@ from torch import nn
 from composable import fully_shard, no_sync, replicate, unannotate
 from composable.errors import ComposableError, ConfigError
 from composable.ground.contract import get_registry
+from composable.whole_model import units_of
 from tests.models import random_input, seeded
 from tests.parity import full
 from tests.world import on_ranks, run_threads
@@ -239,3 +240,21 @@ def test_gradients_that_are_there_before_fully_shard_are_not_dropped_in_silence(
     model.zero_grad()
     fully_shard(model)
     backward(model, dist.get_rank(), 0)
+
+
+def keeps_micro_batches(outer: str) -> tuple[int, bool]:
+    """Return how many parts of a model keep gradients when the whole is told to, and whether all average again."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    first, second = (replicate, fully_shard) if outer == "fully_shard" else (fully_shard, replicate)
+    first(model[0])
+    second(model)
+    units = list(units_of(model.modules()))
+    model.set_requires_gradient_sync(False)
+    kept = sum(not unit.requires_gradient_sync for unit in units)
+    model.set_requires_gradient_sync(True)
+    return kept, all(unit.requires_gradient_sync for unit in units)
+
+
+@pytest.mark.parametrize("outer", ["fully_shard", "replicate"])
+def test_gradient_sync_of_a_model_reaches_both_annotations_in_it(outer: str) -> None:
+    assert run_threads(keeps_micro_batches, 2, outer) == [(2, True)] * 2
