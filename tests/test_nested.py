@@ -23,7 +23,7 @@ from composable import (
     unshard_params,
 )
 from composable.engine import handle_of
-from composable.optim.units import homes_of
+from composable.optim.rebind import homes_of
 from tests.models import MLPBlock, loss_of, make_model, random_input, seeded
 from tests.parity import inputs_of
 from tests.world import on_ranks, run_threads

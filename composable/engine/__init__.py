@@ -1,18 +1,11 @@
 """The engine: parameters, buffers, the paths that bytes take, and when each of them is taken in a step."""
 
 from composable.engine.buffer import FlatBuffer
-from composable.engine.faces import Lent
 from composable.engine.finish import Agreement, HandleChoices, find_stale
-from composable.engine.gradients import GradientBuffer, Gradients
-from composable.engine.handle import FIX_COPY, Handle, handle_of, waits_for_copies, written_too_early
-from composable.engine.handle_step import HandleStep
-from composable.engine.param import ShardedParam, has_own_setattr
-from composable.engine.passes import SavingForbidden
-from composable.engine.paths import Replicas, RestingPlace
-from composable.engine.scheduler import Scheduler
-from composable.engine.step import Companion, RootSettings, StepEvent
-from composable.engine.stepping import (
+from composable.engine.gradients import (
     ELEMENT_WISE,
+    GradientBuffer,
+    Gradients,
     Stepper,
     check_backward,
     forget_torch_hooks,
@@ -25,6 +18,13 @@ from composable.engine.stepping import (
     stepper_of,
     unmark_stepped,
 )
+from composable.engine.handle import FIX_COPY, Handle, handle_of, waits_for_copies, written_too_early
+from composable.engine.handle_step import HandleStep
+from composable.engine.param import Lent, ShardedParam, has_own_setattr
+from composable.engine.passes import SavingForbidden
+from composable.engine.paths import Replicas, RestingPlace
+from composable.engine.scheduler import Scheduler
+from composable.engine.step import Companion, RootSettings, StepEvent
 from composable.engine.unfilled import META_FIX, MarkedMemory, is_unfilled, mark_unfilled
 from composable.engine.unsharded import streams_for
 from composable.engine.user_comms import HookFunction, Registration, copied_registrations, nearest, reduced_otherwise

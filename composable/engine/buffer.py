@@ -10,24 +10,36 @@ Source: flat parameters, arXiv 2304.11277.
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.comm import Pending
+from composable.comm import Grid, Pending, Ranks, joined_mesh
+from composable.dtensor import RaggedSpec, ragged_spec, splits_of
 from composable.engine.gradients import Gradients
-from composable.engine.param import make_sharded_params
+from composable.engine.param import ShardedParam
 from composable.engine.paths import RestingPlace
 from composable.engine.routes import Routes
 from composable.engine.unfilled import META_FIX
 from composable.errors import UsageError, place_of_rank
-from composable.planning import NO_CASTS, BufferPlan, HandleMembers, MixedPrecisionPolicy
+from composable.ground.names import class_name, module_text
+from composable.planning import (
+    NO_CASTS,
+    BufferPlan,
+    Form,
+    HandleMembers,
+    MixedPrecisionPolicy,
+    Span,
+    SplitNode,
+    local_shape,
+)
 
-__all__ = ["AccumulatedGradients", "FlatBuffer"]
+__all__ = ["AccumulatedGradients", "FlatBuffer", "ParamLabel"]
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -411,3 +423,133 @@ def _cannot_cast(fqn: str, old: torch.dtype, new: torch.dtype) -> UsageError:
         at=f"parameter {fqn!r}",
         fix="convert the model before fully_shard; for another dtype in computation pass mp_policy",
     )
+
+
+def make_sharded_params(
+    plan: BufferPlan,
+    module_fqn: str,
+    members: HandleMembers,
+    mesh: DeviceMesh,
+    shard: torch.Tensor,
+    grad_dtype: torch.dtype,
+    home: torch.device,
+    device: torch.device,
+) -> list[ShardedParam]:
+    """Return the parameters of a class with pieces in ``shard``, whose values are not theirs yet.
+
+    Args:
+        plan: Of the class.
+        module_fqn: The handle's module, as the plan names it.
+        members: The parameters and every place that holds them, by the plan's FQNs.
+        mesh: 1-D mesh of the shard group.
+        shard: Of this rank, [S].
+        grad_dtype: Of reduced gradients.
+        home: Where the shard rests.
+        device: Where unsharded parameters live.
+    """
+    params = []
+    for span in plan.layout.spans:
+        original, bounds = members.originals[span.fqn], plan.layout.bounds(span)
+        start, stop = plan.layout.local_range(span, mesh.get_local_rank())
+        form = members.forms.get(span.fqn)
+        if form is not None and form.kind != "marked" and not shard.is_meta:
+            # Forward reads it where the parameters are unsharded.
+            form.move(device)
+        params.append(
+            ShardedParam(
+                span.fqn.removeprefix(f"{module_fqn}."),
+                members.owners[span.fqn],
+                original,
+                _spec_of(span, plan.dtype, bounds, mesh, form),
+                shard,
+                start,
+                stop,
+                local_shape(span.shape, bounds, mesh.get_local_rank(), span.order),
+                grad_dtype,
+                home,
+                form,
+            )
+        )
+    _choose_stored(params)
+    return params
+
+
+def _choose_stored(params: Sequence[ShardedParam]) -> None:
+    """Let checkpoints take one copy of what ranks along a dim of tensor parallelism hold copies of, cut differently.
+
+    Blocks of other shapes move the cuts of what is in the same buffer. Where blocks are equal checkpoints choose.
+    """
+    if all(param.layout.is_even for param in params):
+        return
+    dims: dict[tuple[int, ...], int] = {}
+    for param in params:
+        mesh = param.layout.mesh
+        for dim in range(mesh.ndim):
+            if dim != param.layout.mesh_dim:
+                ranks = Ranks.of_mesh(mesh, dim)
+                dims[ranks.numbers] = ranks.rank
+    for param in params:
+        own = {number for ranks in param.layout.split_ranks for number in ranks.numbers}
+        # What is split over some of the same ranks is no copy along these.
+        copies = [rank for numbers, rank in dims.items() if len(own.intersection(numbers)) < 2]
+        param.layout.is_stored = not any(copies)
+
+
+def _spec_of(span: Span, dtype: torch.dtype, bounds: Sequence[int], mesh: DeviceMesh, form: Form | None) -> RaggedSpec:
+    if form is None or not isinstance(form.node, SplitNode):
+        return ragged_spec(mesh, span.shape, dtype, bounds, order=span.order)
+    whole = form.node.spec
+    joined, mesh_dim = joined_mesh(mesh, whole.mesh)
+    others = [dim for dim in range(joined.ndim) if dim != mesh_dim]
+    splits = {others[dim]: split for dim, split in splits_of(whole.placements).items()}
+    return ragged_spec(joined, whole.shape, dtype, bounds, mesh_dim=mesh_dim, order=span.order, splits=splits)
+
+
+class _LabelledHandle(Protocol):
+    """What a label asks of the handle of its parameter."""
+
+    grid: Grid
+    has_parts: bool
+
+    @property
+    def fqn(self) -> str: ...
+
+    def from_root(self, fqn: str) -> str: ...
+
+
+class ParamLabel:
+    """Who a sharded parameter is.
+
+    Attributes:
+        key: Equal on all ranks, and another one for each parameter of the same ranks.
+    """
+
+    __slots__ = ("_fqn", "_handle", "_kind", "key")
+
+    def __init__(self, annotation: int, param: ShardedParam, handle: _LabelledHandle) -> None:
+        self._fqn = param.fqn
+        self._kind = class_name(param.owners[0][0])
+        # What the handle is called changes when the root is known.
+        self._handle = weakref.ref(handle)
+        self.key = f"{annotation} {handle.fqn} {param.fqn}"
+
+    def __str__(self) -> str:
+        handle = self._handle()
+        return self._fqn if handle is None else handle.from_root(self._fqn)
+
+    @property
+    def everyone(self) -> Ranks | None:
+        """All ranks that hold pieces of it, or copies of pieces; ``None``: it is gone."""
+        handle = self._handle()
+        return None if handle is None else handle.grid.everyone
+
+    @property
+    def has_parts(self) -> bool:
+        """On some of these ranks, modules inside the same root lie on a part of them."""
+        handle = self._handle()
+        return handle is not None and handle.has_parts
+
+    @property
+    def module(self) -> str:
+        """What messages call the module that owns it."""
+        return module_text(str(self).rpartition(".")[0], self._kind)

@@ -14,12 +14,10 @@ import torch
 from torch import nn
 
 from composable.comm import Grid, Pending
-from composable.engine.buffer import AccumulatedGradients, FlatBuffer
-from composable.engine.faces import Faces, Lent, Misplaced, ParamLabel, ParamView
-from composable.engine.gradients import GRADIENT_BUFFERS
-from composable.engine.param import ShardedParam
+from composable.engine.buffer import AccumulatedGradients, FlatBuffer, ParamLabel
+from composable.engine.gradients import GRADIENT_BUFFERS, Stepper, refuse_steppers
+from composable.engine.param import Faces, Lent, Misplaced, ParamView, ShardedParam
 from composable.engine.secondary import Filling, SecondaryShards
-from composable.engine.stepping import Stepper, refuse_steppers
 from composable.engine.user_comms import CHOICES, DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
 from composable.errors import UsageError, located, place_of_rank
 from composable.ground.frames import is_functional_call, is_part_of_module, modules_of_copy, reaches_out

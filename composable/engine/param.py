@@ -8,36 +8,33 @@ annotation; only the entry in ``module._parameters`` changes.
 """
 
 import copy
+import enum
 import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.comm import Ranks, joined_mesh
 from composable.dtensor import (
     HOOKS,
     RaggedDTensor,
     RaggedLayout,
     RaggedSpec,
     assign_grad,
-    ragged_spec,
     slice_block,
-    splits_of,
     was_zeroed,
     watch_zeroing,
 )
 from composable.engine.unfilled import mark_unfilled
 from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_private import flat_weight_refs, without_flat_weight_refs
-from composable.planning import BufferPlan, Form, HandleMembers, Span, SplitNode, local_shape, mark_replaced
+from composable.planning import Form, SplitNode, mark_replaced
 
-__all__ = ["Owner", "ShardedParam", "make_sharded_params"]
+__all__ = ["Faces", "Lent", "Misplaced", "Owner", "ParamView", "ShardedParam"]
 
 
 Owner = tuple[nn.Module, str]
@@ -454,81 +451,101 @@ def _name_state(sharded: Any, form: Form, owners: Sequence[Owner]) -> None:
             setattr(holder, last, value)
 
 
-def make_sharded_params(
-    plan: BufferPlan,
-    module_fqn: str,
-    members: HandleMembers,
-    mesh: DeviceMesh,
-    shard: torch.Tensor,
-    grad_dtype: torch.dtype,
-    home: torch.device,
-    device: torch.device,
-) -> list[ShardedParam]:
-    """Return the parameters of a class with pieces in ``shard``, whose values are not theirs yet.
+class ParamView(enum.Enum):
+    """What there is of a handle's unsharded parameters, and whether modules hold them.
+
+    SHARDED: nothing; modules hold the sharded ones, as in the next two. GATHERING: an unshard was started and is not
+    in use yet. HIDDEN: they are there all the same. UNSHARDED: modules hold them.
+    """
+
+    SHARDED = enum.auto()
+    GATHERING = enum.auto()
+    HIDDEN = enum.auto()
+    UNSHARDED = enum.auto()
+
+
+class Lent(enum.Enum):
+    """How a context shows parameters to the user in a way that forward and backward cannot use.
+
+    WHOLE: every module holds a copy of its whole parameters, with which it can run where nothing is to have a gradient.
+    OTHER: copies of some ranks only, on the host, or with gradients.
+    """
+
+    WHOLE = enum.auto()
+    OTHER = enum.auto()
+
+
+class Misplaced(NamedTuple):
+    """What a module holds where a handle gave it a face of a parameter: the other face, another tensor or none."""
+
+    module: nn.Module
+    name: str
+    param: ShardedParam
+    held: nn.Parameter | None
+
+    @property
+    def is_stranger(self) -> bool:
+        """It is neither face."""
+        return not self.param.has_face(self.held)
+
+
+class Faces:
+    """The places of a handle's parameters, which show the sharded faces from now on.
 
     Args:
-        plan: Of the class.
-        module_fqn: The handle's module, as the plan names it.
-        members: The parameters and every place that holds them, by the plan's FQNs.
-        mesh: 1-D mesh of the shard group.
-        shard: Of this rank, [S].
-        grad_dtype: Of reduced gradients.
-        home: Where the shard rests.
-        device: Where unsharded parameters live.
+        params: Of the handle.
     """
-    params = []
-    for span in plan.layout.spans:
-        original, bounds = members.originals[span.fqn], plan.layout.bounds(span)
-        start, stop = plan.layout.local_range(span, mesh.get_local_rank())
-        form = members.forms.get(span.fqn)
-        if form is not None and form.kind != "marked" and not shard.is_meta:
-            # Forward reads it where the parameters are unsharded.
-            form.move(device)
-        params.append(
-            ShardedParam(
-                span.fqn.removeprefix(f"{module_fqn}."),
-                members.owners[span.fqn],
-                original,
-                _spec_of(span, plan.dtype, bounds, mesh, form),
-                shard,
-                start,
-                stop,
-                local_shape(span.shape, bounds, mesh.get_local_rank(), span.order),
-                grad_dtype,
-                home,
-                form,
-            )
-        )
-    _choose_stored(params)
-    return params
 
+    __slots__ = ("_places", "_plain_places", "_swaps", "_watched")
 
-def _choose_stored(params: Sequence[ShardedParam]) -> None:
-    """Let checkpoints take one copy of what ranks along a dim of tensor parallelism hold copies of, cut differently.
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        for param in params:
+            param.place(param.sharded)
+        # Modules with a way of their own to take a parameter are asked.
+        self._watched = [param for param in params if any(has_own_setattr(module) for module, _ in param.owners)]
+        self._places = [(module, name, param) for param in params for module, name in param.owners]
+        self._plain_places = [place for place in self._places if place[2] not in self._watched]
+        self._swaps: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
 
-    Blocks of other shapes move the cuts of what is in the same buffer. Where blocks are equal checkpoints choose.
-    """
-    if all(param.layout.is_even for param in params):
-        return
-    dims: dict[tuple[int, ...], int] = {}
-    for param in params:
-        mesh = param.layout.mesh
-        for dim in range(mesh.ndim):
-            if dim != param.layout.mesh_dim:
-                ranks = Ranks.of_mesh(mesh, dim)
-                dims[ranks.numbers] = ranks.rank
-    for param in params:
-        own = {number for ranks in param.layout.split_ranks for number in ranks.numbers}
-        # What is split over some of the same ranks is no copy along these.
-        copies = [rank for numbers, rank in dims.items() if len(own.intersection(numbers)) < 2]
-        param.layout.is_stored = not any(copies)
+    def are_sharded(self) -> bool:
+        """Say whether every module holds the sharded parameters."""
+        # Before each gather: a generator costs as much again.
+        for module, name, param in self._places:  # noqa: SIM110
+            if module._parameters.get(name) is not param.sharded:
+                return False
+        return True
 
+    def misplaced(self, view: ParamView) -> list[Misplaced]:
+        """Return what modules hold in place of the face that they were given."""
+        found = []
+        for module, name, param in self._places:
+            held = module._parameters.get(name)
+            if held is not (param.unsharded if view is ParamView.UNSHARDED else param.sharded):
+                found.append(Misplaced(module, name, param, held))
+        return found
 
-def _spec_of(span: Span, dtype: torch.dtype, bounds: Sequence[int], mesh: DeviceMesh, form: Form | None) -> RaggedSpec:
-    if form is None or not isinstance(form.node, SplitNode):
-        return ragged_spec(mesh, span.shape, dtype, bounds, order=span.order)
-    whole = form.node.spec
-    joined, mesh_dim = joined_mesh(mesh, whole.mesh)
-    others = [dim for dim in range(joined.ndim) if dim != mesh_dim]
-    splits = {others[dim]: split for dim, split in splits_of(whole.placements).items()}
-    return ragged_spec(joined, whole.shape, dtype, bounds, mesh_dim=mesh_dim, order=span.order, splits=splits)
+    def show_unsharded(self, refuse: Callable[[], None]) -> None:
+        """Let the modules hold the unsharded parameters, which are full; calls ``refuse`` where one has neither."""
+        if self._swaps is None:
+            self._swaps = [(module, name, param.sharded, param.leaf()) for module, name, param in self._plain_places]
+        for module, name, sharded, leaf in self._swaps:
+            trainable = sharded.requires_grad
+            if leaf.requires_grad is not trainable:
+                leaf.requires_grad_(trainable)
+            params = module._parameters
+            held = params.get(name)
+            if held is not sharded and held is not leaf:
+                refuse()
+            params[name] = leaf
+        for param in self._watched:
+            if not (param.is_placed(param.sharded) or param.is_placed(param.leaf())):
+                refuse()
+            param.leaf().requires_grad_(param.sharded.requires_grad)
+            param.place(param.leaf())
+
+    def show_sharded(self) -> None:
+        """Let the modules hold the sharded parameters."""
+        for module, name, param in self._plain_places:
+            module._parameters[name] = param.sharded
+        for param in self._watched:
+            param.place(param.sharded)

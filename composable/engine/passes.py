@@ -13,11 +13,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from composable.comm import described
-from composable.engine.faces import Lent, ParamView
+from composable.engine.gradients import refuse_graph_of_backward
 from composable.engine.handle import Handle
 from composable.engine.handle_step import HandleStep
+from composable.engine.param import Lent, ParamView
 from composable.engine.step import LED, Completion, Step, StepEvent
-from composable.engine.stepping import refuse_graph_of_backward
 from composable.errors import UsageError, place_of_rank, warn_once
 from composable.ground.frames import in_split_backward, is_called_again
 from composable.ground.torch_hooks import Ending, in_backward_of_nothing, next_ending_number

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from composable.engine.faces import ParamView
 from composable.engine.handle import Handle
+from composable.engine.param import ParamView
 from composable.engine.passes import Backwards, Forwards
 from composable.engine.step import Completion, RootSettings, Step, StepEvent, StepListener
 from composable.engine.unsharded import Streams

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from composable.engine.faces import ParamView
 from composable.engine.gradients import GradientBuffer
 from composable.engine.handle import Handle
 from composable.engine.handle_step import HandleStep
+from composable.engine.param import ParamView
 from composable.engine.paths import GradientPath, Reduction
 from composable.ground.frames import in_region, watch_graph, watch_running_node
 from composable.ground.torch_hooks import before_gradients

@@ -27,9 +27,21 @@ from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.names import check_module
 from composable.ground.torch_hooks import around_optimizer
 from composable.ground.torch_private import DisableTorchFunction
-from composable.optim.checks import CHECKS_ITSELF, check_parameters, check_replaced
-from composable.optim.rebind import cut_state, is_per_element
-from composable.optim.units import Grads, Group, Piece, State, Unit, homes_of, merge, signature_of
+from composable.optim.rebind import (
+    CHECKS_ITSELF,
+    Grads,
+    Group,
+    Piece,
+    State,
+    Unit,
+    check_parameters,
+    check_replaced,
+    cut_state,
+    homes_of,
+    is_per_element,
+    merge,
+    signature_of,
+)
 from composable.planning import marks_made
 
 __all__ = ["PartStep", "accelerate_optimizer", "local_gradients"]

@@ -1,7 +1,6 @@
 """What an annotation will do, decided before anything is changed: names and shapes in, numbers out."""
 
 from composable.planning.estimate import Link, Links, PlanEstimate
-from composable.planning.handle_plan import BufferPlan, HandlePlan
 from composable.planning.layout import (
     FlatLayout,
     RaggedShard,
@@ -30,7 +29,7 @@ from composable.planning.options import (
     skipped_modules,
 )
 from composable.planning.planner import make_plan, plan
-from composable.planning.shard_plan import ShardPlan
+from composable.planning.shard_plan import BufferPlan, HandlePlan, ShardPlan
 from composable.planning.structure import (
     HandleMembers,
     first_replacement,

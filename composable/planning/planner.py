@@ -17,7 +17,6 @@ from torch.distributed.tensor import Shard
 from composable.errors import ConfigError
 from composable.ground.contract import get_registry
 from composable.ground.names import answer_of, class_name, described, list_text, plain_fqn, readable_twice
-from composable.planning.handle_plan import BufferPlan, HandlePlan, ParamPlan
 from composable.planning.layout import Align, Promise, layout_of_rows, order_of, plan_layout
 from composable.planning.options import (
     NO_CASTS,
@@ -31,7 +30,7 @@ from composable.planning.options import (
     ShardPlacementFn,
     skipped_modules,
 )
-from composable.planning.shard_plan import ShardPlan
+from composable.planning.shard_plan import BufferPlan, HandlePlan, ParamPlan, ShardPlan
 from composable.planning.structure import FoundParam, HandleMembers, find_structure, managed_modules, named_roots
 from composable.policies import PolicyLike
 

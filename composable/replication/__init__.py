@@ -1,6 +1,5 @@
 """The gradient buckets of ``replicate``, and their averaging."""
 
-from composable.replication.compiled_graph import FORMS, join_all_reduces
 from composable.replication.forwards import (
     NO_PRECISION,
     Precision,
@@ -17,7 +16,7 @@ from composable.replication.options import (
     choose_delay,
     choose_device,
 )
-from composable.replication.outside_buckets import BufferSync, broadcast_tensors
+from composable.replication.outside_buckets import FORMS, BufferSync, broadcast_tensors, join_all_reduces
 from composable.replication.reducer import Reducer
 from composable.replication.reports import BackwardTiming
 from composable.replication.state import ReplicateState, check_replicated, replicate_state_of

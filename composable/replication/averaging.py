@@ -28,9 +28,9 @@ from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_hooks import Ending, next_ending_number
 from composable.ground.torch_private import opaque
 from composable.replication.buckets import Bucket
-from composable.replication.compiled_graph import traced_arrival
 from composable.replication.exchange import BucketExchange
 from composable.replication.options import BucketOptions
+from composable.replication.outside_buckets import traced_arrival
 from composable.replication.reports import GRAPH_CHANGED, STOPPED, Report, Stopwatch, second_gradient
 from composable.replication.rounds import Phase, Round, StaticGraph
 from composable.replication.tensors import ReducedParam, grad_dtype_of

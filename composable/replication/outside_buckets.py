@@ -1,15 +1,29 @@
-"""Tensors that travel in no bucket: sparse gradients, and parameters and buffers that are made equal."""
+"""What travels in no bucket: sparse gradients, buffers, first values, and all that compiled autograd traces.
 
-from collections.abc import Sequence
+Under compiled autograd a backward is a graph, which nothing tells of its end. So there are no rounds: a gradient is
+averaged where it is accumulated, and a backend of the compiler may join the all-reduces. It knows them by what they
+are: the sum over a group of a scaled gradient, copied back into it. So other collectives, of tensor parallelism say,
+stay as they are.
+What a bucket waits for goes to the end of the graph, or before the first that reads one of its gradients.
+Every rank must run the same graph.
+
+Source: bucketing, PyTorch Distributed, arXiv 2006.15704.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from composable.comm import Transport
-from composable.ground.torch_private import foreach_copy_
+from composable.errors import UsageError, place_of_rank
+from composable.ground.torch_private import foreach_copy_, foreach_mul, graph_collectives, opaque
 
-__all__ = ["BufferSync", "SparseGradients", "broadcast_tensors"]
+__all__ = ["FORMS", "BufferSync", "SparseGradients", "broadcast_tensors", "join_all_reduces", "traced_arrival"]
 
 
 # Instead of a number of rows: this rank has no gradient, or one that is not sparse.
@@ -184,3 +198,196 @@ def broadcast_tensors(
             small = []
     if small:
         _Packed(small, device).broadcast(small, transport, key, source_rank)
+
+
+def traced_arrival(find_reducer: Callable[[], Any], fqn: str) -> Callable[[torch.Tensor], None]:
+    """Return what a graph does once the ``grad`` of a parameter, of any shape, has this backward's gradient.
+
+    The compiler makes another graph where one of the reducer's attributes that are read here changes.
+    """
+
+    def arrive(param: torch.Tensor) -> None:
+        found = find_reducer()
+        if found is None or not found.requires_gradient_sync:
+            return
+        exchange = found.exchange
+        if not (exchange.group_name or found.steppers):
+            return
+        if found.untraceable:
+            _refuse(found.untraceable, fqn)
+        assert param.grad is not None, "accumulated"
+        _average_in_graph(param.grad, exchange.scale, exchange.group_name)
+
+    return arrive
+
+
+def _average_in_graph(grad: torch.Tensor, scale: float, group_name: str) -> None:
+    """Make ``grad`` its mean over the ranks of a group; ``join_all_reduces`` knows these operations again."""
+    real = torch.view_as_real(grad) if grad.is_complex() else grad
+    real.copy_(graph_collectives.wait_tensor(graph_collectives.all_reduce(real * scale, "sum", group_name)))
+
+
+@opaque
+def _refuse(why: str, fqn: str) -> None:
+    raise UsageError(
+        f"compiled autograd runs this backward, where {why}",
+        at=f"{place_of_rank()}, parameter {fqn!r}",
+        fix="leave compiled autograd off: compiled models need it for nothing",
+    )
+
+
+@dataclass(frozen=True)
+class _Average:
+    """One gradient's average: ``grad.copy_(wait(all_reduce(grad * scale)))``, as nodes of a graph."""
+
+    grad: fx.Node
+    scaled: fx.Node
+    reduced: fx.Node
+    waited: fx.Node
+    copied: fx.Node
+
+    @property
+    def key(self) -> object:
+        """What the averages of one bucket have in common: group, scale, dtype, device."""
+        return self.reduced.args[2], self.scaled.args[1], self._like.dtype, self._like.device
+
+    @property
+    def numel_bytes(self) -> int:
+        return self._like.nbytes
+
+    @property
+    def _like(self) -> torch.Tensor:
+        example: torch.Tensor = self.grad.meta["example_value"]
+        return example
+
+    @property
+    def gives(self) -> set[fx.Node]:
+        """Nodes whose value the average is."""
+        viewed = _made_by(self.grad, torch.view_as_real)
+        return {self.grad, self.copied, *(viewed.all_input_nodes if viewed is not None else ())}
+
+
+@dataclass
+class _Bucket:
+    """Averages that travel together."""
+
+    averages: list[_Average] = field(default_factory=list)
+    numel_bytes: int = 0
+    gives: set[fx.Node] = field(default_factory=set)
+
+    def add(self, average: _Average) -> None:
+        self.averages.append(average)
+        self.numel_bytes += average.numel_bytes
+        self.gives |= average.gives
+
+
+def join_all_reduces(graph: fx.Graph, cap_bytes: int, form: str) -> int:
+    """Join the averages of gradients in ``graph``; returns how many all-reduces there are now.
+
+    Args:
+        graph: As the compiler hands it to a backend.
+        cap_bytes: Most bytes of gradients in one bucket that holds more than one.
+        form: A key of ``FORMS``.
+    """
+    averages = {average.copied: average for average in _averages(graph)}
+    own = {node for average in averages.values() for node in (average.scaled, average.copied)}
+    buckets: list[_Bucket] = []
+    filling: dict[object, _Bucket] = {}
+    for node in graph.nodes:
+        if node not in own:
+            # What reads an average waits for its bucket: nothing that comes later can be in that.
+            filling = {key: one for key, one in filling.items() if one.gives.isdisjoint(node.all_input_nodes)}
+        average = averages.get(node)
+        if average is not None:
+            bucket = filling.get(average.key)
+            if bucket is None or bucket.numel_bytes + average.numel_bytes > cap_bytes:
+                bucket = filling[average.key] = _Bucket()
+                buckets.append(bucket)
+            bucket.add(average)
+    for bucket in buckets:
+        _join(graph, bucket, *FORMS[form])
+    graph.lint()
+    return len(buckets)
+
+
+def _averages(graph: fx.Graph) -> list[_Average]:
+    """Return the averages in ``graph``, in order."""
+    found = []
+    for copied in graph.nodes:
+        if not (copied.op == "call_method" and copied.target == "copy_" and len(copied.args) == 2):
+            continue
+        waited = _made_by(copied.args[1], graph_collectives.wait_tensor)
+        reduced = waited and _made_by(waited.args[0], graph_collectives.all_reduce)
+        scaled = reduced and _made_by(reduced.args[0], operator.mul)
+        if not (waited and reduced and scaled) or reduced.args[1] != "sum":
+            continue
+        grad = copied.args[0]
+        if (
+            scaled.args[0] is grad
+            and isinstance(grad, fx.Node)
+            and all(len(one.users) == 1 for one in (waited, reduced, scaled))
+        ):
+            found.append(_Average(grad, scaled, reduced, waited, copied))
+    return found
+
+
+def _made_by(node: Any, target: object) -> fx.Node | None:
+    if isinstance(node, fx.Node) and node.op == "call_function" and node.target is target and node.args:
+        return node
+    return None
+
+
+_Start = Callable[..., Any]
+_End = Callable[..., None]
+
+
+def _join(graph: fx.Graph, bucket: _Bucket, start: _Start, end: _End) -> None:
+    last = bucket.averages[-1]
+    grads = [average.grad for average in bucket.averages]
+    with graph.inserting_before(last.scaled):
+        started = graph.call_function(start, (grads, last.scaled.args[1], last.reduced.args[2]))
+    # The first node after the last of the gradients that reads an average, or the end.
+    reader = last.copied.next
+    while reader.op != "output" and bucket.gives.isdisjoint(reader.all_input_nodes):
+        reader = reader.next
+    with graph.inserting_before(reader):
+        graph.call_function(end, (grads, started))
+    for average in bucket.averages:
+        # Who reads the result of the copy reads the gradient.
+        average.copied.replace_all_uses_with(average.grad)
+        for node in (average.copied, average.waited, average.reduced, average.scaled):
+            graph.erase_node(node)
+
+
+# As functions, which the compiler traces in its turn.
+
+
+def _sum_of_concatenated(grads: Sequence[torch.Tensor], scale: float, group_name: str) -> torch.Tensor:
+    flat = torch.cat([grad.reshape(-1) for grad in grads]) if len(grads) > 1 else grads[0].reshape(-1)
+    summed: torch.Tensor = graph_collectives.all_reduce(flat * scale, "sum", group_name)
+    return summed
+
+
+def _take_apart(grads: Sequence[torch.Tensor], summed: torch.Tensor) -> None:
+    parts = graph_collectives.wait_tensor(summed).split([grad.numel() for grad in grads])
+    for grad, part in zip(grads, parts, strict=True):
+        grad.copy_(part.view(grad.shape))
+
+
+def _sums_of_coalesced(grads: Sequence[torch.Tensor], scale: float, group_name: str) -> list[torch.Tensor]:
+    summed: list[torch.Tensor] = graph_collectives.all_reduce_coalesced(
+        foreach_mul(list(grads), scale), "sum", group_name
+    )
+    return summed
+
+
+def _take_each(grads: Sequence[torch.Tensor], summed: Sequence[torch.Tensor]) -> None:
+    for grad, part in zip(grads, summed, strict=True):
+        grad.copy_(graph_collectives.wait_tensor(part))
+
+
+# How a bucket travels: what starts it, and what ends it.
+FORMS: dict[str, tuple[_Start, _End]] = {
+    "concatenated": (_sum_of_concatenated, _take_apart),
+    "coalesced": (_sums_of_coalesced, _take_each),
+}

@@ -37,7 +37,7 @@ from composable.comm import Ranks, call_before_destroy, make_host_ranks
 from composable.errors import ComposableError, ConfigError, UsageError, place_of_rank
 from composable.ground.names import as_path, check_bool, check_module, described
 from composable.saving import contents, files, run_folder
-from composable.saving.names import names_on_all
+from composable.saving.entries import names_on_all
 from composable.saving.run_folder import EXTRA, Manifest, PartialCheckpoint
 
 __all__ = ["SaveHandle", "SavedCheckpoint", "find_checkpoint", "load_checkpoint", "save_checkpoint"]

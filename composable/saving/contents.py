@@ -35,9 +35,9 @@ from composable.ground.contract import get_registry
 from composable.ground.names import plain_fqn
 from composable.ground.torch_private import flatten_state_dict, tree_leaves, tree_map, unflatten_state_dict
 from composable.replication import Reducer, ReplicateState
+from composable.saving.entries import OptimizerNames, names_of_params, optimizer_differences
 from composable.saving.files import as_data, read_data
 from composable.saving.loads import find_differences
-from composable.saving.names import OptimizerNames, names_of_params, optimizer_differences
 
 __all__ = [
     "DataPlanner",

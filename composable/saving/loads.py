@@ -25,8 +25,15 @@ from composable.ground.frames import is_strict_load
 from composable.ground.names import dtype_text, join_fqn, list_text, plain_fqn
 from composable.ground.torch_hooks import around_state_dict
 from composable.ground.torch_private import dcp_state_dict, module_load, state_dict_utils
-from composable.saving.entries import agreed_by, ranks_along
-from composable.saving.names import GroupNames, describe_optimizer, group_differences, names_by_alias, names_of_params
+from composable.saving.entries import (
+    GroupNames,
+    agreed_by,
+    describe_optimizer,
+    group_differences,
+    names_by_alias,
+    names_of_params,
+    ranks_along,
+)
 
 __all__ = [
     "Differences",

@@ -28,8 +28,8 @@ from weakref import WeakSet, finalize
 from torch import nn
 
 from composable.errors import ConfigError, UsageError, place_of_rank
+from composable.saving.entries import GroupNames, OptimizerNames
 from composable.saving.files import FileSum, check_inside, file_name, find_damage, sync_folder, write_summed
-from composable.saving.names import GroupNames, OptimizerNames
 
 __all__ = ["EXTRA", "METADATA", "Manifest", "PartialCheckpoint", "find_folder", "older_whole", "read_manifest"]
 

@@ -1,16 +1,17 @@
 """What is done to a whole annotated model, its sharded and its replicated parts alike."""
 
-from composable.whole_model.backward_steps import BackwardSteps, step_in_backward
-from composable.whole_model.join import JoinSteps, Owner, check_shares, connect
-from composable.whole_model.units import (
+from composable.whole_model.backward_steps import (
+    BackwardSteps,
     ReducingUnit,
     State,
     check_ranks_below,
     nothing_annotated,
     params_of,
     states_of,
+    step_in_backward,
     units_of,
 )
+from composable.whole_model.join import JoinSteps, Owner, check_shares, connect
 
 __all__ = [
     "BackwardSteps",

@@ -1,7 +1,9 @@
-"""An optimizer that steps inside backward: each parameter as soon as its averaged gradient is there.
+"""What reduces the gradients of a model, and an optimizer that steps inside backward.
 
-Then the gradient is dropped, so that those of one bucket or handle are alive, and not those of the model. Who hands
-parameters over, and when, is the business of ``replication/reducer.py`` and ``engine/buffer.py``.
+A *unit* reduces gradients: a handle of ``fully_shard``, or the reducer of one ``replicate``. An optimizer may step
+each parameter as soon as its averaged gradient is there. Then the gradient is dropped, so that those of one bucket or
+handle are alive, and not those of the model. Who hands parameters over, and when, is the business of
+``replication/reducer.py`` and ``engine/buffer.py``.
 
 Source: fusing the step into backward, arXiv 2306.09782.
 """
@@ -10,32 +12,110 @@ import inspect
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from composable.annotation import model_ranks_of
-from composable.comm import Ranks, compare_in_each
+from composable.annotation import FullyShardState, handle_of_module, model_ranks_of, sharded_state_of
+from composable.comm import Grid, Ranks, check_inside, compare_in_each
 from composable.engine import (
     Handle,
     check_backward,
+    handle_of,
     has_torch_optimizer,
     mark_stepped,
     stepper_of,
     unmark_stepped,
 )
 from composable.errors import ComposableError, ConfigError, UsageError, located, made_alike, place_of_rank
+from composable.ground.contract import annotated_below
 from composable.ground.frames import in_backward, will_get_gradient
-from composable.ground.names import check_optimizer
+from composable.ground.names import check_optimizer, describe_module
+from composable.ground.ownership import claim_of
 from composable.ground.torch_hooks import after_gradients, after_step, before_step
 from composable.ground.torch_private import opaque
 from composable.optim import CHECKS_ITSELF, PartStep, check_replaced
-from composable.replication import Reducer, check_steppable
-from composable.whole_model.units import ReducingUnit, params_of, unit_of
+from composable.replication import Reducer, ReplicateState, check_steppable, replicate_state_of
 
-__all__ = ["BackwardSteps", "step_in_backward"]
+__all__ = [
+    "BackwardSteps",
+    "ReducingUnit",
+    "State",
+    "check_ranks_below",
+    "nothing_annotated",
+    "params_of",
+    "states_of",
+    "step_in_backward",
+    "unit_of",
+    "units_of",
+]
+
+
+ReducingUnit: TypeAlias = Handle | Reducer
+State: TypeAlias = FullyShardState | ReplicateState
+
+
+def states_of(modules: Iterable[nn.Module]) -> list[State]:
+    """Return the states of the annotations that manage ``modules``, each once, in their order."""
+    found: dict[State, None] = {}
+    for module in modules:
+        sharded, replicated = sharded_state_of(module), replicate_state_of(module)
+        found.update((state, None) for state in (sharded, replicated) if state is not None)
+    return list(found)
+
+
+def units_of(modules: Iterable[nn.Module]) -> dict[ReducingUnit, Ranks]:
+    """Return what reduces gradients of ``modules``, in their order, with the ranks of each."""
+    found: dict[ReducingUnit, Ranks] = {}
+    for module in modules:
+        handle, replicated = handle_of_module(module), replicate_state_of(module)
+        if handle is not None:
+            found[handle] = handle.grid.everyone
+        if replicated is not None:
+            found[replicated.reducer] = replicated.grid.everyone
+    return found
+
+
+def unit_of(param: nn.Parameter) -> tuple[ReducingUnit, Ranks] | None:
+    """Return what reduces the gradient of ``param``, of any shape, with its ranks; ``None``: no annotation does."""
+    handle = handle_of(param)
+    if handle is not None:
+        return handle, handle.grid.everyone
+    claim = claim_of(param)
+    if claim is not None and isinstance(claim.owner, ReplicateState):
+        return claim.owner.reducer, claim.owner.grid.everyone
+    return None
+
+
+def params_of(unit: ReducingUnit) -> list[str]:
+    """Return the FQNs of the parameters whose gradients ``unit`` reduces."""
+    if isinstance(unit, Handle):
+        return [unit.fqn_of(param) for param in unit.params]
+    return [item.fqn for item in unit.params]
+
+
+def check_ranks_below(state: State, grid: Grid) -> None:
+    """Refuse an annotation on ``grid`` that lacks ranks of another one below its modules, or pairs them otherwise.
+
+    Raises:
+        ConfigError: It names the module below.
+    """
+    for module, other in annotated_below(state.modules):
+        if other is not state and isinstance(other, FullyShardState | ReplicateState):
+            check_inside(other.grid, grid, partial(describe_module, module))
+
+
+def nothing_annotated(caller: str, *modules: nn.Module) -> UsageError:
+    """Return the error of a function that found no annotation at or below ``modules``."""
+    return UsageError(
+        f"{caller} found no annotated module",
+        at=", ".join([place_of_rank(), *map(describe_module, modules)]),
+        fix=f"call fully_shard or replicate first, or {caller} on a module around",
+    )
+
 
 _Groups: TypeAlias = list[dict[str, Any]]
 _Narrowed: TypeAlias = tuple[_Groups, _Groups, list[list[nn.Parameter]]]

@@ -24,7 +24,7 @@ from composable.ground.names import describe_module
 from composable.ground.torch_hooks import at_end_of_backward, next_ending_number
 from composable.planning import managed_modules
 from composable.replication import ReplicateState
-from composable.whole_model.units import State
+from composable.whole_model.backward_steps import State
 
 __all__ = ["JoinSteps", "Owner", "check_shares", "connect"]
 
