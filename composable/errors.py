@@ -9,6 +9,7 @@ Every message says what happened, where (rank, module, parameter) and what to do
 Inner code raises the bare cause; one outer place adds the location with ``located``.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,14 +88,12 @@ _OUTSIDE = "this process"
 
 
 _LOG = logging.getLogger("composable")
-_SAID: set[str] = set()
 
 
+@functools.cache
 def warn_once(text: str) -> None:
     """Log a warning, each text once in a process."""
-    if text not in _SAID:
-        _SAID.add(text)
-        _LOG.warning("%s", text)
+    _LOG.warning("%s", text)
 
 
 def place_of_rank() -> str:

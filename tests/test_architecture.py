@@ -255,6 +255,74 @@ def test_no_class_has_more_than_24_attributes_or_30_methods() -> None:
     assert large == {}
 
 
+def test_what_a_constructor_gives_is_not_asserted() -> None:
+    texts = [
+        f"{name}:{node.lineno}"
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert) and ast.unparse(node.test).endswith("is not None")
+    ]
+    assert texts == []
+
+
+# What this process remembers outside of objects that its users hold, each with its reason.
+GLOBALS = {
+    "comm.hang_watchdog._WATCH": "one thread looks after all groups",
+    "comm.rank_status._RECORD": "what that thread looks at",
+    "comm.ranks._KEPT": "groups that were made of others, which live as long",
+    "comm.transport._REGISTERED": "the transports by name, filled by imports",
+    "comm_hooks._SERVED": "states of hooks that give no weak references",
+    "dtensor.gather.RECORD": "dispatch has no other place to ask",
+    "ground.ownership.CHANGES": "numbers to compare, in place of looking again",
+    "ground.ownership._REGISTRATIONS": "torch's registration hooks are of the process",
+    "ground.torch_hooks._ENDINGS": "backwards are of the process",
+    "saving.checkpoint._SAVES": "saves that end after the call",
+    "saving.run_folder._LOCKS": "a process has one lock of a file",
+    "testing.simulation._SIMULATIONS": "torch is changed for one at a time",
+}
+_CHANGING = {"add", "append", "clear", "discard", "extend", "pop", "popitem", "setdefault", "update"}
+
+
+def stateful_classes() -> set[str]:
+    """Return the classes whose objects change: a method other than a constructor assigns, or they hold what changes."""
+    found = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "count", "Lock", "local", "Counter"}
+    for _, node in classes_of_the_package():
+        for one in ast.walk(node):
+            is_new = isinstance(one, ast.Call) and ast.unparse(one.func).rpartition(".")[2] in found
+            is_kept = isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
+            if is_new or (is_kept and isinstance(one.value, ast.Name) and one.value.id == "self"):
+                found.add(node.name)
+    return found
+
+
+def globals_that_change(name: str, tree: ast.Module) -> Iterator[str]:
+    classes = stateful_classes()
+    for node in tree.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        word = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+        is_object = isinstance(node.value, ast.Call) and ast.unparse(node.value.func).rpartition(".")[2] in classes
+        if is_object or any(_changes(one, word) for one in ast.walk(tree)):
+            yield f"{name.removeprefix('composable.')}.{word}"
+
+
+def _changes(node: ast.AST, word: str) -> bool:
+    """Say whether ``word[...] = ``, ``word.add(...)`` or the like."""
+    if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        return ast.unparse(node.value) == word
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING
+    return is_call and ast.unparse(node.func.value) == word  # type: ignore[attr-defined]  # a call of an attribute
+
+
+# Made once and never changed.
+CONSTANT_OBJECTS = {"fsdp_module._SWAP", "replicate_module._SWAP", "replicate_module._CASTING_SWAP"}
+
+
+def test_the_process_remembers_twelve_things() -> None:
+    found = {word for name, tree in TREES.items() for word in globals_that_change(name, tree)}
+    assert found - CONSTANT_OBJECTS == set(GLOBALS)
+
+
 FEATURES = re.compile(r"(?i)joinable|is_joined|uneven|expert|offload|watchdog|hybrid|profil(?!er)|safetensors")
 
 

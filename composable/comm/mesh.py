@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable.comm.ranks import (
     Ranks,
+    default_group,
     device_for,
     hosts_of,
     kept_with,
@@ -208,8 +209,7 @@ def group_of_rows(rows: Iterable[Sequence[int]], device: torch.device) -> Ranks:
 
 def _group_of(numbers: Sequence[int]) -> dist.ProcessGroup:
     """Return the group of ranks in this order; one for all that ask. Collective over them at first."""
-    world = dist.group.WORLD
-    assert world is not None, "checked by who made the mesh"
+    world = default_group()
     if list(numbers) == dist.get_process_group_ranks(world):
         return world
     return kept_with(world, ("ranks", *numbers), lambda: make_group(numbers, world))
@@ -335,8 +335,7 @@ def _dims_of(mesh: DeviceMesh) -> DataParallelMeshDims:
 
 def _mesh_of_hosts(params: Iterable[nn.Parameter]) -> DeviceMesh:
     """Return a mesh with a replica on each host, the same for all annotations. Collective at first."""
-    world = dist.group.WORLD
-    assert world is not None, "checked above"
+    world = default_group()
     kind = _default_type(params)
 
     def make() -> DeviceMesh:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from composable.comm import point_to_point  # noqa: F401  # registers itself
 from composable.comm.rank_status import Started
-from composable.comm.ranks import Ranks, hosts_of, kept_with, make_group
+from composable.comm.ranks import Ranks, default_group, hosts_of, kept_with, make_group
 from composable.comm.transport import Pending, ProcessGroupTransport, Transport, choose_transport, transport_class
 from composable.ground.torch_private import replace_body
 
@@ -184,9 +184,7 @@ def part_of(ranks: Ranks, size: int) -> Ranks:
     start = ranks.rank - ranks.rank % size
     numbers = ranks.numbers[start : start + size]
     key = (numbers, dist.get_backend(ranks.process_group), ranks.device.type)
-    world = dist.group.WORLD
-    assert world is not None, "there are ranks to take a part of"
-    return Ranks.of(kept_with(world, key, lambda: _make_like(numbers, ranks)), ranks.device)
+    return Ranks.of(kept_with(default_group(), key, lambda: _make_like(numbers, ranks)), ranks.device)
 
 
 def make_host_ranks() -> Ranks:

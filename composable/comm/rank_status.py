@@ -132,7 +132,7 @@ class Meeting:
         self.what = what
         self.nbytes = nbytes
         self.is_hook = is_hook
-        self.serial = next(_SERIALS)
+        self.serial = next(_RECORD.serials)
         self.thread = threading.get_ident()
         self.number = 0
         if group is not None and ahead is not None:
@@ -140,10 +140,10 @@ class Meeting:
                 self.number = started_in(group) + ahead
 
     def __enter__(self) -> None:
-        _MEETINGS[self.serial] = self
+        _RECORD.meetings[self.serial] = self
 
     def __exit__(self, *_: object) -> None:
-        _MEETINGS.pop(self.serial, None)
+        _RECORD.meetings.pop(self.serial, None)
 
 
 @dataclass(frozen=True)
@@ -175,21 +175,34 @@ class StatusSource(Protocol):
         ...
 
 
-# In the order in which they began; one that an exception has cut short is gone with its frame.
-_SERIALS = itertools.count()
-_MEETINGS: "weakref.WeakValueDictionary[int, Meeting]" = weakref.WeakValueDictionary()
-_TRANSPORTS: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_TREES: "weakref.WeakSet[Any]" = weakref.WeakSet()
+class _ProcessRecord:
+    """What this process has on record, as long as it lives.
+
+    Attributes:
+        serials: Of the meetings.
+        meetings: In the order in which they began; one that an exception has cut short is gone with its frame.
+        transports: What they have started.
+        trees: Where they are.
+    """
+
+    def __init__(self) -> None:
+        self.serials = itertools.count()
+        self.meetings: weakref.WeakValueDictionary[int, Meeting] = weakref.WeakValueDictionary()
+        self.transports: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.trees: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+_RECORD = _ProcessRecord()
 
 
 def notice_transport(transport: Any) -> None:
     """Put what ``transport`` starts on record, as long as it lives; see ``Transport``."""
-    _TRANSPORTS.add(transport)
+    _RECORD.transports.add(transport)
 
 
 def notice_tree(tree: StatusSource) -> None:
     """Put where ``tree`` is on record, as long as it lives."""
-    _TREES.add(tree)
+    _RECORD.trees.add(tree)
 
 
 def described(error: BaseException, where: str = "") -> str:
@@ -247,9 +260,9 @@ def waiting_threads() -> list[Waiting]:
     frames = sys._current_frames()
     frames.pop(threading.get_ident(), None)
     meetings: dict[int, list[Meeting]] = {}
-    for meeting in filter(None, [reference() for reference in _MEETINGS.valuerefs()]):
+    for meeting in filter(None, [reference() for reference in _RECORD.meetings.valuerefs()]):
         meetings.setdefault(meeting.thread, []).append(meeting)
-    started = {one.waiter: one for transport in _all_of(_TRANSPORTS) for one in list(transport.in_flight)}
+    started = {one.waiter: one for transport in _all_of(_RECORD.transports) for one in list(transport.in_flight)}
     found = []
     for thread, frame in frames.items():
         own = meetings.get(thread, [])
@@ -271,10 +284,10 @@ def waiting_threads() -> list[Waiting]:
 def local_status(overdue: Collection[tuple[object, ...]] = ()) -> RankStatus:
     """Return what this process does; ``overdue``: marks of waits that have lasted longer than any transfer does."""
     groups = groups_of_process()
-    talking = [one for one in _all_of(_TRANSPORTS) if _is_alive(one, groups)]
+    talking = [one for one in _all_of(_RECORD.transports) if _is_alive(one, groups)]
     in_backward = any(map(runs_backward, sys._current_frames().values()))
     told: dict[int, AnnotationStatus] = {}
-    for tree in _all_of(_TREES):
+    for tree in _all_of(_RECORD.trees):
         one = tree.tell(in_backward=in_backward)
         if one is not None and _is_alive(one.transport, groups):
             told[id(tree)] = one
@@ -361,7 +374,7 @@ def _wait_of(found: Waiting, told: Mapping[int, AnnotationStatus], lane: str, *,
 
 def name_of(started: Started) -> tuple[str, object]:
     """Return what ``started`` is, for messages, and the annotation that it belongs to, if it is one's."""
-    for one in _all_of(_TREES):
+    for one in _all_of(_RECORD.trees):
         name = one.name_of(started)
         if name is not None:
             return name, one
@@ -390,7 +403,7 @@ def is_torchs_wait(frame: FrameType) -> bool:
 def transports_of(groups: Iterable[dist.ProcessGroup]) -> list[Any]:
     """Return the transports that talk in any of ``groups``."""
     found = list(groups)
-    return [one for one in _all_of(_TRANSPORTS) if any(group in found for group in one.groups)]
+    return [one for one in _all_of(_RECORD.transports) if any(group in found for group in one.groups)]
 
 
 def _all_of(found: Any) -> list[Any]:

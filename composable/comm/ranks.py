@@ -28,7 +28,7 @@ from torch.distributed import ReduceScatterOptions
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable.comm.hang_watchdog import meeting
-from composable.errors import ComposableError, ConfigError, DesyncError, place_of_rank
+from composable.errors import ComposableError, ConfigError, DesyncError, UsageError, place_of_rank
 from composable.ground.names import count_text
 from composable.ground.torch_private import (
     default_timeout_of,
@@ -45,6 +45,7 @@ __all__ = [
     "Ranks",
     "all_reduce_in",
     "compare_in_each",
+    "default_group",
     "device_for",
     "hosts_of",
     "kept_with",
@@ -120,16 +121,14 @@ class Ranks:
         """Return all ranks, or this process alone where no process group is initialised."""
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks(None, torch.device("cpu"), 0, 1, (0,))
-        group = dist.group.WORLD
-        assert group is not None, "a process group is initialised"
+        group = default_group()
         has_nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
         return Ranks.of(group, device_for("cuda" if has_nccl else "cpu"))
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The group of ranks that are known to have one: everything annotated has."""
-        assert self.group is not None, "a process without a process group"
-        return self.group
+        return default_group() if self.group is None else self.group
 
     @property
     def order(self) -> tuple[int, tuple[int, ...]]:
@@ -531,6 +530,22 @@ def _own_host() -> str:
 # Their groups
 
 
+def default_group() -> dist.ProcessGroup:
+    """Return the group of all ranks.
+
+    Raises:
+        UsageError: There is none.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        raise UsageError(
+            "there is no process group",
+            at="this process",
+            fix="call init_process_group, in a script that torchrun starts",
+        )
+    return world
+
+
 def make_group(
     numbers: Sequence[int], like: dist.ProcessGroup | None, *, backend: str | None = None
 ) -> dist.ProcessGroup:
@@ -545,8 +560,7 @@ def make_group(
         like: The group whose timeout it gets.
         backend: As ``new_group`` takes it; ``None``: that of the default group.
     """
-    world = dist.group.WORLD
-    assert world is not None, "there are ranks to make a group of"
+    world = default_group()
     # Counted before the attempt: ranks of which one fails still count alike.
     number = next(kept_with(world, ("made", *numbers), lambda: itertools.count(1)))
     # Without spaces: diagnoses of the watch list names between them.

@@ -18,7 +18,6 @@ from itertools import starmap
 from threading import get_ident
 from types import MappingProxyType
 from typing import Protocol, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceScatterO
 
 from composable.comm.hang_watchdog import diverged, explained
 from composable.comm.rank_status import Order, Started, notice_transport
+from composable.comm.ranks import kept_with
 from composable.errors import ConfigError
 from composable.ground.torch_private import AllgatherOptions, all_gather_into, reduce_scatter_into
 
@@ -46,7 +46,6 @@ __all__ = [
 _CARRIED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 )
-_ORDERS: "WeakKeyDictionary[dist.ProcessGroup, Order]" = WeakKeyDictionary()
 
 
 class Pending(Protocol):
@@ -369,7 +368,7 @@ class ProcessGroupTransport(Transport):
         self.world_size = group.size()
         self._group = group
         self.groups = (group,)
-        self.order = _ORDERS.setdefault(group, Order())
+        self.order = kept_with(group, "order", Order)
         notice_transport(self)
         self.in_flight = {}
         self._all_gather = all_gather_into(group)

@@ -4,7 +4,6 @@ from composable.dtensor.gather import confirm_in_each, fallback_counts, note_wri
 from composable.dtensor.norms import NormParts, cut_dims, summed_in
 from composable.dtensor.spec import RaggedLayout, RaggedSpec, ragged_spec, slice_block, slice_full, splits_of
 from composable.dtensor.tensor import (
-    HOOKS,
     RaggedDTensor,
     assign_grad,
     check_finished,
@@ -17,7 +16,6 @@ from composable.dtensor.tensor import (
 from composable.dtensor.transfer import PieceExchange, cast_dtype, collect_blocks, spread_blocks, teach_torch
 
 __all__ = [
-    "HOOKS",
     "NormParts",
     "PieceExchange",
     "RaggedDTensor",

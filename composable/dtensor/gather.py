@@ -40,6 +40,7 @@ from composable.ground.torch_private import (
 )
 
 __all__ = [
+    "RECORD",
     "GatheredView",
     "Rule",
     "confirm",
@@ -220,22 +221,25 @@ def _layout_text(layout: RaggedLayout, dtype: torch.dtype) -> str:
 # -- how often operations gathered that nobody asked to gather
 
 
-class _Gathers:
-    """What was gathered in this process that nobody asked to gather.
+class _RaggedRecord:
+    """What this process knows of ragged tensors beside themselves. Ranks that are threads share it.
 
     Attributes:
-        counts: How often, by operation.
+        counts: How often operations gathered what nobody asked to gather, by operation.
         strict_depth: How many ``strict_mode`` are around: these operations are refused.
         sources: What some view still looks into, by id. Empty but for moments: asking costs the hot path nothing.
+        unfinished: Whose gradients are under way, by id, and whether ``zero_grad`` drops what is to come; mostly empty
+            as well. Parameters and gradients, told apart by identity, are each of one rank.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.strict_depth = 0
         self.sources: weakref.WeakValueDictionary[int, _Source] = weakref.WeakValueDictionary()
+        self.unfinished: dict[int, tuple[weakref.ref[Any], bool]] = {}
 
 
-_GATHERS = _Gathers()
+RECORD = _RaggedRecord()
 
 
 def count_fallback(op: str, layout: RaggedLayout) -> None:
@@ -244,13 +248,13 @@ def count_fallback(op: str, layout: RaggedLayout) -> None:
     Raises:
         UsageError: ``strict_mode`` is on.
     """
-    if _GATHERS.strict_depth:
+    if RECORD.strict_depth:
         raise UsageError(
             f"{op} has no rule for ragged tensors and would gather all of {list(layout.shape)}",
             at=f"rank {layout.global_rank}",
             fix="call full_tensor() where a gather is meant, or leave strict_mode()",
         )
-    _GATHERS.counts[op] += 1
+    RECORD.counts[op] += 1
 
 
 def fallback_counts(*, reset: bool = False) -> dict[str, int]:
@@ -259,20 +263,20 @@ def fallback_counts(*, reset: bool = False) -> dict[str, int]:
     ``full_tensor`` and ``redistribute`` are asked for, and not counted.
     """
     check_bool("reset", reset)
-    counts = dict(_GATHERS.counts)
+    counts = dict(RECORD.counts)
     if reset:
-        _GATHERS.counts.clear()
+        RECORD.counts.clear()
     return counts
 
 
 @contextmanager
 def strict_mode() -> Iterator[None]:
     """Raise ``UsageError`` instead of gathering a ragged tensor that nobody asked to gather."""
-    _GATHERS.strict_depth += 1
+    RECORD.strict_depth += 1
     try:
         yield
     finally:
-        _GATHERS.strict_depth -= 1
+        RECORD.strict_depth -= 1
 
 
 # -- operations on full tensors
@@ -461,7 +465,7 @@ class _Source:
         self.base = base
         self.full = full
         self.is_stale = False
-        _GATHERS.sources[id(self)] = self
+        RECORD.sources[id(self)] = self
 
     def write_back(self) -> None:
         """Take over what the views changed in the gathered copy."""
@@ -475,9 +479,9 @@ def note_written(locals_: Sequence[torch.Tensor], *, but: _Source | None = None)
     Autograd compares versions, and views of these ragged tensors no longer show their values. Any shapes and dtypes.
     """
     increment_version(locals_)
-    if _GATHERS.sources:
+    if RECORD.sources:
         changed = set(map(id, locals_))
-        for reference in _GATHERS.sources.valuerefs():
+        for reference in RECORD.sources.valuerefs():
             source = reference()
             # Aliases (`detach()`, `.data`) share the local tensor object.
             if source is not None and source is not but:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.comm import Ranks
 from composable.dtensor.gather import (
+    RECORD,
     GatheredView,
     confirm,
     confirm_layout,
@@ -39,6 +40,7 @@ from composable.dtensor.spec import (
 )
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.frames import in_torch_save
+from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import (
     DeviceMesh,
     DTensorSpec,
@@ -55,7 +57,6 @@ from composable.ground.torch_private import (
 from composable.planning import RaggedShard
 
 __all__ = [
-    "HOOKS",
     "RaggedDTensor",
     "assign_grad",
     "check_finished",
@@ -70,15 +71,6 @@ __all__ = [
 # torch's own descriptors, whose stubs say Tensor.
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
-
-
-class _Hooks:
-    """How many hooks on gradients were registered so far: while that stays, who has any need not be asked again."""
-
-    made = 0
-
-
-HOOKS = _Hooks()
 
 
 class RaggedDTensor(DTensor):
@@ -107,18 +99,18 @@ class RaggedDTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch leaves the arguments untyped
         cls, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if _UNFINISHED:
+        if RECORD.unfinished:
             _check_operands(op, args)
         return rule_for(op)(RaggedDTensor, op, args, kwargs or {})
 
     def register_hook(self, hook: Any) -> Any:
         """Call ``hook`` with the gradient; of a sharded parameter, with this rank's piece of the reduced one."""
-        HOOKS.made += 1
+        CHANGES.note("hooks")
         return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         """Call ``hook`` with this tensor when its gradient is accumulated; of a sharded parameter, the reduced one."""
-        HOOKS.made += 1
+        CHANGES.note("hooks")
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -394,8 +386,6 @@ class _Owner(Protocol):
     def waiting(self) -> Sequence[torch.Tensor]: ...
 
 
-# Whose gradients are under way, and whether `zero_grad` drops what is to come. Mostly empty, so asking costs the hot
-# path nothing. Ranks that are threads share it: parameters and gradients, told apart by identity, are each of one rank.
 _UNFINISHED: dict[int, "tuple[weakref.ref[_Owner], bool]"] = {}
 
 _ZEROING = frozenset({"zero_", "_foreach_zero_"})
@@ -405,17 +395,17 @@ _NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
 def note_unfinished(owners: Iterable[_Owner], *, is_droppable: bool = False) -> None:
     """Note that the gradients of ``owners`` are not complete; ``is_droppable``: ``zero_grad`` drops what is to come."""
     for owner in owners:
-        _UNFINISHED[id(owner)] = weakref.ref(owner, partial(_forget, id(owner))), is_droppable
+        RECORD.unfinished[id(owner)] = weakref.ref(owner, partial(_forget, id(owner))), is_droppable
 
 
 def note_finished(owners: Iterable[_Owner]) -> None:
     """Note that the gradients of ``owners`` are complete, or were dropped."""
     for owner in owners:
-        _UNFINISHED.pop(id(owner), None)
+        RECORD.unfinished.pop(id(owner), None)
 
 
 def _forget(key: int, _: object) -> None:
-    _UNFINISHED.pop(key, None)
+    RECORD.unfinished.pop(key, None)
 
 
 def check_finished(what: str, tensors: Iterable[torch.Tensor]) -> None:
@@ -430,7 +420,7 @@ def check_finished(what: str, tensors: Iterable[torch.Tensor]) -> None:
     Raises:
         UsageError: Backwards of a module have ended whose reductions have not.
     """
-    if _UNFINISHED:
+    if RECORD.unfinished:
         owners = _owners_of_params()
         _refuse(what, tensors, {id(param): owner for param, owner in owners} | _by_gradient(owners))
 
@@ -447,7 +437,7 @@ def _check_operands(op: OpOverload, args: Sequence[Any]) -> None:
 def _owners_of_params(*, leaves_droppable: bool = False) -> list[tuple[torch.Tensor, _Owner]]:
     return [
         (param, owner)
-        for reference, is_droppable in list(_UNFINISHED.values())
+        for reference, is_droppable in list(RECORD.unfinished.values())
         if not (is_droppable and leaves_droppable) and (owner := reference()) is not None
         for param in (owner.waiting if is_droppable else owner.sharded)
         if param.requires_grad

@@ -176,8 +176,7 @@ def spread_blocks(tensors: Sequence[RaggedDTensor], values: Callable[[int], torc
         return
     layout = tensors[0]._spec.layout
     exchange = PieceExchange(layout.ranks)
-    if layout.rank == src:
-        assert values is not None, "the source has the values"
+    if layout.rank == src and values is not None:
         fulls = [
             tensor._spec.layout.flat(values(index).detach()) if tensor.numel() else None
             for index, tensor in enumerate(tensors)

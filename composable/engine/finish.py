@@ -25,9 +25,10 @@ from composable.engine.handle import Handle
 from composable.engine.handle_step import GradientLedger, HandleStep
 from composable.engine.paths import Reduction
 from composable.engine.unsharded import Streams
-from composable.engine.user_comms import CHOICES, DEFAULT_COMMS
+from composable.engine.user_comms import DEFAULT_COMMS
 from composable.errors import ComposableError, ConfigError, UsageError, located, place_of_rank
 from composable.ground.frames import in_region
+from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import autograd_profiler
 
 __all__ = ["Agreement", "GradientFinalizer", "HandleChoices", "find_stale"]
@@ -320,8 +321,8 @@ class HandleChoices:
 
     def digest(self) -> bytes:
         """Return a few bytes that differ where the choices do."""
-        if self._known != CHOICES.made:
-            self._known = CHOICES.made
+        if self._known != CHANGES.choices:
+            self._known = CHANGES.choices
             self._digest = hashlib.blake2b(self.text().encode(), digest_size=_DIGEST_BYTES).digest()
         return self._digest
 

@@ -12,24 +12,26 @@ hooks would step on this rank's own gradients, or, on sharded parameters, never 
 """
 
 import copy
+import functools
 import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from composable.dtensor import HOOKS, RaggedDTensor, assign_grad, was_zeroed, watch_zeroing
+from composable.dtensor import RaggedDTensor, assign_grad, was_zeroed, watch_zeroing
 from composable.engine.param import ShardedParam
 from composable.engine.routes import Routes
 from composable.errors import UsageError, place_of_rank
 from composable.ground.frames import in_backward_of_function, will_get_gradient
+from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import foreach_copy_, optimizers_in_backward
-from composable.planning import BufferPlan, FlatLayout, ShardSplit
+from composable.planning import BufferPlan, ShardSplit, Span
 
 __all__ = [
     "ELEMENT_WISE",
@@ -214,13 +216,13 @@ class GradientShape:
         numel: Elements of the buffer, [W * S].
     """
 
-    def __init__(self, layout: FlatLayout) -> None:
-        self.numel = layout.numel
-        buffer = torch.empty(layout.numel, device="meta")
-        views = [span.view_in(buffer) for span in layout.spans]
+    def __init__(self, spans: Sequence[Span], numel: int) -> None:
+        self.numel = numel
+        buffer = torch.empty(numel, device="meta")
+        views = [span.view_in(buffer) for span in spans]
         self._views = [(view.shape, view.stride(), view.storage_offset()) for view in views]
-        stops = [0, *(span.stop for span in layout.spans)]
-        starts = [*(span.start for span in layout.spans), layout.numel]
+        stops = [0, *(span.stop for span in spans)]
+        starts = [*(span.start for span in spans), numel]
         self._gaps = [(start, stop) for start, stop in zip(stops, starts, strict=True) if start < stop]
 
     def lay_out(self, source: torch.Tensor) -> "GradientBuffer":
@@ -432,8 +434,8 @@ class Gradients:
 
     def has_hooks(self) -> bool:
         """Say whether users registered hooks on the gradient of a sharded parameter."""
-        if self._hooks_known != HOOKS.made:
-            self._hooks_known = HOOKS.made
+        if self._hooks_known != CHANGES.hooks:
+            self._hooks_known = CHANGES.hooks
             self._has_hooks = any(
                 param.sharded._post_accumulate_grad_hooks or param.sharded._backward_hooks for param in self._params
             )
@@ -478,13 +480,13 @@ class Gradients:
             increment_version([param.ragged._local_tensor for param, _ in chosen])
 
 
-_SHAPES: "WeakValueDictionary[object, GradientShape]" = WeakValueDictionary()
-
-
 def _shape_of(plan: BufferPlan, device: torch.device) -> GradientShape:
     """Return what is the same object for classes that can use each other's memory."""
-    layout = plan.layout
-    spans = tuple((span.start, span.shape, span.order) for span in layout.spans)
     # To hash all that in every backward would take microseconds.
-    key = (spans, layout.numel, plan.reduce_dtype, device)
-    return _SHAPES.get(key) or _SHAPES.setdefault(key, GradientShape(layout))
+    spans = tuple(replace(span, fqn="") for span in plan.layout.spans)
+    return _shape_for(spans, plan.layout.numel, plan.reduce_dtype, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape_for(spans: Sequence[Span], numel: int, *_: object) -> GradientShape:
+    return GradientShape(spans, numel)

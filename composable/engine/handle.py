@@ -18,10 +18,11 @@ from composable.engine.buffer import AccumulatedGradients, FlatBuffer, ParamLabe
 from composable.engine.gradients import GRADIENT_BUFFERS, Stepper, refuse_steppers
 from composable.engine.param import Faces, Lent, Misplaced, ParamView, ShardedParam
 from composable.engine.secondary import Filling, SecondaryShards
-from composable.engine.user_comms import CHOICES, DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
+from composable.engine.user_comms import DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
 from composable.errors import UsageError, located, place_of_rank
 from composable.ground.frames import is_functional_call, is_part_of_module, modules_of_copy, reaches_out
 from composable.ground.names import join_fqn, module_text
+from composable.ground.ownership import CHANGES
 from composable.planning import HandlePlan, mark_replaced
 
 __all__ = ["FIX_COPY", "Handle", "HandleSettings", "handle_of", "waits_for_copies", "written_too_early"]
@@ -375,14 +376,14 @@ class Handle:
     def communicate_by(self, comms: Comms) -> None:
         """Let bytes travel as the user chose, from the next collective on. Every rank alike."""
         self.comms = comms
-        CHOICES.note()
+        CHANGES.note("choices")
         for flat in self.buffers:
             flat.routes.communicate_by(comms)
 
     def fill_unused(self, *, fills: bool) -> None:
         """Choose what a parameter gets that no rank used: zeros, or no gradient. Every rank alike."""
         self.settings.fills_unused = fills
-        CHOICES.note()
+        CHANGES.note("choices")
 
     def chosen_text(self) -> str:
         """Return what the user chose of what ranks do to gradients, equal on all of them; empty: as annotated."""

@@ -20,7 +20,6 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from composable.dtensor import (
-    HOOKS,
     RaggedDTensor,
     RaggedLayout,
     RaggedSpec,
@@ -31,6 +30,7 @@ from composable.dtensor import (
 )
 from composable.engine.unfilled import mark_unfilled
 from composable.errors import UsageError, place_of_rank
+from composable.ground.ownership import CHANGES
 from composable.ground.torch_private import flat_weight_refs, without_flat_weight_refs
 from composable.planning import Form, SplitNode, mark_replaced
 
@@ -140,6 +140,10 @@ class ShardedParam:
         """Return what is sharded [shape] of a full value, which may be an instance of the parameter's own class."""
         return value.detach() if self.form is None else self.form.storage_of(value)
 
+    def value_around(self, storage: torch.Tensor) -> torch.Tensor:
+        """Undo ``storage_of``: return an instance of the parameter's own class around what is sharded [shape]."""
+        return storage if self.form is None else self.form.around(storage)
+
     def block_of_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """Return what is sharded of a gradient of the leaf, a plain tensor [shape].
 
@@ -149,7 +153,7 @@ class ShardedParam:
 
     def around_grad(self, block: torch.Tensor) -> torch.Tensor:
         """Undo ``block_of_grad``: return a gradient of the leaf's own shape and class."""
-        return self.form.around(block) if self.form is not None and self.is_split else block
+        return self.value_around(block) if self.is_split else block
 
     def write_full(self, full: torch.Tensor) -> None:
         """Keep this rank's piece of a full value, of any dtype and device, in the shard."""
@@ -287,7 +291,12 @@ class ShardedParam:
 
     def leaf(self) -> nn.Parameter:
         """Return the unsharded parameter, of full shape; its handle has been unsharded before."""
-        assert self.unsharded is not None, f"{self.fqn} was never unsharded"
+        if self.unsharded is None:
+            raise UsageError(
+                "a parameter was never unsharded",
+                at=f"parameter {self.fqn!r}",
+                fix="run a forward, or use unshard_params",
+            )
         return self.unsharded
 
     def wrap_grad(self, local: torch.Tensor) -> RaggedDTensor:
@@ -414,7 +423,7 @@ def has_own_setattr(module: nn.Module) -> bool:
 
 def _share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Give ``target`` the hooks that users registered on ``source``; what they hold to remove them stays good."""
-    HOOKS.made += 1
+    CHANGES.note("hooks")
     if source._backward_hooks:
         target._backward_hooks = source._backward_hooks
     hooks = source._post_accumulate_grad_hooks

@@ -415,11 +415,13 @@ class _TwoLegs:
         self._second: tuple[Pending, torch.Tensor] | None = None
 
     def start(self) -> None:
-        """Wait for the first leg and start the second one. Collective over the ranks that hold copies."""
+        """Wait for the first leg and, if it has a result, start the second one. Collective over the copies."""
         if self._first is None:
             return
         shard = self._first()
-        assert shard is not None, "nothing below keeps it"
+        if shard is None:
+            self._first = None
+            return
         earlier = self._path.kept.take()
         if earlier is not None:
             shard.mul_(self._scale).add_(earlier)
@@ -428,13 +430,14 @@ class _TwoLegs:
         self._source = shard
         self._second = self._path.begin_second(shard, self._scale)
 
-    def finish(self) -> torch.Tensor:
-        """Wait for the second leg; returns its result, [S] or a part of it."""
+    def finish(self) -> torch.Tensor | None:
+        """Wait for the second leg; returns its result, [S] or a part of it, or what the first leg returned instead."""
         if self._second is None:
             # This is the one that is due: whatever began later has started it.
             self._path.replicas.start()
             self.start()
-        assert self._second is not None, "started above"
+        if self._second is None:
+            return None
         pending, shard = self._second
         pending.finish()
         self._source = None

@@ -5,7 +5,6 @@ holds for. What functions of users give is looked at before it is used.
 """
 
 import copy
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,7 +22,6 @@ from composable.ground.frames import modules_of_copy
 from composable.ground.names import describe_module, described
 
 __all__ = [
-    "CHOICES",
     "DEFAULT_COMMS",
     "CommGather",
     "CommScatterPath",
@@ -40,25 +38,6 @@ __all__ = [
 
 
 HookFunction: TypeAlias = Callable[..., Any]
-
-
-class _Choices:
-    """Tells who compares between ranks what users chose for handles when to look again.
-
-    Attributes:
-        made: Another number after each choice; ranks may be threads.
-    """
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
-        self.made = 0
-
-    def note(self) -> None:
-        """Something was chosen."""
-        self.made = next(self._numbers)
-
-
-CHOICES = _Choices()
 
 
 class Registration:

@@ -49,7 +49,7 @@ class ClassGatheredBuffer(FlatBuffer):
         self._forget_unsharded()
 
     def _forget_unsharded(self) -> None:
-        self._sizes: list[tuple[torch.Size, torch.dtype]] | None = None  # of what each rank sends
+        self._sizes: list[tuple[torch.Size, torch.dtype]] = []  # of what each rank sends
         self._outputs: list[torch.Tensor] = []
         # Of outputs and of what the class has made beside them, each with its bytes while unsharded.
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
@@ -58,8 +58,7 @@ class ClassGatheredBuffer(FlatBuffer):
         param = self.params[0]
         # What is made in inference mode could never be saved for backward, and the parameter is made once.
         with torch.inference_mode(mode=False), torch.no_grad():
-            assert param.form is not None, "only such parameters have such a buffer"
-            instance: Any = param.form.around(self._rows())
+            instance: Any = param.value_around(self._rows())
             inputs, metadata = self._ask(instance)
             sent = [self._padded(one) for one in inputs]
             self._make_outputs(sent)
@@ -121,7 +120,7 @@ class ClassGatheredBuffer(FlatBuffer):
     def _make_outputs(self, sent: Sequence[torch.Tensor]) -> None:
         """Allocate what the gathered tensors lie in, the first time; then give its memory back to it."""
         sizes = [(one.size(), one.dtype) for one in sent]
-        if self._sizes is None:
+        if not self._sizes:
             self._outputs = [
                 torch.empty(one.numel() * self._world_size, dtype=one.dtype, device=self.device) for one in sent
             ]
@@ -143,7 +142,6 @@ class ClassGatheredBuffer(FlatBuffer):
     def complete(self, instance: Any, metadata: Any, landing: torch.Tensor) -> None:
         """Let the class make or fill the unsharded parameter [full shape]; what was gathered is in ``landing``."""
         param, outputs = self.params[0], self._outputs
-        assert self._sizes is not None, "begun"
         with torch.inference_mode(mode=False), torch.no_grad():
             if len(outputs) > 1:
                 self._copy_out(landing)
@@ -248,9 +246,9 @@ def _plain(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _error(param: ShardedParam, what: str, fix: str) -> UsageError:
-    assert param.form is not None, "only such parameters have such a buffer"
+    name = "" if param.form is None else f"{param.form.subclass.name}: "
     who = param.layout.label or param.fqn
-    return UsageError(f"{param.form.subclass.name}: {what}", at=f"{place_of_rank()}, parameter '{who}'", fix=fix)
+    return UsageError(f"{name}{what}", at=f"{place_of_rank()}, parameter '{who}'", fix=fix)
 
 
 def _text(sizes: Sequence[tuple[torch.Size, torch.dtype]]) -> str:

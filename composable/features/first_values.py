@@ -36,12 +36,16 @@ def buffer_slots(names: Mapping[nn.Module, str]) -> list[list[_Slot]]:
     return list(found.values())
 
 
+def _buffer_in(slots: Sequence[_Slot]) -> torch.Tensor:
+    module, name = slots[0]
+    return module.get_buffer(name)
+
+
 def describe_buffers(names: Mapping[nn.Module, str]) -> list[str]:
     """Return a line for every buffer, to compare between ranks."""
     lines = []
     for slots in buffer_slots(names):
-        buffer = slots[0][0]._buffers[slots[0][1]]
-        assert buffer is not None, "listed above"
+        buffer = _buffer_in(slots)
         fqns = " = ".join(repr(join_fqn(names[module], name)) for module, name in slots)
         lines.append(f"buffer {fqns} {list(buffer.shape)} {dtype_text(buffer.dtype)}")
     return lines
@@ -50,8 +54,8 @@ def describe_buffers(names: Mapping[nn.Module, str]) -> list[str]:
 def move_buffers(names: Mapping[nn.Module, str], device: torch.device) -> None:
     """Move buffers to the device where the parameters will be unsharded; those on meta stay."""
     for slots in buffer_slots(names):
-        buffer = slots[0][0]._buffers[slots[0][1]]
-        if buffer is not None and not buffer.is_meta and buffer.device.type != device.type:
+        buffer = _buffer_in(slots)
+        if not buffer.is_meta and buffer.device.type != device.type:
             moved = buffer.to(device)
             for module, name in slots:
                 module._buffers[name] = moved
@@ -59,8 +63,7 @@ def move_buffers(names: Mapping[nn.Module, str], device: torch.device) -> None:
 
 def broadcast_buffer(slots: Sequence[_Slot], ranks: Ranks) -> None:
     """Make a buffer that of the first rank, on every rank: in place where it has memory, else as one new tensor."""
-    buffer = slots[0][0]._buffers[slots[0][1]]
-    assert buffer is not None, "only buffers have slots"
+    buffer = _buffer_in(slots)
     is_source = ranks.rank == 0
     if is_source:
         values = buffer.detach().to(ranks.device).contiguous()

@@ -199,7 +199,7 @@ def _blocks_from(
 ) -> list[torch.Tensor]:
     """Return this rank's blocks of values that only rank ``src``, of the same team, has."""
     exchange = PieceExchange(ranks.everyone)
-    if ranks.rank != src:
+    if ranks.rank != src or values is None:
         blocks = [
             torch.empty(tensor._spec.layout.block_shape, dtype=tensor.dtype, device=ranks.everyone.device)
             for tensor in tensors
@@ -208,7 +208,6 @@ def _blocks_from(
             exchange.receive(parcel, [piece.dtype for piece in parcel], src)
         exchange.run()
         return blocks
-    assert values is not None, "the source has the values"
     fulls = [values(index).detach().reshape(tensor.shape) for index, tensor in enumerate(tensors)]
     for one in ranks.team_of(src):
         if one != src:

@@ -7,13 +7,14 @@ remembers the count sees at its next forward whether to look. ``ModuleList.inser
 dicts, of which torch tells nobody: ``Contents`` remembers what is in them.
 """
 
+import itertools
 import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -24,6 +25,7 @@ from composable.ground.torch_hooks import before_every_registration
 from composable.ground.torch_private import opaque
 
 __all__ = [
+    "CHANGES",
     "Claim",
     "Contents",
     "check_callers",
@@ -164,7 +166,30 @@ def _two_averages(rival: str, fqn: str) -> UsageError:
     )
 
 
-# What is added later
+# What is added or chosen later
+
+
+class _Changes:
+    """Other numbers after each change in this process: while one stays, what was looked at need not be again.
+
+    Ranks may be threads: no two changes give the same number.
+
+    Attributes:
+        hooks: On gradients of sharded parameters.
+        choices: Of users, for handles, which ranks compare.
+        marks: On parameters that were replaced.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self.hooks = self.choices = self.marks = 0
+
+    def note(self, what: Literal["hooks", "choices", "marks"]) -> None:
+        """Something has changed."""
+        setattr(self, what, next(self._numbers))
+
+
+CHANGES = _Changes()
 
 
 class _Registrations:

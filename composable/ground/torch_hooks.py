@@ -312,8 +312,8 @@ def after_step(optimizer: torch.optim.Optimizer, call: Callable[..., None]) -> R
     """Call ``call(optimizer, args, kwargs)`` after each step of ``optimizer``, before all that is called then."""
     registered: RemovableHandle = optimizer.register_step_post_hook(call)
     hooks = registered.hooks_dict_ref()
-    assert hooks is not None, "the optimizer is alive"
-    hooks.move_to_end(registered.id, last=False)
+    if hooks is not None:
+        hooks.move_to_end(registered.id, last=False)
     return registered
 
 

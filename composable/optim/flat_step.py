@@ -25,6 +25,7 @@ from composable.dtensor import RaggedDTensor, note_written, slice_full
 from composable.engine import ELEMENT_WISE, stepper_of
 from composable.errors import ConfigError, UsageError, place_of_rank
 from composable.ground.names import check_module
+from composable.ground.ownership import CHANGES
 from composable.ground.torch_hooks import around_optimizer
 from composable.ground.torch_private import DisableTorchFunction
 from composable.optim.rebind import (
@@ -39,10 +40,9 @@ from composable.optim.rebind import (
     cut_state,
     homes_of,
     is_per_element,
-    merge,
+    lie_together,
     signature_of,
 )
-from composable.planning import marks_made
 
 __all__ = ["PartStep", "accelerate_optimizer", "local_gradients"]
 
@@ -283,7 +283,7 @@ class _Plan:
                 and second is not None
                 and signatures[index] == signatures[other]
                 and here.may_precede(there, groups[here.group])
-                and merge([first, second], [0, (next_start - start) // here.local.element_size()]) is not None
+                and lie_together([first, second], [0, (next_start - start) // here.local.element_size()])
             ):
                 runs[-1].append(other)
             else:
@@ -374,7 +374,7 @@ class _Plan:
 
 def _options_of(groups: Sequence[Group]) -> list[object]:
     """Return what decides how elements are computed, for each group; and how many parameters were ever replaced."""
-    return [*((group.get("fused"), group.get("differentiable")) for group in groups), marks_made()]
+    return [*((group.get("fused"), group.get("differentiable")) for group in groups), CHANGES.marks]
 
 
 # -- who steps

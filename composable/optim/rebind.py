@@ -11,6 +11,7 @@ one after another as the pieces do. Pieces without elements need no arithmetic, 
 with another unit.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -19,7 +20,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.utils.hooks import RemovableHandle
 
 from composable.comm import Ranks, watch_ranks
 from composable.dtensor import RaggedDTensor, RaggedLayout, check_finished, slice_block, slice_full
@@ -45,7 +45,7 @@ __all__ = [
     "cut_state",
     "homes_of",
     "is_per_element",
-    "merge",
+    "lie_together",
     "rebind_optimizer",
     "signature_of",
 ]
@@ -155,13 +155,10 @@ def _describe_params(optimizer: torch.optim.Optimizer) -> str:
     return f"parameters {list_text(found)}"
 
 
+@functools.cache
 def check_every_step() -> None:
     """Refuse such steps of every optimizer of the process, and those with gradients that are under way; once."""
-    if not _REGISTERED:
-        _REGISTERED.append(before_every_step(_check_optimizer))
-
-
-_REGISTERED: list[RemovableHandle] = []
+    before_every_step(_check_optimizer)
 
 
 # What torch's optimizers keep once a parameter. By name: a scalar parameter's other state is a scalar too.
@@ -415,7 +412,7 @@ class Piece(NamedTuple):
         if here is None or there is None or here.buffer != there.buffer or there.position != here.position + 1:
             return False
         gap = there.start - here.start
-        if self.group != other.group or self.cut != other.cut or merge([self.local, other.local], [0, gap]) is None:
+        if self.group != other.group or self.cut != other.cut or not lie_together([self.local, other.local], [0, gap]):
             return False
         if self.local.device.type != "cpu":
             return True
@@ -442,9 +439,7 @@ class Unit:
         if len(owned) > 1:
             starts = [piece.home.start for piece in owned if piece.home is not None]
             self.offsets = [start - starts[0] for start in starts]
-            flat = merge([piece.local for piece in owned], self.offsets)
-            assert flat is not None, "pieces are merged only where they lie in one storage"
-            self.tensor = flat
+            self.tensor = merged([piece.local for piece in owned], self.offsets)
         grad_dtype = pieces[0].param.grad_dtype
         if self.tensor.grad_dtype != grad_dtype:
             # Under a policy that keeps gradients in low precision.
@@ -490,8 +485,11 @@ class Unit:
                 joined[key] = value
                 continue
             values = [entry[key]._local_tensor for entry in entries[: max(len(self.offsets), 1)]]
-            flat = merge(values, self.offsets) if self.is_flat else values[0]
-            if flat is None:
+            if not self.is_flat:
+                flat = values[0]
+            elif lie_together(values, self.offsets):
+                flat = merged(values, self.offsets)
+            else:
                 # What lies between pieces is padding, zero like the padding of parameters and gradients.
                 flat = values[0].new_zeros(self.tensor.numel())
                 for entry, piece, part in zip(entries, self.pieces, self.cut(flat)):
@@ -514,13 +512,18 @@ class Unit:
                     state[piece.param][key] = value if len(self.pieces) == 1 else value.clone()
 
 
-def merge(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> torch.Tensor | None:
-    """Return a flat view [elements] of tensors that lie in one storage, at ``offsets`` from the first, or ``None``."""
-    first, last = tensors[0], tensors[-1]
+def merged(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> torch.Tensor:
+    """Return a flat view [elements] of tensors that ``lie_together``."""
+    first = tensors[0]
+    return first.as_strided((offsets[-1] + tensors[-1].numel(),), (1,), first.storage_offset())
+
+
+def lie_together(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> bool:
+    """Say whether tensors, of any shapes, are contiguous in one storage, at ``offsets`` from the first."""
+    first = tensors[0]
     item, storage = first.element_size(), first.untyped_storage()
-    numel = offsets[-1] + last.numel()
-    if (first.storage_offset() + numel) * item > storage.nbytes():
-        return None
+    if (first.storage_offset() + offsets[-1] + tensors[-1].numel()) * item > storage.nbytes():
+        return False
     base, storage_address = first.data_ptr(), storage.data_ptr()
     for tensor, offset in zip(tensors, offsets):
         if (
@@ -529,8 +532,8 @@ def merge(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> torch.Tens
             or not tensor.is_contiguous()
             or tensor.untyped_storage().data_ptr() != storage_address
         ):
-            return None
-    return first.as_strided((numel,), (1,), first.storage_offset())
+            return False
+    return True
 
 
 def signature_of(entry: dict[Any, Any] | None, piece: Piece) -> object:

@@ -35,7 +35,6 @@ from composable.planning.structure import (
     first_replacement,
     managed_modules,
     mark_replaced,
-    marks_made,
     name_modules,
     replacement_of,
 )
@@ -77,7 +76,6 @@ __all__ = [
     "make_plan",
     "managed_modules",
     "mark_replaced",
-    "marks_made",
     "name_modules",
     "plan",
     "replacement_of",

@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -312,8 +312,7 @@ def plan_layout(
     align, orders = align or {}, orders or {}
     pieces = [_piece(shape, align.get(fqn, "row"), orders.get(fqn, ())) for fqn, shape in params]
     total = sum(piece.numel for piece in pieces)
-    least = _least_shard_numel(pieces, total, world_size)
-    best = _best_placement(pieces, total, world_size, least)
+    best = _best_placement(pieces, total, world_size, _least_placement(pieces, total, world_size))
     spans = tuple(
         Span(fqn, torch.Size(shape), start, start + piece.numel, orders.get(fqn, ()))
         for (fqn, shape), piece, start in zip(params, pieces, best.starts, strict=True)
@@ -404,37 +403,37 @@ def _grains(pieces: Iterable[_Piece], limit: int) -> list[int]:
     return sorted(grains)
 
 
-def _least_shard_numel(pieces: Sequence[_Piece], total: int, world_size: int) -> int:
-    """Return the smallest shard found that keeps every promise."""
+def _least_placement(pieces: Sequence[_Piece], total: int, world_size: int) -> _Placement:
+    """Return a placement that keeps every promise, in the smallest shards found; other gaps there are none."""
     floor = -(-total // world_size)
+    # On one rank: no cut at all.
+    best = _Placement(total, [0, *accumulate(piece.numel for piece in pieces)][:-1], len(pieces), total)
     promised = [piece for piece in pieces if piece.is_promised]
+
+    def place(shard_numel: int) -> _Placement | None:
+        return _place(pieces, shard_numel, world_size * shard_numel - total, is_greedy=False)
+
     if not promised:
-        return floor
-
-    def is_kept(shard_numel: int) -> bool:
-        return _place(pieces, shard_numel, world_size * shard_numel - total, is_greedy=False) is not None
-
-    best = total  # everything on one rank: no cut at all
+        return place(floor) or best
     for grain in _grains(promised, total):
         # Gallop, then bisect. With mixed grains the condition is not quite monotone, so the
         # result may miss the optimum; it is always a size that was checked.
         low, step = -(-floor // grain) - 1, 1
-        while (low + step) * grain < best and not is_kept((low + step) * grain):
+        while (low + step) * grain < best.shard_numel and place((low + step) * grain) is None:
             low, step = low + step, 2 * step
         high = low + step
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if is_kept(middle * grain) else (middle, high)
-        if high * grain < best and is_kept(high * grain):
-            best = high * grain
+            low, high = (low, middle) if place(middle * grain) else (middle, high)
+        if high * grain < best.shard_numel:
+            best = place(high * grain) or best
     return best
 
 
-def _best_placement(pieces: Sequence[_Piece], total: int, world_size: int, least: int) -> _Placement:
-    """Return the placement with most aligned pieces among shards of at most 1 % padding (or the least there is)."""
+def _best_placement(pieces: Sequence[_Piece], total: int, world_size: int, best: _Placement) -> _Placement:
+    """Return the placement with most aligned pieces among shards of at most 1 % padding, or ``best``, the least one."""
+    least = best.shard_numel
     limit = max(least, (total + total // _PADDING_SHARE) // world_size)
-    best = _place(pieces, least, world_size * least - total, is_greedy=False)
-    assert best is not None, "the least shard size was checked to keep every promise"
     best_score = (best.aligned_count, False, -least)
     for shard_numel, start_align in _candidates(pieces, world_size, least, limit):
         if best.aligned_count == len(pieces) and (

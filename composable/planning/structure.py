@@ -30,7 +30,7 @@ from composable.ground.names import (
     module_text,
     plain_fqn,
 )
-from composable.ground.ownership import claim_of, is_sharded, keep_one, rival_on
+from composable.ground.ownership import CHANGES, claim_of, is_sharded, keep_one, rival_on
 from composable.planning.layout import RaggedShard
 from composable.planning.subclasses import Form, form_of
 from composable.policies import PolicyLike, has_forward, resolve_policy
@@ -43,7 +43,6 @@ __all__ = [
     "first_replacement",
     "managed_modules",
     "mark_replaced",
-    "marks_made",
     "name_modules",
     "named_roots",
     "replacement_of",
@@ -54,7 +53,6 @@ _Named: TypeAlias = tuple[str, nn.Module]
 # Nothing in them can be called as one unit; of others without forward a method may be, once it is registered.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _MARK = "_composable_replaced_by"
-_marks_made = [0]
 
 
 class Replacement:
@@ -90,12 +88,7 @@ class Replacement:
 def mark_replaced(param: nn.Parameter, fqn: str, module: nn.Module, name: str) -> None:
     """Note that ``param``, of any shape, is one no more: ``module`` has another under ``name``."""
     setattr(param, _MARK, Replacement(fqn, module, name))
-    _marks_made[0] += 1
-
-
-def marks_made() -> int:
-    """Return how many parameters were marked so far: while it stays, what was checked need not be checked again."""
-    return _marks_made[0]
+    CHANGES.note("marks")
 
 
 def replacement_of(param: object) -> Replacement | None:

@@ -208,14 +208,13 @@ def traced_arrival(find_reducer: Callable[[], Any], fqn: str) -> Callable[[torch
 
     def arrive(param: torch.Tensor) -> None:
         found = find_reducer()
-        if found is None or not found.requires_gradient_sync:
+        if found is None or param.grad is None or not found.requires_gradient_sync:
             return
         exchange = found.exchange
         if not (exchange.group_name or found.steppers):
             return
         if found.untraceable:
             _refuse(found.untraceable, fqn)
-        assert param.grad is not None, "accumulated"
         _average_in_graph(param.grad, exchange.scale, exchange.group_name)
 
     return arrive

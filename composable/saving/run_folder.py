@@ -205,10 +205,20 @@ class _RunLock:
     partials: set[Path] = field(default_factory=set)
 
 
-# By the process, since a fork has a copy of the table but not the lock, and by the file, which may have many names.
-_LOCKS: dict[tuple[int, int, int], _RunLock] = {}
-# Held by who reads or changes locks or names in the folder of a run: saves of several models may end at once.
-_GUARD = Lock()
+class _RunLocks(dict[tuple[int, int, int], _RunLock]):
+    """By process, since a fork has a copy of the table but not the lock, and by file, which may have many names.
+
+    Attributes:
+        guard: Held by who reads or changes locks or names in the folder of a run: saves of several models may end at
+            once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guard = Lock()
+
+
+_LOCKS = _RunLocks()
 
 
 def _acquire(run: Path) -> _RunLock:
@@ -252,11 +262,11 @@ def _let_go() -> None:
 
 def _a_model_is_gone() -> None:
     # The collector may call this in a thread that has the guard; then whoever saves next lets go.
-    if _GUARD.acquire(blocking=False):
+    if _LOCKS.guard.acquire(blocking=False):
         try:
             _let_go()
         finally:
-            _GUARD.release()
+            _LOCKS.guard.release()
 
 
 # -- writing
@@ -283,7 +293,7 @@ class PartialCheckpoint:
 
         Raises where another run writes here, or the checkpoint would take something from somebody.
         """
-        with _GUARD:
+        with _LOCKS.guard:
             _let_go()
             lock = _acquire(run)
             try:
@@ -303,7 +313,7 @@ class PartialCheckpoint:
     def publish(self, manifest: Manifest) -> Path:
         """Give the folder, whose files are written and synced, its final name, then remove what is older."""
         run, whole = self.folder.parent, self.folder.parent / f"step-{manifest.step:06d}"
-        with _GUARD:
+        with _LOCKS.guard:
             lengths = {path.name: path.stat().st_size for path in self.folder.iterdir()}
             gone = [name for name, saved in manifest.files.items() if lengths.get(name) != saved.bytes]
             if gone:
@@ -333,7 +343,7 @@ class PartialCheckpoint:
 
     def leave(self, *, remove: bool) -> None:
         """End a save that did not come to its end."""
-        with _GUARD:
+        with _LOCKS.guard:
             self.lock.partials.discard(self.folder)
             if remove:
                 shutil.rmtree(self.folder, ignore_errors=True)

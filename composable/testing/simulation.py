@@ -47,9 +47,21 @@ __all__ = ["Outcome", "run", "simulate"]
 
 T = TypeVar("T")
 
-# Torch is changed for one simulation at a time.
-_RUNNING = threading.Lock()
-_NUMBERS = itertools.count(1)
+
+class _Simulations:
+    """Those of this process.
+
+    Attributes:
+        running: Held while one runs: torch is changed for one at a time.
+        numbers: Of ranks, no two alike.
+    """
+
+    def __init__(self) -> None:
+        self.running = threading.Lock()
+        self.numbers = itertools.count(1)
+
+
+_SIMULATIONS = _Simulations()
 # How long a rank that is stuck may take to notice that it is over.
 UNWIND_S = 2.0
 
@@ -134,13 +146,13 @@ def run(
     if isinstance(on_host, bool) or not isinstance(on_host, int) or on_host < 1:
         raise ConfigError(f"ranks_per_host is {ranks_per_host!r}", fix="pass the number of ranks on each host, or None")
     plan = FaultPlan(faults, world_size)
-    if not _RUNNING.acquire(blocking=False):
+    if not _SIMULATIONS.running.acquire(blocking=False):
         raise UsageError("a simulation is running in this process", fix="run one after the other, not one in another")
     try:
         simulation = _Simulation(world_size, lambda rank: fn(rank, *args, **kwargs), plan, seed, timeout_s, on_host)
         outcome = simulation.run()
     finally:
-        _RUNNING.release()
+        _SIMULATIONS.running.release()
     if plan.left() and not outcome.errors:
         raise UsageError(
             f"faults met no call: {', '.join(map(str, plan.left()))}", fix="name a rank, call and number that happen"
@@ -226,7 +238,8 @@ class _Simulation:
         self._here = threading.local()
         board = Board()
         self._ranks = [
-            SimulatedRank(rank, next(_NUMBERS), self._turns, board, faults, ranks_per_host) for rank in ranks
+            SimulatedRank(rank, next(_SIMULATIONS.numbers), self._turns, board, faults, ranks_per_host)
+            for rank in ranks
         ]
 
     def run(self) -> Outcome:

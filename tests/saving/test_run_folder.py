@@ -318,7 +318,7 @@ class EndOfSave:
     def watched(self) -> Iterator[None]:
         with (
             mock.patch.object(run_folder, "write_summed", self.write),
-            mock.patch.object(run_folder, "_GUARD", self.lock),
+            mock.patch.object(run_folder._LOCKS, "guard", self.lock),
         ):
             yield
 
