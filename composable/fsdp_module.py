@@ -15,7 +15,7 @@ from torch import nn
 
 from composable.annotated_module import ClassSwap, original_class, place_of
 from composable.annotation import FullyShardState, call_as_forward, copy_module
-from composable.engine import FlatBuffer, Handle, MarkedMemory, ShardedParam
+from composable.engine import FlatBuffer, Handle, MarkedMemory, ShardedParam, attach
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.fsdp_settings import GatherSettings, ReductionSettings, handles_of, roots_of, state_of
 from composable.ground.names import check_bool, check_device, check_module, described
@@ -85,7 +85,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
         for handle in handles_of(self, recurse=True):
             _check_convertible(handle, fn)
         for handle in handles:
-            handle.attach()
+            attach(handle)
         whole: list[FlatBuffer] = []
         single: list[ShardedParam] = []
         reached = set(self.modules()) if recurse else {self}
@@ -103,7 +103,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
         for param in single:
             param.apply(fn)
         for handle in handles:
-            handle.attach()
+            attach(handle)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -142,7 +142,7 @@ class FSDPModule(GatherSettings, ReductionSettings):
         scheduler.refresh(handles)
         scheduler.shards_written()
         for handle in handles:
-            handle.attach()
+            attach(handle)
             scheduler.begin_unshard(handle)
         pending = UnshardHandle(state, handles)
         if async_op:

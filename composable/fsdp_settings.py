@@ -18,6 +18,7 @@ from composable.engine import Handle, Scheduler, streams_for
 from composable.errors import ConfigError, UsageError, located, place_of_rank
 from composable.ground.frames import in_backward, modules_in_call
 from composable.ground.names import check_bool, check_number, describe_module, described
+from composable.ground.ownership import CHANGES
 from composable.whole_model import units_of
 
 __all__ = [
@@ -207,7 +208,8 @@ class ReductionSettings(AnnotatedModule):
         what this rank did not use, so a parameter that some rank used gets the mean, and nothing hangs.
         """
         for handle in _chosen(self, recurse, reduce_scatter_unused_params=reduce_scatter_unused_params):
-            handle.fill_unused(fills=reduce_scatter_unused_params)
+            handle.settings.fills_unused = reduce_scatter_unused_params
+        CHANGES.note("choices")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Choose how many gradient buffers of the root may be alive when one of these modules needs one.

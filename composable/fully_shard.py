@@ -31,6 +31,7 @@ from composable.dtensor import RaggedDTensor
 from composable.engine import (
     FlatBuffer,
     Handle,
+    ParamLabel,
     RestingPlace,
     give_torch_optimizers,
     has_stepped,
@@ -435,7 +436,8 @@ def _execute(state: FullyShardState, members: Sequence[HandleMembers], built: Se
     number = state.grid.shard.take_number()
     for handle_plan, member, buffers in zip(state.plan.handles, members, built, strict=True):
         handle = Handle(handle_plan, member.modules, buffers, state.grid)
-        handle.label_params(number)
+        for param in handle.params:
+            param.layout.label = ParamLabel(number, param, handle)
         state._handles.append(handle)
         for fqn, original in member.originals.items():
             owner, name = member.owners[fqn][0]

@@ -17,7 +17,7 @@ from composable.activation_checkpoint import forward_in_place
 from composable.annotation import AnnotatedPart, FullyShardState, model_ranks_of
 from composable.comm import Grid, Ranks, compare_in_each
 from composable.dtensor import RaggedDTensor, collect_blocks
-from composable.engine import Handle, ShardedParam, handle_of, waits_for_copies
+from composable.engine import Handle, ShardedParam, attach, handle_of, waits_for_copies
 from composable.errors import ComposableError, ConfigError, UsageError, located, made_alike, place_of_rank
 from composable.fsdp_module import remove_mixin
 from composable.ground.contract import check_not_joined, get_registry, remove_annotation, remove_member
@@ -132,7 +132,7 @@ class _Removal:
                 )
             if handle.accumulated.awaits_copies:
                 raise waits_for_copies("unannotate", handle.described)
-            handle.attach()
+            attach(handle)
             for flat in handle.buffers:
                 flat.check_usable()
 
@@ -154,7 +154,7 @@ class _Removal:
                     describe_module(state.modules[0]),
                     "call finalize_backward(), or reset_iter_state() to drop them",
                 )
-        stepped = [handle.fqn_of(handle.params[0]) for handle in self._handles if handle.steppers]
+        stepped = [handle.from_root(handle.params[0].fqn) for handle in self._handles if handle.steppers]
         stepped += [state.reducer.params[0].fqn for state in self._replicated if state.reducer.steppers]
         if stepped:
             raise _untimely(
@@ -170,7 +170,7 @@ class _Removal:
         for handle in self._handles:
             kept = " kept by no_sync" if handle.accumulated.is_unsynced else ""
             lines.setdefault(handle.grid.everyone, []).extend(
-                f"{handle.fqn_of(param)} {list(param.shape)} {param.sharded.dtype}"
+                f"{handle.from_root(param.fqn)} {list(param.shape)} {param.sharded.dtype}"
                 f"{'' if param.sharded.grad is None else ' with a gradient'}{kept}"
                 for param in handle.params
             )
@@ -234,7 +234,7 @@ def _make_whole(handle: Handle, grid: Grid) -> None:
             grad = _full_gradient(param, grid, divisor, has_kept=has_kept_gradients)
             param.place(param.plain_copy(value, None if grad is None else param.around_grad(grad)))
             param.sharded.grad = None
-            mark_replaced(param.sharded, handle.fqn_of(param), *param.owners[0])
+            mark_replaced(param.sharded, handle.from_root(param.fqn), *param.owners[0])
             leave_alone(module for module, _ in param.owners)
 
 

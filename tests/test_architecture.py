@@ -1,6 +1,7 @@
 """Holds the layers: what may import what, and who may register hooks."""
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -237,9 +238,8 @@ def test_one_word_is_one_class() -> None:
     assert {word: names for word, names in files.items() if len(names) > 1} == {}
 
 
-# Torch's process groups have as many methods, a handle is a parameter group with a life of its own, and a parameter has
-# two faces.
-LARGE_CLASSES = {"Handle": (24, 47), "ShardedParam": (20, 35), "SimulatedGroup": (8, 45)}
+# Torch's process groups have as many methods.
+LARGE_CLASSES = {"SimulatedGroup": (8, 45)}
 
 
 def test_no_class_has_more_than_24_attributes_or_30_methods() -> None:
@@ -283,6 +283,7 @@ GLOBALS = {
 _CHANGING = {"add", "append", "clear", "discard", "extend", "pop", "popitem", "setdefault", "update"}
 
 
+@functools.cache
 def stateful_classes() -> set[str]:
     """Return the classes whose objects change: a method other than a constructor assigns, or they hold what changes."""
     found = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "count", "Lock", "local", "Counter"}

@@ -221,9 +221,9 @@ def test_names_of_a_list_are_prefixed_by_position_and_known_from_the_root(seed: 
         assert handle._fqns == [f"{position}.{name}" for position, _, name in inside]
     assert len({*handle._fqns}) == len(handle._fqns)
     root_of(model)
-    assert [handle.fqn_of(param) for param in handle.params] == [f"{fqn}.{name}" for _, fqn, name in inside]
+    assert [handle.from_root(param.fqn) for param in handle.params] == [f"{fqn}.{name}" for _, fqn, name in inside]
     params = dict(model.named_parameters())
-    assert all(params[handle.fqn_of(param)] is param.sharded for param in handle.params)
+    assert all(params[handle.from_root(param.fqn)] is param.sharded for param in handle.params)
 
 
 def names_of_a_tie() -> list[str]:

@@ -34,6 +34,7 @@ from composable import (
     unannotate,
     unshard_params,
 )
+from composable.features.progress import settings_text
 from tests.counting import CountingTransport
 from tests.models import DIM, MLPBlock, random_input, seeded
 from tests.parity import LR, Run, assert_equal_runs, full, train_reference
@@ -241,7 +242,7 @@ def chosen_apart() -> str:
 
     with pytest.raises(RuntimeError) as caught:
         meet()
-    told = {handle.settings_text() for handle in fully_shard.state(model).root.handles}
+    told = {settings_text(handle) for handle in fully_shard.state(model).root.handles}
     assert told == {"all-reduce over copies off" if dist.get_rank() == 1 else ""}
     return str(caught.value)
 

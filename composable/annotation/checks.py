@@ -12,19 +12,27 @@ from torch import nn
 
 import _traversal_utils
 from composable.comm import Ranks
-from composable.engine import META_FIX, Handle, forget_torch_hooks, is_unfilled, refuse_steppers, step_torch_optimizers
+from composable.engine import (
+    META_FIX,
+    Handle,
+    attach,
+    forget_torch_hooks,
+    is_unfilled,
+    refuse_steppers,
+    step_torch_optimizers,
+)
 from composable.errors import UsageError, place_of_rank, warn_once
 from composable.ground.contract import excludes
 from composable.ground.frames import is_functional_call
 from composable.ground.names import join_fqn, list_text
 from composable.ground.ownership import (
-    Contents,
+    CHANGES,
     check_callers,
-    count_registrations,
     is_left_alone,
     is_managed,
     watch_registrations,
 )
+from composable.ground.torch_hooks import Contents
 from composable.ground.torch_private import optimizers_in_backward
 from composable.planning import PROTOCOL, ShardPlan, managed_modules, name_modules
 
@@ -146,7 +154,7 @@ class Additions:
         Raises:
             UsageError: It names them, or what else averages gradients; or an optimizer in backward beside a hook.
         """
-        counts = (count_registrations(), len(optimizers_in_backward()))
+        counts = (CHANGES.registrations, len(optimizers_in_backward()))
         seen, contents, frozen = self._looks.get(module, (None, None, ()))
         is_as_before = seen == counts and contents is not None and not contents.have_changed()
         if is_as_before and not (frozen and any(param.requires_grad for param in frozen)):
@@ -156,7 +164,7 @@ class Additions:
         check_callers()
         for state in states:
             for handle in state._handles:
-                handle.attach()  # What was assigned in the place of a sharded parameter is a value for it.
+                attach(handle)  # What was assigned in the place of a sharded parameter is a value for it.
                 _take_over_optimizers(handle)
         added = dict(_unmanaged(module, states))
         names = [fqn for fqn, param in added.items() if param.requires_grad]
@@ -176,7 +184,7 @@ def _take_over_optimizers(handle: Handle) -> None:
     """Step where the reduced gradients arrive, for optimizers that wait for autograd to reach a sharded parameter."""
     if forget_torch_hooks(param.sharded for param in handle.params):
         if handle.comm_hooks:
-            refuse_steppers([step_torch_optimizers], handle.fqn_of(handle.params[0]))
+            refuse_steppers([step_torch_optimizers], handle.from_root(handle.params[0].fqn))
         handle.step_by(list(dict.fromkeys([*handle.steppers, step_torch_optimizers])))
 
 

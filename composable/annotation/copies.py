@@ -19,7 +19,15 @@ import torch
 from torch import nn
 
 from composable.annotation.root import FullyShardState, handle_of_module, sharded_state_of
-from composable.engine import FIX_COPY, Handle, handle_of
+from composable.engine import (
+    FIX_COPY,
+    AccumulatedGradients,
+    Handle,
+    attach,
+    copied_registrations,
+    handle_of,
+    waits_for_copies,
+)
 from composable.errors import UsageError, place_of_rank
 from composable.ground.contract import Annotation, get_registry, promote_member
 from composable.ground.frames import in_backward, modules_of_copy, reaches_out
@@ -152,7 +160,7 @@ class _Session:
         self._roots = {state: self.part.roots_of(state) for state in self.part.states}
         with torch.no_grad():
             for handle in self.part.handles:
-                handle.copied(memo)
+                _copied(handle, memo)
         for state in self.part.states:
             self._copy_state(state)
 
@@ -207,7 +215,7 @@ class _Session:
         """Let states and handles know the copied modules, also those that the walk has yet to meet."""
         memo = self._memo
         for handle in self.part.handles:
-            memo[id(handle)].adopt_modules(memo)
+            _adopt_modules(memo[id(handle)], memo)
         leave_alone(self._twin_of(module) for module in self.part.modules if is_left_alone(module))
         for state in self.part.states:
             twin = memo[id(state)]
@@ -245,3 +253,41 @@ class _Session:
 
     def _twin_of(self, module: nn.Module) -> nn.Module:
         return copy.deepcopy(module, self._memo)
+
+
+def _copied(handle: Handle, memo: dict[int, Any]) -> Handle:
+    """Return a deep copy with shards of its own; ``_adopt_modules`` completes it."""
+    if handle.accumulated.awaits_copies:
+        raise waits_for_copies("deepcopy", handle.described)
+    attach(handle)
+    twin = memo[id(handle)] = copy.copy(handle)
+    handle.copies += 1
+    twin.copy_key, twin.copies = f"{handle.copy_key}.{handle.copies}", 0
+    if handle.sync_after_context is not None:
+        # The context that runs ends for this handle only.
+        twin.requires_gradient_sync, twin.sync_after_context = handle.sync_after_context, None
+    kept = handle.accumulated
+    twin.settings = copy.copy(handle.settings)
+    twin.buffers = tuple(flat.copied(memo, with_kept_gradients=kept.is_unsynced) for flat in handle.buffers)
+    twin.accumulated = AccumulatedGradients(twin.buffers, is_unsynced=kept.is_unsynced, is_kept=kept.is_kept)
+    twin.register_comm_hooks(copied_registrations(handle.comm_hooks, memo))
+    return twin
+
+
+def _adopt_modules(handle: Handle, memo: dict[int, Any]) -> None:
+    """Let a copied handle manage the copies of the modules, and prefetch copied handles."""
+    handle.modules = tuple(copy.deepcopy(module, memo) for module in handle.modules)
+    for param in handle.params:
+        param.owners = tuple((copy.deepcopy(module, memo), name) for module, name in param.owners)
+        # Not before: it may refer to modules.
+        param.form = copy.deepcopy(param.form, memo)
+    handle.start_sharded()
+    for one in handle.comm_hooks:
+        one.place_copy(memo)
+    settings = handle.settings
+    settings.forward_prefetch = _copies_of(settings.forward_prefetch, memo)
+    settings.backward_prefetch = _copies_of(settings.backward_prefetch, memo)
+
+
+def _copies_of(handles: tuple[Handle, ...] | None, memo: dict[int, Any]) -> tuple[Handle, ...] | None:
+    return None if handles is None else tuple(memo[id(handle)] for handle in handles if id(handle) in memo)

@@ -16,7 +16,18 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable.annotation.root import FullyShardState, handle_of_module, sharded_state_of
-from composable.engine import Handle, SavingForbidden, Scheduler, written_too_early
+from composable.engine import (
+    Handle,
+    ParamView,
+    SavingForbidden,
+    Scheduler,
+    attach,
+    check_held,
+    drop_secondary,
+    lies_in_buffer,
+    misplaced,
+    written_too_early,
+)
 from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.ground.casts import CastBuffers, LendHook, cast_floats
 from composable.ground.frames import run_as_call
@@ -97,10 +108,10 @@ class _ModuleHooks:
         if is_outermost and (torch.compiler.is_exporting() or torch.jit.is_tracing()):  # type: ignore[no-untyped-call,attr-defined]
             _check_not_traced(module, root.handles)
         if handle is not None:
-            if not handle.is_in_place():
+            if not _is_in_place(handle):
                 _put_right(handle, scheduler)
             for follower in step.steps[handle].followers:
-                if not follower.handle.is_in_place():
+                if not _is_in_place(follower.handle):
                     _put_right(follower.handle, scheduler)
         if is_outermost and torch.is_grad_enabled():
             root.additions.check(module, root.states)
@@ -268,20 +279,25 @@ class _LeafHook(_OutputHook):
         return hash(self._handle)
 
 
+def _is_in_place(handle: Handle) -> bool:
+    """Say whether modules hold the face that the handle gave them; inside a context, whatever they hold."""
+    return (handle.view is not ParamView.UNSHARDED and handle.faces.are_sharded()) or not misplaced(handle)
+
+
 def _put_right(handle: Handle, scheduler: Scheduler) -> None:
     """Make parameters that were assigned since the last forward, say by a load of a part, values of the shards.
 
     Raises:
         UsageError: They have another shape or dtype, or ``check_held`` raises.
     """
-    handle.check_held()
-    assigned = [found for found in handle.misplaced() if found.is_stranger]
+    check_held(handle)
+    assigned = [found for found in misplaced(handle) if found.is_stranger]
     # A gather in flight reads the shards: it ends here.
     scheduler.reshard(handle)
-    handle.drop_secondary()
+    drop_secondary(handle)
     for module, name, _, held in assigned:
         module._parameters[name] = held
-    handle.attach()
+    attach(handle)
     scheduler.shards_written()
 
 
@@ -358,14 +374,14 @@ def _without_own_memory(output: Any, handle: Handle) -> Any:
         tensors = [output]
     else:
         tensors = list(tensors_in(output))
-    if not any(handle.lies_in_buffer(tensor) for tensor in tensors):
+    if not any(lies_in_buffer(handle, tensor) for tensor in tensors):
         return None
 
     def copy(value: Any) -> Any:
-        return value.clone() if isinstance(value, torch.Tensor) and handle.lies_in_buffer(value) else value
+        return value.clone() if isinstance(value, torch.Tensor) and lies_in_buffer(handle, value) else value
 
     changed: Any = tree_map(copy, output)
-    if any(handle.lies_in_buffer(tensor) for tensor in tensors_in(changed)):
+    if any(lies_in_buffer(handle, tensor) for tensor in tensors_in(changed)):
         raise UsageError(
             f"forward returns a parameter, or a view of one, in a {type(output).__name__}",
             at=f"{place_of_rank()}, {handle.described}",

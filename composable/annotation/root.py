@@ -43,6 +43,7 @@ from composable.engine import (
     Replicas,
     RootSettings,
     Scheduler,
+    attach,
     find_stale,
     streams_for,
 )
@@ -508,7 +509,7 @@ def _find_failure(
                         fix="annotate all first, then make them on the outermost module; set this one's back",
                     )
                 for handle in state._handles:
-                    handle.attach()
+                    attach(handle)
             check_ready(states, names)
     except UsageError as error:
         return error

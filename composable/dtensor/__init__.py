@@ -12,6 +12,7 @@ from composable.dtensor.tensor import (
     register_ragged,
     was_zeroed,
     watch_zeroing,
+    wrap_ragged,
 )
 from composable.dtensor.transfer import PieceExchange, cast_dtype, collect_blocks, spread_blocks, teach_torch
 
@@ -42,4 +43,5 @@ __all__ = [
     "teach_torch",
     "was_zeroed",
     "watch_zeroing",
+    "wrap_ragged",
 ]

@@ -65,6 +65,7 @@ __all__ = [
     "register_ragged",
     "was_zeroed",
     "watch_zeroing",
+    "wrap_ragged",
 ]
 
 
@@ -281,6 +282,10 @@ class RaggedDTensor(DTensor):
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return piece_at(index, self._local_tensor, self._spec.layout)
+
+
+# `RaggedDTensor.wrap` without a frame of Python: each parameter takes one in each step.
+wrap_ragged: Callable[..., Any] = partial(dtensor_new, RaggedDTensor)
 
 
 def _rebuild_ragged(

@@ -1,7 +1,7 @@
 """The engine: parameters, buffers, the paths that bytes take, and when each of them is taken in a step."""
 
-from composable.engine.buffer import FlatBuffer
-from composable.engine.finish import Agreement, HandleChoices, find_stale
+from composable.engine.buffer import AccumulatedGradients, FlatBuffer, ParamLabel
+from composable.engine.finish import Agreement, HandleChoices, chosen_text, find_stale
 from composable.engine.gradients import (
     ELEMENT_WISE,
     GradientBuffer,
@@ -18,21 +18,22 @@ from composable.engine.gradients import (
     stepper_of,
     unmark_stepped,
 )
-from composable.engine.handle import FIX_COPY, Handle, handle_of, waits_for_copies, written_too_early
-from composable.engine.handle_step import HandleStep
-from composable.engine.param import Lent, ShardedParam, has_own_setattr
+from composable.engine.handle import FIX_COPY, Handle, HandleStep, handle_of, waits_for_copies
+from composable.engine.held import attach, check_held, lies_in_buffer, misplaced, written_too_early
+from composable.engine.param import Lent, ParamView, ShardedParam, has_own_setattr
 from composable.engine.passes import SavingForbidden
 from composable.engine.paths import Replicas, RestingPlace
 from composable.engine.scheduler import Scheduler
 from composable.engine.step import Companion, RootSettings, StepEvent
 from composable.engine.unfilled import META_FIX, MarkedMemory, is_unfilled, mark_unfilled
-from composable.engine.unsharded import streams_for
+from composable.engine.unsharded import drop_secondary, streams_for
 from composable.engine.user_comms import HookFunction, Registration, copied_registrations, nearest, reduced_otherwise
 
 __all__ = [
     "ELEMENT_WISE",
     "FIX_COPY",
     "META_FIX",
+    "AccumulatedGradients",
     "Agreement",
     "Companion",
     "FlatBuffer",
@@ -44,6 +45,8 @@ __all__ = [
     "HookFunction",
     "Lent",
     "MarkedMemory",
+    "ParamLabel",
+    "ParamView",
     "Registration",
     "Replicas",
     "RestingPlace",
@@ -53,8 +56,12 @@ __all__ = [
     "ShardedParam",
     "StepEvent",
     "Stepper",
+    "attach",
     "check_backward",
+    "check_held",
+    "chosen_text",
     "copied_registrations",
+    "drop_secondary",
     "find_stale",
     "forget_torch_hooks",
     "give_torch_optimizers",
@@ -63,8 +70,10 @@ __all__ = [
     "has_stepped",
     "has_torch_optimizer",
     "is_unfilled",
+    "lies_in_buffer",
     "mark_stepped",
     "mark_unfilled",
+    "misplaced",
     "nearest",
     "reduced_otherwise",
     "refuse_steppers",

@@ -28,6 +28,7 @@ from composable.engine.routes import Routes
 from composable.engine.unfilled import META_FIX
 from composable.errors import UsageError, place_of_rank
 from composable.ground.names import class_name, module_text
+from composable.ground.torch_private import flat_weight_refs
 from composable.planning import (
     NO_CASTS,
     BufferPlan,
@@ -215,7 +216,7 @@ class FlatBuffer:
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.shard.device))
         if probe.dtype != self.dtype:
             raise _cannot_cast(self.params[0].fqn, self.dtype, probe.dtype)
-        held = [param.fqn for param in self.params if param.is_weakly_held]
+        held = [param.fqn for param in self.params if _is_weakly_held(param)]
         if probe.device != self.shard.device and held:
             raise UsageError(
                 "the device of a parameter to which something holds a weak reference cannot change",
@@ -353,7 +354,7 @@ class FlatBuffer:
         with torch.inference_mode(mode=False):
             buffer = torch.empty(layout.numel, dtype=self.compute_dtype, device=self.device)
             for span, param in zip(layout.spans, self.params, strict=True):
-                param.make_unsharded(span.view_in(buffer.data))
+                param.unsharded = param.make_stand_in(span.view_in(buffer.data))
             self._buffer = buffer.data
         self._storage = buffer.untyped_storage()
         return self._buffer
@@ -415,6 +416,12 @@ class AccumulatedGradients:
         """Forget what waits for an all-reduce over copies."""
         for flat in self._buffers:
             flat.routes.kept.clear()
+
+
+def _is_weakly_held(param: ShardedParam) -> bool:
+    """Say whether something has a weak reference to the sharded parameter, other than its owners."""
+    owned = {id(ref) for module, _ in param.owners for ref in flat_weight_refs(module)}
+    return any(id(ref) not in owned for ref in weakref.getweakrefs(param.sharded))
 
 
 def _cannot_cast(fqn: str, old: torch.dtype, new: torch.dtype) -> UsageError:

@@ -21,8 +21,7 @@ from torch.distributed import ReduceOp
 from composable.comm import ModelRanks, Pending, Ranks, Transport
 from composable.dtensor import note_finished, note_unfinished
 from composable.engine.gradients import GradientBuffer, GradientShape
-from composable.engine.handle import Handle
-from composable.engine.handle_step import GradientLedger, HandleStep
+from composable.engine.handle import GradientLedger, Handle, HandleStep
 from composable.engine.paths import Reduction
 from composable.engine.unsharded import Streams
 from composable.engine.user_comms import DEFAULT_COMMS
@@ -308,6 +307,14 @@ _WHAT = "the ranks reduce gradients in different ways, so those of the last back
 _FIX = "call the methods that set something with the same values on every rank, drop the gradients, run backward again"
 
 
+def chosen_text(handle: Handle) -> str:
+    """Return what the user chose of what ranks do to gradients, equal on all of them; empty: as annotated."""
+    texts = [handle.comms.compared_text()]
+    if handle.settings.fills_unused != (handle.plan.unused_gradients == "zero"):
+        texts.append(f"reduce-scatter unused params {handle.settings.fills_unused}")
+    return ", ".join(filter(None, texts))
+
+
 class HandleChoices:
     """What users chose for some handles, of what has to be equal on all ranks.
 
@@ -328,11 +335,11 @@ class HandleChoices:
 
     def text(self) -> str:
         """Return the choices, a line for each handle; classes of modules are each rank's own business."""
-        return "\n".join(f"{handle.fqn}: {handle.chosen_text()}" for handle in self._handles)
+        return "\n".join(f"{handle.fqn}: {chosen_text(handle)}" for handle in self._handles)
 
     def shown(self) -> str:
         """Return the same for people."""
-        return "\n".join(f"{handle.described}: {handle.chosen_text() or 'as annotated'}" for handle in self._handles)
+        return "\n".join(f"{handle.described}: {chosen_text(handle) or 'as annotated'}" for handle in self._handles)
 
 
 class Agreement:

@@ -18,6 +18,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import starmap
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -229,7 +230,7 @@ class GradientShape:
         """Return ``source`` [W * S], of undefined content, as gradients back to back; what belongs to none is zero."""
         for start, stop in self._gaps:
             source[start:stop].zero_()
-        return GradientBuffer(source, [source.as_strided(*view) for view in self._views], self)
+        return GradientBuffer(source, list(starmap(source.as_strided, self._views)), self)
 
 
 class GradientBuffer(NamedTuple):
@@ -460,7 +461,7 @@ class Gradients:
                 continue
             grad = param.empty_grad() if index is None else param.wrap_grad(pieces[index])
             if with_hooks:
-                grad = param.run_hooks(grad)
+                grad = _run_hooks(param, grad)
             held = sharded.grad
             if held is None or held is param.placeholder:
                 param.placeholder = None
@@ -471,13 +472,31 @@ class Gradients:
             else:
                 sharded.grad = held + grad
             if with_hooks:
-                param.run_post_hooks()
+                for hook in list((sharded._post_accumulate_grad_hooks or {}).values()):
+                    hook(sharded)
         if self.steppers:
             complete = [param.sharded for param, _ in chosen if param.sharded.grad is not None]
             for step in self.steppers:
                 step(complete)
             # Also where this rank has no element to step.
             increment_version([param.ragged._local_tensor for param, _ in chosen])
+
+
+def _run_hooks(param: ShardedParam, grad: RaggedDTensor) -> RaggedDTensor:
+    """Return what the functions of ``register_hook`` make of a gradient of full shape."""
+    for hook in list((param.sharded._backward_hooks or {}).values()):
+        changed = hook(grad)
+        if changed is None:
+            continue
+        if not isinstance(changed, RaggedDTensor) or changed._spec.layout != param.layout:
+            raise UsageError(
+                f"a hook on the gradient of a sharded parameter returned {type(changed).__name__} "
+                f"{list(getattr(changed, 'shape', []))}",
+                at=f"{place_of_rank()}, parameter {param.fqn!r}",
+                fix="return None, or what element-wise operations make of the gradient that the hook got",
+            )
+        grad = changed
+    return grad
 
 
 def _shape_of(plan: BufferPlan, device: torch.device) -> GradientShape:

@@ -1,12 +1,14 @@
-"""A handle owns the parameters of one fully sharded module: unshard, reshard, reduce.
+"""A handle owns the parameters of one fully sharded module, and knows where it is in the running step.
 
 A handle has one flat buffer per (dtype, requires_grad) class of its parameters. It knows
 its own state; the scheduler decides when each call is made.
+
+The clock of a step counts starts and ends of forwards of fully sharded modules; backwards have numbers. Parameters are
+bits of a number: bit ``i`` is the i-th of the buffer.
 """
 
-import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,22 +16,22 @@ import torch
 from torch import nn
 
 from composable.comm import Grid, Pending
-from composable.engine.buffer import AccumulatedGradients, FlatBuffer, ParamLabel
+from composable.dtensor import note_finished
+from composable.engine.buffer import AccumulatedGradients, FlatBuffer
 from composable.engine.gradients import GRADIENT_BUFFERS, Stepper, refuse_steppers
-from composable.engine.param import Faces, Lent, Misplaced, ParamView, ShardedParam
-from composable.engine.secondary import Filling, SecondaryShards
-from composable.engine.user_comms import DEFAULT_COMMS, Comms, Registration, copied_registrations, nearest
+from composable.engine.param import Faces, Lent, ParamView, ShardedParam
+from composable.engine.secondary import SecondaryShards
+from composable.engine.user_comms import DEFAULT_COMMS, Comms, Registration, nearest
 from composable.errors import UsageError, located, place_of_rank
-from composable.ground.frames import is_functional_call, is_part_of_module, modules_of_copy, reaches_out
+from composable.ground.frames import is_part_of_module, modules_of_copy, reaches_out
 from composable.ground.names import join_fqn, module_text
 from composable.ground.ownership import CHANGES
-from composable.planning import HandlePlan, mark_replaced
+from composable.planning import HandlePlan
 
-__all__ = ["FIX_COPY", "Handle", "HandleSettings", "handle_of", "waits_for_copies", "written_too_early"]
+__all__ = ["FIX_COPY", "GradientLedger", "Handle", "HandleSettings", "HandleStep", "handle_of", "waits_for_copies"]
 
 
 FIX_COPY = "deep-copy {names} or a module around, in one call"
-_LOADED = "_composable_loaded"  # On a parameter that a load has assigned; set in ownership.py.
 
 
 class _Managed:
@@ -135,8 +137,10 @@ class Handle:
         requires_gradient_sync: Reduce gradients at the end of this handle's backward.
         sync_after_context: What ``requires_gradient_sync`` is after the ``no_sync`` that runs; ``None``: none runs.
         accumulated: The gradients that wait for a later reduction.
+        gathers: Of an unshard that has not ended, also of one that never will; ``None``: none was started.
         has_parts: On some rank of the root, modules lie on a part of its ranks; set when the root is known.
         is_shared: Two roots have run it, and its memory stays.
+        copies: How many deep copies were made of it.
         copy_key: Which copy of which copy of the annotated handle this is; empty for that one.
         comms: How bytes travel where the user chose.
         comm_hooks: Registrations of communication hooks that reach the handle; the nearest holds.
@@ -144,15 +148,15 @@ class Handle:
 
     __slots__ = (
         "__weakref__",
-        "_copies",
-        "_gathers",
         "_idle_writes",
         "accumulated",
         "buffers",
         "comm_hooks",
         "comms",
+        "copies",
         "copy_key",
         "faces",
+        "gathers",
         "grid",
         "has_parts",
         "held_with",
@@ -185,17 +189,17 @@ class Handle:
         self.copy_key = ""
         self.comms = DEFAULT_COMMS
         self.comm_hooks: tuple[Registration, ...] = ()
-        self._copies = 0
+        self.copies = 0
         self.accumulated = AccumulatedGradients(self.buffers)
-        self._start_sharded()
+        self.start_sharded()
 
-    def _start_sharded(self) -> None:
+    def start_sharded(self) -> None:
         """Begin a life in which nothing was unsharded yet."""
         self.view = ParamView.SHARDED
         self.held_with: object | None = None
         self.lent: Lent | None = None
         self.version = self._idle_writes = 0
-        self._gathers: list[Pending] | None = None  # Of an unshard that has not ended, also of one that never will.
+        self.gathers: list[Pending] | None = None
         self.secondary: SecondaryShards | None = None
         if self.grid.outer is not None or self.plan.secondary_ranks is not None:
             self.secondary = SecondaryShards(self.buffers, fills=self.grid.outer is not None)
@@ -218,25 +222,12 @@ class Handle:
         """What messages call the (first) module."""
         return module_text(self.fqn, self.plan.class_names[0])
 
-    def fqn_of(self, param: ShardedParam) -> str:
-        """Return the name of one of the handle's parameters from where its modules are named."""
-        return self.from_root(param.fqn)
-
     def from_root(self, fqn: str) -> str:
         """Return the name from there for one below the handle's modules, as ``ShardedParam.fqn`` is."""
         if len(self.module_fqns) == 1:
             return join_fqn(self.fqn, fqn)
         position, _, name = fqn.partition(".")
         return join_fqn(self.module_fqns[int(position)], name)
-
-    def label_params(self, annotation: int) -> None:
-        """Say who the parameters are, for messages, and for ranks that compare what they do with them.
-
-        Args:
-            annotation: Its number among those of the same ranks.
-        """
-        for param in self.params:
-            param.layout.label = ParamLabel(annotation, param, self)
 
     @property
     def params(self) -> list[ShardedParam]:
@@ -258,117 +249,13 @@ class Handle:
         """The sharded parameters, of full shape, with a gradient that waits to be reduced with later ones."""
         return [param.sharded for param in self.params if param.waits]
 
-    # What modules hold
-
-    def is_in_place(self) -> bool:
-        """Say whether modules hold the face that the handle gave them; inside a context, whatever they hold."""
-        return (self.view is not ParamView.UNSHARDED and self.faces.are_sharded()) or not self.misplaced()
-
-    def misplaced(self) -> list[Misplaced]:
-        """Return what modules hold in place of the face that the handle gave them; inside a context, nothing."""
-        return [] if self.held_with is not None else self.faces.misplaced(self.view)
-
-    def _refuse_strangers(self) -> None:
-        # A forward has seen to it, so this is before a backward.
-        if self.held_with is None:
-            self.check_held()
-            raise written_too_early(self)
-
-    def attach(self) -> None:
-        """Bring back what torch replaced: parameters that a load assigned, and memory that it gave to parameters.
-
-        Their values stay; parameters are the same objects as before. Not collective.
-
-        Raises:
-            UsageError: A parameter has another dtype or shape now, or ``check_held`` raises.
-        """
-        if self.is_unsharded or self.held_with is not None:
-            return
-        self.check_held()
-        for param in self.params:
-            for module, name in param.owners:
-                held = module._parameters.get(name)
-                if held is not None and held is not param.sharded and held is not param.unsharded:
-                    param.take(held)
-                    vars(held).pop(_LOADED, None)
-                    mark_replaced(held, param.fqn, module, name)  # An optimizer that was built meanwhile holds it.
-                    param.sharded.grad = None  # As a new parameter has none.
-            param.bring_back_marks()
-            param.place(param.sharded)
-        for flat in self.buffers:
-            flat.attach()
-
-    def check_held(self) -> None:
-        """Refuse parameters that the user tied, replaced or removed: an optimizer may hold the old ones, or the new.
-
-        What a load assigns is a value, and so is any parameter in the place of one on the meta device.
-
-        Raises:
-            UsageError: It names the first of them, or says that a ``functional_call`` lends it.
-        """
-        for _, _, param, held in (found for found in self.misplaced() if found.is_stranger):
-            at = f"{place_of_rank()}, {self.described}, parameter {param.fqn!r}"
-            if is_functional_call():
-                raise UsageError(
-                    "functional_call gave a sharded module other parameters, and its forward gathers its own",
-                    at=at,
-                    fix="call it inside unshard_params(model); elsewhere give it buffers only, or the model's own "
-                    "parameters",
-                )
-            other = None if held is None else handle_of(held)
-            if other is None and held is not None and (param.ragged.is_meta or hasattr(held, _LOADED)):
-                continue
-            what, fix = "removed", "remove it before fully_shard"
-            names = [] if other is None else [other.fqn_of(one) for one in other.params if one.has_face(held)]
-            if names:
-                what, fix = f"tied to {names[0]!r}", "tie them before fully_shard, by one call for both or a policy"
-            elif held is not None:
-                what, fix = "replaced", "change its values: with torch.no_grad(): parameter.copy_(full), or load them"
-            raise UsageError(
-                f"a parameter was {what} after fully_shard was called, and optimizers and gradients would not follow",
-                at=at,
-                fix=f"{fix}; or unannotate first",
-            )
-
-    def copied(self, memo: dict[int, Any]) -> "Handle":
-        """Return a deep copy with shards of its own; ``adopt_modules`` completes it."""
-        if self.accumulated.awaits_copies:
-            raise waits_for_copies("deepcopy", self.described)
-        self.attach()
-        twin = memo[id(self)] = copy.copy(self)
-        self._copies += 1
-        twin.copy_key, twin._copies = f"{self.copy_key}.{self._copies}", 0
-        if self.sync_after_context is not None:
-            # The context that runs ends for this handle only.
-            twin.requires_gradient_sync, twin.sync_after_context = self.sync_after_context, None
-        kept = self.accumulated
-        twin.settings = copy.copy(self.settings)
-        twin.buffers = tuple(flat.copied(memo, with_kept_gradients=kept.is_unsynced) for flat in self.buffers)
-        twin.accumulated = AccumulatedGradients(twin.buffers, is_unsynced=kept.is_unsynced, is_kept=kept.is_kept)
-        twin.register_comm_hooks(copied_registrations(self.comm_hooks, memo))
-        return twin
-
-    def adopt_modules(self, memo: dict[int, Any]) -> None:
-        """Let a copied handle manage the copies of the modules, and prefetch copied handles."""
-        self.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
-        for param in self.params:
-            param.owners = tuple((copy.deepcopy(module, memo), name) for module, name in param.owners)
-            # Not before: it may refer to modules.
-            param.form = copy.deepcopy(param.form, memo)
-        self._start_sharded()
-        for one in self.comm_hooks:
-            one.place_copy(memo)
-        settings = self.settings
-        settings.forward_prefetch = _copies_of(settings.forward_prefetch, memo)
-        settings.backward_prefetch = _copies_of(settings.backward_prefetch, memo)
-
     def close(self) -> None:
         """Let go of modules and shards for good. Nothing is left to gather: unsharding does nothing from now on."""
         self.modules = ()
         self.buffers = ()
         self.comm_hooks = ()
         self.accumulated = AccumulatedGradients(())
-        self._start_sharded()
+        self.start_sharded()
         self.view = ParamView.UNSHARDED
 
     # What users chose
@@ -379,29 +266,6 @@ class Handle:
         CHANGES.note("choices")
         for flat in self.buffers:
             flat.routes.communicate_by(comms)
-
-    def fill_unused(self, *, fills: bool) -> None:
-        """Choose what a parameter gets that no rank used: zeros, or no gradient. Every rank alike."""
-        self.settings.fills_unused = fills
-        CHANGES.note("choices")
-
-    def chosen_text(self) -> str:
-        """Return what the user chose of what ranks do to gradients, equal on all of them; empty: as annotated."""
-        texts = [self.comms.compared_text()]
-        if self.settings.fills_unused != (self.plan.unused_gradients == "zero"):
-            texts.append(f"reduce-scatter unused params {self.settings.fills_unused}")
-        return ", ".join(filter(None, texts))
-
-    def settings_text(self) -> str:
-        """Return what else the user set of what decides when ranks communicate; empty: nothing."""
-        chosen = {
-            self.chosen_text(): True,
-            "gradient sync off": not self.requires_gradient_sync,
-            "all-reduce over copies off": any(flat.routes.kept.defers for flat in self.buffers),
-            "gradients of a backward without sync": self.requires_gradient_sync and self.accumulated.is_unsynced,
-            self.settings.text(self.plan): True,
-        }
-        return ", ".join(text for text, is_set in chosen.items() if is_set and text)
 
     def register_comm_hooks(self, registrations: Sequence[Registration]) -> None:
         """Let the nearest of ``registrations`` reduce the gradients. Every rank alike.
@@ -418,7 +282,7 @@ class Handle:
         """Return what ``register_comm_hooks`` would choose; raises what it does."""
         with located(self.described):
             if registrations:
-                refuse_steppers(self.steppers, self.fqn_of(self.params[0]))
+                refuse_steppers(self.steppers, self.from_root(self.params[0].fqn))
             return replace(self.comms, hook=nearest(registrations))
 
     @property
@@ -452,11 +316,6 @@ class Handle:
         """The unsharded parameters are there, whether modules hold them or not."""
         return self.view in (ParamView.UNSHARDED, ParamView.HIDDEN)
 
-    @property
-    def is_gathering(self) -> bool:
-        """An unshard was started and is not in use yet."""
-        return self.view is ParamView.GATHERING
-
     def bring_back(self) -> bool:
         """Bring pieces to which torch gave other memory back into the shards; say whether there were any.
 
@@ -478,9 +337,9 @@ class Handle:
 
         Collective: all ranks of the shard group, same order; of the smaller group if secondary shards are the source.
         """
-        if self._gathers is not None:
+        if self.gathers is not None:
             self.settle()
-        self._gathers = gathers = []
+        self.gathers = gathers = []
         secondary = self.secondary if self.secondary is not None and self.secondary.are_source else None
         version = -self._idle_writes
         for flat in self.buffers:
@@ -498,18 +357,9 @@ class Handle:
         """Note that what was written since the last gather, on all ranks, were the values that there were."""
         self._idle_writes = sum(flat.shard._version for flat in self.buffers) - self.version
 
-    def end_fill(self) -> None:
-        """Start the all-gathers that wait for a secondary shard; nothing if there are none.
-
-        For whose modules run in orders of their own on each rank: what waits for them starts gathers in that order.
-        """
-        for gather in self._gathers or ():
-            if isinstance(gather, Filling):
-                gather.go_on()
-
     def finish_gathers(self) -> None:
         """Wait for the all-gathers: the thread on CPU, the current stream on CUDA."""
-        for gather in self._gathers or ():
+        for gather in self.gathers or ():
             gather.finish()
         secondary = self.secondary
         if secondary is not None and secondary.are_source:
@@ -521,24 +371,29 @@ class Handle:
         for flat in self.buffers:
             flat.routes.settle()
 
-    def show(self) -> None:
-        """Make the modules hold the unsharded parameters; the gathers are finished."""
-        self.faces.show_unsharded(self._refuse_strangers)
+    def show(self, refuse: Callable[["Handle"], None]) -> None:
+        """Make the modules hold the unsharded parameters; the gathers are finished.
+
+        Args:
+            refuse: Called where a module holds neither face.
+        """
+        self.faces.show_unsharded(lambda: refuse(self))
         # Last: what comes before is done again if an exception cuts it short.
         self.view = ParamView.UNSHARDED
-        self._gathers = None
+        self.gathers = None
 
     def reshard(self, *, frees: bool = True) -> None:
         """Make the modules hold the sharded parameters and free the buffers, or leave these to ``free_buffers``."""
-        if self._gathers is not None:
+        if self.gathers is not None:
             # Not in use yet, or cut short: the memory may still be written to.
             self.settle()
         # First: who is cut short from here on is unsharded and resharded anew.
         self.view = ParamView.SHARDED
-        self._gathers = None
+        self.gathers = None
         self.faces.show_sharded()
-        if frees:
-            self.free_buffers()
+        if frees and not (self.is_shared or self.settings.keeps_storage):
+            for flat in self.buffers:
+                flat.free_buffer()
 
     def hide(self) -> None:
         """Make the modules hold the sharded parameters, and keep the unsharded ones; ``show`` undoes it."""
@@ -558,18 +413,6 @@ class Handle:
         if self.secondary is not None:
             self.secondary.keep(self.version)
 
-    def drop_secondary(self) -> None:
-        """Free secondary shards, if there are any."""
-        if self.secondary is not None:
-            if self.view is ParamView.GATHERING and self.secondary.are_source:
-                self.settle()
-            self.secondary.drop()
-
-    def end_secondary(self) -> None:
-        """Free secondary shards of one forward, whose values no other reads; those that a forward filled stay."""
-        if self.secondary is not None and self.secondary.are_there and not self.secondary.fills:
-            self.drop_secondary()
-
     def is_fresh(self) -> bool:
         """Say whether unsharded parameters and filled secondary shards still have the values of this rank's shards."""
         if self.secondary is not None and self.secondary.fills:
@@ -579,22 +422,152 @@ class Handle:
                 return True
         return all(flat.is_fresh() for flat in self.buffers)
 
-    def lies_in_buffer(self, tensor: torch.Tensor) -> bool:
-        """Say whether a plain tensor, of any shape, is a view of the unsharded parameters."""
-        return any(flat.holds(tensor) for flat in self.buffers)
-
     def __repr__(self) -> str:
         return f"Handle({self.fqn!r}, {len(self.params)} parameters)"
 
 
-def _copies_of(handles: tuple[Handle, ...] | None, memo: dict[int, Any]) -> tuple[Handle, ...] | None:
-    return None if handles is None else tuple(memo[id(handle)] for handle in handles if id(handle) in memo)
+class GradientLedger:
+    """Who had a gradient in one flat buffer, what was reduced, and who got it, in one backward.
+
+    A parameter that this rank has a gradient for gets the reduced one as soon as it is there. Whether one
+    without gets it depends on the other ranks, and waits for the end of backward, as do all of a
+    buffer with hooks: they run once, on the whole gradient. So do all that ranks have to step together.
+
+    Attributes:
+        grad_mask: The parameters that had a gradient on this rank, in this backward or since the last reduction.
+        has_more: Some leaf holds a gradient that was not reduced.
+        waiting: What was reduced, [S], with the parameters that got it so far; not if all did.
+        message_bytes: How many bytes the ledger takes in a message, the same on all ranks.
+    """
+
+    __slots__ = ("_complete_message", "flat", "grad_mask", "handle", "has_more", "message_bytes", "waiting")
+
+    def __init__(self, handle: Handle, flat: FlatBuffer) -> None:
+        self.handle = handle
+        self.flat = flat
+        self.grad_mask = 0
+        self.has_more = False
+        self.waiting: list[tuple[torch.Tensor, int]] = []
+        self.message_bytes = len(flat.params) // 8 + 1
+        self._complete_message = (flat.gradients.all_bits << 1).to_bytes(self.message_bytes, "little")
+
+    def clear(self) -> None:
+        """Forget a backward that was cut short, also by a hook of the user in ``finish``."""
+        self.grad_mask = 0
+        self.has_more = False
+        self.waiting = []
+
+    def scan_leaves(self) -> None:
+        """Note what the leaves still hold."""
+        left = self.flat.gradients.bits()
+        self.grad_mask |= left
+        self.has_more = left != 0
+
+    def take(self, reduced: torch.Tensor) -> None:
+        """Give what was reduced, [S], to the parameters that are known to get it."""
+        gradients = self.flat.gradients
+        given = 0
+        if not (gradients.steps_together or gradients.has_hooks()):
+            given = self.grad_mask | self.flat.routes.kept.bits
+            if given and not gradients.steppers:
+                gradients.accumulate(reduced, given)
+            elif given:
+                self._give(reduced, given)
+        if given != gradients.all_bits:
+            self.waiting.append((reduced, given))
+
+    def finish(self) -> None:
+        """End the backward: the rest goes to the parameters that any rank had a gradient for, or to all as zeros."""
+        kept = self.flat.routes.kept
+        mask, self.grad_mask = self.grad_mask | kept.bits, 0
+        kept.bits = 0 if kept.total is None else mask
+        if not self.waiting:
+            return
+        rest, self.waiting = self.waiting, []
+        if self.handle.settings.fills_unused:
+            mask = self.flat.gradients.all_bits
+        whole = [reduced for reduced, given in rest if not given]
+        if len(whole) > 1:
+            # Of these nobody has got a part yet: hooks run once, on the sum.
+            for reduced in whole[1:]:
+                whole[0].add_(reduced)
+            rest = [(whole[0], 0), *(one for one in rest if one[1])]
+        for reduced, given in rest:
+            left = mask & ~given
+            if left:
+                self._give(reduced, left, with_hooks=not given and self.flat.gradients.has_hooks())
+
+    def _give(self, reduced: torch.Tensor, bits: int, *, with_hooks: bool = False) -> None:
+        if self.flat.gradients.steppers:
+            # What waited for the ranks with copies is whole now, and is stepped.
+            note_finished([self.handle])
+        self.flat.gradients.accumulate(reduced, bits, with_hooks=with_hooks)
+
+    def encode(self) -> bytes:
+        """Return what the other ranks have to know."""
+        if self.grad_mask == self.flat.gradients.all_bits and not self.has_more:
+            return self._complete_message
+        return (self.grad_mask << 1 | self.has_more).to_bytes(self.message_bytes, "little")
+
+    def merge(self, messages: Sequence[bytes]) -> None:
+        """Take in what all ranks have encoded."""
+        found = 0
+        for one in messages:
+            found |= int.from_bytes(one, "little")
+        self.grad_mask = found >> 1
+        self.has_more = bool(found & 1)
 
 
-def written_too_early(handle: Handle) -> UsageError:
-    """Return the error for shards that have other values than those a forward has seen."""
-    return UsageError(
-        "parameters were written to between a forward and its backward, which needs them as they were",
-        at=f"{place_of_rank()}, {handle.described}",
-        fix="step, load or change parameters after backward; or run forward again",
-    )
+class HandleStep:
+    """Where one handle is.
+
+    Attributes:
+        ledgers: Of its flat buffers.
+        is_armed: A differentiable forward has run since the last backward: the next one reduces it.
+        first_forward: Clock of the first such forward; 0: before all others.
+        entered_at: Clock of the start of a forward that has not ended.
+        queued_in: The last backward that has or had to complete it.
+        met_in: The last backward in which a gradient of an output arrived.
+        completed_in: The last backward that completed it: reduced its gradients, or kept them.
+        kept_in: The last forward that left secondary shards.
+        is_late: Gradients are still coming in the backward that completed it.
+        modules_left: Of several modules that share the handle, those still to run in this forward.
+        next_forward: Who followed in the latest forward, a hint for prefetch; so are the other two.
+        previous_forward: Who went before in the latest forward.
+        next_backward: Who followed in the latest backward.
+        is_waiting: Users were told that its gradients wait for a later backward, or an all-reduce over copies.
+        leaders: With whose modules it is gathered, resharded and reduced, whether its own run or not.
+        followers: Those that it does so with.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+        self.ledgers = [GradientLedger(handle, flat) for flat in handle.buffers]
+        self.modules_left: set[nn.Module] = set()
+        self.is_waiting = False
+        self.leaders: tuple[HandleStep, ...] = ()
+        self.followers: tuple[HandleStep, ...] = ()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: another root has run the handle meanwhile."""
+        # Of no backward and no forward: their numbers start at 1.
+        self.completed_in = self.kept_in = self.met_in = self.queued_in = -1
+        self.forget_order()
+        self.end_step()
+
+    def forget_order(self) -> None:
+        """Forget the hints for prefetch."""
+        self.next_forward: HandleStep | None = None
+        self.previous_forward: HandleStep | None = None
+        self.next_backward: HandleStep | None = None
+
+    def end_step(self) -> None:
+        """Forget a step that was cut short; the hints stay."""
+        self.is_armed = False
+        self.first_forward = 0
+        self.entered_at = -1
+        self.is_late = False
+        self.modules_left.clear()
+        for ledger in self.ledgers:
+            ledger.clear()

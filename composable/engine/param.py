@@ -9,7 +9,6 @@ annotation; only the entry in ``module._parameters`` changes.
 
 import copy
 import enum
-import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,11 +26,11 @@ from composable.dtensor import (
     slice_block,
     was_zeroed,
     watch_zeroing,
+    wrap_ragged,
 )
-from composable.engine.unfilled import mark_unfilled
-from composable.errors import UsageError, place_of_rank
+from composable.errors import UsageError
 from composable.ground.ownership import CHANGES
-from composable.ground.torch_private import flat_weight_refs, without_flat_weight_refs
+from composable.ground.torch_private import without_flat_weight_refs
 from composable.planning import Form, SplitNode, mark_replaced
 
 __all__ = ["Faces", "Lent", "Misplaced", "Owner", "ParamView", "ShardedParam"]
@@ -196,18 +195,6 @@ class ShardedParam:
             if grad is not None:
                 self.sharded.grad = fn(grad)
 
-    @property
-    def is_weakly_held(self) -> bool:
-        """Something has a weak reference to the sharded parameter: neither its owners, nor this object."""
-        owned = {id(ref) for module, _ in self.owners for ref in flat_weight_refs(module)}
-        return any(id(ref) not in owned for ref in weakref.getweakrefs(self.sharded))
-
-    def make_room(self) -> None:
-        """Let the sharded parameter show memory of its own, marked as not filled."""
-        local = torch.empty(self.local_shape, dtype=self.spec.dtype, device=self.home)
-        mark_unfilled(local)
-        self.show(local)
-
     def take(self, value: torch.Tensor) -> None:
         """Adopt the value of a parameter that replaced the sharded one: ragged in the same cut, or full.
 
@@ -223,7 +210,7 @@ class ShardedParam:
             )
         if isinstance(value, RaggedDTensor) and value._spec.layout.matches(self.layout):
             piece = value._local_tensor
-        elif not self._can_take(value):
+        elif not _can_take(self, value):
             raise UsageError(
                 f"a parameter of shape {list(self.spec.shape)} was replaced by "
                 f"{type(value).__name__} {list(value.shape)}",
@@ -241,11 +228,6 @@ class ShardedParam:
             self.ragged._local_tensor.data.copy_(piece)
             increment_version(self.ragged._local_tensor)
 
-    def _can_take(self, value: torch.Tensor) -> bool:
-        if self.is_split and isinstance(value, DTensor):
-            return not isinstance(value, RaggedDTensor) and value.shape == self.spec.shape
-        return not isinstance(value, DTensor) and value.shape in (self.shape, self.spec.shape)
-
     @property
     def ragged(self) -> RaggedDTensor:
         """The sharded parameter, of full shape, as what it is."""
@@ -257,17 +239,12 @@ class ShardedParam:
         """Which elements each rank owns."""
         return self.ragged._spec.layout
 
-    def make_unsharded(self, view: torch.Tensor) -> nn.Parameter:
-        """Create the leaf over ``view``, a view of the buffer's ``.data`` in the full shape.
-
-        ``.data`` gives the leaf a version counter of its own: filling the buffer again
-        between forward and backward must not look like an in-place change.
-        """
-        self.unsharded = self.make_stand_in(view)
-        return self.unsharded
-
     def make_stand_in(self, value: torch.Tensor) -> nn.Parameter:
-        """Return a parameter over ``value`` [shape], of the original's class, for modules to hold for a while."""
+        """Return a parameter over ``value`` [shape], of the original's class, for modules to hold for a while.
+
+        A view of ``.data`` of the buffer has a version counter of its own: filling the buffer again between forward and
+        backward does not look like an in-place change.
+        """
         return self.dress(self._parameter(value))
 
     def _parameter(self, value: torch.Tensor) -> nn.Parameter:
@@ -301,7 +278,9 @@ class ShardedParam:
 
     def wrap_grad(self, local: torch.Tensor) -> RaggedDTensor:
         """Wrap this rank's piece [stop - start] of a reduced gradient."""
-        return RaggedDTensor.wrap(local if self._is_flat else local.view(self.local_shape), self.grad_spec)
+        piece = local if self._is_flat else local.view(self.local_shape)
+        wrapped: RaggedDTensor = wrap_ragged(piece, self.grad_spec, requires_grad=False)
+        return wrapped
 
     def empty_grad(self) -> RaggedDTensor:
         """Return the gradient, of full shape, of a parameter of which this rank owns nothing, always the same one."""
@@ -351,29 +330,6 @@ class ShardedParam:
                 self.sharded.grad = None
             self.placeholder = None
 
-    # Hooks of users on the gradient.
-
-    def run_hooks(self, grad: RaggedDTensor) -> RaggedDTensor:
-        """Return what the functions of ``register_hook`` make of a gradient of full shape."""
-        for hook in list((self.sharded._backward_hooks or {}).values()):
-            changed = hook(grad)
-            if changed is None:
-                continue
-            if not isinstance(changed, RaggedDTensor) or changed._spec.layout != self.layout:
-                raise UsageError(
-                    f"a hook on the gradient of a sharded parameter returned {type(changed).__name__} "
-                    f"{list(getattr(changed, 'shape', []))}",
-                    at=f"{place_of_rank()}, parameter {self.fqn!r}",
-                    fix="return None, or what element-wise operations make of the gradient that the hook got",
-                )
-            grad = changed
-        return grad
-
-    def run_post_hooks(self) -> None:
-        """Call the functions of ``register_post_accumulate_grad_hook``."""
-        for hook in list((self.sharded._post_accumulate_grad_hooks or {}).values()):
-            hook(self.sharded)
-
     def copied(self, shard: torch.Tensor, memo: dict[int, Any]) -> "ShardedParam":
         """Return a deep copy over ``shard`` [S], with the gradient; its owners are still this one's.
 
@@ -414,6 +370,12 @@ class ShardedParam:
                 setattr(module, name, param)
             else:
                 module._parameters[name] = param
+
+
+def _can_take(param: ShardedParam, value: torch.Tensor) -> bool:
+    if param.is_split and isinstance(value, DTensor):
+        return not isinstance(value, RaggedDTensor) and value.shape == param.spec.shape
+    return not isinstance(value, DTensor) and value.shape in (param.shape, param.spec.shape)
 
 
 def has_own_setattr(module: nn.Module) -> bool:

@@ -14,10 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from composable.comm import described
 from composable.engine.gradients import refuse_graph_of_backward
-from composable.engine.handle import Handle
-from composable.engine.handle_step import HandleStep
+from composable.engine.handle import Handle, HandleStep
+from composable.engine.held import lies_in_buffer
 from composable.engine.param import Lent, ParamView
 from composable.engine.step import LED, Completion, Step, StepEvent
+from composable.engine.unsharded import drop_secondary, end_secondary
 from composable.errors import UsageError, place_of_rank, warn_once
 from composable.ground.frames import in_split_backward, is_called_again
 from composable.ground.torch_hooks import Ending, in_backward_of_nothing, next_ending_number
@@ -165,7 +166,7 @@ class Backwards:
         if gathers:
             step.unsharded.unshard(handle)
             if handle.secondary is not None:
-                handle.end_secondary()
+                end_secondary(handle)
         if own.followers:
             self._begin_followers(own)
         if own.met_in != backward_id:
@@ -177,7 +178,7 @@ class Backwards:
         """Make the parameters usable until the backward ends with them. Collective unless they are unsharded."""
         self._step.unsharded.unshard(handle)
         if handle.secondary is not None:
-            handle.end_secondary()
+            end_secondary(handle)
 
     def _prefetch_after(self, own: HandleStep) -> None:
         """Start to gather what is likely to be next after the first gradient of ``own``, or what users have said."""
@@ -254,9 +255,9 @@ class Backwards:
             return  # Ended by hand.
         unsharded = step.unsharded
         for handle in tuple(unsharded.members):
-            if step.makes_graph and not handle.is_gathering:
+            if step.makes_graph and handle.view is not ParamView.GATHERING:
                 unsharded.retain_until_backward(handle, with_graph=True)
-            if handle.settings.reshard_after_backward or handle.is_gathering:
+            if handle.settings.reshard_after_backward or handle.view is ParamView.GATHERING:
                 step.reshard_unless_running(handle)
             elif not step.is_in_use(handle):
                 handle.hide()
@@ -297,7 +298,7 @@ class Backwards:
         for handle, own in step.steps.items():
             own.end_step()
             handle.accumulated.drop()
-            handle.drop_secondary()
+            drop_secondary(handle)
         step.finalizer.forget_kept()
         step.finalizer.is_deferred, step.finalizing = False, None
         self._completion.forget()
@@ -324,7 +325,7 @@ class SavingForbidden:
         self._context.__exit__()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if self._handle.lies_in_buffer(tensor):
+        if lies_in_buffer(self._handle, tensor):
             raise UsageError(
                 "backward needs a parameter that set_unshard_in_backward(False) says it does not need",
                 at=f"{place_of_rank()}, {self._handle.described}, tensor {list(tensor.shape)}",

@@ -11,7 +11,7 @@ from composable.engine.handle import Handle
 from composable.engine.param import ParamView
 from composable.engine.passes import Backwards, Forwards
 from composable.engine.step import Completion, RootSettings, Step, StepEvent, StepListener
-from composable.engine.unsharded import Streams
+from composable.engine.unsharded import Streams, drop_secondary, end_fill
 from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_hooks import Ending
 
@@ -96,7 +96,7 @@ class Scheduler:
         """Start gathering ahead of use; ``unshard`` waits for it."""
         self.step.unsharded.begin_unshard(handle)
         if self.step.steps[handle].leaders:
-            handle.end_fill()
+            end_fill(handle)
 
     def refresh(self, handles: Iterable[Handle]) -> None:
         """Free what an earlier step left of ``handles``, hidden, where a rank has written its shard since.
@@ -253,7 +253,7 @@ class Scheduler:
         step.unsharded.free_retained(always=True)
         for handle in handles:
             step.unsharded.reshard(handle)
-            handle.drop_secondary()
+            drop_secondary(handle)
             if handle in step.steps:
                 step.steps[handle].forget()
         self._completion.forget()

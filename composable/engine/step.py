@@ -28,9 +28,9 @@ from torch import nn
 
 from composable.comm import Grid
 from composable.engine.finish import GradientFinalizer
-from composable.engine.handle import Handle
-from composable.engine.handle_step import GradientLedger, HandleStep
-from composable.engine.unsharded import Streams, Unsharded
+from composable.engine.handle import GradientLedger, Handle, HandleStep
+from composable.engine.param import ParamView
+from composable.engine.unsharded import Streams, Unsharded, end_fill, end_secondary
 from composable.errors import UsageError, place_of_rank
 from composable.ground.torch_private import current_graph_task_id
 
@@ -243,7 +243,7 @@ class Step:
             for handle in followers:
                 unsharded.begin_unshard(handle)
             for handle in followers:
-                handle.end_fill()
+                end_fill(handle)
 
     def reshard_unless_running(self, handle: Handle) -> None:
         """Free the parameters; a backward inside a forward leaves the modules around it as they are."""
@@ -257,7 +257,7 @@ class Step:
     def drop_secondaries(self) -> None:
         """Forget the secondary shards that a forward has left."""
         for handle in self.handles:
-            handle.end_secondary()
+            end_secondary(handle)
 
     def optimizer_stepped(self) -> None:
         """The optimizer wrote the shards, on the current stream or where the user said."""
@@ -354,7 +354,7 @@ class Completion:
         for own in self._last_armed:
             own.is_armed, own.first_forward = False, 0
             if own.handle.secondary is not None:
-                own.handle.end_secondary()
+                end_secondary(own.handle)
 
     def expect_late(self, own: HandleStep) -> None:
         """Let the end of backward complete what was not expected in it, or is complete already, and what follows."""
@@ -447,9 +447,9 @@ class Completion:
         step.streams.meet()
         if own.leaders:
             # What stays has to be the same on all ranks, also where its modules took no part.
-            if handle.is_gathering:
+            if handle.view is ParamView.GATHERING:
                 step.unsharded.unshard(handle)
-            handle.end_secondary()
+            end_secondary(handle)
 
 
 def _stepped_already(handle: Handle) -> UsageError:

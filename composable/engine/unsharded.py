@@ -19,10 +19,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from composable.engine.gradients import GradientBuffer
-from composable.engine.handle import Handle
-from composable.engine.handle_step import HandleStep
+from composable.engine.handle import Handle, HandleStep
+from composable.engine.held import refuse_strangers
 from composable.engine.param import ParamView
 from composable.engine.paths import GradientPath, Reduction
+from composable.engine.secondary import Filling
 from composable.ground.frames import in_region, watch_graph, watch_running_node
 from composable.ground.torch_hooks import before_gradients
 from composable.ground.torch_private import autograd_profiler, opaque
@@ -295,13 +296,13 @@ class Unsharded:
             self.begin_unshard(handle)
         elif view is not ParamView.GATHERING:
             if view is ParamView.HIDDEN:
-                handle.show()
+                handle.show(refuse_strangers)
             return
         if autograd_profiler._is_profiler_enabled:
             in_region("wait for gather", handle.fqn, self.streams.wait_for_unshard, handle)
         else:
             self.streams.wait_for_unshard(handle)
-        handle.show()
+        handle.show(refuse_strangers)
 
     def begin_unshard(self, handle: Handle, *, takes_secondary: bool | None = None) -> None:
         """Start gathering ahead of use; ``unshard`` waits for it.
@@ -387,7 +388,7 @@ class Unsharded:
             if handle.held_with is None and handle not in kept:
                 if handle in self.members:
                     # Unsharded by hand: it is used as it is, and has newer values.
-                    handle.drop_secondary()
+                    drop_secondary(handle)
                 else:
                     kept.append(handle)
         if kept:
@@ -414,7 +415,7 @@ class Unsharded:
                 continue
             self.reshard(handle)
             if handle in self._filling:
-                handle.drop_secondary()
+                drop_secondary(handle)
 
     # Memory that stays
 
@@ -497,3 +498,27 @@ def _calling(hear: Callable[[], None]) -> Callable[[torch.Tensor], None]:
             call()
 
     return arrived
+
+
+def drop_secondary(handle: Handle) -> None:
+    """Free secondary shards of a handle, if there are any."""
+    if handle.secondary is not None:
+        if handle.view is ParamView.GATHERING and handle.secondary.are_source:
+            handle.settle()
+        handle.secondary.drop()
+
+
+def end_secondary(handle: Handle) -> None:
+    """Free secondary shards of one forward, whose values no other reads; those that a forward filled stay."""
+    if handle.secondary is not None and handle.secondary.are_there and not handle.secondary.fills:
+        drop_secondary(handle)
+
+
+def end_fill(handle: Handle) -> None:
+    """Start the all-gathers of a handle that wait for a secondary shard; nothing if there are none.
+
+    For whose modules run in orders of their own on each rank: what waits for them starts gathers in that order.
+    """
+    for gather in handle.gathers or ():
+        if isinstance(gather, Filling):
+            gather.go_on()

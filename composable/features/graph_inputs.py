@@ -22,14 +22,11 @@ __all__ = ["follow_inputs"]
 
 def follow_inputs() -> None:
     """Let ``backward(inputs=)`` find sharded parameters, and ``grad`` say what it does not; once in a process."""
-    replace_body(torch.autograd.backward, _backward)
+    replace_body(torch.autograd.backward, _backward, only_with=("inputs", 5))
     replace_body(torch.autograd.grad, _grad)
 
 
 def _backward(original: Any, *args: Any, **kwargs: Any) -> Any:
-    # ``inputs`` is the last of six.
-    if kwargs.get("inputs") is None and len(args) < 6:
-        return original(*args, **kwargs)
     call = inspect.signature(original).bind(*args, **kwargs)
     inputs = _listed(call.arguments["inputs"])
     faces = [face for face in map(_unsharded, inputs) if face is not None]

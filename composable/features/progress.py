@@ -1,7 +1,7 @@
 """Where a root is, as ranks that wait are told; read from another thread, so nothing is noted for it."""
 
 from composable.comm import AnnotationStatus, Started, Transport, Tree
-from composable.engine import FlatBuffer, RootSettings, Scheduler
+from composable.engine import FlatBuffer, Handle, RootSettings, Scheduler, chosen_text
 
 __all__ = ["ProgressReporter"]
 
@@ -55,7 +55,7 @@ class ProgressReporter:
 
     def _set_by_users(self) -> dict[str, str]:
         handles = dict.fromkeys(handle for handle, _ in self._flats)
-        found = {handle.described: text for handle in handles if (text := handle.settings_text())}
+        found = {handle.described: text for handle in handles if (text := settings_text(handle))}
         if not self._settings.ends_backward:
             found["the whole tree"] = (
                 "finalized by hand" if self._settings.finalizes_by_hand else "not the last backward"
@@ -74,3 +74,15 @@ class ProgressReporter:
 def _address(flat: FlatBuffer) -> tuple[Transport, int]:
     path = flat.routes.gather_path
     return path.transport, path.key
+
+
+def settings_text(handle: Handle) -> str:
+    """Return what the user set of what decides when ranks communicate; empty: nothing."""
+    chosen = {
+        chosen_text(handle): True,
+        "gradient sync off": not handle.requires_gradient_sync,
+        "all-reduce over copies off": any(flat.routes.kept.defers for flat in handle.buffers),
+        "gradients of a backward without sync": handle.requires_gradient_sync and handle.accumulated.is_unsynced,
+        handle.settings.text(handle.plan): True,
+    }
+    return ", ".join(text for text, is_set in chosen.items() if is_set and text)

@@ -11,9 +11,7 @@ import itertools
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
-from itertools import chain
-from operator import attrgetter, is_
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 from torch import nn
@@ -27,11 +25,9 @@ from composable.ground.torch_private import opaque
 __all__ = [
     "CHANGES",
     "Claim",
-    "Contents",
     "check_callers",
     "claim",
     "claim_of",
-    "count_registrations",
     "is_left_alone",
     "is_managed",
     "is_sharded",
@@ -178,13 +174,14 @@ class _Changes:
         hooks: On gradients of sharded parameters.
         choices: Of users, for handles, which ranks compare.
         marks: On parameters that were replaced.
+        registrations: Of modules and parameters in modules that are watched.
     """
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self.hooks = self.choices = self.marks = 0
+        self.hooks = self.choices = self.marks = self.registrations = 0
 
-    def note(self, what: Literal["hooks", "choices", "marks"]) -> None:
+    def note(self, what: Literal["hooks", "choices", "marks", "registrations"]) -> None:
         """Something has changed."""
         setattr(self, what, next(self._numbers))
 
@@ -193,20 +190,18 @@ CHANGES = _Changes()
 
 
 class _Registrations:
-    """The modules of the process below annotations, and how often something was registered in one of them.
+    """The modules of the process below annotations.
 
     By id: what is registered in may be anybody's module, whose own hash need not work yet.
 
     Attributes:
-        count: How many modules and parameters were registered in watched modules.
         watched: The modules in which registrations count.
         left: Modules whose annotation was undone, put nowhere else since.
     """
 
-    __slots__ = ("_hooks", "count", "left", "watched")
+    __slots__ = ("_hooks", "left", "watched")
 
     def __init__(self) -> None:
-        self.count = 0
         self.watched: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self.left: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._hooks: list[RemovableHandle] = []
@@ -218,9 +213,10 @@ class _Registrations:
         self.watched.update((id(module), module) for module in modules)
 
     def note(self, parent: nn.Module) -> bool:
-        """Count a registration if ``parent`` is watched, and say whether it is."""
+        """Note a registration if ``parent`` is watched, and say whether it is."""
         is_watched = self.watched.get(id(parent)) is parent
-        self.count += is_watched
+        if is_watched:
+            CHANGES.note("registrations")
         return is_watched
 
     def no_longer_left(self, modules: Iterable[nn.Module]) -> None:
@@ -231,40 +227,6 @@ class _Registrations:
 
 _REGISTRATIONS = _Registrations()
 watch_registrations = _REGISTRATIONS.watch
-
-
-class Contents:
-    """What is in modules, to see in each forward whether that has changed: some 100 ns for each of them.
-
-    Args:
-        modules: The modules.
-        of_params: ``dict.values``, or ``dict.keys`` where each name holds one parameter or another.
-    """
-
-    __slots__ = ("_before", "_leaves", "_of_params", "_params", "_parents")
-
-    def __init__(self, modules: Iterable[nn.Module], of_params: Callable[[Any], Iterable[object]]) -> None:
-        found = list(modules)
-        # Some containers may be given another dict, when what is in them is deleted.
-        self._parents = [one for one in found if one._modules or isinstance(one, _CONTAINERS)]
-        self._leaves = [one._modules for one in found if not one._modules]
-        self._params = [one._parameters for one in found if one._parameters]
-        self._of_params = of_params
-        self._before = self._look()
-
-    def have_changed(self) -> bool:
-        """Say whether a module or a parameter was added, put in the place of another one, or taken away."""
-        now = self._look()
-        return any(self._leaves) or len(now) != len(self._before) or not all(map(is_, now, self._before))
-
-    def _look(self) -> list[object]:
-        children = map(dict.values, map(_CHILDREN, self._parents))
-        params = map(self._of_params, self._params)
-        return list(chain(chain.from_iterable(children), chain.from_iterable(params)))
-
-
-_CHILDREN: Callable[[nn.Module], dict[str, object]] = attrgetter("_modules")
-_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 
 def mark_managed(modules: Iterable[nn.Module]) -> None:
@@ -282,11 +244,6 @@ def leave_alone(modules: Iterable[nn.Module]) -> None:
 def is_left_alone(module: nn.Module) -> bool:
     """Say whether the annotation of ``module`` was undone, and it was put nowhere else since."""
     return _REGISTRATIONS.left.get(id(module)) is module
-
-
-def count_registrations() -> int:
-    """Return how many modules and parameters were registered in watched modules so far."""
-    return _REGISTRATIONS.count
 
 
 def check_callers() -> None:

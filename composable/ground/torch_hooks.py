@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -33,6 +34,7 @@ from composable.ground.torch_private import (
 )
 
 __all__ = [
+    "Contents",
     "EndOfBackward",
     "Ending",
     "GradientHook",
@@ -329,6 +331,40 @@ def before_every_registration(
         register_module_module_registration_hook(of_module),
         register_module_parameter_registration_hook(of_parameter),
     ]
+
+
+class Contents:
+    """What is in modules, to see in each forward whether that has changed: some 100 ns for each of them.
+
+    Args:
+        modules: The modules.
+        of_params: ``dict.values``, or ``dict.keys`` where each name holds one parameter or another.
+    """
+
+    __slots__ = ("_before", "_leaves", "_of_params", "_params", "_parents")
+
+    def __init__(self, modules: Iterable[nn.Module], of_params: Callable[[Any], Iterable[object]]) -> None:
+        found = list(modules)
+        # Some containers may be given another dict, when what is in them is deleted.
+        self._parents = [one for one in found if one._modules or isinstance(one, _CONTAINERS)]
+        self._leaves = [one._modules for one in found if not one._modules]
+        self._params = [one._parameters for one in found if one._parameters]
+        self._of_params = of_params
+        self._before = self._look()
+
+    def have_changed(self) -> bool:
+        """Say whether a module or a parameter was added, put in the place of another one, or taken away."""
+        now = self._look()
+        return any(self._leaves) or len(now) != len(self._before) or not all(map(is_, now, self._before))
+
+    def _look(self) -> list[object]:
+        children = map(dict.values, map(_CHILDREN, self._parents))
+        params = map(self._of_params, self._params)
+        return list(chain(chain.from_iterable(children), chain.from_iterable(params)))
+
+
+_CHILDREN: Callable[[nn.Module], dict[str, object]] = attrgetter("_modules")
+_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 
 def around_optimizer(

@@ -426,15 +426,22 @@ def model_averager_code() -> CodeType | None:
     return getattr(function, "__code__", None)
 
 
-def replace_body(function: Any, body: Callable[..., Any]) -> None:
-    """Let ``function`` of torch, the same object, do what ``body`` does, which gets torch's own first; once."""
+def replace_body(function: Any, body: Callable[..., Any], *, only_with: tuple[str, int] = ("", -1)) -> None:
+    """Let ``function`` of torch, the same object, do what ``body`` does, which gets torch's own first; once.
+
+    Args:
+        function: Of torch, in Python.
+        body: Runs in its place.
+        only_with: An argument of ``function``, its name and position: without it, torch's own runs.
+    """
     if hasattr(function, "__wrapped__"):
         return
     original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     original.__kwdefaults__ = function.__kwdefaults__
     original.__annotations__ = function.__annotations__
     function.__wrapped__ = original  # keeps the signature that is shown
-    function.__defaults__, function.__kwdefaults__ = None, {"_body": partial(body, original)}
+    function.__defaults__ = None
+    function.__kwdefaults__ = {"_body": partial(body, original), "_original": original, "_only_with": only_with}
     function.__code__ = _call_body.__code__
     # The compiler passes over torch's own files, so over these two frames, and not over what they call.
     action = frame_evaluation._FrameAction  # what it does with a frame
@@ -443,6 +450,9 @@ def replace_body(function: Any, body: Callable[..., Any]) -> None:
         frame_evaluation.set_code_exec_strategy(code, strategy)  # they stand in for torch's
 
 
-def _call_body(*args: Any, _body: Any, **kwargs: Any) -> Any:
+def _call_body(*args: Any, _body: Any, _original: Any, _only_with: tuple[str, int], **kwargs: Any) -> Any:
     # Runs as the body of torch's function, among the globals of torch's file: nothing of this one is in sight.
+    name, position = _only_with
+    if len(args) <= position and kwargs.get(name) is None:
+        return _original(*args, **kwargs)
     return _body(*args, **kwargs)

@@ -2,7 +2,6 @@
 
 from composable.planning.estimate import Link, Links, PlanEstimate
 from composable.planning.layout import (
-    FlatLayout,
     RaggedShard,
     ShardSplit,
     Span,
@@ -47,7 +46,6 @@ __all__ = [
     "AlignLike",
     "BufferPlan",
     "CPUOffloadPolicy",
-    "FlatLayout",
     "Form",
     "HandleMembers",
     "HandlePlan",

@@ -15,17 +15,16 @@ from composable.ground.contract import get_registry
 from composable.ground.frames import in_split_backward, is_functional_call, modules_of_copy
 from composable.ground.names import check_module, class_name, describe_module, list_text
 from composable.ground.ownership import (
-    Contents,
+    CHANGES,
     check_callers,
     claim,
-    count_registrations,
     is_left_alone,
     leave_alone,
     mark_managed,
     release,
     watch_registrations,
 )
-from composable.ground.torch_hooks import after_gradients
+from composable.ground.torch_hooks import Contents, after_gradients
 from composable.ground.torch_private import optimizers_in_backward
 from composable.replication.forwards import Precision
 from composable.replication.outside_buckets import BufferSync, broadcast_tensors
@@ -163,7 +162,7 @@ class ReplicateState:
         if not torch.is_grad_enabled():
             return
         contents = self._contents.get(module)
-        counts = (count_registrations(), len(optimizers_in_backward()))
+        counts = (CHANGES.registrations, len(optimizers_in_backward()))
         is_as_before = contents is not None and self._seen == counts and not contents.have_changed()
         # While a graph is exported, parameters are others, which were not added.
         if not is_as_before and not torch.compiler.is_exporting():
@@ -284,7 +283,7 @@ class ReplicateState:
         self._contents[module] = Contents(
             (one for _, one in own_modules(module, self.ignored.modules, self.modules)), of_params
         )
-        self._seen = (count_registrations(), len(optimizers_in_backward()))
+        self._seen = (CHANGES.registrations, len(optimizers_in_backward()))
 
     def take_over_optimizers(self) -> None:
         """Step where the averages arrive, by the optimizers of ``_apply_optimizer_in_backward``.

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from composable.annotation import handle_of_module, sharded_state_of
 from composable.comm import Ranks
 from composable.dtensor import RaggedDTensor, slice_full
-from composable.engine import mark_unfilled
+from composable.engine import attach, mark_unfilled
 from composable.errors import ConfigError, StateDictError, UsageError, located, place_of_rank
 from composable.ground.contract import get_registry
 from composable.ground.frames import is_strict_load
@@ -212,7 +212,10 @@ def make_room(
             if tensor is None or not tensor.is_meta or (key not in state_dict and plain_fqn(key) not in state_dict):
                 continue
             if id(tensor) in params:
-                params[id(tensor)].make_room()
+                param = params[id(tensor)]
+                room = torch.empty(param.local_shape, dtype=param.spec.dtype, device=param.home)
+                mark_unfilled(room)
+                param.show(room)
                 state.mark_handles()
             elif name in submodule._buffers:
                 if id(tensor) not in buffers:
@@ -227,7 +230,7 @@ def _bring_back(module: nn.Module, _: Any) -> None:
     handle = handle_of_module(module)
     if handle is not None:
         with located(f"{place_of_rank()}, {handle.described}"):
-            handle.attach()
+            attach(handle)
 
 
 def _state_of_bytes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

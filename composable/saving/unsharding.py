@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 import _traversal_utils
 from composable.comm import Ranks
 from composable.dtensor import RaggedDTensor, assign_grad, slice_block
-from composable.engine import Handle, Lent, Scheduler, ShardedParam, waits_for_copies
+from composable.engine import Handle, Lent, Scheduler, ShardedParam, attach, waits_for_copies
 from composable.errors import DesyncError, UsageError, place_of_rank
 from composable.features import collect_at, spread_from
 from composable.ground.names import check_bool, check_module, describe_module
@@ -166,7 +166,7 @@ def _check_gradients(found: Sequence[tuple[Handle, Scheduler]]) -> None:
         if handle.accumulated.awaits_copies:
             raise waits_for_copies("unshard_params(with_grads=True)", handle.described)
         for param in handle.params:
-            members.setdefault(handle.grid.everyone, []).append((handle.fqn_of(param), param))
+            members.setdefault(handle.grid.everyone, []).append((handle.from_root(param.fqn), param))
     torn: list[str] = []
     for ranks, named in members.items():
         mine = torch.tensor([param.sharded.grad is not None for _, param in named], dtype=torch.uint8)
@@ -203,7 +203,7 @@ class _Shown:
         grads = self._gather_grads() if options.with_grads else None
         # What an earlier forward left unsharded may be older than the shard.
         self.scheduler.reshard(handle)
-        handle.attach()
+        attach(handle)
         if self.is_copied:
             copies = self._collect([param.ragged for param in self.params])
             self._placed = [param.make_stand_in(copy) for param, copy in zip(self.params, copies or ())]
@@ -235,7 +235,7 @@ class _Shown:
             if not param.is_placed(placed) or value.shape != param.shape or value.dtype != param.sharded.dtype:
                 raise UsageError(
                     "a parameter was replaced while unshard_params showed it",
-                    at=f"{place_of_rank()}, parameter {self.handle.fqn_of(param)!r}",
+                    at=f"{place_of_rank()}, parameter {self.handle.from_root(param.fqn)!r}",
                     fix="change it in place, with copy_()",
                 )
 

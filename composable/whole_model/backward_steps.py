@@ -93,7 +93,7 @@ def unit_of(param: nn.Parameter) -> tuple[ReducingUnit, Ranks] | None:
 def params_of(unit: ReducingUnit) -> list[str]:
     """Return the FQNs of the parameters whose gradients ``unit`` reduces."""
     if isinstance(unit, Handle):
-        return [unit.fqn_of(param) for param in unit.params]
+        return [unit.from_root(param.fqn) for param in unit.params]
     return [item.fqn for item in unit.params]
 
 

@@ -1,0 +1,103 @@
+"""What modules hold in place of the faces that a handle gave them: what a load assigned, and what users must not."""
+
+import torch
+
+from composable.engine.handle import Handle, handle_of
+from composable.engine.param import Misplaced
+from composable.errors import UsageError, place_of_rank
+from composable.ground.frames import is_functional_call
+from composable.planning import mark_replaced
+
+__all__ = ["LOADED", "attach", "check_held", "lies_in_buffer", "misplaced", "refuse_strangers", "written_too_early"]
+
+
+LOADED = "_composable_loaded"  # On a parameter that a load has assigned; set in ownership.py.
+
+
+def misplaced(handle: Handle) -> list[Misplaced]:
+    """Return what modules hold in place of the face that ``handle`` gave them; inside a context, nothing."""
+    return [] if handle.held_with is not None else handle.faces.misplaced(handle.view)
+
+
+def refuse_strangers(handle: Handle) -> None:
+    """Refuse to show the parameters of ``handle`` where a module holds neither face, unless a context shows them.
+
+    Raises:
+        UsageError: It says what was done since the forward.
+    """
+    # A forward has seen to it, so this is before a backward.
+    if handle.held_with is None:
+        check_held(handle)
+        raise written_too_early(handle)
+
+
+def attach(handle: Handle) -> None:
+    """Bring back what torch replaced: parameters that a load assigned, and memory that it gave to parameters.
+
+    Their values stay; parameters are the same objects as before. Not collective.
+
+    Raises:
+        UsageError: A parameter has another dtype or shape now, or ``check_held`` raises.
+    """
+    if handle.is_unsharded or handle.held_with is not None:
+        return
+    check_held(handle)
+    for param in handle.params:
+        for module, name in param.owners:
+            held = module._parameters.get(name)
+            if held is not None and held is not param.sharded and held is not param.unsharded:
+                param.take(held)
+                vars(held).pop(LOADED, None)
+                mark_replaced(held, param.fqn, module, name)  # An optimizer that was built meanwhile holds it.
+                param.sharded.grad = None  # As a new parameter has none.
+        param.bring_back_marks()
+        param.place(param.sharded)
+    for flat in handle.buffers:
+        flat.attach()
+
+
+def check_held(handle: Handle) -> None:
+    """Refuse parameters that the user tied, replaced or removed: an optimizer may hold the old ones, or the new.
+
+    What a load assigns is a value, and so is any parameter in the place of one on the meta device.
+
+    Raises:
+        UsageError: It names the first of them, or says that a ``functional_call`` lends it.
+    """
+    for _, _, param, held in (found for found in misplaced(handle) if found.is_stranger):
+        at = f"{place_of_rank()}, {handle.described}, parameter {param.fqn!r}"
+        if is_functional_call():
+            raise UsageError(
+                "functional_call gave a sharded module other parameters, and its forward gathers its own",
+                at=at,
+                fix="call it inside unshard_params(model); elsewhere give it buffers only, or the model's own "
+                "parameters",
+            )
+        other = None if held is None else handle_of(held)
+        if other is None and held is not None and (param.ragged.is_meta or hasattr(held, LOADED)):
+            continue
+        what, fix = "removed", "remove it before fully_shard"
+        names = [] if other is None else [other.from_root(one.fqn) for one in other.params if one.has_face(held)]
+        if names:
+            what, fix = f"tied to {names[0]!r}", "tie them before fully_shard, by one call for both or a policy"
+        elif held is not None:
+            what, fix = "replaced", "change its values: with torch.no_grad(): parameter.copy_(full), or load them"
+        raise UsageError(
+            f"a parameter was {what} after fully_shard was called, and optimizers and gradients would not follow",
+            at=at,
+            fix=f"{fix}; or unannotate first",
+        )
+
+
+def lies_in_buffer(handle: Handle, tensor: torch.Tensor) -> bool:
+    """Say whether a plain tensor, of any shape, is a view of the unsharded parameters of ``handle``."""
+    return any(flat.holds(tensor) for flat in handle.buffers)
+
+
+def written_too_early(handle: Handle) -> UsageError:
+    """Return the error for shards that have other values than those a forward has seen."""
+    return UsageError(
+        "parameters were written to between a forward and its backward, which needs them as they were",
+        at=f"{place_of_rank()}, {handle.described}",
+        fix="step, load or change parameters after backward; or run forward again",
+    )
