@@ -69,10 +69,10 @@ def record_events(root: Root) -> list[str]:
     class Recorded(Handle):
         __slots__ = ()
 
-        def show(self) -> None:
+        def show(self, refuse: Callable[[Handle], None]) -> None:
             if not self.is_unsharded:
                 events.append(f"unshard {self.fqn}")
-            super().show()
+            super().show(refuse)
 
         def reshard(self, *, frees: bool = True) -> None:
             events.append(f"reshard {self.fqn}")
