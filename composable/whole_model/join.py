@@ -6,6 +6,7 @@ it does what it hears. While all ranks have inputs, one message at the start of 
 begins with a forward and ends with the backward after it; without gradients, with the forward.
 """
 
+import enum
 import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +60,19 @@ _ENDINGS = {"ASSIGN", "finish"}
 _SHORT = 256
 
 
+class _Phase(enum.Enum):
+    """Where a rank is inside of ``Join``.
+
+    BETWEEN: it has inputs, and no step of it runs. OPEN: a step of it runs. FOLLOWING: it has no inputs left, and does
+    what others tell. OVER: the context has ended.
+    """
+
+    BETWEEN = enum.auto()
+    OPEN = enum.auto()
+    FOLLOWING = enum.auto()
+    OVER = enum.auto()
+
+
 class JoinSteps:
     """The steps of one ``Join`` on one rank, and what is told in them.
 
@@ -71,7 +85,6 @@ class JoinSteps:
 
     Attributes:
         number: Its place among all that end a backward: after all parts.
-        is_following: This rank has no inputs left: what its parts do is told by others.
     """
 
     def __init__(
@@ -84,13 +97,13 @@ class JoinSteps:
         divides_by_all: bool,
     ) -> None:
         self.number = next_ending_number()
-        self.is_following = False
+        self._phase = _Phase.BETWEEN
         self._ranks = ranks
         self._notify = notify
         self._lasts = lasts
         self._divides_by_all = divides_by_all
         self._begun = 0
-        self._is_over = self._is_open = self._is_due = self._has_listeners = False
+        self._is_due = self._has_listeners = False
         self._opener: nn.Module | None = None
         self._backward: weakref.ref[Callable[[], None]] | None = None
         self._parts: list[_ShardedPart | _ReplicatedPart] = [
@@ -99,17 +112,20 @@ class JoinSteps:
         ]
         self._buffers = [flat for part in self._parts for flat in part.buffers]
 
+    @property
+    def is_following(self) -> bool:
+        """This rank has no inputs left: what its parts do is told by others."""
+        return self._phase is _Phase.FOLLOWING
+
     # Where a step begins and ends
 
     def begin_forward(self, opener: nn.Module) -> None:
         """A forward of ``opener`` begins, and with the first one a step; so does the next one of the same module."""
-        if self.is_following or self._is_over:
-            return
-        if self._is_open and self._opener is opener and not in_backward():
+        if self._phase is _Phase.OPEN and self._opener is opener and not in_backward():
             # No backward came.
             self.tell(_STEP, "leave")
-            self._is_open = False
-        if self._is_open or self._open():
+            self._phase = _Phase.BETWEEN
+        if self._open():
             self._opener = self._opener or opener
 
     def end_forward(self, opener: nn.Module, *, is_awaited: bool) -> None:
@@ -119,7 +135,7 @@ class JoinSteps:
 
     def begin_backward(self) -> None:
         """A backward begins; the step ends with it."""
-        if self.is_following or self._is_over or not (self._is_open or self._open()):
+        if not self._open():
             return
         if self._backward is None or self._backward() is None:
             self._backward = weakref.ref(at_end_of_backward(self))
@@ -131,9 +147,10 @@ class JoinSteps:
 
     def finish(self) -> None:
         """A backward has ended in all parts, or none will follow."""
-        if self._is_open and not self.is_following:
+        if self._phase is _Phase.OPEN:
             self.tell(_STEP, "end", self._is_due)
-        self._is_open, self._opener = False, None
+            self._phase = _Phase.BETWEEN
+        self._opener = None
 
     def note_averages(self) -> None:
         """Parameters get averages in this step: the optimizer steps after it."""
@@ -143,25 +160,24 @@ class JoinSteps:
 
     def is_live(self) -> bool:
         """Say whether the context lasts."""
-        return not self._is_over and self._lasts()
+        return self._phase is not _Phase.OVER and self._lasts()
 
     def end(self) -> None:
         """Tell nothing from now on: the context is over."""
-        self._stop()
+        self._phase = _Phase.OVER
         for part in self._parts:
             part.close()
 
-    def _stop(self) -> None:
-        self._is_over, self._is_open = True, False
-
     def _open(self) -> bool:
-        """Begin a step; false: the context is over. Collective."""
+        """Begin a step where none runs; false: there are no inputs, or the context is over. Collective if it begins."""
+        if self._phase is not _Phase.BETWEEN:
+            return self._phase is _Phase.OPEN
         if not self._notify():
-            self._stop()
+            self._phase = _Phase.OVER
             return False
         self._begun += 1
         self._begin(self._meet((_STEP, "begin", ())))
-        self._is_open, self._opener, self._is_due = True, None, False
+        self._phase, self._opener, self._is_due = _Phase.OPEN, None, False
         return True
 
     def _begin(self, every: Sequence[_Message | None]) -> None:
@@ -180,7 +196,7 @@ class JoinSteps:
             keeps_own: Nothing steps here, so replicated parameters have the gradients of now again at the end.
         """
         with torch.no_grad():
-            is_first, self.is_following = not self.is_following, True
+            is_first, self._phase = not self.is_following, _Phase.FOLLOWING
             for part in self._parts:
                 part.stand_by(is_first=is_first, keeps_own=keeps_own)
             self._begin(self._meet(None))
@@ -205,7 +221,7 @@ class JoinSteps:
 
     def finish_join(self) -> None:
         """No rank has inputs left: give all what is not sharded of the one that ran longest. Collective."""
-        self.is_following = True
+        self._phase = _Phase.FOLLOWING
         begun = dict(zip(self._ranks.numbers, self._ranks.objects(self._begun), strict=True))
         with torch.no_grad():
             for part in self._parts:
@@ -215,9 +231,8 @@ class JoinSteps:
 
     def is_telling(self, *, is_needed: bool = True) -> bool:
         """Say whether some rank has to be told; begins a step if there is none and it ``is_needed``."""
-        if self.is_following or self._is_over or not (self._is_open or (is_needed and self._open())):
-            return False
-        return self._has_listeners
+        is_open = self._open() if is_needed else self._phase is _Phase.OPEN
+        return is_open and self._has_listeners
 
     def tell(self, part: int, what: str, *args: Any) -> None:
         """Tell ranks without inputs, if there are any, what starts in a part of the model. Collective.
@@ -238,7 +253,7 @@ class JoinSteps:
         found = [one for one in every if one is not None]
         if any(one != found[0] for one in found):
             texts = zip(self._ranks.numbers, map(self._text_of, every), strict=True)
-            self._stop()
+            self._phase = _Phase.OVER
             raise DesyncError(
                 "\n".join(
                     ["ranks with inputs do different things inside of Join"]
