@@ -324,6 +324,27 @@ def test_the_process_remembers_twelve_things() -> None:
     assert found - CONSTANT_OBJECTS == set(GLOBALS)
 
 
+# Each is a setting that users choose by itself.
+SETTINGS = {"HandleSettings": 6}
+
+
+def test_no_class_has_more_than_four_booleans() -> None:
+    many = {}
+    for _, node in classes_of_the_package():
+        found = {ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign) and is_bool(one)}
+        for one in ast.walk(node):
+            if isinstance(one, ast.Assign) and isinstance(one.value, ast.Constant) and type(one.value.value) is bool:
+                names = [name for target in one.targets for name in ast.walk(target) if isinstance(name, ast.Attribute)]
+                found |= {name.attr for name in names if ast.unparse(name.value) == "self"}
+        if len(found) > SETTINGS.get(node.name, 4):
+            many[node.name] = found
+    assert many == {}
+
+
+def is_bool(node: ast.AnnAssign) -> bool:
+    return ast.unparse(node.annotation) == "bool"
+
+
 FEATURES = re.compile(r"(?i)joinable|is_joined|uneven|expert|offload|watchdog|hybrid|profil(?!er)|safetensors")
 
 
