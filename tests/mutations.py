@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -122,8 +123,8 @@ def mutations_of(file: str, source: str) -> list[Mutation]:
     return list(dict.fromkeys(found))
 
 
-def survives(mutation: Mutation, root: Path, rounds: list[str]) -> bool:
-    """Say whether no test notices a mutation that is made in the copy at ``root``."""
+def outcome_of(mutation: Mutation, root: Path, rounds: list[str]) -> str:
+    """Return what tests make of a mutation in the copy at ``root``: found, SURVIVED, or TOO LONG to know."""
     path = root / mutation.file
     source = path.read_text()
     path.write_text(mutation.applied(source))
@@ -133,10 +134,10 @@ def survives(mutation: Mutation, root: Path, rounds: list[str]) -> bool:
             try:
                 found = subprocess.run(command, cwd=root, capture_output=True, timeout=LIMIT_S, check=False)
             except subprocess.TimeoutExpired:
-                return False
+                return "TOO LONG"
             if found.returncode:
-                return False
-        return True
+                return "found"
+        return "SURVIVED"
     finally:
         path.write_text(source)
 
@@ -162,15 +163,14 @@ def main() -> None:
             for path in sorted((root / "composable" / one).glob("*.py"))
             for mutation in mutations_of(str(path.relative_to(root)), path.read_text())
         ]
-        survivors = 0
+        outcomes: Counter[str] = Counter()
         for number, mutation in enumerate(random.sample(found, min(args.count, len(found))), 1):
             line = (root / mutation.file).read_text().splitlines()[mutation.line - 1].strip()
             rounds = args.tests or list(TESTS[mutation.file.split("/")[1]])
-            has_survived = survives(mutation, root, rounds)
-            survivors += has_survived
-            outcome = "SURVIVED" if has_survived else "found"
+            outcome = outcome_of(mutation, root, rounds)
+            outcomes[outcome] += 1
             print(f"{number:4} {outcome:8} {mutation.file}:{mutation.line}: {line}  ->  {mutation.new}", flush=True)
-        print(f"{survivors} of {min(args.count, len(found))} survived, out of {len(found)} that could be made")
+        print(f"{dict(outcomes)}, out of {len(found)} that could be made")
 
 
 if __name__ == "__main__":
