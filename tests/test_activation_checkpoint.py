@@ -45,7 +45,7 @@ from tests.parity import (
     inputs_of,
     mean_over_ranks,
 )
-from tests.world import run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 STEPS = 3
 
@@ -448,10 +448,21 @@ def test_functional_call_is_refused_where_gradients_are_recorded() -> None:
 # Under the annotations
 
 
-def runs_of_blocks(api: str, place: str, order: str) -> dict[str, int]:
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        (["stack.0"], (2, 1)),
+        (["stack"], (2, 2)),
+        (["stack", "stack.0"], (3, 2)),  # once more for each checkpoint around it
+    ],
+)
+@pytest.mark.parametrize(("api", "order"), [("fully_shard", "before"), ("replicate", "after")])
+@on_ranks(2)
+def test_a_checkpointed_module_runs_twice_and_others_once(
+    api: str, order: str, places: list[str], expected: tuple[int, int]
+) -> None:
     model = Stacked()
     model.stack = nn.Sequential(Counted(), Counted())
-    places = {"same": ["stack.0"], "outside": ["stack"], "nested": ["stack", "stack.0"]}[place]
     if order == "after":
         ours(model, places)
     for name in ANNOTATED:
@@ -459,38 +470,24 @@ def runs_of_blocks(api: str, place: str, order: str) -> dict[str, int]:
     if order == "before":
         ours(model, places)
     loss_of(model(random_input(0, BATCH, DIM))).backward()
-    return {fqn: block.begun for fqn, block in model.stack.named_children()}
-
-
-@pytest.mark.parametrize(("api", "order"), [("fully_shard", "before"), ("replicate", "after")])
-def test_a_checkpointed_module_runs_twice_and_others_once(api: str, order: str) -> None:
-    for place, expected in (
-        ("same", {"0": 2, "1": 1}),
-        ("outside", {"0": 2, "1": 2}),
-        ("nested", {"0": 3, "1": 2}),  # once more for each checkpoint around it
-    ):
-        assert run_threads(runs_of_blocks, 2, api, place, order) == [expected] * 2
-
-
-def collectives(places: Sequence[str]) -> dict[str, int]:
-    model = Stacked()
-    for name in ANNOTATED:
-        fully_shard(model.get_submodule(name), reshard_after_forward=True)
-    ours(model, places)
-    x = random_input(0, BATCH, DIM)
-    model(x).sum().backward()
-    state = fully_shard.state(model)
-    assert state is not None and state.root is not None
-    counting = CountingTransport.install(state.root)
-    model(x).sum().backward()
-    return counting.counts()
+    assert tuple(block.begun for block in model.stack) == expected
 
 
 @pytest.mark.parametrize("place", PLACES)
+@on_ranks(2)
 def test_a_checkpoint_costs_no_collective(place: str) -> None:
-    plain = run_threads(collectives, 2, ())
-    assert plain[0]["all_gather"] == 6
-    assert run_threads(collectives, 2, PLACES[place]) == plain
+    counts = []
+    for places in ((), PLACES[place]):
+        model = Stacked()
+        for name in ANNOTATED:
+            fully_shard(model.get_submodule(name), reshard_after_forward=True)
+        ours(model, places)
+        x = random_input(0, BATCH, DIM)
+        model(x).sum().backward()
+        counting = CountingTransport.install(fully_shard.state(model).root)
+        model(x).sum().backward()
+        counts.append(counting.counts())
+    assert counts[0] == counts[1] and counts[0]["all_gather"] == 6
 
 
 class Aside(nn.Module):
@@ -506,50 +503,40 @@ class Aside(nn.Module):
         return x + y
 
 
-def train_aside(order: str) -> dict[str, torch.Tensor]:
-    block = seeded(Aside, 0)
-    for api in (checkpoint, fully_shard) if order == "after" else (fully_shard, checkpoint):
+@pytest.mark.parametrize("apis", [(checkpoint, fully_shard), (fully_shard, checkpoint)])
+@on_ranks(2)
+def test_a_loss_that_leaves_aside_finds_parameters_when_the_module_runs_again(apis: Any) -> None:
+    block, plain = (seeded(Aside, 0) for _ in range(2))
+    for api in apis:
         api(block)
-    losses: list[torch.Tensor] = []
-    output = block(random_input(dist.get_rank(), BATCH, DIM), losses)
-    # Backward gets to the loss first.
-    (output.square().mean() + losses[0] * 2).backward()
-    return {fqn: param.grad.full_tensor() for fqn, param in block.named_parameters()}
 
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_loss_that_leaves_aside_finds_parameters_when_the_module_runs_again(order: str) -> None:
-    plain = seeded(Aside, 0)
-    for rank in range(2):
+    def loss(one: nn.Module, rank: int) -> torch.Tensor:
         losses: list[torch.Tensor] = []
-        output = plain(random_input(rank, BATCH, DIM), losses)
-        ((output.square().mean() + losses[0] * 2) / 2).backward()
-    for grads in run_threads(train_aside, 2, order):
-        assert_equal_params(grads, gradients(plain), tolerance=1e-6)
+        output = one(random_input(rank, BATCH, DIM), losses)
+        # Backward gets to the loss first.
+        total: torch.Tensor = output.square().mean() + losses[0] * 2
+        return total
+
+    loss(block, dist.get_rank()).backward()
+    ((loss(plain, 0) + loss(plain, 1)) / 2).backward()
+    grads = {fqn: param.grad.full_tensor() for fqn, param in block.named_parameters()}
+    assert_equal_params(grads, gradients(plain), tolerance=1e-6)
 
 
-def copy_and_undo(api: str) -> list[dict[str, torch.Tensor]]:
+@pytest.mark.parametrize("api", APIS)
+@on_ranks(2)
+def test_annotated_and_checkpointed_models_are_copied_and_undone(api: str) -> None:
+    plain = seeded(Stacked, 0)
+    loss_of(plain(torch.cat([random_input(rank, BATCH, DIM) for rank in range(2)]))).backward()
     model = checkpoint(seeded(Stacked, 0))
     for name in ANNOTATED:
         APIS[api](model.get_submodule(name))
     ours(model, ["stack.0"])
-    twin = copy.deepcopy(model)
-    results = []
-    for one in (model, twin):
+    for one in (model, copy.deepcopy(model)):
         loss_of(one(random_input(dist.get_rank(), BATCH, DIM))).backward()
         assert unannotate(one) is one
         assert not any(get_registry(below) or "forward" in vars(below) for below in one.modules())
-        results.append(gradients(one))
-    return results
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_annotated_and_checkpointed_models_are_copied_and_undone(api: str) -> None:
-    plain = seeded(Stacked, 0)
-    loss_of(plain(torch.cat([random_input(rank, BATCH, DIM) for rank in range(2)]))).backward()
-    for results in run_threads(copy_and_undo, 2, api):
-        for grads in results:
-            assert_equal_params(grads, gradients(plain), tolerance=1e-6)
+        assert_equal_params(gradients(one), gradients(plain), tolerance=1e-6)
 
 
 # Compiled
@@ -583,14 +570,10 @@ def test_a_compiled_checkpointed_block_is_one_graph_with_the_gradients_of_one_pr
         assert_equal_params(grads, gradients(plain), tolerance=1e-6)
 
 
-def compiled_with_debug() -> str:
+@on_ranks(1, run=run_ranks)
+def test_debug_is_refused_by_the_compiler() -> None:
     warnings.simplefilter("ignore")
     torch.compiler.reset()
     run = torch.compile(checkpoint(Counted(), debug=True), backend="eager")
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match="debug=True cannot be compiled"):
         run(random_input(0, BATCH, DIM))
-    return str(caught.value)
-
-
-def test_debug_is_refused_by_the_compiler() -> None:
-    assert "debug=True cannot be compiled" in run_ranks(compiled_with_debug, 1)[0]

@@ -566,7 +566,8 @@ def test_parameters_beside_the_model_are_stepped_in_the_last_backward() -> None:
 # Ends
 
 
-def end_it() -> Any:
+@on_ranks(2)
+def test_remove_and_the_end_of_the_context_go_back_to_steps_by_hand() -> None:
     model = annotated(make_model("mlp"), "mixed")
     optimizer = sgd(model.parameters())
     handle = step_in_backward(optimizer)
@@ -580,12 +581,7 @@ def end_it() -> Any:
             assert any(param.grad is not None for param in model.parameters())
             step_and_drop(optimizer)
     unannotate(model)
-    return {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
-
-
-def test_remove_and_the_end_of_the_context_go_back_to_steps_by_hand() -> None:
-    expected = train_alone("mlp", sgd, 2)
-    all_equal(run_threads(end_it, 2), expected, tolerance=1e-6)
+    assert_equal_params(dict(model.named_parameters()), train_alone("mlp", sgd, 2), tolerance=1e-6)
 
 
 @pytest.mark.parametrize("api", ["fully_shard", "replicate"])
@@ -718,17 +714,11 @@ def _hook(state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) ->
     raise AssertionError("never called")
 
 
-def refuse_all() -> int:
-    count = 0
+@on_ranks(2)
+def test_what_does_not_go_with_it_is_refused() -> None:
     for call, text in refusals():
         with pytest.raises(ComposableError, match=text):
             call()
-        count += 1
-    return count
-
-
-def test_what_does_not_go_with_it_is_refused() -> None:
-    assert run_threads(refuse_all, 2)[0] == 27
 
 
 @on_ranks(2)
@@ -749,25 +739,19 @@ def test_a_scaler_of_gradients_finds_none() -> None:
         scaler.step(optimizer)
 
 
-def use_by_way_of_the_inputs(*, is_sharded: bool) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    optimizer = sgd(fully_shard(model, policy={nn.Linear}).parameters() if is_sharded else model.parameters())
-    if is_sharded:
-        step_in_backward(optimizer)
-    held: list[torch.Tensor] = []
-    handle = model[1].register_forward_pre_hook(lambda module, _: held.append(module.weight.sum()))
-    model(torch.ones(1, 2))
-    handle.remove()
-    model(torch.ones(1, 2) * held[0]).sum().backward()
-    if not is_sharded:
-        optimizer.step()
-    return full_params(model)
-
-
+@on_ranks(2)
 def test_a_gradient_that_comes_by_way_of_the_inputs_is_in_the_step() -> None:
-    expected = use_by_way_of_the_inputs(is_sharded=False)
-    all_equal(run_threads(use_by_way_of_the_inputs, 2, is_sharded=True), expected, tolerance=1e-6)
+    models = [seeded(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 0) for _ in range(2)]
+    step_in_backward(sgd(fully_shard(models[0], policy={nn.Linear}).parameters()))
+    after = sgd(models[1].parameters())
+    for model in models:
+        held: list[torch.Tensor] = []
+        handle = model[1].register_forward_pre_hook(lambda module, _, held=held: held.append(module.weight.sum()))
+        model(torch.ones(1, 2))
+        handle.remove()
+        model(torch.ones(1, 2) * held[0]).sum().backward()
+    after.step()
+    assert_equal_params(full_params(models[0]), full_params(models[1]), tolerance=1e-6)
 
 
 # torch's own

@@ -184,21 +184,32 @@ def test_a_rank_of_a_replicated_module_that_raised_is_told_to_all() -> None:
     assert "all-reduce of bucket 1 of 1, gradients of 'layers.2.bias', 'layers.2.weight'" in message
 
 
+class Tokens(nn.Module):
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(WIDTH, WIDTH, sparse=sparse)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.emb(tokens))
+        return result
+
+
 @on_ranks(2, run=run_ranks)
 def test_who_waits_at_the_end_of_backward_is_said_to_be_there() -> None:
     set_divergence_timeout(LIMIT_S)
     is_last = dist.get_rank() == dist.get_world_size() - 1
-    model = fully_shard(nn.Linear(WIDTH, WIDTH))
+    model = fully_shard(Tokens(sparse=is_last))
     if is_last:
 
         def fail(param: torch.Tensor) -> None:
             raise ValueError("a bad hook")
 
-        model.weight.register_post_accumulate_grad_hook(fail)
+        model.head.weight.register_post_accumulate_grad_hook(fail)
         with pytest.raises(ValueError, match="a bad hook"):
-            model(inputs()).sum().backward()
+            model(torch.arange(3)).sum().backward()
     with pytest.raises(DesyncError) as caught:
-        model(inputs()).sum().backward()
+        model(torch.arange(3)).sum().backward()
     text = str(caught.value)
     assert "rank 0: waits for the other ranks in end_backward, at test_divergence.py" in text
 

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -44,7 +43,7 @@ from tests.experts import Expert, Net, batch_of, local_net, mesh_of, reference_n
 from tests.models import random_input
 from tests.ordered_groups import needs_ordered_groups
 from tests.parity import full_params
-from tests.world import RankErrors, on_ranks, run_ranks, run_threads
+from tests.world import on_ranks, run_ranks, run_threads
 
 LR = 0.1
 TOLERANCE = 1e-6
@@ -164,18 +163,14 @@ def test_an_optimizer_steps_experts_inside_backward(shape: tuple[int, int], expe
     assert_equal(found, reference(experts, world_size))
 
 
-def step_experts_differently() -> None:
+@on_ranks(4)
+def test_ranks_without_a_difference_of_their_own_are_told_too() -> None:
     mesh = mesh_of((2, 2))
     net = local_net(4, mesh)
     annotate(net, mesh)
     make = torch.optim.Adam if dist.get_rank() == 3 else torch.optim.SGD
-    step_in_backward(make(net.parameters(), lr=LR))
-
-
-def test_ranks_without_a_difference_of_their_own_are_told_too() -> None:
-    with pytest.raises(RankErrors, match="the ranks let different optimizers step inside backward") as caught:
-        run_threads(step_experts_differently, 4)
-    assert len(caught.value.errors) == 4
+    with pytest.raises(DesyncError, match="the ranks let different optimizers step inside backward"):
+        step_in_backward(make(net.parameters(), lr=LR))
 
 
 def test_real_processes_train_alike() -> None:
@@ -580,7 +575,12 @@ class Powers(nn.Module):
         self.weight = nn.Parameter(distribute_tensor(self.weight.detach(), mesh, [Shard(0)]))
 
 
-def norms_of_split_experts(sizes: tuple[int, int, int], rest: str) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "rest", "world_size"),
+    [((2, 2, 2), "split", 8), ((1, 2, 2), "on data ranks", 4), ((2, 2, 2), "on all ranks", 8)],
+)
+@on_ranks()
+def test_split_experts_count_on_each_rank_that_has_a_part(sizes: tuple[int, int, int], rest: str) -> None:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("edp", "ep", "tp"))
     ranks, rank = mesh["ep"].size(), mesh.get_local_rank("ep")
     experts = [Powers(10 + expert) for expert in range(2 * ranks)]
@@ -595,13 +595,6 @@ def norms_of_split_experts(sizes: tuple[int, int, int], rest: str) -> None:
     model(torch.zeros(())).backward()
     torch.testing.assert_close(get_total_norm([param.grad for param in model.parameters()]), before)
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1e9), before)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "rest"), [((2, 2, 2), "split"), ((1, 2, 2), "on data ranks"), ((2, 2, 2), "on all ranks")]
-)
-def test_split_experts_count_on_each_rank_that_has_a_part(sizes: tuple[int, int, int], rest: str) -> None:
-    run_threads(norms_of_split_experts, math.prod(sizes), sizes, rest)
 
 
 # What is kept from one forward to the next
@@ -691,20 +684,16 @@ def test_annotations_are_undone_on_ranks_with_different_experts(style: str) -> N
         torch.testing.assert_close(param.grad, expected.grad)
 
 
-def take_off_with_a_gradient_on_one_rank() -> None:
+@on_ranks(4)
+def test_experts_that_cannot_be_undone_alike_are_an_error_on_every_rank() -> None:
     mesh = mesh_of((2, 2))
     net = local_net(4, mesh)
     annotate(net, mesh)
     if dist.get_rank() == 0:
         for param in next(experts_of(net)).parameters():
             param.grad = torch.ones_like(param)
-    unannotate(net)
-
-
-def test_experts_that_cannot_be_undone_alike_are_an_error_on_every_rank() -> None:
-    with pytest.raises(RankErrors, match="unannotate on different parameters or gradients") as caught:
-        run_threads(take_off_with_a_gradient_on_one_rank, 4)
-    assert [type(error) for _, error in sorted(caught.value.errors.items())] == [DesyncError] * 4
+    with pytest.raises(DesyncError, match="unannotate on different parameters or gradients"):
+        unannotate(net)
 
 
 # Checkpoints and full values
@@ -804,24 +793,17 @@ def test_experts_take_the_values_of_the_first_of_their_own_ranks() -> None:
 # Errors
 
 
-def other_plans() -> None:
+@on_ranks(4)
+def test_plans_of_experts_that_differ_are_an_error_on_every_rank() -> None:
     mesh = mesh_of((2, 2))
     net = local_net(4, mesh)
+    options = HandleOptions(unused_gradients="zero" if dist.get_rank() == 3 else "none")
     for expert in experts_of(net):
-        fully_shard(
-            expert, mesh=mesh["edp"], options=HandleOptions(unused_gradients="zero" if dist.get_rank() == 3 else "none")
-        )
+        fully_shard(expert, mesh=mesh["edp"], options=options)
     for block in net.blocks:
         fully_shard(block)
-    step_with(fully_shard(net), batch_of(4, 0, dist.get_rank()))
-
-
-def test_plans_of_experts_that_differ_are_an_error_on_every_rank() -> None:
-    with pytest.raises(RankErrors) as caught:
-        run_threads(other_plans, 4)
-    assert set(caught.value.errors) == {0, 1, 2, 3}
-    for error in caught.value.errors.values():
-        assert isinstance(error, DesyncError) and "the ranks annotated different plans" in str(error)
+    with pytest.raises(DesyncError, match="the ranks annotated different plans"):
+        step_with(fully_shard(net), batch_of(4, 0, dist.get_rank()))
 
 
 def gather_all_at_once(*, has_blocks: bool) -> list[str]:

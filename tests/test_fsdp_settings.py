@@ -40,7 +40,7 @@ from tests.counting import CountingTransport
 from tests.fsdp_methods import FUNCTIONS, METHODS, PAGE, with_table
 from tests.models import DIM, MLPBlock, make_model, random_input, random_tokens, seeded
 from tests.pairwise import pairs_of
-from tests.parity import full
+from tests.parity import full, full_params
 from tests.runtime.recorded import put_on_device
 from tests.runtime.recording import Recorder
 from tests.world import on_ranks, run_ranks, run_threads
@@ -98,33 +98,28 @@ def unsharded_bytes(model: nn.Module) -> int:
 # -- reshard_after_backward
 
 
-def kept_over_micro_batches(kept: bool) -> tuple[list[dict[str, int]], dict[str, Any]]:
-    model = sharded()
-    counting = CountingTransport.install(root_of(model))
-    model.set_reshard_after_backward(not kept)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    counts = []
-    for step in range(2):
-        for micro in range(2):
-            counting.reset()
-            loss(model, own_seed(2 * step + micro)).backward()
-            counts.append(counting.counts())
-        assert (unsharded_bytes(model) > 0) is kept
-        assert all(type(param).__name__ == "RaggedDTensor" for param in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-    return counts, full_state_dict(model)
-
-
+@on_ranks(3)
 def test_parameters_kept_after_backward_save_gathers_until_a_step_writes_the_shards() -> None:
     usual = {"all_gather": 2 * HANDLES - 1, "reduce_scatter": HANDLES}
     # The root is gathered once; a block is freed after forward, and gathered again in backward.
     saving = {"all_gather": HANDLES - 1, "reduce_scatter": HANDLES}
-    plain, kept = (run_threads(kept_over_micro_batches, 3, one)[0] for one in (False, True))
-    assert plain[0] == [usual] * 4
-    assert kept[0] == [usual, saving, usual, saving]
-    for fqn, value in plain[1].items():
-        assert torch.equal(kept[1][fqn], value)
+    values = []
+    for kept in (False, True):
+        model = sharded()
+        counting = CountingTransport.install(root_of(model))
+        model.set_reshard_after_backward(not kept)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            for micro in range(2):
+                counting.reset()
+                loss(model, own_seed(2 * step + micro)).backward()
+                assert counting.counts() == (saving if kept and micro else usual)
+            assert (unsharded_bytes(model) > 0) is kept
+            assert all(type(param).__name__ == "RaggedDTensor" for param in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        values.append(full_params(model))
+    assert all(torch.equal(value, values[0][fqn]) for fqn, value in values[1].items())
 
 
 @pytest.mark.parametrize("way", ["nothing", "data", "inference", "sign of zero", "nan"])
@@ -244,26 +239,19 @@ def tokens_of(seed: int) -> torch.Tensor:
     return random_tokens(seed, 3, 5, vocab=16)
 
 
-def embedded(unshards: bool) -> tuple[dict[str, int], dict[str, Any]]:
-    model: Any = seeded(Embedder, 0)
-    fully_shard(model.embed)
+@pytest.mark.parametrize(("unshards", "gathers"), [(True, 6), (False, 4)])
+@on_ranks(3)
+def test_an_embedding_is_not_gathered_in_backward_and_its_gradients_are_reduced(unshards: bool, gathers: int) -> None:
+    model, plain = seeded(Embedder, 0), seeded(Embedder, 0)
+    fully_shard(model.embed).set_unshard_in_backward(unshards)
     fully_shard(model)
-    model.embed.set_unshard_in_backward(unshards)
     counting = CountingTransport.install(root_of(model))
     for seed in range(2):
         model(tokens_of(own_seed(seed))).square().mean().backward()
-    return counting.counts(), gradients(model)
-
-
-def test_an_embedding_is_not_gathered_in_backward_and_its_gradients_are_reduced() -> None:
-    plain = seeded(Embedder, 0)
-    for seed in range(2):
         for rank in range(3):
             (plain(tokens_of(100 * seed + rank)).square().mean() / 3).backward()
-    for unshards, gathers in ((True, 6), (False, 4)):
-        counts, found = run_threads(embedded, 3, unshards)[0]
-        assert counts == {"all_gather": gathers, "reduce_scatter": 4}
-        assert_same(found, gradients(plain))
+    assert counting.counts() == {"all_gather": gathers, "reduce_scatter": 4}
+    assert_same(gradients(model), gradients(plain))
 
 
 @pytest.mark.parametrize("within", ["nothing", "checkpointing"])
@@ -364,33 +352,27 @@ def test_hooks_on_saved_tensors_around_the_module_get_what_it_saves() -> None:
 # -- storage, groups
 
 
-def plan_bytes() -> int:
-    state = fully_shard.state(sharded())
-    assert state is not None
-    return sum(buffer.buffer_bytes for handle in state.plan.handles for buffer in handle.buffers)
-
-
-def addresses(keeps: bool) -> tuple[int, list[int]]:
+@pytest.mark.parametrize("keeps", [True, False])
+@on_ranks(2)
+def test_kept_storage_stays_at_its_address_until_it_is_no_longer_kept(keeps: bool) -> None:
     model = sharded()
     model.set_keep_unsharded_storage(keeps)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen, held, others = [], [], []
-    model.blocks[1].register_forward_pre_hook(lambda module, _: seen.append(module.up.weight.data_ptr()))
+    seen, others = set(), []
+    model.blocks[1].register_forward_pre_hook(lambda module, _: seen.add(module.up.weight.data_ptr()))
+    flats = [flat for handle in root_of(model).handles for flat in handle.buffers]
+    plan_bytes = sum(
+        buffer.buffer_bytes for handle in fully_shard.state(model).plan.handles for buffer in handle.buffers
+    )
     for seed in range(3):
         loss(model, own_seed(seed)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        held.append(unsharded_bytes(model))
+        assert unsharded_bytes(model) == (plan_bytes if keeps else 0)
         # In the place of what was freed.
-        others += [torch.empty(flat.plan.layout.numel) for one in root_of(model).handles for flat in one.buffers]
+        others += [torch.empty(flat.plan.layout.numel) for flat in flats]
     model.set_keep_unsharded_storage(False)
-    return len(set(seen)), [*held, unsharded_bytes(model)]
-
-
-def test_kept_storage_stays_at_its_address_until_it_is_no_longer_kept() -> None:
-    whole = run_threads(plan_bytes, 2)[0]
-    assert run_threads(addresses, 2, True)[0] == (1, [whole] * 3 + [0])
-    assert run_threads(addresses, 2, False)[0][1] == [0] * 4
+    assert unsharded_bytes(model) == 0 and (not keeps or len(seen) == 1)
 
 
 @pytest.mark.parametrize("when", ["before", "between"])

@@ -3,7 +3,7 @@
 import random
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,7 +98,8 @@ def record_events(root: Root) -> list[str]:
 # Handles, their order, and the state
 
 
-def handle_names(way: str) -> tuple[list[str], list[str], list[list[str]], list[str]]:
+def handles_and_events(way: str) -> tuple[list[str], list[str], list[list[str]], list[str]]:
+    """Return the handles of the whole module, all handles, the names in each, and what a step does with them."""
     model = make_model("mlp")
     annotate(model, way)
     root = root_of(model)
@@ -111,20 +112,17 @@ def handle_names(way: str) -> tuple[list[str], list[str], list[list[str]], list[
 WAYS = ("hand", "policy", "mixed")
 
 
+@on_ranks(2)
 def test_policy() -> None:
     """Every way of annotating gives the same handles with the same names in the same order."""
-    by_way = {way: run_threads(handle_names, 2, way)[0] for way in WAYS}
     names = ["", "blocks.0", "blocks.1", "blocks.2"]
-    assert by_way["policy"][0] == names
-    assert by_way["mixed"][0] == ["", "blocks.0", "blocks.2"]
-    assert by_way["hand"][0] == [""]
-    for way in by_way:
-        assert by_way[way][1] == names
-        assert by_way[way][2] == by_way["policy"][2], way
-    assert by_way["policy"][2][:2] == [
-        ["inp.weight", "inp.bias", "out.weight", "out.bias"],
-        ["up.weight", "up.bias", "down.weight", "down.bias"],
-    ]
+    for way, own in (("policy", names), ("mixed", ["", "blocks.0", "blocks.2"]), ("hand", [""])):
+        found = handles_and_events(way)
+        assert found[:2] == (own, names)
+        assert found[2] == [
+            ["inp.weight", "inp.bias", "out.weight", "out.bias"],
+            *[["up.weight", "up.bias", "down.weight", "down.bias"]] * 3,
+        ]
 
 
 class Parts(nn.Module):
@@ -149,51 +147,39 @@ class Parts(nn.Module):
         return self.sub2(self.sub1(self.lin(x)))
 
 
-def fully_sharded_names(way: str) -> list[str]:
+def annotated_parts(way: str) -> tuple[list[str], list[str]]:
+    """Return the modules that are fully sharded, and those that have hooks."""
     model = Parts()
     if way == "wrapper":
         wrapped = FullyShardedDataParallel(
             model, auto_wrap_policy=TorchWrapPolicy({Parts.Part}), use_orig_params=True, device_id=torch.device("cpu")
         )
-        return [clean_tensor_name(name) for name, one in wrapped.named_modules() if isinstance(one, type(wrapped))]
-    if way == "policy":
+        return [clean_tensor_name(fqn) for fqn, one in wrapped.named_modules() if isinstance(one, type(wrapped))], []
+    if way == "list":
+        # One handle: of the modules that need it, those that lie in no other run it.
+        fully_shard([model.sub1, model.sub2, model.lin])
+    elif way == "policy":
         fully_shard(model, policy={Parts.Part})
     else:
-        fully_shard(model.sub1)
-        fully_shard(model.sub2)
-        fully_shard(model)
+        for part in (model.sub1, model.sub2, model):
+            fully_shard(part)
     found = _traversal_utils._get_fully_sharded_module_to_states(model)
-    return [name for name, module in model.named_modules() if module in found]
+    return (
+        [fqn for fqn, module in model.named_modules() if module in found],
+        [fqn for fqn, module in model.named_modules() if module._forward_pre_hooks or module._forward_hooks],
+    )
 
 
 def test_by_hand_by_policy_and_by_torchs_wrapper_the_same_modules_are_fully_sharded() -> None:
     for way in ("hand", "policy"):
-        assert run_threads(fully_sharded_names, 2, way)[0] == ["", "sub1", "sub2"]
-    assert run_ranks(fully_sharded_names, 2, "wrapper")[0] == ["", "sub1", "sub2"]
+        assert run_threads(annotated_parts, 2, way)[0][0] == ["", "sub1", "sub2"]
+    assert run_ranks(annotated_parts, 2, "wrapper")[0][0] == ["", "sub1", "sub2"]
 
 
-def hooked_modules(way: str) -> list[str]:
-    model = Parts()
-    before = {name: len(one._forward_pre_hooks) + len(one._forward_hooks) for name, one in model.named_modules()}
-    if way == "list":
-        # One handle: of the modules that need it, those that lie in no other run it.
-        fully_shard([model.sub1, model.sub2, model.lin])
-    elif way == "hand":
-        fully_shard(model.sub1)
-        fully_shard(model.sub2)
-    else:
-        fully_shard(model, policy={Parts.Part})
-    return [
-        name
-        for name, one in model.named_modules()
-        if len(one._forward_pre_hooks) + len(one._forward_hooks) != before[name]
-    ]
-
-
+@on_ranks(1)
 def test_only_fully_sharded_modules_have_hooks() -> None:
-    assert run_threads(hooked_modules, 1, "policy") == [["", "sub1", "sub2"]]
-    assert run_threads(hooked_modules, 1, "hand") == [["sub1", "sub2"]]
-    assert run_threads(hooked_modules, 1, "list") == [["lin", "sub1", "sub2"]]
+    assert annotated_parts("policy")[1] == annotated_parts("hand")[1] == ["", "sub1", "sub2"]
+    assert annotated_parts("list")[1] == ["lin", "sub1", "sub2"]
 
 
 @on_ranks(2)
@@ -253,21 +239,17 @@ def test_a_tie_names_both_parameters_from_the_outermost_module(first: int, secon
         assert f"at:  rank 0, parameter 'body.{second}.weight' [4, 4] float32" in message
 
 
+@on_ranks(2)
 def test_unshard_reshard_order() -> None:
     """Every way of annotating unshards and reshards in one order: that of the model, and back."""
-    by_way = {way: run_threads(handle_names, 2, way)[1][3] for way in WAYS}
-    events = by_way["policy"]
-    assert by_way == dict.fromkeys(WAYS, events)
+    events, *others = [handles_and_events(way)[3] for way in WAYS]
+    assert others == [events] * 2
     forward = [f"{what} blocks.{i}" for i in range(3) for what in ("unshard", "reshard")]
     assert events[: 1 + len(forward)] == ["unshard ", *forward]
     tail = events[1 + len(forward) :]
     assert [event for event in tail if event.startswith("unshard")] == [f"unshard blocks.{i}" for i in (2, 1, 0)]
-    assert [event for event in tail if event.startswith("reshard")] == [
-        "reshard blocks.2",
-        "reshard blocks.1",
-        "reshard blocks.0",
-        "reshard ",
-    ]
+    backward = ["reshard blocks.2", "reshard blocks.1", "reshard blocks.0", "reshard "]
+    assert [event for event in tail if event.startswith("reshard")] == backward
 
 
 @on_ranks(2)
@@ -312,71 +294,48 @@ def test_no_step_but_the_first_walks_the_tree() -> None:
     assert first and not second
 
 
-def parameters_of(way: str) -> tuple[list[str], list[tuple[int, ...]], list[str], int]:
-    model = make_model("mlp")
-    names = [name for name, _ in model.named_parameters()]
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_parameters_keep_names_shapes_and_identity(way: str) -> None:
+    model, plain = make_model("mlp"), make_model("mlp")
     annotate(model, way)
     before = list(model.parameters())
     step(model)
-    after = list(model.parameters())
-    assert all(old is new for old, new in zip(before, after, strict=True))
-    assert [name for name, _ in model.named_parameters()] == names
-    assert list(model.state_dict()) == names
-    return (
-        sorted({type(param).__name__ for param in after}),
-        [tuple(param.shape) for param in after],
-        sorted({type(value).__name__ for value in model.state_dict().values()}),
-        sum(param.to_local().numel() for param in after),
-    )
-
-
-@pytest.mark.parametrize("way", ["hand", "policy", "mixed"])
-def test_parameters_keep_names_shapes_and_identity(way: str) -> None:
-    model = make_model("mlp")
-    results = run_threads(parameters_of, 2, way)
-    shapes = [tuple(param.shape) for param in model.parameters()]
-    for kinds, found, saved, _ in results:
-        assert kinds == ["RaggedDTensor"] and saved == ["RaggedDTensor"] and found == shapes
-    assert sum(numel for *_, numel in results) == sum(param.numel() for param in model.parameters())
+    shapes = {fqn: param.shape for fqn, param in plain.named_parameters()}
+    for found in (dict(model.named_parameters()), model.state_dict()):
+        assert {fqn: one.shape for fqn, one in found.items()} == shapes and [*found] == [*shapes]
+        assert {type(one).__name__ for one in found.values()} == {"RaggedDTensor"}
+    assert all(old is new for old, new in zip(before, model.parameters(), strict=True))
+    dist.all_reduce(numel := torch.tensor(sum(param.to_local().numel() for param in before)))
+    assert numel == sum(shape.numel() for shape in shapes.values())
 
 
 # Collectives
 
 
-def collectives_of(way: str, reshard: bool | None, steps: int) -> tuple[dict[str, int], dict[str, int], list[Any]]:
+@pytest.mark.parametrize(
+    *pairs_of(transport=["process_group", "point_to_point"], reshard=[None, True, False], world_size=[1, 2, 3])
+)
+@on_ranks()
+def test_collectives_and_bytes_of_a_step_equal_theory(transport: str, reshard: bool | None) -> None:
+    steps, options = 3, HandleOptions(transport=transport)
     model = make_model("gpt")
-    fully_shard(
-        model,
-        policy=ModuleWrapPolicy(BLOCK_CLASSES),
-        reshard_after_forward=reshard,
-        options=HandleOptions(transport=way),
-    )
-    root = root_of(model)
-    counting = CountingTransport.install(root)
+    fully_shard(model, policy=ModuleWrapPolicy(BLOCK_CLASSES), reshard_after_forward=reshard, options=options)
+    counting = CountingTransport.install(root_of(model))
     for seed in range(steps):
         step(model, seed)
-    state = fully_shard.state(model)
-    assert state is not None
-    return counting.counts(), counting.bytes(), list(state.plan.expected_collectives())
-
-
-@pytest.mark.parametrize(
-    *pairs_of(way=["process_group", "point_to_point"], reshard=[None, True, False], world_size=[1, 2, 3])
-)
-def test_collectives_and_bytes_of_a_step_equal_theory(way: str, reshard: bool | None, world_size: int) -> None:
-    steps = 3
-    for counts, bytes_by_op, expected in run_threads(collectives_of, world_size, way, reshard, steps):
-        assert counts == {
-            "all_gather": steps * sum(one.all_gathers for one in expected),
-            "reduce_scatter": steps * sum(one.reduce_scatters for one in expected),
-        }
-        assert bytes_by_op == {
-            "all_gather": steps * sum(one.all_gather_bytes for one in expected),
-            "reduce_scatter": steps * sum(one.reduce_scatter_bytes for one in expected),
-        }
-        # Three handles (root and two blocks), of which the root is kept by default.
-        gathers = {None: 5, True: 6, False: 3}[reshard]
-        assert counts == {"all_gather": steps * gathers, "reduce_scatter": steps * 3}
+    expected = list(fully_shard.state(model).plan.expected_collectives())
+    counts = {
+        "all_gather": steps * sum(one.all_gathers for one in expected),
+        "reduce_scatter": steps * sum(one.reduce_scatters for one in expected),
+    }
+    # Three handles (root and two blocks), of which the root is kept by default.
+    gathers = {None: 5, True: 6, False: 3}[reshard]
+    assert counting.counts() == counts == {"all_gather": steps * gathers, "reduce_scatter": steps * 3}
+    assert counting.bytes() == {
+        "all_gather": steps * sum(one.all_gather_bytes for one in expected),
+        "reduce_scatter": steps * sum(one.reduce_scatter_bytes for one in expected),
+    }
 
 
 class Padding(TorchDispatchMode):
@@ -397,9 +356,10 @@ class Padding(TorchDispatchMode):
         return result
 
 
-def padding_of_a_step(features: int) -> tuple[int, int, list[str]]:
-    model = nn.Linear(features, features)
-    fully_shard(model)
+@pytest.mark.parametrize(("features", "world_size", "is_padded"), [(4, 2, False), (5, 4, True)])
+@on_ranks()
+def test_nothing_is_set_to_zero_in_a_step_but_padding(features: int, is_padded: bool) -> None:
+    model = fully_shard(nn.Linear(features, features))
     batch = torch.ones(2, features)
     model(batch).sum().backward()
     model.zero_grad()
@@ -407,14 +367,8 @@ def padding_of_a_step(features: int) -> tuple[int, int, list[str]]:
         model(batch).sum().backward()
     (flat,) = fully_shard.state(model)._handles[0].buffers
     padding_numel = flat.plan.layout.numel - sum(param.numel() for param in model.parameters())
-    return padding_numel, seen.zeroed_numel, seen.pads
-
-
-@pytest.mark.parametrize(("features", "world_size", "is_padded"), [(4, 2, False), (5, 4, True)])
-def test_nothing_is_set_to_zero_in_a_step_but_padding(features: int, world_size: int, is_padded: bool) -> None:
-    for padding_numel, zeroed_numel, pads in run_threads(padding_of_a_step, world_size, features):
-        assert (padding_numel > 0) is is_padded
-        assert (zeroed_numel, pads) == (padding_numel, [])
+    assert (padding_numel > 0) is is_padded
+    assert (seen.zeroed_numel, seen.pads) == (padding_numel, [])
 
 
 @on_ranks(2)
@@ -612,11 +566,10 @@ class Codec(nn.Module):
     def __init__(self, depth: int) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.rand(3))
         self.parts = nn.ModuleList(Codec(depth - 1) for _ in range(2 if depth else 0))
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.linear(x)) * self.scale.sum()
+        x = torch.tanh(self.linear(x))
         for part in self.parts:
             x = x + part.encode(x)
         return x
@@ -627,36 +580,22 @@ class Codec(nn.Module):
         return torch.sin(self.linear(x)) + shift
 
 
-def train_codec(model: Codec, xs: Sequence[torch.Tensor]) -> None:
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for x in xs:
-        model.decode(model.encode(x), shift=0.5).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def codec_inputs(rank: int) -> list[torch.Tensor]:
-    return [random_input(10 * step + rank, 3, 4) for step in range(3)]
-
-
-def train_sharded_codec(seed: int) -> dict[str, torch.Tensor]:
-    rng = random.Random(seed)
-    model = seeded(lambda: Codec(2), 0)
-    for part in reversed(list(model.modules())):
-        if isinstance(part, Codec) and (part is model or rng.random() < 0.5):
-            fully_shard(part, reshard_after_forward=rng.choice([None, True, False]))
-            register_fsdp_forward_method(part, "encode")
-            register_fsdp_forward_method(part, "decode")
-    train_codec(model, codec_inputs(dist.get_rank()))
-    return full_params(model)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_modules_with_registered_methods_and_no_forward_train_as_in_one_process(seed: int) -> None:
-    model = seeded(lambda: Codec(2), 0)
-    train_codec(model, [torch.cat(xs) for xs in zip(codec_inputs(0), codec_inputs(1), strict=True)])
-    for params in run_threads(train_sharded_codec, 2, seed):
-        assert_equal_params(params, full_params(model), tolerance=1e-5)
+@pytest.mark.parametrize("reshard", [None, True, False])
+@on_ranks(2)
+def test_modules_with_registered_methods_and_no_forward_train_as_in_one_process(reshard: bool | None) -> None:
+    model, plain = (seeded(lambda: Codec(2), 0) for _ in range(2))
+    for part in (model.parts[0].parts[1], model.parts[1], model):
+        fully_shard(part, reshard_after_forward=reshard)
+        register_fsdp_forward_method(part, "encode")
+        register_fsdp_forward_method(part, "decode")
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    for number in range(3):
+        xs = [random_input(10 * number + rank, 3, 4) for rank in range(2)]
+        for one, x, optimizer in zip((model, plain), (xs[dist.get_rank()], torch.cat(xs)), optimizers, strict=True):
+            one.decode(one.encode(x), shift=0.5).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal_params(full_params(model), full_params(plain), tolerance=1e-6)
 
 
 @on_ranks(2)
