@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from composable import accelerate_optimizer, fully_shard, no_sync, replicate
+from composable import fully_shard, no_sync, replicate
 from composable.ground.torch_private import opaque
 from tests.models import DIM, MLPBlock, random_input, seeded
 from tests.pairwise import pairs_of
@@ -70,19 +70,13 @@ class Compiled(NamedTuple):
 
 def annotate(model: nn.Module, how: str) -> None:
     blocks = model.get_submodule("blocks" if not hasattr(model, "_orig_mod") else "_orig_mod.blocks")
-    if how == "fully_shard":
-        for block in blocks.children():
-            fully_shard(block)
-        fully_shard(model)
-    elif how == "policy":
+    if how == "policy":
         fully_shard(model, policy={MLPBlock, Checkpointed, Recursive})
-    elif how == "replicate":
-        replicate(model)
-    else:
-        assert how == "replicate blocks"
-        for block in blocks.children():
-            replicate(block)
-        replicate(model)
+        return
+    api = fully_shard if how == "fully_shard" else replicate
+    for block in blocks.children() if how != "replicate" else ():
+        api(block)
+    api(model)
 
 
 def compile_it(model: Net, how: str, backend: Any) -> nn.Module:
@@ -148,7 +142,6 @@ def compiled_as_one_process(
     *,
     keeps: bool = False,
     loops: bool = False,
-    accelerated: bool = False,
 ) -> Compiled:
     """Train a compiled model; every gradient and weight must be those of one process on the samples of all ranks.
 
@@ -160,7 +153,6 @@ def compiled_as_one_process(
         block: Of which the model is made.
         keeps: A first micro batch runs in ``no_sync``.
         loops: The model loops over its blocks.
-        accelerated: The optimizer is.
     """
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     watch = Watch(backend)
@@ -174,8 +166,6 @@ def compiled_as_one_process(
         run = compile_it(model, how, watch) if how != "step" else model
     optimizer = torch.optim.SGD(run.parameters(), lr=0.1, momentum=0.9)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    if accelerated:
-        accelerate_optimizer(optimizer, run)
 
     def step(x: torch.Tensor) -> None:
         run(x).square().mean().backward()
@@ -245,7 +235,6 @@ def test_a_compiled_function_goes_through_the_parameters(annotation: str) -> Non
 @pytest.mark.parametrize(
     ("annotation", "block", "how"),
     [
-        ("policy", Checkpointed, "block.compile"),
         ("replicate blocks", Checkpointed, "torch.compile(model)"),
         ("replicate blocks", Recursive, "model.compile"),  # Its blocks meet their own hooks: no clean graph.
         ("policy", Recursive, "torch.compile(model)"),
@@ -260,10 +249,6 @@ def test_a_model_that_loops_over_annotated_blocks_compiles_the_blocks() -> None:
     # The compiler leaves a frame alone where a graph would end inside a loop.
     for compiled in run_ranks(compiled_as_one_process, 2, "policy", "torch.compile(model)", loops=True):
         assert compiled.graphs == 1
-
-
-def test_an_accelerated_optimizer_steps_compiled_models() -> None:
-    run_ranks(compiled_as_one_process, 2, "policy", "block.compile", accelerated=True)
 
 
 @on_ranks(2, run=run_ranks)
