@@ -22,6 +22,7 @@ from composable import (
     UsageError,
     accelerate_optimizer,
     allreduce_hook,
+    checkpoint,
     clip_grad_norm_,
     fully_shard,
     no_sync,
@@ -149,6 +150,26 @@ def test_parameters_are_those_of_an_optimizer_that_steps_after_backward(name: st
 @pytest.mark.parametrize("make", [foreach, adafactor])
 def test_copies_of_shards_are_stepped_alike(make: Make) -> None:
     all_equal(run_threads(train, 4, "mlp", "hybrid", make), train_alone("mlp", make, 4), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@on_ranks(2)
+def test_a_forward_that_runs_again_is_no_graph_of_backward(is_first: bool) -> None:
+    """Train a sharded module inside a checkpointed one: backward begins with a forward that runs again."""
+    model, plain = (
+        seeded(lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)), 0) for _ in range(2)
+    )
+    if is_first:
+        checkpoint(model)
+    fully_shard(model[0], policy={nn.Linear})
+    if not is_first:
+        checkpoint(model)
+    step_in_backward(sgd(model.parameters()))
+    after = sgd(plain.parameters())
+    for one in (model, plain):
+        one(torch.ones(2, 4)).square().mean().backward()
+    after.step()
+    assert_equal_params(full_params(model), full_params(plain), tolerance=1e-6)
 
 
 class _Twice(nn.Module):
@@ -543,8 +564,12 @@ def test_param_groups_and_parameters_beside_the_model_are_stepped() -> None:
             (model(torch.ones(2, 4)) * plain).sum().backward()
         assert plain.grad is not None, number
         (twin(torch.ones(2, 4)) * twin_plain).sum().backward()
-        if number % 2:
+        if number == 1:
             reduce_gradients(model)
+        elif number == 2:  # A backward that does not get to it.
+            model(torch.ones(2, 4)).sum().backward()
+            twin(torch.ones(2, 4)).sum().backward()
+        if number in (1, 2):
             assert plain.grad is None
             step_and_drop(after)
     assert len(optimizer.param_groups[0]["params"]) == 5
@@ -552,15 +577,32 @@ def test_param_groups_and_parameters_beside_the_model_are_stepped() -> None:
     torch.testing.assert_close(plain, twin_plain)
 
 
-@on_ranks(2)
-def test_parameters_beside_the_model_are_stepped_in_the_last_backward() -> None:
-    model, plain = replicate(nn.Linear(2, 2)), nn.Linear(2, 1)
-    before = plain.weight.detach().clone()
-    step_in_backward(sgd([*model.parameters(), *plain.parameters()]))
-    for is_last in (False, True):
-        model.set_is_last_backward(is_last)
-        plain(model(torch.ones(1, 2))).sum().backward()
-        assert torch.equal(plain.weight, before) is not is_last
+@pytest.mark.parametrize(
+    ("api", "setter"), [("replicate", "set_is_last_backward"), ("hybrid", "set_requires_all_reduce")]
+)
+@on_ranks(4)
+def test_what_waits_for_a_later_backward_is_stepped_there_with_parameters_beside_the_model(
+    api: str, setter: str
+) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, twin = annotated(make_model("mlp"), api), make_model("mlp")
+    plain, twin_plain = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    pairs = ((model, plain), (twin, twin_plain))
+    optimizer, after = (foreach([*one.parameters(), beside]) for one, beside in pairs)
+    step_in_backward(optimizer)
+    for number in range(4):
+        is_last = number % 2 == 1
+        getattr(model, setter)(is_last)
+        args, kwargs = inputs_of(model, number, rank)
+        (loss_of(model(*args, **kwargs)) + plain.square().sum()).backward()
+        assert (plain.grad is None) is is_last
+        for other in range(size):
+            args, kwargs = inputs_of(model, number, other)
+            ((loss_of(twin(*args, **kwargs)) + twin_plain.square().sum()) / size).backward()
+        if is_last:
+            step_and_drop(after)
+        torch.testing.assert_close(plain, twin_plain)
+    assert_equal_params(full_params(model), dict(twin.named_parameters()), tolerance=1e-5)
 
 
 # Ends
