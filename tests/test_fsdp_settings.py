@@ -421,6 +421,32 @@ def test_the_ranks_talk_once_for_all_backwards_up_to_the_last(lasts: list[bool],
     assert begin.call_count == count
 
 
+class Sometimes(nn.Module):
+    """Uses one of its layers when told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.first = (nn.Linear(DIM, DIM) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, is_first: bool) -> torch.Tensor:
+        x = self.always(x)
+        return self.first(x) if is_first else x
+
+
+@on_ranks(3)
+def test_what_only_one_rank_used_before_a_last_backward_without_reduction_is_not_lost() -> None:
+    model, plain = fully_shard(seeded(Sometimes, 0)), seeded(Sometimes, 0)
+    rank = dist.get_rank()
+    for step, (is_last, syncs) in enumerate([(False, True), (True, False), (True, True)]):
+        model.set_is_last_backward(is_last)
+        model.set_requires_gradient_sync(syncs)
+        model(random_input(10 * step + rank, 2, DIM), step == rank == 0).square().mean().backward()
+        for other in range(3):
+            out = plain(random_input(10 * step + other, 2, DIM), step == other == 0)
+            (out.square().mean() / 3).backward()
+    assert_same(gradients(model), gradients(plain))
+
+
 @on_ranks(2)
 def test_a_hook_on_a_gradient_runs_once_on_the_sum_of_backwards_up_to_the_last() -> None:
     model = sharded()
