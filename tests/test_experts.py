@@ -141,12 +141,6 @@ def assert_equal(found: list[Tensors], expected: Tensors, tolerance: float = TOL
 # Numbers
 
 
-@pytest.mark.parametrize(("style", "calls_all"), [(style, number % 2 == 0) for number, style in enumerate(STYLES)])
-def test_training_is_that_of_one_process_with_all_experts(style: str, *, calls_all: bool) -> None:
-    found = run_threads(train, 4, (2, 2), 4, functools.partial(annotate, style=style), calls_all=calls_all)
-    assert_equal(found, reference(4, 4, calls_all=calls_all))
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ranks_may_have_any_number_of_experts(shape: tuple[int, int]) -> None:
     world_size = shape[0] * shape[1]
@@ -171,10 +165,6 @@ def test_ranks_without_a_difference_of_their_own_are_told_too() -> None:
     make = torch.optim.Adam if dist.get_rank() == 3 else torch.optim.SGD
     with pytest.raises(DesyncError, match="the ranks let different optimizers step inside backward"):
         step_in_backward(make(net.parameters(), lr=LR))
-
-
-def test_real_processes_train_alike() -> None:
-    assert_equal(run_ranks(train, 4, (2, 2), 4), reference(4, 4))
 
 
 def annotate_with_secondary_shards(net: Net, mesh: Any) -> None:
@@ -487,7 +477,8 @@ def train_case(seed: int) -> None:
         torch.testing.assert_close(value, expected, rtol=case.tolerance, atol=case.tolerance, msg=fqn)
 
 
-@pytest.mark.parametrize("seed", range(6))
+# Each style twice, and what is kept unsharded over evaluations and backwards.
+@pytest.mark.parametrize("seed", range(10))
 def test_random_ways_to_train_experts_equal_one_process(seed: int) -> None:
     run_threads(train_case, Case(seed).world_size, seed)
 
@@ -600,24 +591,6 @@ def test_split_experts_count_on_each_rank_that_has_a_part(sizes: tuple[int, int,
 # What is kept from one forward to the next
 
 
-@on_ranks(4)
-def test_experts_that_stay_unsharded_are_alike_on_ranks_that_called_them_and_others() -> None:
-    mesh, rank = mesh_of((2, 2)), dist.get_rank()
-    net, plain = local_net(4, mesh), reference_net(4)
-    annotate(net, mesh, "list", reshard_after_forward=False)
-    net.set_reshard_after_backward(False)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=LR) for one in (net, plain)]
-    for step in range(3):
-        with torch.no_grad():
-            for number in (100 + step, 200 + step):
-                torch.testing.assert_close(net(*batch_of(4, number, rank)), plain(*batch_of(4, number, rank)))
-        step_with(net, batch_of(4, step, rank))
-        step_with(plain, whole_batch(4, step, 4))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def evaluate(forwards: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copies", "ep", "shard"))
     net = local_net(4, mesh)
@@ -629,11 +602,11 @@ def evaluate(forwards: int) -> None:
 
 def test_experts_cost_no_message_more_to_find_out_whether_shards_were_written() -> None:
     counts = []
-    for forwards in (1, 4):
+    for forwards in (1, 2):
         with counting_ranks() as counted:
             run_threads(evaluate, 8, forwards)
         counts.append(counted["reductions"])
-    assert counts[1] - counts[0] == 3 * 8
+    assert counts[1] - counts[0] == 8
 
 
 # Hooks
@@ -742,9 +715,9 @@ def continue_from(folder: Path, shape: tuple[int, int], steps: range) -> Tensors
     if steps.start:
         assert load_checkpoint(folder, net, optimizer).step == steps.start
     for step in steps:
-        # Every rank goes through the batches of all, so that any number of ranks takes the same steps.
-        for rank in range(6):
-            step_with(net, batch_of(4, step, rank))
+        # Every rank goes through the same batches, so that any number of ranks takes the same steps.
+        for number in range(2):
+            step_with(net, batch_of(4, step, number))
         optimizer.step()
         optimizer.zero_grad()
     save_checkpoint(folder, steps.stop, net, optimizer)
@@ -752,12 +725,10 @@ def continue_from(folder: Path, shape: tuple[int, int], steps: range) -> Tensors
 
 
 def test_a_run_goes_on_with_experts_on_other_numbers_of_ranks(tmp_path: Path) -> None:
-    for folder, shapes in ((tmp_path / "same", [(2, 2), (2, 2)]), (tmp_path / "other", [(2, 2), (1, 3)])):
-        run_threads(continue_from, 4, folder, shapes[0], range(2))
-        last = run_threads(continue_from, shapes[1][0] * shapes[1][1], folder, shapes[1], range(2, 4))
-        if folder.name == "same":
-            expected = functools.reduce(lambda all_, own: all_ | own, last)
-    assert_equal(last, expected)
+    whole = run_threads(continue_from, 4, tmp_path / "whole", (2, 2), range(4))
+    run_threads(continue_from, 4, tmp_path / "parts", (2, 2), range(2))
+    parts = run_threads(continue_from, 3, tmp_path / "parts", (1, 3), range(2, 4))
+    assert_equal(parts, functools.reduce(lambda all_, own: all_ | own, whole))
 
 
 @on_ranks(4)
