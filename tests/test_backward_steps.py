@@ -34,7 +34,7 @@ from composable import (
 )
 from composable.comm_hooks import DefaultState
 from tests.live_bytes import LiveBytes
-from tests.models import BLOCK_CLASSES, Block, MLPBlock, loss_of, make_model, seeded
+from tests.models import BLOCK_CLASSES, Block, MLPBlock, loss_of, make_model, random_input, seeded
 from tests.pairwise import pairs_of
 from tests.parity import assert_equal_params, full_params, global_inputs, inputs_of
 from tests.test_replicate_graphs import looped, loss_at
@@ -284,42 +284,38 @@ class _Branches(nn.Module):
         return self.parts[part](self.common(x))
 
 
-def use_one_branch(api: str, make: Make, way: str) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    model: nn.Module = _Branches()
-    if api == "replicate" or api in POLICIES:
-        replicate(model, find_unused_parameters=True, bucket_cap_mb=0.0001, mp_policy=POLICIES.get(api))
-    else:
-        fully_shard(model)
-    optimizer = make(model.parameters())
-    if way == "ours":
-        step_in_backward(optimizer)
-    elif way == "torch's":
-        options = {key: optimizer.defaults[key] for key in ("lr", "eps")}
-        in_backward_api()(type(optimizer), model.parameters(), options)
-    for step in range(4):
-        # In the first two steps the ranks use different parts; nobody ever uses the last one.
-        part = dist.get_rank() if step < 2 else 2
-        model(torch.ones(2, 4) * (1 + step + dist.get_rank()), part).square().mean().backward()
-        if way == "after":
-            step_and_drop(optimizer)
-    assert optimizer.state.get(model.parts[3].weight) is None  # type: ignore[union-attr,index]
-    return full_params(model)
-
-
 # Ranks step a sharded parameter together with the second optimizer.
 @pytest.mark.parametrize(
     *pairs_of(
         api=["fully_shard", "replicate", "low, averaged in full"], make=[adam, adafactor], way=["ours", "torch's"]
     )
 )
+@on_ranks(2)
 def test_parameters_without_a_gradient_are_stepped_where_another_rank_has_one_only(
     api: str, make: Make, way: str
 ) -> None:
-    stepped, after = (run_threads(use_one_branch, 2, api, make, one) for one in (way, "after"))
-    for found, expected in zip(stepped, after, strict=True):
-        assert_equal_params(found, expected, tolerance=0)
-    assert_equal_params(stepped[0], stepped[1], tolerance=0)
+    rank, found = dist.get_rank(), []
+    for now in (way, "after"):
+        model = seeded(_Branches, 0)
+        if api == "fully_shard":
+            fully_shard(model)
+        else:
+            replicate(model, find_unused_parameters=True, bucket_cap_mb=0.0001, mp_policy=POLICIES.get(api))
+        optimizer = make(model.parameters())
+        if now == "ours":
+            step_in_backward(optimizer)
+        elif now == "torch's":
+            options = {key: optimizer.defaults[key] for key in ("lr", "eps")}
+            in_backward_api()(type(optimizer), model.parameters(), options)
+        for step in range(4):
+            # In the first two steps the ranks use different parts; nobody ever uses the last one.
+            part = rank if step < 2 else 2
+            model(torch.ones(2, 4) * (1 + step + rank), part).square().mean().backward()
+            if now == "after":
+                step_and_drop(optimizer)
+        assert optimizer.state.get(model.parts[3].weight) is None
+        found.append(full_params(model))
+    assert_equal_params(*found, tolerance=0)
 
 
 # Ranks that go different ways
@@ -341,7 +337,6 @@ class _Ways(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.copies = nn.ModuleList([_Parts(), _Parts()])
         self.shards = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
 
@@ -351,49 +346,40 @@ class _Ways(nn.Module):
         return x
 
 
-def way_of(seed: int, step: int, rank: int) -> list[tuple[int, int] | int]:
+def loss_of_way(model: nn.Module, seed: int, step: int, rank: int) -> torch.Tensor:
     chance = random.Random(f"{seed}/{step}/{rank}")
     parts = [part for which in (0, 1) for part in chance.sample([(which, i) for i in range(4)], chance.randint(1, 4))]
     chance.shuffle(parts)
     first, second = sorted(chance.randint(0, len(parts)) for _ in range(2))
-    return [*parts[:first], 0, *parts[first:second], 1, *parts[second:]]
+    result: torch.Tensor = model(
+        random_input(10 * step + rank, 2, 4), [*parts[:first], 0, *parts[first:second], 1, *parts[second:]]
+    )
+    return result.square().mean()
 
 
-def inputs_of_way(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def go_different_ways(seed: int) -> Any:
-    chance = random.Random(seed)
-    model = _Ways()
+@pytest.mark.parametrize(
+    ("seed", "world_size"), [(seed, 2 + seed % 2) for seed in range(int(os.environ.get("STEP_CASES", "4")))]
+)
+@on_ranks()
+def test_ranks_that_use_other_parameters_in_another_order_never_wait_in_vain(seed: int) -> None:
+    chance, world_size = random.Random(seed), dist.get_world_size()
+    model, plain = (seeded(_Ways, 0) for _ in range(2))
     for copies in model.copies:
         replicate(copies, find_unused_parameters=True, bucket_cap_mb=chance.choice([1e-5, 1e-4]))
     for shards in model.shards:
         fully_shard(shards, reshard_after_forward=True)
     step_in_backward(sgd(model.parameters()))
+    after = sgd(plain.parameters())
     for step in range(5):
-        rank = dist.get_rank()
-        with nullcontext() if is_synchronised(seed, step) else no_sync(model):
-            model(inputs_of_way(step, rank), way_of(seed, step, rank)).square().mean().backward()
-        assert not is_synchronised(seed, step) or all(param.grad is None for param in model.parameters())
-    return full_params(model)
-
-
-def is_synchronised(seed: int, step: int) -> bool:
-    return step == 4 or random.Random(f"{seed}/{step}").random() < 0.7
-
-
-@pytest.mark.parametrize("seed", range(int(os.environ.get("STEP_CASES", "4"))))
-def test_ranks_that_use_other_parameters_in_another_order_never_wait_in_vain(seed: int) -> None:
-    model, world_size = _Ways(), 2 + seed % 2
-    optimizer = sgd(model.parameters())
-    for step in range(5):
+        is_synchronised = step == 4 or chance.random() < 0.7
+        with nullcontext() if is_synchronised else no_sync(model):
+            loss_of_way(model, seed, step, dist.get_rank()).backward()
         for rank in range(world_size):
-            output = model(inputs_of_way(step, rank), way_of(seed, step, rank))
-            (output.square().mean() / world_size).backward()
-        if is_synchronised(seed, step):
-            step_and_drop(optimizer)
-    all_equal(run_threads(go_different_ways, world_size, seed), dict(model.named_parameters()), tolerance=1e-5)
+            (loss_of_way(plain, seed, step, rank) / world_size).backward()
+        if is_synchronised:
+            assert all(param.grad is None for param in model.parameters())
+            step_and_drop(after)
+    assert_equal_params(full_params(model), dict(plain.named_parameters()), tolerance=1e-5)
 
 
 # Options of replicate
