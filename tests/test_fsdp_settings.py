@@ -220,6 +220,15 @@ def test_kept_parameters_are_compared_with_shards_once_the_optimizer_has_written
     assert done == ["waited for the event", "compared", "gathers wait: True"]
 
 
+@on_ranks(2)
+def test_an_event_on_the_cpu_changes_nothing() -> None:
+    model = sharded()
+    for kind in (torch.Event, torch.cpu.Event):
+        model.set_post_optim_event(kind())
+        loss(model, own_seed(0)).backward()
+    assert_same(gradients(model), plain_gradients(2, [0, 0]))
+
+
 # -- unshard_in_backward
 
 
@@ -678,6 +687,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
     "all-reduce": (lambda m: m.set_requires_all_reduce(False), ConfigError, "of a 1-D mesh need none"),
     "memory": (lambda m: m.set_symm_mem_for_comm(), ConfigError, "torch's memory"),
     "async op": (lambda m: m._set_unshard_async_op(True), ConfigError, "stream of their own"),
+    "no buffers": (lambda m: m.set_reduce_scatter_max_input_buffers(0), ConfigError, "got 0"),
     "part: mode": (lambda m: m.blocks[0].set_manual_backward_finalization(True), UsageError, "for the root"),
     "part: end": (lambda m: m.blocks[0].finalize_backward(), UsageError, "for the root"),
     "part: reset": (lambda m: m.blocks[0].reset_iter_state(), UsageError, "for the root"),
