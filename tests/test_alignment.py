@@ -183,35 +183,31 @@ def orthogonal_step(param: torch.Tensor, grad: torch.Tensor) -> None:
     param -= 0.1 * (vectors / values.sqrt()) @ (vectors.T @ grad)
 
 
-def train_orthogonally() -> int:
+@on_ranks(3)
+def test_the_rank_that_holds_a_whole_matrix_can_orthogonalise_its_step_alone() -> None:
     plain = build(Even)
     model = fully_shard(
         copy.deepcopy(plain), options=HandleOptions(align=lambda _, param: "tensor" if param.dim() == 2 else None)
     )
-    steps_here = 0
+    steps_here = torch.zeros(())
     for batch, own in zip(global_batches(), own_batches(), strict=True):
         plain(batch).square().mean().backward()
         model(own).square().mean().backward()
         with torch.no_grad(), strict_mode():
             for whole, sharded in zip(plain.parameters(), model.parameters(), strict=True):
-                assert whole.grad is not None and isinstance(sharded, RaggedDTensor) and sharded.grad is not None
                 if whole.dim() != 2:
                     continue
                 orthogonal_step(whole, whole.grad)
                 local = sharded.to_local()
                 assert local.shape in (sharded.shape, (0, *sharded.shape[1:]))
                 if len(local):
-                    orthogonal_step(local, sharded.grad.to_local())  # type: ignore[attr-defined]
+                    orthogonal_step(local, sharded.grad.to_local())
                     steps_here += 1
         for one in (plain, model):
             one.zero_grad()
     assert_close([full(param) for param in model.parameters()], list(plain.parameters()))
-    return steps_here
-
-
-def test_the_rank_that_holds_a_whole_matrix_can_orthogonalise_its_step_alone() -> None:
-    # Two matrices, and each is stepped on one rank.
-    assert sum(run_threads(train_orthogonally, 3)) == 2 * STEPS
+    dist.all_reduce(steps_here)
+    assert steps_here == 2 * STEPS  # Two matrices, and each is stepped on one rank.
 
 
 # -- saving, copies, and back to a plain model
@@ -297,7 +293,9 @@ class Random(nn.Module):
         return x
 
 
-def train_random(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "world_size"), [(seed, 1 + seed % 4) for seed in range(8)])
+@on_ranks()
+def test_any_wishes_train_as_one_process(seed: int) -> None:
     dice = random.Random(seed)
     plain = build(lambda: Random(dice), seed)
     wishes = {
@@ -317,36 +315,28 @@ def train_random(seed: int) -> None:
     assert_close([full(param) for param in model.parameters()], list(plain.parameters()))
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_any_wishes_train_as_one_process(seed: int) -> None:
-    run_threads(train_random, 1 + seed % 4, seed)
-
-
 # -- errors
-
-
-def answer_by_rank(name: str, *, is_synced: bool) -> str:
-    rank = dist.get_rank()
-    function = (
-        (lambda fqn, _: "tensor" if rank == 1 and fqn == "up.weight" else None)
-        if name == "align"
-        else (lambda param: Shard(param.dim() - 1) if rank == 1 and param.shape == (WIDTH, WIDTH) else None)
-    )
-    model = build(Net)
-    chosen: dict[str, Any] = {name: function} if name != "align" else {"options": HandleOptions(align=function)}
-    with pytest.raises(DesyncError) as caught:
-        fully_shard(model, sync_module_states=is_synced, **chosen)(images(0, 0))
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("name", "said", "is_synced"),
     [("align", "whole on one rank", True), ("shard_placement_fn", "cut between slices of dim 1", False)],
 )
+@on_ranks(2)
 def test_a_function_that_answers_otherwise_on_one_rank_is_told_on_all(name: str, said: str, is_synced: bool) -> None:
-    for message in run_threads(answer_by_rank, 2, name, is_synced=is_synced):
-        start = "parameter 'up.weight' [6, 6] float64, requires_grad=True"
-        assert f"    rank 0: {start}, module Net\n    rank 1: {start}, {said}, module Net\n" in message
+    rank = dist.get_rank()
+    chosen: dict[str, Any] = {
+        "align": {
+            "options": HandleOptions(align=lambda fqn, _: "tensor" if rank == 1 and fqn == "up.weight" else None)
+        },
+        "shard_placement_fn": {
+            "shard_placement_fn": lambda param: Shard(1) if rank == 1 and param.shape == (WIDTH, WIDTH) else None
+        },
+    }[name]
+    with pytest.raises(DesyncError) as caught:
+        fully_shard(build(Net), sync_module_states=is_synced, **chosen)(images(0, 0))
+    start = "parameter 'up.weight' [6, 6] float64, requires_grad=True"
+    assert f"    rank 0: {start}, module Net\n    rank 1: {start}, {said}, module Net\n" in str(caught.value)
 
 
 @on_ranks(2)

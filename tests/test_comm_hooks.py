@@ -1,6 +1,7 @@
 """Communication hooks of both annotations: which one holds, the numbers that it gives, and what goes wrong on one rank."""
 
 import copy
+import functools
 import itertools
 import random
 import re
@@ -121,15 +122,16 @@ def close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], eps: fl
 # Buckets
 
 
-def walk_buffers(seed: int, cap_mb: float) -> None:
+@pytest.mark.parametrize(("seed", "world_size"), [(seed, 1 + seed % 2) for seed in range(8)])
+@on_ranks()
+def test_a_buffer_holds_its_gradients_one_behind_the_other(seed: int) -> None:
     """Let a hook for the wrapper go through each buffer by the sizes of its gradients, as below the wrapper."""
     draw = random.Random(seed)
     sizes = [draw.choice([1, 3, 5, 8, 13, 64, 70]) for _ in range(6)]
-    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
-    dtype = draw.choice(dtypes)
+    dtype = draw.choice([torch.float32, torch.float64, torch.bfloat16, torch.complex64])
     layers = [nn.Linear(a, b, dtype=dtype) for a, b in itertools.pairwise(sizes)]
     layers[draw.randrange(5)].weight.requires_grad_(draw.random() < 0.5)
-    model = replicate(nn.Sequential(*layers), bucket_cap_mb=cap_mb)
+    model = replicate(nn.Sequential(*layers), bucket_cap_mb=25.0 if seed % 4 < 2 else 0.0001)
     seen: list[int] = []
 
     def walk(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -152,13 +154,7 @@ def walk_buffers(seed: int, cap_mb: float) -> None:
         (torch.view_as_real(out) if out.is_complex() else out).sum().backward()
         assert sum(seen) == sum(param.numel() * (2 if dtype.is_complex else 1) for param in trainable)
         for param in trainable:
-            assert param.grad is not None
             assert torch.equal(param.grad, torch.full_like(param, 7 + 7j if dtype.is_complex else 7))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_buffer_holds_its_gradients_one_behind_the_other(seed: int) -> None:
-    run_threads(walk_buffers, 1 + seed % 2, seed, 25.0 if seed % 4 < 2 else 0.0001)
 
 
 # States
@@ -404,14 +400,16 @@ def ancestors(fqn: str) -> list[str]:
     return [".".join(parts[:stop]) for stop in range(len(parts), -1, -1)]
 
 
-def precedence(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, int]]:
-    """Return gradients with one hook on all, with random hooks, and the factor due to each, by brute force."""
+@pytest.mark.parametrize(("seed", "world_size"), [(seed, 1 + seed % 3) for seed in range(6)])
+@on_ranks()
+def test_the_nearest_registration_holds_whatever_the_order(seed: int) -> None:
+    """Compare gradients with one hook on all, and with random hooks, by the factor due to each, by brute force."""
     rng = random.Random(seed)
     tree = seeded(lambda: random_tree(rng, 3), seed)
     nodes = [fqn for fqn, module in tree.named_modules() if isinstance(module, Node)]
     # From the inside out. What replicate leaves to others further in is theirs.
-    annotated = {fqn: rng.choice(["fully_shard", "replicate"]) for fqn in nodes[1:] if rng.random() < 0.6}
-    annotated[""] = "fully_shard"
+    annotated = {fqn: rng.choice([fully_shard, replicate]) for fqn in nodes[1:] if rng.random() < 0.6}
+    annotated[""] = fully_shard
     registered: dict[str, int] = {}
     places = [fqn for fqn, _ in tree.named_modules() if rng.random() < 0.5]
     rng.shuffle(places)
@@ -420,44 +418,29 @@ def precedence(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
     for is_random in (False, True):
         model = copy.deepcopy(tree)
         for fqn in sorted(annotated, key=lambda fqn: -len(ancestors(fqn))):
-            {"fully_shard": fully_shard, "replicate": replicate}[annotated[fqn]](model.get_submodule(fqn))
+            annotated[fqn](model.get_submodule(fqn))
         if not is_random:
             register_comm_hook(model, default_state(), mean_hook)
         for number, fqn in enumerate(places if is_random else []):
-            factor = 2 ** (number + 1)
-            has_some = any(fqn in ancestors(other) for other in annotated)
-
-            def hook(
-                state: DefaultState, grad: torch.Tensor, output: torch.Tensor | None = None, factor: int = factor
-            ) -> None:
-                scaled_hook(factor, state, grad, output)
-
-            if not has_some:
+            hook, part = functools.partial(scaled_hook, 2 ** (number + 1)), model.get_submodule(fqn)
+            if not any(fqn in ancestors(other) for other in annotated):
                 with pytest.raises(UsageError, match="found no annotated module"):
-                    register_comm_hook(model.get_submodule(fqn), default_state(), hook)
+                    register_comm_hook(part, default_state(), hook)
                 continue
-            handle = register_comm_hook(model.get_submodule(fqn), default_state(), hook)
-            registered[fqn] = factor
+            handle = register_comm_hook(part, default_state(), hook)
             if is_taken_off[fqn]:
                 handle.remove()
-                del registered[fqn]
+            else:
+                registered[fqn] = 2 ** (number + 1)
         backward(model, dist.get_rank())
         grads.append(grads_of(model))
-    factors = {}
+    plain, hooked = grads
     for fqn, _ in tree.named_parameters():
         owner = next(one for one in ancestors(fqn) if one in annotated)
-        factors[fqn] = next((registered[one] for one in ancestors(owner) if one in registered), 1)
-    return grads[0], grads[1], factors
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_nearest_registration_holds_whatever_the_order(seed: int) -> None:
-    for plain, hooked, factors in run_threads(precedence, 1 + seed % 3, seed):
+        factor = next((registered[one] for one in ancestors(owner) if one in registered), 1)
         # Where nothing is registered, the library's own sum may have another order.
-        eps = 4 * torch.finfo(torch.float32).eps
-        for fqn, factor in factors.items():
-            wanted = plain[fqn] * factor
-            close({fqn: hooked[fqn]}, {fqn: wanted}, eps if factor == 1 else 0)
+        eps = 4 * torch.finfo(torch.float32).eps if factor == 1 else 0
+        close({fqn: hooked[fqn]}, {fqn: plain[fqn] * factor}, eps)
 
 
 # How long a registration lasts
