@@ -185,21 +185,18 @@ def test_adapters_on_a_base_of_bytes_train_as_in_one_process() -> None:
                 torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
 
 
-def load_bytes() -> tuple[int, int]:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_a_base_of_bytes_is_sharded_and_loads_to_the_bit() -> None:
     quantized = client("quantized_base")
     torch.manual_seed(0)
     values = quantized.make_model().state_dict()
     torch.manual_seed(1 + dist.get_rank())
-    model = quantized.make_model()
-    fully_shard(model, policy={quantized.Block})
+    model = fully_shard(quantized.make_model(), policy={quantized.Block})
     load_full_state_dict(model, values)
-    packed = [param for param in model.parameters() if param.dtype == torch.uint8]
     assert all(torch.equal(full(value), values[name]) for name, value in model.state_dict().items())
-    return sum(one.to_local().numel() for one in packed), sum(one.numel() for one in packed)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_base_of_bytes_is_sharded_and_loads_to_the_bit(world_size: int) -> None:
-    found = run_threads(load_bytes, world_size)
-    assert sum(own for own, _ in found) == found[0][1]
-    assert max(own for own, _ in found) <= found[0][1] / world_size + 3 * 64
+    packed = [param for param in model.parameters() if param.dtype == torch.uint8]
+    own, whole = sum(one.to_local().numel() for one in packed), sum(one.numel() for one in packed)
+    assert own <= whole / dist.get_world_size() + 3 * 64
+    dist.all_reduce(total := torch.tensor(own))
+    assert total == whole

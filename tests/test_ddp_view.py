@@ -33,7 +33,7 @@ from composable import (
 from tests.models import make_model, random_input, seeded
 from tests.parity import assert_equal_params, full_params
 from tests.test_algorithms import adam, torch_optim, train_alone, train_with
-from tests.world import on_ranks, run_ranks, run_threads
+from tests.world import on_ranks, run_ranks
 
 # Hooks
 
@@ -114,7 +114,8 @@ def test_quantised_gradients_are_those_below_the_wrapper(name: str) -> None:
     assert 0 < difference < 0.05 * exact[0][1][0].abs().max()
 
 
-def try_other_hooks() -> None:
+@on_ranks(2, run=run_ranks)
+def test_overlap_with_a_sharded_optimizer_raises_on_gloo_as_below_the_wrapper() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit
         from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
@@ -126,23 +127,15 @@ def try_other_hooks() -> None:
             make(default_hooks.allreduce_hook, as_ddp(model), zero)
 
 
-def test_overlap_with_a_sharded_optimizer_raises_on_gloo_as_below_the_wrapper() -> None:
-    run_ranks(try_other_hooks, 2)
-
-
-def overlapped() -> dict[str, torch.Tensor]:
+@on_ranks(2)
+def test_an_overlapped_optimizer_registers_with_a_view() -> None:
     model = replicate(make_model("mlp"))
     optimizer = torch_optim("_as_overlapped_optim")(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(NotImplementedError):
         optimizer.register_fsdp(model)
     optimizer.register_ddp(as_ddp(model))
-    return train_with(None, model)
-
-
-def test_an_overlapped_optimizer_registers_with_a_view() -> None:
     expected = train_alone(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), 2)
-    for params in run_threads(overlapped, 2):
-        assert_equal_params(params, expected, tolerance=1e-6)
+    assert_equal_params(train_with(None, model), expected, tolerance=1e-6)
 
 
 # Uneven inputs
@@ -331,9 +324,11 @@ def test_gradients_are_not_reduced_where_ranks_without_inputs_would_not_follow()
     torch.testing.assert_close(model.weight.grad, torch.ones(1, 2))
 
 
-def join_in_another_group() -> dict[str, torch.Tensor]:
-    own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    model = replicate(make_model("mlp"), process_group=own)
+@on_ranks(2)
+def test_a_view_follows_its_module_to_another_group() -> None:
+    model = replicate(
+        make_model("mlp"), process_group=dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    )
     view = as_ddp(model)
     update_process_group(model, dist.new_group([0, 1]))
     assert view.process_group.size() == 2
@@ -341,12 +336,9 @@ def join_in_another_group() -> dict[str, torch.Tensor]:
     with Join([view]):
         for _ in range(2 + dist.get_rank()):
             train_with(optimizer, model, steps=1)
-    return full_params(model)
-
-
-def test_a_view_follows_its_module_to_another_group() -> None:
-    first, second = run_threads(join_in_another_group, 2)
-    assert_equal_params(first, second, tolerance=0)
+    for param in model.parameters():
+        dist.all_gather(both := [torch.empty_like(param) for _ in range(2)], param.detach())
+        assert torch.equal(*both)
 
 
 @on_ranks(1)

@@ -208,38 +208,6 @@ def annotate_hybrid(net: Net, mesh: Any, **options: Any) -> None:
     fully_shard(net, mesh=whole, **options)
 
 
-def train_hybrid(experts: int, annotating: Callable[..., None], **options: Any) -> Tensors:
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copies", "ep", "shard"))
-    net = local_net(experts, mesh)
-    annotating(net, mesh, **options)
-    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
-    reference = reference_net(experts)
-    for step in range(3):
-        step_with(net, batch_of(experts, step, dist.get_rank()))
-        reference.zero_grad()
-        step_with(reference, whole_batch(experts, step, 8))
-        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
-        torch.testing.assert_close(clip_grad_norm_(net.parameters(), 0.05), norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for param in reference.parameters():
-                if param.grad is not None:
-                    param -= LR * param.grad
-    found = full_params(net)
-    for fqn, value in found.items():
-        torch.testing.assert_close(value, reference.get_parameter(fqn).detach(), rtol=TOLERANCE, atol=TOLERANCE)
-    return found
-
-
-SPREAD = pytest.param("HYBRID_SHARD_OPTIM", marks=needs_ordered_groups)
-
-
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", SPREAD])
-def test_experts_may_have_copies_of_shards(strategy: str) -> None:
-    run_threads(train_hybrid, 8, 4, annotate_hybrid, strategy=strategy)
-
-
 def unshard_ahead(net: Net, mesh: Any, **options: Any) -> None:
     """Let the first block unshard the experts of the second, and wait for them in an order of this rank's own."""
     annotate_hybrid(net, mesh, **options)
@@ -254,10 +222,33 @@ def unshard_ahead(net: Net, mesh: Any, **options: Any) -> None:
     first.own.register_forward_pre_hook(unshard)
 
 
-def test_ranks_may_wait_for_experts_that_are_unsharded_by_hand_in_any_order() -> None:
-    # One group has all of their gathers, which would otherwise be told apart by name.
-    options = HandleOptions(transport="process_group")
-    run_threads(train_hybrid, 8, 4, unshard_ahead, strategy="HYBRID_SHARD", options=options)
+# One group has all gathers of what is unsharded by hand, which would otherwise be told apart by name.
+@pytest.mark.parametrize(
+    ("annotating", "options"),
+    [
+        (annotate_hybrid, {"strategy": "HYBRID_SHARD"}),
+        pytest.param(annotate_hybrid, {"strategy": "HYBRID_SHARD_OPTIM"}, marks=needs_ordered_groups),
+        (unshard_ahead, {"strategy": "HYBRID_SHARD", "options": HandleOptions(transport="process_group")}),
+    ],
+)
+@on_ranks(8)
+def test_experts_may_have_copies_of_shards_and_be_unsharded_by_hand_in_any_order(
+    annotating: Callable[..., None], options: dict[str, Any]
+) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copies", "ep", "shard"))
+    net, plain = local_net(4, mesh), reference_net(4)
+    annotating(net, mesh, **options)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=LR) for one in (net, plain)]
+    for step in range(3):
+        step_with(net, batch_of(4, step, dist.get_rank()))
+        step_with(plain, whole_batch(4, step, 8))
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        torch.testing.assert_close(clip_grad_norm_(net.parameters(), 0.05), norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for fqn, value in full_params(net).items():
+        torch.testing.assert_close(value, plain.get_parameter(fqn).detach(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def annotate_copied(net: Net, mesh: Any) -> None:
@@ -680,31 +671,24 @@ def is_other(fqn: str) -> bool:
     return not is_expert(fqn)
 
 
-def full_values() -> Tensors:
-    mesh = mesh_of((2, 2))
-    net = local_net(4, mesh)
+@on_ranks(4)
+def test_full_values_come_from_each_set_of_ranks_by_name() -> None:
+    mesh, rank = mesh_of((2, 2)), dist.get_rank()
+    net, values = local_net(4, mesh), reference_net(4).state_dict()
     annotate(net, mesh)
     with pytest.raises(ConfigError, match="annotated on different ranks"):
         full_state_dict(net)
-    found = {**full_state_dict(net, names=is_other), **full_state_dict(net, names=is_expert)}
-    expected = full_params(net)
+    others, experts = full_state_dict(net, names=is_other), full_state_dict(net, names=is_expert)
+    # Those of all ranks are on the first one, those of each set of ranks on the first of the set.
+    assert set(others) == (set(filter(is_other, values)) if rank == 0 else set())
+    assert set(experts) == ({fqn for fqn, _ in net.named_parameters() if is_expert(fqn)} if rank < 2 else set())
+    assert all(torch.equal(value, values[fqn]) for fqn, value in (others | experts).items())
     with torch.no_grad():
         for param in net.parameters():
             param.zero_()
-    load_full_state_dict(net, {k: v for k, v in found.items() if is_other(k)}, names=is_other)
-    load_full_state_dict(net, {k: v for k, v in found.items() if is_expert(k)}, names=is_expert)
-    for fqn, value in full_params(net).items():
-        assert torch.equal(value, expected[fqn])
-    return found
-
-
-def test_full_values_come_from_each_set_of_ranks_by_name() -> None:
-    found = run_threads(full_values, 4)
-    expected = reference_net(4).state_dict()
-    assert {len(one) for one in found[2:]} == {0}
-    assert set(found[0]) | set(found[1]) == set(expected) and not set(found[0]) & set(found[1])
-    for fqn, value in (found[0] | found[1]).items():
-        assert torch.equal(value, expected[fqn])
+    load_full_state_dict(net, others, names=is_other)
+    load_full_state_dict(net, experts, names=is_expert)
+    assert all(torch.equal(value, values[fqn]) for fqn, value in full_params(net).items())
 
 
 def continue_from(folder: Path, shape: tuple[int, int], steps: range) -> Tensors:
